@@ -1,0 +1,18 @@
+# Serves on the CPU. Build and run, with a model and its catalog in ./model:
+#   docker build -t jgr .
+#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" jgr --set model.path=/model --set catalog.path=/model/catalog.jsonl
+FROM python:3.11-slim
+
+WORKDIR /app
+COPY requirements/runtime-py311.txt requirements/
+RUN pip install --no-cache-dir --require-hashes -r requirements/runtime-py311.txt
+
+COPY pyproject.toml README.md LICENSE ./
+COPY jgr jgr
+COPY configs configs
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . && useradd --create-home jgr
+
+USER jgr
+EXPOSE 8000
+# jgr listens on 127.0.0.1 unless told otherwise; inside the container that would reach nobody outside it.
+ENTRYPOINT ["jgr", "serve", "--set", "server.host=0.0.0.0"]

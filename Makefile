@@ -1,0 +1,51 @@
+# `make demo` and `make test` set up $(VENV) by themselves; they need Python >= 3.11 and a package registry.
+# Override PYTHON to choose the interpreter and VENV to choose the folder.
+
+SUPPORTED = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+PYTHON ?= $(shell for p in python3.11 python3 python; do $$p $(SUPPORTED) 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV_VERSION := 0.13.8
+
+.PHONY: demo test test-quick lint types lock clean
+
+demo: $(STAMP)
+	$(BIN)/jgr demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml requirements/py311.txt requirements/py312.txt
+	@test -n "$(PYTHON)" || { echo "jgr needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing jgr and its dependencies into $(VENV) (about 1 GB; once)"
+	$(PYTHON) -m venv $(VENV)
+	lock=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/$$lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# The runtime file, for the Dockerfile, holds the same pins as py311.txt without the developers' tools.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(call compile,3.11,py311) --extra dev --upgrade
+	$(call compile,3.12,py312) --extra dev --upgrade
+	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
+
+compile = build/lock/bin/uv pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \
+	--python-platform x86_64-manylinux_2_28 --python-version $(1) --output-file requirements/$(2).txt \
+	pyproject.toml requirements/build.in
+
+clean:
+	rm -rf $(VENV) build jgr.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark shares: fair timing, and a result file that says what was measured, where, and of which code.
+
+The one idea: a benchmark hands over a function that measures, and gets back nothing; the harness decides when the
+machine is quiet enough, writes the result, and nothing else may write one.
+
+    python -m benchmarks.<name>                  measures, rewrites benchmarks/results/<name>.<device>.json (and .png)
+    python -m benchmarks.<name> --quick          under a minute, fewer and shorter runs; writes only where --out says
+
+Exit codes: 0 measured (claims may fail: the result says so), 2 something is missing, 3 the machine was not quiet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from absl import app, flags
+
+import jgr
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+MAX_OTHERS_CORES = 0.1
+"""Cores that other processes may keep busy while we time."""
+PATIENCE_S = 600.0
+QUICK_PATIENCE_S = 20.0
+_SAMPLE_S = 1.0
+_SETTLE_S = 0.05  # OpenMP's and XLA's idle threads spin for a while, on the cores that the next run needs
+
+
+class Missing(Exception):
+    """Something that the benchmark needs is not there; the message is one line that says how to get it."""
+
+
+class BusyMachine(Exception):
+    """Other processes kept the machine busy for as long as we were willing to wait."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure that README quotes. id: words joined by hyphens; README shows it with spaces."""
+
+    id: str
+    value: float
+    unit: str
+    better: Literal["higher", "lower"]
+    target: float
+
+    @property
+    def holds(self) -> bool:
+        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in ("id", "value", "unit", "better", "target")}
+        return {**fields, "holds": self.holds}
+
+
+class Measured(NamedTuple):
+    """What a benchmark found: the claims, and the rows that they are drawn from."""
+
+    claims: Sequence[Claim]
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A runnable benchmark.
+
+    name: of its file and its results. measure: (quick, quiet) -> Measured; it calls quiet() before each round, which
+    returns once the machine is quiet. packages: whose versions matter. sources: the files that do the measuring.
+    plot: draws the rows into a PNG file. device: what computes.
+    """
+
+    name: str
+    measure: Callable[[bool, Callable[[], None]], Measured]
+    packages: Sequence[str]
+    sources: Sequence[Path]
+    plot: Callable[[Sequence[Row], Path], None] | None = None
+    device: str = "cpu"
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], T]],
+    rounds: int,
+    quiet: Callable[[], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, list[T]]:
+    """Run A B C, A B C, ...: whatever drifts hits all alike. The results of each; a round before them is not kept."""
+    for run in variants.values():
+        run()
+    results: dict[str, list[T]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        quiet()
+        for name, run in variants.items():
+            sleep(_SETTLE_S)
+            results[name].append(run())
+    return results
+
+
+def timed(run: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[float, T]:
+    """How long a call took, in ms, and what it gave."""
+    start = clock()
+    result = run()
+    return (clock() - start) * 1e3, result
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To significant digits, so that a result file does not pretend to more."""
+    return float(f"{value:.{digits}g}")
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, quartiles (linear interpolation) and number of runs."""
+    runs = list(values)
+    q1, median, q3 = (rounded(float(q)) for q in np.percentile(runs, (25, 50, 75)))
+    return {"median": median, "q1": q1, "q3": q3, "runs": len(runs)}
+
+
+class CpuTimes(NamedTuple):
+    """CPU seconds of all processors busy with anything, those of this process, and when, in s."""
+
+    busy_s: float
+    own_s: float
+    at_s: float
+
+
+def busy_seconds(stat: str, ticks_per_s: int) -> float:
+    """Busy CPU seconds since boot from /proc/stat; time stolen by other machines on the same host counts as busy."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / ticks_per_s
+
+
+def others_cores(before: CpuTimes, after: CpuTimes) -> float:
+    """Cores that other processes kept busy between two samples."""
+    others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    return max(0.0, others_s / (after.at_s - before.at_s))
+
+
+def _cpu_times() -> CpuTimes:
+    busy_s = busy_seconds(Path("/proc/stat").read_text(), os.sysconf("SC_CLK_TCK"))
+    return CpuTimes(busy_s, time.process_time(), time.monotonic())
+
+
+def wait_until_quiet(
+    patience_s: float,
+    sample: Callable[[], CpuTimes] = _cpu_times,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return after the first second in which others used at most MAX_OTHERS_CORES, or raise BusyMachine."""
+    first = before = sample()
+    while True:
+        sleep(_SAMPLE_S)
+        after = sample()
+        cores = others_cores(before, after)
+        if cores <= MAX_OTHERS_CORES:
+            return
+        if after.at_s - first.at_s >= patience_s:
+            raise BusyMachine(
+                f"other processes keep {cores:.2f} cores busy ({MAX_OTHERS_CORES} is the limit), for "
+                f"{after.at_s - first.at_s:.0f} s now: nothing was timed; stop them and try again"
+            )
+        before = after
+
+
+def require(package: str, version: str) -> Any:
+    """Import a package that jgr itself does not need, in exactly this version; Missing says how to install it."""
+    try:
+        found = importlib.metadata.version(package).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        found = "not there"
+    if found != version:
+        raise Missing(f"needs {package}=={version}, which is {found}: pip install {package}=={version}")
+    return importlib.import_module(package)
+
+
+def machine() -> dict[str, Any]:
+    """The machine in words, without its name."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    system = platform.freedesktop_os_release().get("PRETTY_NAME", "unknown distribution")
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_bytes / 2**30),
+        "os": f"{system}, {platform.system()} {'.'.join(platform.release().split('.')[:2])}",
+    }
+
+
+def source_hash(files: Iterable[Path], root: Path = ROOT) -> str:
+    """First 16 hex digits of the sha256 over jgr's sources and `files`: names and contents, in order of names."""
+    digest = hashlib.sha256()
+    for path in sorted({*(root / "jgr").rglob("*.py"), *(f.resolve() for f in files)}):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
+    """The commit that is checked out, and whether files differ from it; None where git cannot tell.
+
+    Results do not count as a difference: those of one benchmark must not mark the next one as dirty.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return done.stdout.strip()
+
+    status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def describe(benchmark: Benchmark, command: str, measured: Measured) -> dict[str, Any]:
+    """The content of a result file."""
+    measured_commit, dirty = commit()
+    versions = {name: importlib.metadata.version(name) for name in benchmark.packages}
+    return {
+        "benchmark": benchmark.name,
+        "command": command,
+        "measured_commit": measured_commit,
+        "dirty": dirty,
+        "source_hash": source_hash([Path(__file__), *benchmark.sources]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "jgr": jgr.__version__, **versions},
+        "claims": [claim.to_json() for claim in measured.claims],
+        "rows": list(measured.rows),
+    }
+
+
+def main(benchmark: Benchmark) -> None:
+    """Run a benchmark from the command line; does not return."""
+    flags.DEFINE_bool("quick", False, "under a minute: fewer and shorter runs, written only where --out says")
+    flags.DEFINE_string("out", "", "result file, in place of the one in benchmarks/results")
+    app.run(lambda argv: _run(benchmark, argv))
+
+
+def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
+    quick, out = flags.FLAGS.quick, flags.FLAGS.out
+    patience_s = QUICK_PATIENCE_S if quick else PATIENCE_S
+    try:
+        measured = benchmark.measure(quick, lambda: wait_until_quiet(patience_s))
+    except (Missing, BusyMachine) as e:
+        print(f"{benchmark.name}: {e}", file=sys.stderr)
+        return 3 if isinstance(e, BusyMachine) else 2
+    command = f"python -m benchmarks.{benchmark.name}" + (" --quick" if quick else "")
+    result = describe(benchmark, command, measured)
+    for claim in measured.claims:
+        sign, verdict = ("≥" if claim.better == "higher" else "≤"), ("holds" if claim.holds else "MISSED")
+        print(f"{claim.id}: {claim.value:g} {claim.unit} (target {sign} {claim.target:g}: {verdict})")
+    if out or not quick:
+        path = Path(out) if out else RESULTS / f"{benchmark.name}.{benchmark.device}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        if benchmark.plot:
+            benchmark.plot(measured.rows, path.with_suffix(".png"))
+    print(json.dumps(result))
+    return 0

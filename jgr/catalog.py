@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog: item id <-> semantic id <-> metadata.
+
+The one idea: an item is a *row*. Everything behind the API works on int32 rows and codes; item ids, token
+names and titles are looked up once, at the edge.
+
+- A level's vocabulary is the set of symbols that occur in it: names in natural order (`<a_9>` before
+  `<a_10>`), token ids in numeric order. A code is the index among those, so `<a_17>` is code 17 only if
+  `<a_0>` .. `<a_16>` all occur.
+- Row order is the file's order and has a meaning: items that share a semantic id are returned in this order.
+- The version names the content (ids, their order, semantic ids, metadata) and not the file format: it is the
+  sha256 of what `save_catalog` writes to a plain `.jsonl`, so `sha256sum catalog.jsonl` shows it too.
+
+Letters: n items, depth = number of levels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import UserError
+from jgr.data.files import MAX_LINE_BYTES, read_lines, read_whole, writing
+
+Int32 = npt.NDArray[np.int32]
+Symbol = str | int
+
+MAX_DEPTH = 8
+MAX_NAME_CHARS = 512
+MAX_TOKEN = 2**31 - 1
+
+_SYMBOL_KEYS: dict[str, type] = {"token_ids": int, "semantic_id": str}
+_LINE_KEYS = {"item_id", "metadata", *_SYMBOL_KEYS}
+_DECODER = msgspec.json.Decoder()
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+class CatalogError(UserError):
+    """A catalog that cannot be used; the message names the file and line (or item) and what is wrong."""
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """Items in tie order. Make one with `Catalog.build` or `load_catalog`; both validate.
+
+    item_ids: [n] external ids, unique.
+    codes: [n, depth] int32, codes[row, level] indexes symbols[level].
+    symbols: per level, one per code: all of them token names (resolved by the tokenizer), or all the model's
+    token ids.
+    metadata: [n] JSON objects, {} where none.
+    version: first 16 hex digits of the sha256 of the content.
+    """
+
+    item_ids: tuple[str, ...]
+    codes: Int32
+    symbols: tuple[tuple[Symbol, ...], ...]
+    metadata: tuple[dict[str, Any], ...]
+    version: str
+
+    @property
+    def depth(self) -> int:
+        return len(self.symbols)
+
+    @property
+    def n_items(self) -> int:
+        return len(self.item_ids)
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        return tuple(len(level) for level in self.symbols)
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        return {item_id: row for row, item_id in enumerate(self.item_ids)}
+
+    def row(self, item_id: str) -> int | None:
+        """The row of an item, None if the catalog has no such item."""
+        return self._row_of.get(item_id)
+
+    def rows(self, item_ids: Sequence[str]) -> tuple[Int32, list[str]]:
+        """The rows of the known ids, in the order given and as often as given, and the unknown ids."""
+        found = [self._row_of.get(item_id, -1) for item_id in item_ids]
+        rows = np.array(found, np.int32)
+        if -1 not in found:
+            return rows, []
+        return rows[rows >= 0], [item_id for item_id, row in zip(item_ids, found, strict=True) if row < 0]
+
+    @classmethod
+    def build(
+        cls,
+        item_ids: Sequence[str],
+        symbols_per_item: Sequence[Sequence[Symbol]],
+        metadata: Sequence[dict[str, Any]],
+    ) -> Catalog:
+        """Make a catalog of n >= 1 items from parallel sequences.
+
+        symbols_per_item: [n] semantic ids, equally long (1 to 8), all of str or all of int (0 .. 2^31 - 1).
+        metadata: [n] dicts of plain JSON values. CatalogError names the item.
+        """
+        if not len(item_ids) == len(symbols_per_item) == len(metadata):
+            sizes = f"{len(item_ids)}, {len(symbols_per_item)} and {len(metadata)}"
+            raise CatalogError(f"item_ids, symbols_per_item and metadata differ in length: {sizes}")
+        return _assemble(item_ids, symbols_per_item, metadata, lambda i: f"item {i}")
+
+
+def load_catalog(path: str | Path) -> Catalog:
+    """Read a catalog file, gzipped if its name ends in `.gz`. CatalogError names the file, and line or item.
+
+    `*.jsonl`: a line an item, `{"item_id", "token_ids" | "semantic_id", "metadata"?}`; `token_ids` are the
+    model's own ids, `semantic_id` token names. An integer item_id is read as its decimal text.
+
+    `index.json` or `X.index.json` (LC-Rec, MiniOneRec): one object, item id -> token names; metadata comes
+    from `item.json` or `X.item.json` beside it if that file exists; items it does not know get {}.
+    """
+    path = Path(path)
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        return _load_jsonl(path)
+    if name == "index.json" or name.endswith(".index.json"):
+        return _load_index(path)
+    raise CatalogError(
+        f"{path}: a catalog file is named *.jsonl, index.json or *.index.json, each also with .gz"
+    )
+
+
+def save_catalog(catalog: Catalog, path: str | Path) -> None:
+    """Write `*.jsonl` or `*.jsonl.gz` atomically; loading it gives an equal catalog of the same version."""
+    path = Path(path)
+    if not path.name.removesuffix(".gz").endswith(".jsonl"):
+        raise CatalogError(f"{path}: a catalog is saved as *.jsonl or *.jsonl.gz")
+    columns = [
+        [names[code] for code in catalog.codes[:, lv].tolist()] for lv, names in enumerate(catalog.symbols)
+    ]
+    with writing(path, CatalogError) as stream:
+        for line in _lines(catalog.item_ids, zip(*columns, strict=True), catalog.metadata, str):
+            stream.write(line)
+
+
+def _load_jsonl(path: Path) -> Catalog:
+    item_ids: list[str] = []
+    symbols: list[list[Symbol]] = []
+    metadata: list[dict[str, Any]] = []
+    kind = ""
+    for number, line in read_lines(path, CatalogError):
+        try:
+            entry = _DECODER.decode(line)
+        except (ValueError, RecursionError) as cause:
+            raise CatalogError(f"{path}:{number}: not JSON: {cause}") from None
+        if not isinstance(entry, dict):
+            raise CatalogError(f"{path}:{number}: expected an object, found {type(entry).__name__}")
+        if not entry.keys() <= _LINE_KEYS:
+            unknown, known = sorted(entry.keys() - _LINE_KEYS)[0], ", ".join(sorted(_LINE_KEYS))
+            raise CatalogError(f"{path}:{number}: unknown key {unknown!r}; known: {known}")
+        kind = kind or next((key for key in _SYMBOL_KEYS if key in entry), "")
+        if "item_id" not in entry or kind not in entry or len(entry.keys() & _SYMBOL_KEYS.keys()) != 1:
+            wanted = kind or "token_ids or semantic_id"
+            raise CatalogError(f"{path}:{number}: needs item_id and {wanted} (one kind in the whole file)")
+        item_id = entry["item_id"]
+        item_ids.append(str(item_id) if type(item_id) is int else item_id)
+        symbols.append(entry[kind])
+        metadata.append(entry.get("metadata", {}))
+    if not item_ids:
+        raise CatalogError(f"{path}: the catalog is empty")
+    return _assemble(item_ids, symbols, metadata, lambda i: f"{path}:{i + 1}", _SYMBOL_KEYS[kind])
+
+
+def _load_index(path: Path) -> Catalog:
+    index = _read_object(path)
+    if not index:
+        raise CatalogError(f"{path}: the catalog is empty")
+    item_ids = list(index)
+    stem = path.name.removesuffix(".gz").removesuffix("index.json")
+    beside = [path.with_name(f"{stem}item.json{suffix}") for suffix in ("", ".gz")]
+    items_path = next((other for other in beside if other.exists()), None)
+    items = _read_object(items_path) if items_path else {}
+    if items and not items.keys() & index.keys():
+        raise CatalogError(f"{items_path}: describes none of the items of {path.name}")
+    metadata = [items.get(item_id, {}) for item_id in item_ids]
+    return _assemble(item_ids, list(index.values()), metadata, lambda i: f"{path}: item {item_ids[i]!r}", str)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object without repeated keys; the fast parser would keep the last of two equal ones."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in entries:
+                raise CatalogError(f"{path}: key {_show(key)} occurs twice")
+            entries[key] = value
+        return entries
+
+    def constant(name: str) -> NoReturn:
+        raise CatalogError(f"{path}: {name} is not a JSON number")
+
+    content = read_whole(path, CatalogError)
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except CatalogError:
+        raise
+    except (ValueError, RecursionError) as cause:
+        raise CatalogError(f"{path}: not JSON: {cause}") from None
+    if not isinstance(value, dict):
+        raise CatalogError(f"{path}: expected an object, found {type(value).__name__}")
+    return value
+
+
+def _assemble(
+    item_ids: Sequence[str],
+    symbols: Sequence[Sequence[Symbol]],
+    metadata: Sequence[dict[str, Any]],
+    where: Callable[[int], str],
+    kind: type | None = None,
+) -> Catalog:
+    """Validate and build. where(i): where item i stands. kind: the symbols' type if the source fixes it."""
+    _check_ids(item_ids, where)
+    depth = _check_depth(symbols, where)
+    columns = list(zip(*symbols, strict=True))
+    kind = kind or (int if type(columns[0][0]) is int else str)
+    levels = [_vocabulary(column, level, kind, where) for level, column in enumerate(columns)]
+    codes = np.empty((len(item_ids), depth), np.int32)
+    for level, (column, vocabulary) in enumerate(zip(columns, levels, strict=True)):
+        code_of = {symbol: code for code, symbol in enumerate(vocabulary)}
+        codes[:, level] = [code_of[symbol] for symbol in column]
+    digest = hashlib.sha256()
+    for line in _lines(item_ids, symbols, metadata, where):
+        digest.update(line)
+    codes.setflags(write=False)
+    return Catalog(tuple(item_ids), codes, tuple(levels), tuple(metadata), digest.hexdigest()[:16])
+
+
+def _check_ids(item_ids: Sequence[str], where: Callable[[int], str]) -> None:
+    first: dict[str, int] = {}
+    for i, item_id in enumerate(item_ids):
+        if type(item_id) is not str or not 0 < len(item_id) <= MAX_NAME_CHARS:
+            raise CatalogError(
+                f"{where(i)}: item_id must be 1 to {MAX_NAME_CHARS} characters, found {_show(item_id)}"
+            )
+        if first.setdefault(item_id, i) != i:
+            raise CatalogError(
+                f"{where(i)}: item_id {_show(item_id)} is already used at {where(first[item_id])}"
+            )
+
+
+def _check_depth(symbols: Sequence[Sequence[Symbol]], where: Callable[[int], str]) -> int:
+    if not symbols:
+        raise CatalogError("the catalog is empty")
+    for i, path in enumerate(symbols):
+        if type(path) not in (list, tuple):
+            raise CatalogError(f"{where(i)}: the semantic id must be a list, found {_show(path)}")
+        if len(path) != len(symbols[0]):
+            raise CatalogError(
+                f"{where(i)}: the semantic id has {len(path)} levels, earlier ones {len(symbols[0])}"
+            )
+    depth = len(symbols[0])
+    if not 1 <= depth <= MAX_DEPTH:
+        raise CatalogError(f"{where(0)}: the semantic id has {depth} levels; 1 to {MAX_DEPTH} are possible")
+    return depth
+
+
+def _vocabulary(
+    column: Sequence[Symbol], level: int, kind: type, where: Callable[[int], str]
+) -> tuple[Symbol, ...]:
+    """The distinct symbols of one level in code order; checks every symbol of the level."""
+    valid, wanted = _SYMBOL_RULES[kind]
+    if set(map(type, column)) == {kind}:
+        distinct = set(column)
+        if all(map(valid, distinct)):
+            return tuple(sorted(distinct, key=_natural))
+    i = next(i for i, symbol in enumerate(column) if not valid(symbol))
+    raise CatalogError(f"{where(i)}: level {level} must be {wanted}, found {_show(column[i])}")
+
+
+def _is_token(symbol: object) -> bool:
+    return type(symbol) is int and 0 <= symbol <= MAX_TOKEN
+
+
+def _is_name(symbol: object) -> bool:
+    return type(symbol) is str and 0 < len(symbol) <= MAX_NAME_CHARS
+
+
+_SYMBOL_RULES: dict[type, tuple[Callable[[object], bool], str]] = {
+    int: (_is_token, f"an integer from 0 to {MAX_TOKEN}"),
+    str: (_is_name, f"a token name of 1 to {MAX_NAME_CHARS} characters"),
+}
+
+
+def _natural(symbol: Symbol) -> tuple[tuple[tuple[str, int], ...], Symbol]:
+    """Sort key that compares digit runs by value; the symbol itself decides between `<a_1>` and `<a_01>`."""
+    parts = re.findall(r"([^0-9]*)([0-9]*)", str(symbol))
+    return tuple((text, int(digits or -1)) for text, digits in parts), symbol
+
+
+def _lines(
+    item_ids: Iterable[str],
+    symbols: Iterable[Sequence[Symbol]],
+    metadata: Iterable[dict[str, Any]],
+    where: Callable[[int], str],
+) -> Iterator[bytes]:
+    """The canonical JSONL lines: keys sorted at every depth, no spaces."""
+    for i, (item_id, path, fields) in enumerate(zip(item_ids, symbols, metadata, strict=True)):
+        key = "semantic_id" if type(path[0]) is str else "token_ids"
+        if type(fields) is not dict:
+            raise CatalogError(f"{where(i)}: metadata must be an object, found {_show(fields)}")
+        try:
+            line = _ENCODER.encode({"item_id": item_id, key: path, "metadata": fields}) + b"\n"
+            # NaN would be written as null and a date as text: what is read back must be what was given.
+            faithful = not fields or _DECODER.decode(line)["metadata"] == fields
+        except (TypeError, ValueError, RecursionError) as cause:
+            raise CatalogError(f"{where(i)}: cannot be written as JSON: {cause}") from None
+        if not faithful:
+            raise CatalogError(f"{where(i)}: metadata must be plain, finite JSON values")
+        if len(line) > MAX_LINE_BYTES:
+            raise CatalogError(f"{where(i)}: ids and metadata take more than {MAX_LINE_BYTES} bytes")
+        yield line
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr config`: what --config and --set come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import to_json
+
+HELP = "print the resolved configuration as JSON"
+
+
+def define_flags() -> None:
+    pass
+
+
+def main(argv: Sequence[str]) -> None:
+    console.refuse_arguments(argv)
+    print(json.dumps(to_json(console.load(flags.FLAGS)), indent=2))

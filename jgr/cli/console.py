@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every command shares with the terminal: the common flags, logs, and progress bars.
+
+Results go to stdout; logs, progress and errors go to stderr. Importing this is cheap: tqdm loads with the
+first bar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from absl import flags
+
+from jgr.config import Config, UserError, load_config, override
+
+T = TypeVar("T")
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def define_flags() -> None:
+    """Define the flags that every command has."""
+    flags.DEFINE_string("config", None, "Python file whose get_config() returns the configuration")
+    flags.DEFINE_multi_string("set", [], "override one field, as in --set beam.width=256; may be repeated")
+    flags.DEFINE_enum("log_format", "human", ("human", "json"), "how logs are written to stderr")
+    flags.DEFINE_enum("log_level", "info", LOG_LEVELS, "the least severe level that is logged")
+
+
+def load(values: flags.FlagValues, default: Config | None = None) -> Config:
+    """The configuration the flags ask for: the file of --config, else `default`, with every --set applied."""
+    base = load_config(values.config) if values.config else default or Config()
+    return override(base, *values.set)
+
+
+def refuse_arguments(argv: Sequence[str]) -> None:
+    """Raise UserError where a command that takes flags only was given more."""
+    if argv:
+        raise UserError(f"unexpected argument '{argv[0]}': flags are written --name=value")
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, the call's `extra`, any exception."""
+
+    _standard = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {k: v for k, v in record.__dict__.items() if k not in self._standard}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logging(log_format: str, log_level: str) -> None:
+    """Log to stderr in `log_format` ("human" or "json"): jgr from `log_level` up, others from warnings up."""
+    human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else human)
+    level = logging.getLevelNamesMapping()[log_level.upper()]
+    logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)
+    logging.getLogger("jgr").setLevel(level)
+
+
+def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Yield `items` behind a progress bar; no bar where stderr is not a terminal."""
+    from tqdm import tqdm
+
+    # disable=None is tqdm's way to ask for a bar on terminals only.
+    yield from tqdm(items, desc=label, total=total, disable=None)
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar driven by calls of (steps done, steps in all, what is being done); quiet as in `progress`."""
+    from tqdm import tqdm
+
+    with tqdm(desc=label, disable=None) as bar:
+
+        def show(done: int, total: int, note: str) -> None:
+            bar.total = total
+            bar.set_postfix_str(note, refresh=False)
+            bar.update(done - bar.n)
+
+        yield show

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr demo`: the whole of jgr on the synthetic shop. Train, serve, ask over HTTP, measure against the baselines.
+
+On a terminal the server stays up until Ctrl-C; otherwise the command ends with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import Config, UserError, load_config
+
+if TYPE_CHECKING:
+    from jgr.data.datasets import Dataset
+    from jgr.data.shop import Shop
+    from jgr.evaluation.client import Client
+
+HELP = "train a small generator on a synthetic shop, serve it and show its recommendations"
+
+CONFIG = "configs/shop.py"
+USERS_SHOWN = 3
+ITEMS_SHOWN = 5
+HISTORY_SHOWN = 4
+
+
+def define_flags() -> None:
+    flags.DEFINE_bool("stay", None, "keep serving until Ctrl-C; by default only where stdout is a terminal")
+
+
+def main(argv: Sequence[str]) -> int:
+    console.refuse_arguments(argv)
+    path = flags.FLAGS.config or CONFIG
+    if not Path(path).exists():
+        raise UserError(f"{path} is not here: run jgr demo in the project's folder, or name it with --config")
+    config = console.load(flags.FLAGS, load_config(path))
+    from jgr.data.datasets import Dataset
+    from jgr.data.interactions import leave_one_out
+    from jgr.data.shop import make_shop
+    from jgr.training.generator import train_generator
+
+    shop = make_shop()
+    dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
+    print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)
+    print(f"Training a decoder for {config.train.steps} steps ...", flush=True)
+    with console.progress_bar("training") as bar:
+        folder = train_generator(config, dataset, bar)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+    print(f"Serving {folder} ...", flush=True)
+    with _server(config) as (url, stopped):
+        _show(url, config, shop, dataset)
+        stay = sys.stdout.isatty() if flags.FLAGS.stay is None else flags.FLAGS.stay
+        print(f"\nThe server: {url} (its API: {url}/docs)", flush=True)
+        if stay:
+            print("Ctrl-C stops it.", flush=True)
+            stopped.wait()
+        else:
+            print(f"It stops now; again with: jgr serve --config={path}", flush=True)
+    return 0
+
+
+@contextmanager
+def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
+    """A server in a thread: its URL, and an event that is set when it has stopped."""
+    from jgr.serving.listener import Listener
+    from jgr.serving.loading import load_engine
+
+    served, stopped = threading.Event(), threading.Event()
+    with console.progress_bar("compiling") as bar:
+        listener = Listener(
+            load_engine(config), config.server, on_progress=bar, on_ready=lambda url: served.set()
+        )
+
+        def run() -> None:
+            listener.serve_until_stopped()
+            stopped.set()
+            served.set()
+
+        thread = threading.Thread(target=run, name="server")
+        thread.start()
+        served.wait()
+    try:
+        if stopped.is_set():
+            raise UserError("the server did not start; its log says why")
+        yield listener.url, stopped
+    finally:
+        listener.stop()
+        thread.join()
+
+
+def _show(url: str, config: Config, shop: Shop, dataset: Dataset) -> None:
+    from jgr.evaluation.client import Client, recommend_all
+    from jgr.evaluation.report import METRICS, TOP_K, format_table, score, score_baselines
+
+    client = Client(url, config.server.api_key)
+    for user in range(USERS_SHOWN):
+        _show_user(client, shop, dataset, user)
+    examples = dataset.interactions.test
+    with console.progress_bar("evaluating") as bar:
+        answered = 0
+
+        def on_answer() -> None:
+            nonlocal answered
+            answered += 1
+            bar(answered, len(examples), "")
+
+        ranked = recommend_all(
+            client, shop.catalog, examples, top_k=TOP_K, exclude_history=True, on_answer=on_answer
+        )
+    rows = score_baselines(dataset.interactions, examples, shop.catalog.n_items, exclude_history=True)
+    rows["jgr"] = score(ranked, examples)
+    rows["best possible"] = score(shop.oracle_top_k(examples, TOP_K), examples)
+    print(f"\nThe next purchase of {len(examples)} users, predicted through the server:")
+    print(format_table(rows, METRICS))
+
+
+def _show_user(client: Client, shop: Shop, dataset: Dataset, user: int) -> None:
+    example = dataset.interactions.test
+    rows = example.histories[user]
+    name = shop.names[int(example.users[user])]
+
+    def title(row: int) -> str:
+        return str(shop.catalog.metadata[row]["title"])
+
+    answer: dict[str, Any] = client.post(
+        "/v1/recommend",
+        {
+            "user_id": name,
+            "history": [shop.catalog.item_ids[row] for row in rows],
+            "top_k": ITEMS_SHOWN,
+            "exclude_history": True,
+            "include_metadata": True,
+        },
+    )
+    print(f"\n{name} bought {len(rows)} items, the last ones:")
+    print("   ...", "; ".join(title(int(row)) for row in rows[-HISTORY_SHOWN:]))
+    print(f"  jgr recommends ({answer['timing_ms']['total']:.1f} ms):")
+    target = shop.catalog.item_ids[int(example.targets[user])]
+    for item in answer["items"]:
+        mark = "  <- bought next" if item["item_id"] == target else ""
+        print(f"   {item['rank']}. {item['metadata']['title']:<40} {item['score']:7.2f}{mark}")

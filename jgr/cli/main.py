@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one console script, `jgr`: finds a command, parses its flags, turns a user's mistake into one line.
+
+A command is a module with `HELP` (one line), `define_flags()` (absl flags beside the shared ones of
+console.py) and `main(argv) -> int | None`, which gets the arguments that are not flags and returns an exit
+code. It is imported when it is called or listed, so it imports jax and other slow modules inside `main` only.
+
+Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a user's mistake, 130 interrupted, 141 nobody
+reads the output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from absl import flags
+
+from jgr import __version__
+from jgr.cli import console
+from jgr.config import UserError
+
+COMMANDS = {
+    "demo": "jgr.cli.demo",
+    "train": "jgr.cli.train",
+    "serve": "jgr.cli.serve",
+    "evaluate": "jgr.cli.evaluate",
+    "config": "jgr.cli.config",
+}
+
+
+class Command(Protocol):
+    """What a command's module holds."""
+
+    __name__: str
+    HELP: str
+
+    def define_flags(self) -> None: ...
+    def main(self, argv: Sequence[str]) -> int | None: ...
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run `jgr` with `argv` (default: the process's arguments, without its name) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except (UserError, flags.Error) as e:
+        print("jgr:", " ".join(str(e).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read stdout has left, as in `jgr config | head -1`. What is still buffered goes nowhere: the
+        # interpreter's own flush at exit would fail as this one did.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("help", "--help", "-h"):
+        print(_listing())
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = arguments
+    command = _load(name)
+    command.define_flags()
+    console.define_flags()
+    if "--help" in rest or "-h" in rest:
+        print(_usage(name, command))
+        return 0
+    flags.FLAGS.set_gnu_getopt()  # flags may follow arguments: jgr bench serve --rate=10
+    _, *positional = flags.FLAGS([f"jgr {name}", *rest])
+    console.set_up_logging(flags.FLAGS.log_format, flags.FLAGS.log_level)
+    return command.main(positional) or 0
+
+
+def _load(name: str) -> Command:
+    if name.startswith("-"):
+        raise UserError(f"the command comes before its flags: jgr <command> {name}; run 'jgr' for the list")
+    if name not in COMMANDS:
+        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+        raise UserError(f"there is no command '{name}'; the nearest is '{nearest}'; run 'jgr' for the list")
+    return cast(Command, importlib.import_module(COMMANDS[name]))
+
+
+def _listing() -> str:
+    lines = [f"  {name:<10} {_load(name).HELP}" for name in COMMANDS]
+    return "\n".join(["jgr <command> [--flags]", *lines, "jgr <command> --help shows the command's flags"])
+
+
+def _usage(name: str, command: Command) -> str:
+    """The help text of one command: its own flags, then the shared ones."""
+    lines = [f"jgr {name}: {command.HELP}", ""]
+    for module in (command.__name__, console.__name__):
+        for flag in flags.FLAGS.get_flags_for_module(module):
+            default = "" if flag.default in (None, "", []) else f" (default: {flag.default_as_str})"
+            lines.append(f"  --{flag.name:<16} {flag.help}{default}")
+    return "\n".join(lines)

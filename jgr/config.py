@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: a tree of frozen dataclasses, one section per part of jgr.
+
+The one idea: a field's annotation is the only statement of its type. It checks the values of a config file
+and types the text of `--set section.field=value`; the field's default stands nowhere else.
+
+Invariants: a Config that exists is valid, section by section; nothing here reads flags or the environment.
+Whether two sections fit together (a beam width and the compiled profiles, say) is checked by whoever is
+handed both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.machinery
+import math
+import traceback
+import types
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the base class of every such error in jgr.
+
+    The message is one line that names the file, field or flag and says what to change. The command line
+    prints it without a traceback and exits with code 2.
+    """
+
+
+class ConfigError(UserError):
+    """A configuration file, or an override of it, that cannot be used."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model to serve."""
+
+    name: str = "jgr"  # what answers and /v1/models call it
+    path: str = ""  # folder: Hugging Face, or our own checkpoint
+
+    def __post_init__(self) -> None:
+        _check(self)
+        _require(bool(self.name), "model.name must not be empty")
+
+
+@dataclass(frozen=True)
+class CatalogConfig:
+    """The items that may be recommended."""
+
+    path: str = ""  # .jsonl[.gz], or .index.json[.gz] with its .item.json[.gz] beside it
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    """How a history becomes tokens."""
+
+    template: str = "<bos>{history}<sid>"
+    item: str = "{sid}"  # one item of the history; may also name metadata fields, as in "{title}: {sid}"
+    max_items: int = 50  # the last items of a history that are kept
+
+    def __post_init__(self) -> None:
+        _check(self, max_items=1)
+        _require(self.template.count("{history}") == 1, "prompt.template must hold {history} exactly once")
+
+
+@dataclass(frozen=True)
+class BeamConfig:
+    """The beam search over semantic ids."""
+
+    width: int = 32  # beams of a request that names no width
+    normalize: Literal["valid", "full"] = "valid"  # log-softmax over legal tokens, or the whole vocabulary
+
+    def __post_init__(self) -> None:
+        _check(self, width=1)
+
+
+@dataclass(frozen=True)
+class ProfilesConfig:
+    """The shapes that are compiled at start-up: the product of these sizes, each ascending."""
+
+    batch: tuple[int, ...] = (1, 8)  # rows
+    tokens: tuple[int, ...] = (64, 256)  # padded prompt length
+    widths: tuple[int, ...] = (32,)  # beams per row, for recommend
+    candidates: tuple[int, ...] = (128,)  # candidates per row, for rank
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for f in dataclasses.fields(self):
+            sizes = getattr(self, f.name)
+            fits = len(sizes) > 0 and sizes[0] >= 1 and all(a < b for a, b in pairwise(sizes))
+            _require(fits, f"profiles.{f.name} must be ascending sizes such as (1, 8), not {sizes}")
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """When requests are batched, and how many may wait."""
+
+    max_tokens: int = 8192  # padded tokens of one batch
+    max_wait_ms: float = 0.0  # a request waits this long for company
+    max_queue: int = 1024  # waiting requests; one more is refused with 429
+
+    def __post_init__(self) -> None:
+        _check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server and the limits on what it accepts."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 takes any free port
+    api_key: str = field(default="", repr=False)  # empty: no authorization is asked for
+    max_body_bytes: int = 1 << 20
+    max_history: int = 4096  # items
+    max_candidates: int = 1000  # items
+    unknown_items: Literal["skip", "reject"] = "skip"  # items of a history that the catalog lacks
+    drain_timeout_s: float = 30.0  # after SIGTERM
+    default_deadline_ms: float | None = None  # of a request that names none; None: no deadline
+
+    def __post_init__(self) -> None:
+        _check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
+        _require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
+        _require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
+        ms = self.default_deadline_ms
+        _require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The interactions to train and evaluate on."""
+
+    kind: Literal["shop", "minionerec"] = "shop"  # the synthetic shop, or a folder in MiniOneRec's format
+    path: str = ""  # the folder; the shop needs none
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A small decoder and how it is trained."""
+
+    out: str = ""  # folder for the checkpoint
+    seed: int = 0
+    steps: int = 2000  # optimizer steps
+    batch: int = 256  # sequences per step
+    learning_rate: float = 1e-3  # the peak, reached after the warm-up
+    warmup_steps: int = 100
+    weight_decay: float = 0.01  # decoupled, as in AdamW
+    dropout: float = 0.1  # probability
+    max_items: int = 20  # history items per training sequence
+    hidden: int = 64  # width of the residual stream
+    layers: int = 2
+    heads: int = 4  # query heads
+    kv_heads: int = 2  # key-value heads; divides heads
+    head_dim: int = 16  # width of one head
+    mlp: int = 256  # inner width of the feed-forward block
+
+    def __post_init__(self) -> None:
+        _check(self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0)
+        _check(self, steps=1, batch=1, max_items=1)
+        _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
+        _require(self.dropout < 1, f"train.dropout must be below 1, not {self.dropout}")
+        fits = self.heads % self.kv_heads == 0
+        _require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
+        _require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything; each part of jgr is given its own section only."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    catalog: CatalogConfig = field(default_factory=CatalogConfig)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    beam: BeamConfig = field(default_factory=BeamConfig)
+    profiles: ProfilesConfig = field(default_factory=ProfilesConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def load_config(path: str | Path) -> Config:
+    """Run the Python file at `path` and return what its `get_config()` returns.
+
+    Raises ConfigError, with the line of the file where there is one, for whatever goes wrong in it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such config file")
+    module = types.ModuleType("jgr_config_file")
+    module.__file__ = str(path)
+    try:
+        _ConfigFile(module.__name__, str(path)).exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        config = get_config() if callable(get_config) else None
+    except Exception as e:
+        line = _line_in(path, e)
+        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {kind}{e}") from e
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: define get_config() so that it returns a jgr.config.Config")
+    return config
+
+
+def override(config: Config, *assignments: str) -> Config:
+    """Return `config` with each `section.field=value` applied; the last one of a field wins.
+
+    The values of one call are checked together, so that fields of a section that depend on each other can
+    change in one step. Raises ConfigError for an unknown field, naming the nearest, and for a value that its
+    annotation or its section excludes.
+    """
+    hints = _field_types()
+    updates: dict[str, dict[str, Any]] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        key = key.strip()
+        if not equals:
+            raise ConfigError(f"cannot override by '{assignment}': write section.field=value")
+        if key not in hints:
+            nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
+        section, name = key.split(".")
+        try:
+            updates.setdefault(section, {})[name] = _parse(text, hints[key])
+        except ValueError:
+            raise ConfigError(f"{key} must be {_describe(hints[key])}, not '{text}'") from None
+    sections = {s: dataclasses.replace(getattr(config, s), **values) for s, values in updates.items()}
+    return dataclasses.replace(config, **sections)
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The whole tree as JSON values. Secrets (the fields kept out of repr) are "***" where they are set."""
+    return {s.name: _section_to_json(getattr(config, s.name)) for s in dataclasses.fields(config)}
+
+
+def _section_to_json(section: Any) -> dict[str, Any]:
+    shown = {}
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        shown[f.name] = "***" if value and not f.repr else list(value) if isinstance(value, tuple) else value
+    return shown
+
+
+class _ConfigFile(importlib.machinery.SourceFileLoader):
+    """Loads a Python file without a bytecode cache, whose whole-second key would hide a quick second edit."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        raise OSError("without the file's time there is no cache")
+
+
+def _line_in(path: Path, error: Exception) -> int | None:
+    """The last line of `path` that ran when `error` was raised, or the one that does not parse."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
+
+
+def _field_types() -> dict[str, Any]:
+    """Every "section.field" with its annotation."""
+    sections = get_type_hints(Config).items()
+    return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}
+
+
+def _parse(text: str, hint: Any) -> Any:
+    """Read `text` as a value of annotation `hint`. Raises ValueError."""
+    options = get_args(hint)
+    if hint is str:
+        return text
+    if hint is int or hint is float:
+        return hint(text)
+    text = text.strip()
+    if get_origin(hint) is tuple:
+        parts = text.removeprefix("(").removesuffix(")").removesuffix(",").split(",")
+        return tuple(_parse(part, options[0]) for part in parts)
+    if get_origin(hint) is types.UnionType:
+        return None if text.lower() == "none" else _parse(text, options[0])
+    words = {"true": True, "false": False} if hint is bool else {option: option for option in options}
+    if text not in words:
+        raise ValueError(text)
+    return words[text]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is one of annotation `hint`; numbers must be finite."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in options
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
+    if get_origin(hint) is types.UnionType:
+        return value is None or _fits(value, options[0])
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(options)
+    if get_origin(hint) is tuple:
+        return "integers such as (1, 8)"
+    if get_origin(hint) is types.UnionType:
+        return f"{_describe(options[0])} or none"
+    names = {str: "text", int: "an integer", float: "a finite number", bool: "true or false"}
+    return names.get(hint) or f"a {hint.__name__}"
+
+
+def _check(section: Any, **minimum: float) -> None:
+    """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
+    # A section's class is named after its place in the tree, so that messages name the field as --set does.
+    place = type(section).__name__.removesuffix("Config").lower()
+    for name, hint in get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        key = f"{place}.{name}" if place else name
+        _require(_fits(value, hint), f"{key} must be {_describe(hint)}, not {value!r}")
+        if name in minimum:
+            _require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading files that others wrote, and writing files that nobody ever sees half-written.
+
+The one idea: whatever can go wrong with a file (missing, cut short, not gzip, endless line) is raised as the
+caller's own error type with the path in the message, so that a command can show one clear line. Names ending
+in `.gz` are (un)compressed on the fly.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from jgr.config import UserError
+
+MAX_LINE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 30
+
+
+@contextmanager
+def reading(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
+    """Open `path` for reading bytes. A failure to open, read or decompress it is raised as `error`."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+            yield cast(IO[bytes], stream)
+    except EOFError:
+        raise error(f"{path}: the gzip file is cut short; fetch it again") from None
+    except (OSError, zlib.error) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        raise error(f"{path}: cannot be read: {reason}") from cause
+
+
+def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]]:
+    """Stream (line number from 1, line without its end). A line over MAX_LINE_BYTES is an `error`."""
+    with reading(path, error) as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise error(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
+            yield number, line.rstrip(b"\r\n")
+
+
+def read_whole(path: Path, error: type[UserError]) -> bytes:
+    """The uncompressed content. More than MAX_FILE_BYTES is an `error`, so a small gzip cannot explode."""
+    with reading(path, error) as stream:
+        content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise error(f"{path}: holds more than {MAX_FILE_BYTES} bytes")
+    return content
+
+
+@contextmanager
+def writing(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
+    """Write `path` as a whole or not at all: a neighbour is written, and replaces it when the block ends
+    well.
+
+    A failure to write is raised as `error`. Equal content gives equal files, compressed ones too.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as stream:
+            if path.suffix == ".gz":
+                with gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as packed:
+                    yield cast(IO[bytes], packed)
+            else:
+                yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except OSError as cause:
+        raise error(f"{path}: cannot be written: {cause.strerror or cause}") from cause
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog's prefix tree as flat arrays (XGR-8), for any depth.
+
+The one idea: semantic ids are sorted, so the children of a node are *consecutive* nodes of the next level. A node is
+its index in its level; child `j` of node `i` is node `offsets[i] + j`. No keys are searched and no child pointer is
+stored; a beam that carries its node index knows the legal continuations by two loads.
+
+Letters: n items, N_l nodes at depth l (N_0 = 1, the root; N_depth = leaves).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixTree:
+    """A sorted prefix tree over semantic ids.
+
+    offsets: per level l, [N_l + 1] int32; node i of depth l has children offsets[l][i] .. offsets[l][i + 1] - 1.
+    codes: per level l, [N_{l+1}] int32; the code that leads to each node of depth l + 1.
+    paths: [leaves, depth] int32; the node at depth 1..depth on the way to each leaf (the last column is the leaf).
+    leaf_of_row: [n] int32; the leaf that names each catalog row.
+    leaf_offsets, leaf_rows: CSR; leaf i names rows leaf_rows[leaf_offsets[i]:leaf_offsets[i + 1]], in catalog order.
+    """
+
+    offsets: tuple[Int32, ...]
+    codes: tuple[Int32, ...]
+    paths: Int32
+    leaf_of_row: Int32
+    leaf_offsets: Int32
+    leaf_rows: Int32
+
+    @property
+    def depth(self) -> int:
+        return len(self.codes)
+
+    @property
+    def n_leaves(self) -> int:
+        return len(self.leaf_offsets) - 1
+
+    @property
+    def max_degrees(self) -> tuple[int, ...]:
+        """Per level, the largest number of children of one node: the static bound of the device gathers."""
+        return tuple(int(np.diff(o).max()) for o in self.offsets)
+
+    def rows_of(self, leaf: int) -> Int32:
+        """The catalog rows that share semantic id `leaf`, in catalog order."""
+        return self.leaf_rows[self.leaf_offsets[leaf] : self.leaf_offsets[leaf + 1]]
+
+    @classmethod
+    def build(cls, codes: Int32) -> PrefixTree:
+        """Build from [n, depth] non-negative codes, n >= 1. O(n log n) time, O(n depth) memory."""
+        if codes.ndim != 2 or codes.shape[0] == 0 or codes.shape[1] == 0:
+            raise ValueError(f"codes must be [n >= 1, depth >= 1], got {codes.shape}")
+        n, depth = codes.shape
+        order = np.lexsort(codes.T[::-1])  # stable: rows of one leaf keep catalog order
+        ranked = codes[order]
+        # first[i, l]: sorted row i opens a new node of depth l + 1 (it differs from row i - 1 in levels 0..l).
+        first = np.ones((n, depth), dtype=bool)
+        first[1:] = np.logical_or.accumulate(ranked[1:] != ranked[:-1], axis=1)
+        node = (
+            np.cumsum(first, axis=0, dtype=np.int32) - 1
+        )  # [n, depth]: node at depth l + 1 of each sorted row
+        opens = [np.flatnonzero(first[:, level]) for level in range(depth)]
+        parents = [np.zeros(len(opens[0]), np.int32), *(node[opens[lv], lv - 1] for lv in range(1, depth))]
+        sizes = [1, *(len(rows) for rows in opens)]
+        offsets = tuple(
+            np.searchsorted(parents[lv], np.arange(sizes[lv] + 1)).astype(np.int32) for lv in range(depth)
+        )
+        leaf_of_row = np.empty(n, np.int32)
+        leaf_of_row[order] = node[:, -1]
+        return cls(
+            offsets=offsets,
+            codes=tuple(np.ascontiguousarray(ranked[opens[lv], lv], np.int32) for lv in range(depth)),
+            paths=np.ascontiguousarray(node[opens[-1]]),
+            leaf_of_row=leaf_of_row,
+            leaf_offsets=np.append(opens[-1], n).astype(np.int32),
+            leaf_rows=order.astype(np.int32),
+        )

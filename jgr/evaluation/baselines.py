@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Popularity and item-kNN: what a model has to beat.
+
+Both are fitted on training sequences only and rank the whole catalog for a batch of histories. `exclude_seen`
+leaves out the items of the history; which setting is right depends on whether people of this dataset buy
+things twice, so it has no default and belongs beside the number.
+
+Letters: n items, b histories, k places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.data.interactions import Ragged
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+_SCORES_PER_BATCH = 1 << 22
+_PAIRS_PER_BATCH = 1 << 22
+
+
+class Popularity:
+    """Every user gets the items with the most training interactions; equal counts in row order.
+
+    counts: [n] int64.
+    """
+
+    def __init__(self, sequences: Ragged, n_items: int) -> None:
+        self.counts = np.bincount(sequences.flatten()[0], minlength=n_items)
+
+    def top_k(self, histories: Ragged, k: int, *, exclude_seen: bool) -> Int32:
+        """[b, k] int32 rows, best first; -1 where the catalog has no further item."""
+        scores = self.counts.astype(np.float64)
+        everyone = np.arange(len(self.counts))
+        return _top_k(histories, k, everyone, exclude_seen, lambda batch: np.tile(scores, (len(batch), 1)))
+
+
+class ItemKNN:
+    """Items that the same users took, whatever the order (cosine of co-occurrence).
+
+    similarity(i, j) = users of both / sqrt(users of i * users of j), 0 for i = j; an item's score is the sum
+    of its similarities to the distinct items of the history. Equal scores, zero among them, go by popularity,
+    then by row.
+    """
+
+    def __init__(self, sequences: Ragged, n_items: int) -> None:
+        users_of, self._offsets, self._neighbours, both = _co_occurrence(sequences, n_items)
+        owner = np.repeat(np.arange(n_items), np.diff(self._offsets))
+        self._similarity = both / np.sqrt(users_of[owner] * users_of[self._neighbours])
+        self._by_popularity = np.argsort(-Popularity(sequences, n_items).counts, kind="stable")
+
+    def similarity(self, row: int) -> tuple[Int64, Float64]:
+        """The neighbours of an item, ascending, and their similarities; those left out have similarity 0."""
+        window = slice(self._offsets[row], self._offsets[row + 1])
+        return self._neighbours[window], self._similarity[window]
+
+    def top_k(self, histories: Ragged, k: int, *, exclude_seen: bool) -> Int32:
+        """[b, k] int32 rows, best first; -1 where the catalog has no further item."""
+        return _top_k(histories, k, self._by_popularity, exclude_seen, self._scores)
+
+    def _scores(self, histories: Ragged) -> Float64:
+        n = len(self._by_popularity)
+        query, item = _distinct(histories, n)
+        lists = Ragged(np.zeros(0, np.int32), self._offsets[item], self._offsets[item + 1])
+        place, owner = lists.positions()
+        cells = query[owner] * n + self._neighbours[place]
+        found = np.bincount(cells, self._similarity[place], minlength=len(histories) * n)
+        return found.reshape(len(histories), n).astype(np.float64, copy=False)
+
+
+def _distinct(sequences: Ragged, n_items: int) -> tuple[Int64, Int64]:
+    """(sequence, item) of each distinct pair, ascending."""
+    rows, owner = sequences.flatten()
+    sequence, item = np.divmod(np.unique(owner * n_items + rows), n_items)
+    return sequence, item
+
+
+def _co_occurrence(sequences: Ragged, n_items: int) -> tuple[Int64, Int64, Int64, Int64]:
+    """Users of each item [n]; then a sparse matrix by rows: offsets [n + 1], columns, users of both items."""
+    user, item = _distinct(sequences, n_items)
+    users_of = np.bincount(item, minlength=n_items)
+    sizes = np.bincount(user, minlength=len(sequences))
+    begin = np.cumsum(sizes) - sizes
+    # Each entry meets every entry of its own user; batches of entries bound the memory.
+    ends = np.cumsum(sizes[user])
+    cells, both = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    at = 0
+    while at < len(user):
+        done = ends[at - 1] if at else 0
+        upto = max(at + 1, int(np.searchsorted(ends, done + _PAIRS_PER_BATCH, side="right")))
+        mine = user[at:upto]
+        partner, entry = Ragged(np.zeros(0, np.int32), begin[mine], begin[mine] + sizes[mine]).positions()
+        left, right = item[at:upto][entry], item[partner]
+        new, times = np.unique((left * n_items + right)[left != right], return_counts=True)
+        cells, inverse = np.unique(np.concatenate([cells, new]), return_inverse=True)
+        both = np.bincount(inverse, np.concatenate([both, times]), minlength=len(cells)).astype(np.int64)
+        at = upto
+    left, right = np.divmod(cells, n_items)
+    return users_of, np.searchsorted(left, np.arange(n_items + 1)), right, both
+
+
+def _top_k(
+    histories: Ragged,
+    k: int,
+    tie_order: Int64,
+    exclude_seen: bool,
+    scores_of: Callable[[Ragged], Float64],
+) -> Int32:
+    """The k best rows of each history; equal scores in `tie_order`, [n] rows."""
+    n = len(tie_order)
+    result = np.full((len(histories), k), -1, np.int32)
+    step = max(1, _SCORES_PER_BATCH // n)
+    for at in range(0, len(histories), step):
+        batch = histories.select(slice(at, at + step))
+        scores = scores_of(batch)
+        if exclude_seen:
+            rows, owner = batch.flatten()
+            scores[owner, rows] = -np.inf
+        scores = scores[:, tie_order]
+        best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        found = np.where(np.isfinite(np.take_along_axis(scores, best, axis=1)), tie_order[best], -1)
+        result[at : at + step, : best.shape[1]] = found
+    return result

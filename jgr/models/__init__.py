@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functional models: a frozen config, a parameter pytree declared once, pure functions."""

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder: config.json beside either safetensors (Hugging Face) or params/ (Orbax, our own).
+
+folder/config.json        the architecture, in Hugging Face's spelling in both cases
+folder/params/            Orbax, or
+folder/*.safetensors      single or sharded
+folder/tokenizer.json     the tokenizers library's file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jgr.models import hf
+from jgr.models.decoder import DecoderConfig, DecoderParams, spec
+from jgr.models.params import CheckpointError, abstract, check
+
+
+def load(folder: Path, dtype: Any = jnp.float32) -> tuple[DecoderConfig, DecoderParams]:
+    """Read a model folder of either kind; the weights are cast to dtype. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such model folder (model.path)")
+    if (folder / "params").is_dir():
+        cfg = hf.read_config(folder / "config.json")
+        return cfg, _restore(folder / "params", cfg, dtype)
+    return hf.load(folder, dtype)
+
+
+def save(
+    folder: Path,
+    cfg: DecoderConfig,
+    params: DecoderParams,
+    write_beside: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write config.json and params/, and whatever `write_beside(folder)` adds; replaces an older folder.
+
+    The folder appears whole or not at all: it is written aside, then renamed.
+    """
+    import orbax.checkpoint as ocp  # 2-3 s of import time, needed by no command that only reads safetensors
+
+    folder = folder.absolute()
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    (aside / "config.json").write_text(json.dumps(hf.to_config(cfg), indent=2) + "\n", encoding="utf-8")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(aside / "params", params)
+    write_beside(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+def _restore(path: Path, cfg: DecoderConfig, dtype: Any) -> DecoderParams:
+    import orbax.checkpoint as ocp  # see save
+
+    declared = spec(cfg)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            stored = checkpointer.metadata(path.absolute()).item_metadata
+            if stored is None:
+                raise CheckpointError("damaged checkpoint: its metadata cannot be read")
+            # Orbax stores dataclass leaves by field name and drops None, which is how a spec names them too.
+            check(_without_none(declared), _without_none(stored.tree))
+            params: DecoderParams = checkpointer.restore(path.absolute(), abstract(declared, dtype))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files
+        raise CheckpointError(f"{path}: damaged checkpoint: {error!r}") from None
+    return params
+
+
+def _without_none(tree: Any) -> Any:
+    """Nested dicts of the non-None leaves, from a dataclass or from Orbax's metadata tree."""
+    items = tree.items() if isinstance(tree, dict) else getattr(tree, "__dict__", {}).items()
+    if hasattr(tree, "shape") or not items:
+        return tree
+    return {name: _without_none(value) for name, value in items if value is not None}

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense decoders: Qwen2, Qwen3 and Llama-3 (MODEL-1, MODEL-2) as pure functions.
+
+    h = embed[tokens]
+    per layer:  h += o(attention(rope(q), rope(k), v));  h += down(silu(gate) * up)      (each on an rmsnorm of h)
+    logits = rmsnorm(h) head^T
+
+`prefill` runs whole prompts and returns the ContextKV that all beams share; `decode` runs one token a beam against it
+and the short BeamKV. Layers are scanned: compile time does not grow with depth. Weights are stored [in, out].
+
+Letters: B batch, T tokens, W beams, S decode steps so far, L layers, D hidden, H heads, K key/value heads,
+d head size, F mlp, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgr.models.params import Spec
+from jgr.ops.beam_attention import beam_attention
+from jgr.ops.prefill_attention import prefill_attention
+
+Family = Literal["qwen2", "qwen3", "llama"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling (MODEL-2)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Architecture only. Qwen2 has biases on q, k, v; Qwen3 a norm on each head of q and k; Llama neither."""
+
+    family: Family
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    rope_theta: float
+    norm_eps: float
+    tied: bool
+    max_position: int
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family == "qwen3"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerParams:
+    """Leading axis L on every leaf; the optional ones are None in families that lack them."""
+
+    attention_norm: Any  # [L, D]
+    wq: Any  # [L, D, H * d]
+    wk: Any  # [L, D, K * d]
+    wv: Any  # [L, D, K * d]
+    wo: Any  # [L, H * d, D]
+    mlp_norm: Any  # [L, D]
+    gate: Any  # [L, D, F]
+    up: Any  # [L, D, F]
+    down: Any  # [L, F, D]
+    bq: Any = None  # [L, H * d]
+    bk: Any = None  # [L, K * d]
+    bv: Any = None  # [L, K * d]
+    q_norm: Any = None  # [L, d]
+    k_norm: Any = None  # [L, d]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecoderParams:
+    embed: Any  # [V, D]
+    layers: LayerParams
+    norm: Any  # [D]
+    head: Any = None  # [V, D]; None when tied to embed
+
+
+class ContextKV(NamedTuple):
+    """k, v: [L, B, K, T, d]; long, shared by all beams of a request. Keys are stored after rope."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class BeamKV(NamedTuple):
+    """k, v: [L, B, S, W, K, d]; slot s holds each row's s-th generated token. Short-lived."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def spec(cfg: DecoderConfig) -> DecoderParams:
+    """The declaration of every parameter."""
+    n, hidden, mlp = cfg.layers, cfg.hidden, cfg.mlp
+    q, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+
+    def matrix(rows: int, columns: int, axes: tuple[str, str]) -> Spec:
+        return Spec((n, rows, columns), ("layer", *axes), fan_in=rows)
+
+    def vector(size: int, axis: str, init: Literal["ones", "zeros"]) -> Spec:
+        return Spec((n, size), ("layer", axis), init)
+
+    layers = LayerParams(
+        attention_norm=vector(hidden, "embed", "ones"),
+        wq=matrix(hidden, q, ("embed", "heads")),
+        wk=matrix(hidden, kv, ("embed", "kv_heads")),
+        wv=matrix(hidden, kv, ("embed", "kv_heads")),
+        wo=matrix(q, hidden, ("heads", "embed")),
+        mlp_norm=vector(hidden, "embed", "ones"),
+        gate=matrix(hidden, mlp, ("embed", "mlp")),
+        up=matrix(hidden, mlp, ("embed", "mlp")),
+        down=matrix(mlp, hidden, ("mlp", "embed")),
+        bq=vector(q, "heads", "zeros") if cfg.qkv_bias else None,
+        bk=vector(kv, "kv_heads", "zeros") if cfg.qkv_bias else None,
+        bv=vector(kv, "kv_heads", "zeros") if cfg.qkv_bias else None,
+        q_norm=vector(cfg.head_dim, "head_dim", "ones") if cfg.qk_norm else None,
+        k_norm=vector(cfg.head_dim, "head_dim", "ones") if cfg.qk_norm else None,
+    )
+    vocabulary = Spec((cfg.vocab_size, hidden), ("vocab", "embed"))
+    head = None if cfg.tied else vocabulary
+    return DecoderParams(vocabulary, layers, Spec((hidden,), ("embed",), "ones"), head)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Statistics in float32, cast back before the weight (the order matters for 16-bit parity)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * weight
+
+
+def rope_frequencies(cfg: DecoderConfig) -> jax.Array:
+    """[d / 2] float32 rotation per position of each pair of dimensions."""
+    half = cfg.head_dim // 2
+    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return jnp.asarray(freq)
+    wavelength = 2 * jnp.pi / freq
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
+    return jnp.asarray((1 - smooth) * freq / scaling.factor + smooth * freq)
+
+
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate dimension i with i + d/2. x: [..., heads, d]; cos, sin: [..., 1, d / 2] float32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _qkv(
+    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """h [..., D] -> q [..., H, d], k and v [..., K, d], rotated."""
+    x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+    q, k, v = x @ layer.wq, x @ layer.wk, x @ layer.wv
+    if cfg.qkv_bias:
+        q, k, v = q + layer.bq, k + layer.bk, v + layer.bv
+    q, k, v = (y.reshape(*y.shape[:-1], -1, cfg.head_dim) for y in (q, k, v))
+    if cfg.qk_norm:
+        q, k = rms_norm(q, layer.q_norm, cfg.norm_eps), rms_norm(k, layer.k_norm, cfg.norm_eps)
+    return rope(q, cos, sin), rope(k, cos, sin), v
+
+
+def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
+    x = rms_norm(h, layer.mlp_norm, cfg.norm_eps)
+    return jnp.asarray((jax.nn.silu(x @ layer.gate) * (x @ layer.up)) @ layer.down)
+
+
+class Prefill(NamedTuple):
+    """hidden: [B, T, D], after the final norm; context: the prompt's ContextKV; layers: [L, B, T, D] or None."""
+
+    hidden: jax.Array
+    context: ContextKV
+    layers: jax.Array | None
+
+
+Dropout = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def prefill(
+    params: DecoderParams,
+    cfg: DecoderConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    positions: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    keep_layers: bool = False,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+    attention: str = "auto",
+) -> Prefill:
+    """Run a batch of prompts.
+
+    Args:
+        tokens: [B, T] int32; row b holds lengths[b] tokens, then padding of any valid token id.
+        positions: [B, T] int32 for rope, default 0..T-1. The default mask is causal by index, not by position.
+        mask: [B, T, T] bool in place of the causal one.
+        keep_layers: also return every layer's output (before the final norm).
+        dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
+    """
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cos, sin = _rotations(cfg, positions)
+    keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
+
+    def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
+        return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
+
+    def layer_step(h: jax.Array, xs: tuple[LayerParams, jax.Array | None]) -> tuple[jax.Array, Any]:
+        layer, layer_keys = xs
+        attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
+        with jax.named_scope("attention"):
+            q, k, v = _qkv(cfg, layer, h, cos, sin)
+            k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+            out = prefill_attention(q, k, v, lengths, mask, implementation=attention)
+            h = h + drop(out.reshape(*h.shape[:-1], -1) @ layer.wo, attention_key)
+        with jax.named_scope("mlp"):
+            h = h + drop(_mlp(cfg, layer, h), mlp_key)
+        return h, (k, v, h if keep_layers else None)
+
+    with jax.named_scope("prefill"):
+        h = drop(params.embed[tokens], None if keys is None else keys[-1, 0])
+        layer_keys = None if keys is None else keys[:-1]
+        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys))
+        return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), layers)
+
+
+def empty_beam_kv(cfg: DecoderConfig, batch: int, width: int, dtype: Any) -> BeamKV:
+    """BeamKV of no steps."""
+    shape = (cfg.layers, batch, 0, width, cfg.kv_heads, cfg.head_dim)
+    return BeamKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def decode(
+    params: DecoderParams,
+    cfg: DecoderConfig,
+    tokens: jax.Array,
+    context: ContextKV,
+    lengths: jax.Array,
+    beams: BeamKV,
+    ancestors: jax.Array,
+    *,
+    start: jax.Array | None = None,
+    attention: str = "auto",
+) -> tuple[jax.Array, BeamKV]:
+    """One token for every beam.
+
+    Args:
+        tokens: [B, W] int32, the s-th generated token of each beam; its position is start + s for every beam.
+        lengths: [B] int32, prompt lengths.
+        start: [B] int32, the position that follows the prompt; default lengths.
+        beams: the BeamKV of s steps.
+        ancestors: [B, s + 1, W] int32, which row of each slot a beam descends from; the last one is the beam itself.
+
+    Returns:
+        hidden [B, W, D] after the final norm, and the BeamKV of s + 1 steps.
+    """
+    start = lengths if start is None else start
+    positions = jnp.broadcast_to((start + beams.k.shape[2])[:, None], tokens.shape)
+    cos, sin = _rotations(cfg, positions)
+
+    def layer_step(h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]) -> tuple[jax.Array, BeamKV]:
+        layer, shared, own = xs
+        with jax.named_scope("attention"):
+            q, k, v = _qkv(cfg, layer, h, cos, sin)
+            own = BeamKV(jnp.concatenate([own.k, k[:, None]], 1), jnp.concatenate([own.v, v[:, None]], 1))
+            out = beam_attention(
+                q, shared.k, shared.v, lengths, own.k, own.v, ancestors, implementation=attention
+            )
+            h = h + out.reshape(*h.shape[:-1], -1) @ layer.wo
+        with jax.named_scope("mlp"):
+            return h + _mlp(cfg, layer, h), own
+
+    with jax.named_scope("decode"):
+        h, beams = jax.lax.scan(layer_step, params.embed[tokens], (params.layers, context, beams))
+        return rms_norm(h, params.norm, cfg.norm_eps), beams
+
+
+def head_rows(params: DecoderParams) -> jax.Array:
+    """[V, D], the output matrix."""
+    rows: jax.Array = params.embed if params.head is None else params.head
+    return rows
+
+
+def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
+    """[..., D] -> [..., V] float32."""
+    return jnp.einsum("...d,vd->...v", hidden, head_rows(params), preferred_element_type=jnp.float32)

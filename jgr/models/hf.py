@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense decoders in and out of Hugging Face folders (MODEL-3): config.json + safetensors, single file or sharded.
+
+Both spellings of the rope fields are read: `rope_parameters` (current) and `rope_theta` + `rope_scaling` (older).
+Anything that would change the function and that jgr does not compute is refused by name, never ignored. Weights are
+stored [in, out] here and [out, in] there; a round trip is bit-exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
+from jgr.models.params import CheckpointError, Spec
+
+Array = npt.NDArray[Any]
+
+_FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
+_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+# Values under which a field does not change the function; any other value is refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False, None),
+    "mlp_bias": (False, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, 1, None),
+}
+# attention_bias is fixed by the family: Qwen2 has it on q, k, v without a field, the others only when false.
+
+# our LayerParams field -> (name under model.layers.{i}., stored transposed)
+_LAYER_KEYS: dict[str, tuple[str, bool]] = {
+    "attention_norm": ("input_layernorm.weight", False),
+    "wq": ("self_attn.q_proj.weight", True),
+    "wk": ("self_attn.k_proj.weight", True),
+    "wv": ("self_attn.v_proj.weight", True),
+    "wo": ("self_attn.o_proj.weight", True),
+    "mlp_norm": ("post_attention_layernorm.weight", False),
+    "gate": ("mlp.gate_proj.weight", True),
+    "up": ("mlp.up_proj.weight", True),
+    "down": ("mlp.down_proj.weight", True),
+    "bq": ("self_attn.q_proj.bias", False),
+    "bk": ("self_attn.k_proj.bias", False),
+    "bv": ("self_attn.v_proj.bias", False),
+    "q_norm": ("self_attn.q_norm.weight", False),
+    "k_norm": ("self_attn.k_norm.weight", False),
+}
+
+
+def read_config(path: Path) -> DecoderConfig:
+    """Read a Hugging Face config.json. Raises CheckpointError naming the field that is missing or not supported."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a model folder holds a config.json") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    try:
+        return parse_config(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The architecture that a Hugging Face config states."""
+    model_type = raw.get("model_type")
+    if model_type not in _FAMILIES:
+        raise CheckpointError(f"model_type {model_type!r} is not supported; there are {sorted(_FAMILIES)}")
+    for name, neutral in _NEUTRAL.items():
+        if name in raw and raw[name] not in neutral:
+            raise CheckpointError(f"{name}={raw[name]!r} is not supported (supported: {neutral[0]!r})")
+    if raw.get("attention_bias") and model_type != "qwen2":
+        raise CheckpointError(f"attention_bias=true is not supported for {model_type}")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        raise CheckpointError(
+            f"layer_types {raw['layer_types']!r} is not supported (supported: full_attention)"
+        )
+    theta, scaling = _rope(raw)
+    heads, hidden = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
+    kv_heads = _integer(raw, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    return DecoderConfig(
+        family=_FAMILIES[model_type],
+        vocab_size=_integer(raw, "vocab_size"),
+        hidden=hidden,
+        layers=_integer(raw, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_integer(raw, "head_dim", default=hidden // heads),
+        mlp=_integer(raw, "intermediate_size"),
+        rope_theta=theta,
+        norm_eps=_number(raw, "rms_norm_eps"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        max_position=_integer(raw, "max_position_embeddings"),
+        rope_scaling=scaling,
+    )
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    rope = raw.get("rope_parameters") or {}
+    scaling = rope or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise CheckpointError("rope_parameters / rope_scaling must be an object")
+    theta = _number(rope if "rope_theta" in rope else raw, "rope_theta")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise CheckpointError(f"rope_type {kind!r} is not supported; there are 'default' and 'llama3'")
+    return theta, RopeScaling(
+        factor=_number(scaling, "factor"),
+        low_freq_factor=_number(scaling, "low_freq_factor"),
+        high_freq_factor=_number(scaling, "high_freq_factor"),
+        original_max_position=_integer(scaling, "original_max_position_embeddings"),
+    )
+
+
+def _integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = default if raw.get(name) is None else raw[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise CheckpointError(f"{name} must be a positive integer, found {value!r}")
+    return value
+
+
+def _number(raw: Mapping[str, Any], name: str) -> float:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"{name} must be a positive number, found {value!r}")
+    return float(value)
+
+
+def to_config(cfg: DecoderConfig) -> dict[str, Any]:
+    """The Hugging Face config of an architecture, in the current spelling."""
+    rope: dict[str, Any] = {"rope_theta": cfg.rope_theta, "rope_type": "default"}
+    if cfg.rope_scaling is not None:
+        s = cfg.rope_scaling
+        rope.update(
+            rope_type="llama3",
+            factor=s.factor,
+            low_freq_factor=s.low_freq_factor,
+            high_freq_factor=s.high_freq_factor,
+            original_max_position_embeddings=s.original_max_position,
+        )
+    return {
+        "architectures": [_ARCHITECTURES[cfg.family]],
+        "model_type": cfg.family,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.mlp,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": cfg.tied,
+        "max_position_embeddings": cfg.max_position,
+    }
+
+
+def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]:
+    """Read config and weights of a Hugging Face folder; dtype None keeps the files' own.
+
+    Raises CheckpointError naming each missing, unexpected or mis-shaped tensor.
+    """
+    cfg = read_config(folder / "config.json")
+    with ExitStack() as stack:
+        read, names = _open(folder, stack)
+        _check_names(folder, cfg, names, lambda name: read(name, True))
+        declared = spec(cfg)
+        layers = {
+            name: _stack_layers(cfg, read, key, transposed) for name, key, transposed in _layer_keys(declared)
+        }
+        params = DecoderParams(
+            embed=jnp.asarray(read("model.embed_tokens.weight", False), dtype),
+            layers=LayerParams(**{name: jnp.asarray(value, dtype) for name, value in layers.items()}),
+            norm=jnp.asarray(read("model.norm.weight", False), dtype),
+            head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
+        )
+    return cfg, params
+
+
+def export(folder: Path, cfg: DecoderConfig, params: DecoderParams) -> None:
+    """Write config.json and model.safetensors; `load` of the folder gives the same bits."""
+    tensors: dict[str, Array] = {
+        "model.embed_tokens.weight": np.asarray(params.embed),
+        "model.norm.weight": np.asarray(params.norm),
+    }
+    if params.head is not None:
+        tensors["lm_head.weight"] = np.asarray(params.head)
+    for name, key, transposed in _layer_keys(spec(cfg)):
+        stacked = np.asarray(getattr(params.layers, name))
+        for i, layer in enumerate(stacked):
+            tensors[f"model.layers.{i}.{key}"] = np.ascontiguousarray(layer.T if transposed else layer)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**to_config(cfg), "dtype": str(tensors["model.norm.weight"].dtype)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _layer_keys(declared: DecoderParams) -> Iterator[tuple[str, str, bool]]:
+    for f in fields(LayerParams):
+        if getattr(declared.layers, f.name) is not None:
+            yield f.name, *_LAYER_KEYS[f.name]
+
+
+Reader = Callable[[str, bool], Any]  # (tensor name, shape only) -> array or shape
+
+
+def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.exists():
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            outside = [f for f in where.values() if Path(f).name != f]
+            if outside:
+                raise CheckpointError(f"{index}: shard {outside[0]!r} is not a plain file name")
+        else:
+            with safe_open(folder / "model.safetensors", framework="numpy") as single:
+                where = {name: "model.safetensors" for name in single.keys()}
+        files = {
+            f: stack.enter_context(safe_open(folder / f, framework="numpy")) for f in set(where.values())
+        }
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: no weights: {error}") from None
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: damaged safetensors: {error!r}") from None
+
+    def read(name: str, shape_only: bool) -> Any:
+        try:
+            view = files[where[name]].get_slice(name)
+            return tuple(view.get_shape()) if shape_only else _native(files[where[name]].get_tensor(name))
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder}: {name}: {error}") from None
+
+    return read, set(where)
+
+
+def _native(array: Array) -> Array:
+    """bfloat16 may arrive as its 16-bit pattern; give it its type back."""
+    return array.view(ml_dtypes.bfloat16) if array.dtype == np.dtype("V2") else array
+
+
+def _check_names(
+    folder: Path, cfg: DecoderConfig, names: set[str], shape_of: Callable[[str], tuple[int, ...]]
+) -> None:
+    wanted = {"model.embed_tokens.weight": (cfg.vocab_size, cfg.hidden), "model.norm.weight": (cfg.hidden,)}
+    if not cfg.tied:
+        wanted["lm_head.weight"] = (cfg.vocab_size, cfg.hidden)
+    declared = spec(cfg)
+    for name, key, transposed in _layer_keys(declared):
+        layer_spec: Spec = getattr(declared.layers, name)
+        shape = layer_spec.shape[:0:-1] if transposed else layer_spec.shape[1:]
+        wanted.update({f"model.layers.{i}.{key}": shape for i in range(cfg.layers)})
+    tolerated = (
+        {"lm_head.weight"} if cfg.tied else set()
+    )  # some tied files repeat the embedding under this name
+    problems = [f"missing {name}" for name in sorted(wanted.keys() - names)]
+    problems += [f"unexpected {name}" for name in sorted(names - wanted.keys() - tolerated)]
+    for name in sorted(wanted.keys() & names):
+        if shape_of(name) != wanted[name]:
+            problems.append(f"{name} has shape {shape_of(name)}, the config asks for {wanted[name]}")
+    if problems:
+        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise CheckpointError(f"{folder}: weights do not fit config.json: {shown}")
+
+
+def _stack_layers(cfg: DecoderConfig, read: Reader, key: str, transposed: bool) -> Array:
+    layers = (read(f"model.layers.{i}.{key}", False) for i in range(cfg.layers))
+    return np.stack([layer.T if transposed else layer for layer in layers])

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam attention by the formula: a copy of the prompt and the own tokens for each beam, one softmax over both."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def beam_attention(
+    q: jax.Array,
+    context_k: jax.Array,
+    context_v: jax.Array,
+    lengths: jax.Array,
+    beam_k: jax.Array,
+    beam_v: jax.Array,
+    ancestors: jax.Array,
+) -> jax.Array:
+    """See jgr.ops.beam_attention."""
+    batch, width, heads, dim = q.shape
+    _, kv_heads, tokens, _ = context_k.shape
+    slots = beam_k.shape[1]
+
+    def whole(context: jax.Array, own: jax.Array) -> jax.Array:  # [B, W, H, T + S, d]
+        rows = jnp.take_along_axis(own, ancestors[:, :, :, None, None], axis=2).transpose(0, 2, 3, 1, 4)
+        shared = jnp.broadcast_to(context[:, None], (batch, width, kv_heads, tokens, dim))
+        return jnp.repeat(jnp.concatenate([shared, rows], axis=3), heads // kv_heads, axis=2).astype(
+            jnp.float32
+        )
+
+    visible = (jnp.arange(tokens + slots) < lengths[:, None]) | (jnp.arange(tokens + slots) >= tokens)
+    scores = jnp.einsum("bwhd,bwhsd->bwhs", q.astype(jnp.float32), whole(context_k, beam_k))
+    scores = scores / jnp.sqrt(jnp.float32(dim))
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    values = jnp.where(visible[:, None, None, :, None], whole(context_v, beam_v), 0.0)
+    return jnp.einsum("bwhs,bwhsd->bwhd", weights, values).astype(q.dtype)

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live driver: the only owner of the wall clock and of the futures that callers wait for.
+
+The one idea: the event loop decides (validate, batch, answer) and the worker thread waits for the device;
+they exchange whole batches. All state below belongs to the loop.
+
+One request: `submit` translates it to a task and hands a job to the batcher; `_pump` does what the batcher
+plans, once per turn of the loop, so that requests that arrived together travel together; `_finished` commits
+the batch, starts the next one, and only then makes answers, so that the device does not wait for the host.
+
+Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted
+is lost: every future ends with an Answer, a RequestError or ClientGone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from jgr.catalog import Catalog
+from jgr.config import Config
+from jgr.data.prefix_tree import PrefixTree
+from jgr.serving.api import Answer, Request, RequestError, Timing, invalid
+from jgr.serving.metrics import Metrics
+from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
+from jgr.serving.translation import Prompts, Task, Translator
+from jgr.serving.work import Executor, Outcome, Progress, RecommendOutcome
+from jgr.serving.worker import Run, Worker
+
+Status = Literal["starting", "ready", "draining", "failed"]
+
+_log = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """Ends the future of a request that nobody waits for."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. Times are the engine's clock, in ns."""
+
+    job_id: int
+    request_id: str
+    task: Task
+    answer: asyncio.Future[Answer]
+    arrival_ns: int
+    submitted_ns: int
+
+
+class Engine:
+    """Serves one model over one catalog.
+
+    executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. clock:
+    nanoseconds that never go back. ConfigError where profiles, batching and beam width do not fit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        catalog: Catalog,
+        tree: PrefixTree,
+        prompts: Prompts,
+        executor: Executor,
+        config: Config,
+        *,
+        metrics: Metrics | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._batcher = Batcher(
+            executor.profiles,
+            max_tokens=config.batching.max_tokens,
+            max_wait_ns=round(config.batching.max_wait_ms * 1e6),
+            max_queue=config.batching.max_queue,
+        )
+        self.translator = Translator(
+            name,
+            catalog,
+            tree,
+            prompts,
+            config,
+            max_beam_width=self._batcher.max_width("recommend"),
+            max_candidates=self._batcher.max_width("rank"),
+        )
+        self.metrics = metrics or Metrics()
+        self.metrics.watch_queue(lambda: self._batcher.queued)
+        self.metrics.describe_catalog(name, catalog.version, catalog.n_items)
+        self.status: Status = "starting"
+        self.clock = clock
+        self._worker = Worker(executor, clock)
+        self._default_deadline_ms = config.server.default_deadline_ms
+        self._tickets: dict[int, Ticket] = {}
+        self._job_ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop
+        self._pump_due = False
+        self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
+        self._drained: asyncio.Future[None] | None = None
+
+    async def start(self, progress: Progress = lambda done, total, label: None) -> None:
+        """Compile every profile; `progress` is called in the worker thread. Raises what warm-up raises."""
+        self._loop = asyncio.get_running_loop()
+        self._worker.start()
+        try:
+            await self._worker.warm_up(progress)
+        except Exception:
+            if self.status == "draining":
+                return
+            self.status = "failed"
+            raise
+        if self.status == "starting":
+            self.status = "ready"
+
+    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
+        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
+        if self.status != "ready":
+            raise RequestError("unavailable", f"the server is {self.status}")
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        task = self.translator.prepare(request)
+        deadline_ms = request.deadline_ms or self._default_deadline_ms
+        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
+        now_ns = self.clock()
+        job = Job(next(self._job_ids), task.kind, len(task.work.prompt), task.width, arrival_ns, deadline_ns)
+        verdict = self._batcher.submit(job, now_ns)
+        if isinstance(verdict, Rejected):
+            raise _refusal(verdict.reason, task)
+        self.metrics.unknown_items.inc(task.usage.unknown_items)
+        ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
+        self._tickets[job.id] = ticket
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
+        if self._batcher.cancel(ticket.job_id, self.clock()):
+            self.metrics.cancelled.inc()
+            self._end([ticket.job_id], ClientGone)
+
+    async def answer(self, request: Request, request_id: str = "") -> Answer:
+        """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
+        ticket = self.submit(request, request_id)
+        try:
+            return await ticket.answer
+        finally:
+            self.cancel(ticket)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work and finish what was accepted. False: time ran out, and the rest got errors."""
+        self.status = "draining"
+        self._batcher.drain()
+        self._pump()
+        if self._tickets or self._batcher.in_flight:
+            self._drained = self._loop.create_future()
+            await asyncio.wait([self._drained], timeout=timeout_s)
+        left = list(self._tickets)
+        for job_id in left:
+            self._batcher.cancel(job_id, self.clock())
+        self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
+        self._worker.stop()
+        return not self._batcher.in_flight
+
+    def join(self, timeout_s: float) -> bool:
+        """After `drain`: wait for the worker thread. False where the device still holds it."""
+        return self._worker.join(timeout_s)
+
+    def check(self) -> None:
+        """Audit the invariants; AssertionError names the broken one."""
+        self._batcher.check()
+        assert len(self._tickets) == self._batcher.live, "tickets and live jobs differ in number"
+        for job_id, ticket in self._tickets.items():
+            assert self._batcher.state(job_id) is not None, "a ticket outlived its job"
+            assert not ticket.answer.done(), "an answered ticket is kept"
+
+    def _pump(self) -> None:
+        """Do what the batcher plans now, and wake up when time alone changes the plan."""
+        self._pump_due = False
+        now_ns = self.clock()
+        while True:
+            plan = self._batcher.plan(now_ns)
+            self._expire(plan.expired)
+            if plan.batch is None:
+                break
+            tasks = [self._tickets[job_id].task for job_id in plan.batch.jobs]
+            works = [task.work for task in tasks]
+            self._worker.run(plan.batch.profile, works, partial(self._finished, plan.batch))
+            real_tokens = sum(len(task.work.prompt) + task.width for task in tasks)
+            self.metrics.observe_batch(plan.batch.profile, len(tasks), real_tokens)
+        wakeup_ns = self._batcher.next_wakeup_ns()
+        if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
+            self._wakeup[1].cancel()
+            self._wakeup = None
+        if self._wakeup is None and wakeup_ns is not None:
+            delay_s = max(0, wakeup_ns - now_ns) / 1e9
+            self._wakeup = (wakeup_ns, self._loop.call_later(delay_s, self._wake))
+
+    def _wake(self) -> None:
+        self._wakeup = None
+        self._pump()
+
+    def _finished(self, batch: Batch, run: Run) -> None:
+        committed = self._batcher.commit(batch.id, self.clock())
+        self._expire(committed.expired)
+        self._pump()
+        if run.error is not None:
+            self._fail(committed.done, run.error)
+        else:
+            outcomes = dict(zip(batch.jobs, run.outcomes, strict=True))
+            for job_id in committed.done:
+                self._answer(job_id, outcomes[job_id], run)
+        self._check_drained()
+
+    def _answer(self, job_id: int, outcome: Outcome, run: Run) -> None:
+        ticket, info = self._tickets[job_id], self.translator.info
+        task = ticket.task
+        try:
+            items = self.translator.items(task, outcome)
+        except Exception as error:
+            return self._fail([job_id], error)
+        del self._tickets[job_id]
+        if isinstance(outcome, RecommendOutcome):
+            self.metrics.dead_beams.inc(task.width - len(outcome.leaves))
+        timing = Timing(
+            queue=(run.start_ns - ticket.submitted_ns) / 1e6,
+            prepare=(ticket.submitted_ns - ticket.arrival_ns) / 1e6,
+            device=(run.end_ns - run.start_ns) / 1e6,
+            total=(self.clock() - ticket.arrival_ns) / 1e6,
+        )
+        self.metrics.observe_stages(task.kind, timing)
+        answer = Answer(
+            id=ticket.request_id,
+            model=info.id,
+            catalog_version=info.catalog_version,
+            normalize=info.normalize,
+            items=items,
+            usage=task.usage,
+            timing_ms=timing,
+        )
+        if not ticket.answer.done():
+            ticket.answer.set_result(answer)
+
+    def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
+        """The executor broke: one traceback in the log, an error for each request, and the engine goes on."""
+        self.metrics.executor_failures.inc()
+        request_ids = ", ".join(self._tickets[job_id].request_id for job_id in job_ids)
+        _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
+        self._end(job_ids, partial(RequestError, "internal", "the model failed; see the server's log"))
+
+    def _expire(self, job_ids: Sequence[int]) -> None:
+        if job_ids:
+            self.metrics.deadline_expired.inc(len(job_ids))
+            self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
+
+    def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
+        """Live requests end without an answer, each with an error of its own."""
+        for job_id in job_ids:
+            answer = self._tickets.pop(job_id).answer
+            if not answer.done():
+                answer.set_exception(error())
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self._drained and not (self._drained.done() or self._tickets or self._batcher.in_flight):
+            self._drained.set_result(None)
+
+
+def _refusal(reason: Reason, task: Task) -> RequestError:
+    if reason == "queue_full":
+        return RequestError("overloaded", "too many requests are waiting; try again later")
+    if reason == "draining":
+        return RequestError("unavailable", "the server is draining")
+    size = f"{len(task.work.prompt)} tokens with a width of {task.width}"
+    return invalid("history", f"the prompt has {size}; no compiled profile takes that")

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JAX executor: one compiled program per profile, called with padded host arrays.
+
+Every profile is lowered and compiled at start-up (DESIGN idea 4). A call pads the works into the profile's
+arrays, dispatches once, and reads leaves and scores back. A compiled program refuses other shapes with a
+TypeError, so nothing can recompile silently. The parameters and the catalog tables are arguments, never
+constants of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgr.models import beam
+from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.serving.policies.batching import Profile
+from jgr.serving.work import Outcome, Progress, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
+
+MAX_EXCLUDED = 512
+"""Leaves that one request can have dropped on the device; the engine filters what goes beyond."""
+
+
+class JaxExecutor:
+    """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
+
+    def __init__(
+        self,
+        cfg: DecoderConfig,
+        params: DecoderParams,
+        tables: CatalogTables,
+        profiles: tuple[Profile, ...],
+        normalize: Normalize,
+    ) -> None:
+        self.profiles = profiles
+        self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
+        self._programs: dict[Profile, jax.stages.Compiled] = {}
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile and run every profile once; progress(done, total, label) after each."""
+        for done, profile in enumerate(self.profiles, start=1):
+            self._programs[profile] = self.compile(profile)
+            self.run(profile, [_smallest_work(profile)])
+            label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
+            progress(done, len(self.profiles), label)
+
+    def compile(self, profile: Profile) -> jax.stages.Compiled:
+        """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
+        inputs = self._inputs(profile, [])
+        lowered: jax.stages.Lowered
+        if profile.kind == "recommend":
+            lowered = beam.recommend.lower(
+                self._params,
+                self._tables,
+                *inputs,
+                cfg=self._cfg,
+                width=profile.width,
+                normalize=self._normalize,
+            )
+        else:
+            lowered = beam.rank.lower(
+                self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
+            )
+        return lowered.compile()
+
+    def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
+        """One outcome per work, in order; blocks until the device is done. See jgr.serving.work.Executor."""
+        out = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+        if profile.kind == "recommend":
+            leaves, scores, _ = (np.asarray(x) for x in out)
+            alive = np.isfinite(scores).sum(axis=1)  # dead beams sort last
+            return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
+        scores = np.asarray(out)
+        return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]
+
+    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[np.ndarray[Any, Any], ...]:
+        """The profile's arrays; rows without a work are one padding token long and have no beams."""
+        tokens = np.zeros((profile.batch, profile.tokens), np.int32)
+        lengths = np.ones(profile.batch, np.int32)
+        for i, work in enumerate(works):
+            lengths[i] = len(work.prompt)
+            tokens[i, : lengths[i]] = work.prompt
+        if profile.kind == "rank":
+            leaves = np.zeros((profile.batch, profile.width), np.int32)
+            for i, work in enumerate(works):
+                assert isinstance(work, RankWork)
+                leaves[i, : len(work.leaves)] = work.leaves
+            return tokens, lengths, leaves
+        widths = np.zeros(profile.batch, np.int32)
+        excluded = np.full((profile.batch, MAX_EXCLUDED), self._tables.n_leaves, np.int32)
+        for i, work in enumerate(works):
+            assert isinstance(work, RecommendWork)
+            widths[i] = work.beam_width
+            dropped = work.excluded[-MAX_EXCLUDED:]
+            excluded[i, : len(dropped)] = dropped
+        return tokens, lengths, widths, excluded
+
+
+def _width(work: Work) -> int:
+    return work.beam_width if isinstance(work, RecommendWork) else len(work.leaves)
+
+
+def _smallest_work(profile: Profile) -> Work:
+    prompt, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    if profile.kind == "recommend":
+        return RecommendWork(prompt, beam_width=1, excluded=none)
+    return RankWork(prompt, leaves=np.zeros(1, np.int32))

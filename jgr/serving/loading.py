@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to an engine with a model behind it: read, check that the parts fit, place on the device."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from jgr.catalog import load_catalog
+from jgr.config import Config, ConfigError
+from jgr.data.prefix_tree import PrefixTree
+from jgr.models import checkpoint
+from jgr.models.beam import catalog_tables
+from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+from jgr.serving.compilation import CompilationCounter
+from jgr.serving.engine import Engine
+from jgr.serving.executors import JaxExecutor
+from jgr.serving.metrics import Metrics
+from jgr.serving.policies.batching import make_profiles
+
+_log = logging.getLogger(__name__)
+
+
+def load_engine(config: Config) -> Engine:
+    """The engine that serves config.model over config.catalog, not yet started.
+
+    The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
+    the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
+    weights, a semantic id's token that the model's vocabulary lacks, a prompt that no profile takes.
+    """
+    if not config.model.path:
+        raise ConfigError("model.path: the folder of the model is not set")
+    folder = Path(config.model.path)
+    cfg, params = checkpoint.load(folder)
+    catalog = load_catalog(config.catalog.path or folder / "catalog.jsonl")
+    tokenizer = (
+        Tokenizer.from_file(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    )
+    tokens = level_tokens(catalog, tokenizer, cfg.vocab_size)
+    prompts = PromptBuilder(config.prompt, tokenizer, catalog)
+    if prompts.largest_token >= cfg.vocab_size:
+        raise ConfigError(
+            f"prompt: token {prompts.largest_token} is not in the model's vocabulary of {cfg.vocab_size}"
+        )
+    tree = PrefixTree.build(catalog.codes)
+    profiles = make_profiles(config.profiles)
+    longest = max(profile.tokens for profile in profiles)
+    positions = min(prompts.max_tokens, longest) + catalog.depth
+    if positions > cfg.max_position:
+        raise ConfigError(
+            f"prompt.max_items: a prompt and an item can need {positions} positions, "
+            f"the model was made for {cfg.max_position}"
+        )
+    if prompts.max_tokens > longest:
+        _log.warning(
+            "a prompt of prompt.max_items=%d items can have %d tokens, the largest profile takes %d: "
+            "requests beyond it are refused",
+            config.prompt.max_items,
+            prompts.max_tokens,
+            longest,
+        )
+    executor = JaxExecutor(cfg, params, catalog_tables(tree, tokens, params), profiles, config.beam.normalize)
+    counter = CompilationCounter()
+    metrics = Metrics(lambda: counter.count)
+    return Engine(config.model.name, catalog, tree, prompts, executor, config, metrics=metrics)

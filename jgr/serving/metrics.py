@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus series of one server, all named `jgr_*`.
+
+The one idea: counters, never rates, so that any window can be computed later; and every label is resolved
+once, because a request observes a dozen series. The registry belongs to the server, so two engines in one
+process do not mix. Label values come from fixed sets, so the number of series is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from jgr.serving.api import Timing
+from jgr.serving.policies.batching import KINDS, Kind, Profile
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STAGES = ("queue", "prepare", "device", "total")
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """The series of one engine and its server. Not thread-safe: the event loop alone writes."""
+
+    def __init__(self, compilations: Callable[[], int] = lambda: 0) -> None:
+        """compilations: reads the process's count of compiled programs."""
+        self.registry = CollectorRegistry()
+        self.registry.register(_Compilations(compilations))
+        self._requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
+        self._resolved: dict[tuple[str, int], Counter] = {}
+        stage = Histogram(
+            "jgr_stage_seconds",
+            "Time of answered requests by stage; total holds all of it.",
+            ("kind", "stage"),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        size = Histogram(
+            "jgr_batch_size", "Requests per batch.", ("kind",), registry=self.registry, buckets=SIZES
+        )
+        real = self._counter("jgr_real_tokens", "Token positions that requests asked for.", "kind")
+        padded = self._counter("jgr_padded_tokens", "Token positions run on the device, padding in.", "kind")
+        self._stages = {kind: [stage.labels(kind, name) for name in STAGES] for kind in KINDS}
+        self._batch_size = {kind: size.labels(kind) for kind in KINDS}
+        self._real_tokens = {kind: real.labels(kind) for kind in KINDS}
+        self._padded_tokens = {kind: padded.labels(kind) for kind in KINDS}
+        self.dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
+        self.unknown_items = self._counter("jgr_unknown_items", "History items that the catalog lacks.")
+        self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
+        self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
+        self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
+
+    def watch_queue(self, depth: Callable[[], int]) -> None:
+        """Export `depth()` as the number of requests waiting for a batch."""
+        Gauge("jgr_queue_depth", "Requests waiting for a batch.", registry=self.registry).set_function(depth)
+
+    def describe_catalog(self, model: str, version: str, items: int) -> None:
+        """Export which catalog is served."""
+        labels = ("model", "version")
+        info = Gauge("jgr_catalog_info", "1 for the catalog served.", labels, registry=self.registry)
+        info.labels(model, version).set(1)
+        Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry).set(items)
+
+    def count_request(self, endpoint: str, status: int) -> None:
+        """endpoint: a route's pattern, from a fixed set."""
+        series = self._resolved.get((endpoint, status))
+        if series is None:
+            series = self._resolved[endpoint, status] = self._requests.labels(endpoint, str(status))
+        series.inc()
+
+    def observe_stages(self, kind: Kind, timing: Timing) -> None:
+        """The times of one answered request."""
+        queue, prepare, device, total = self._stages[kind]
+        queue.observe(timing.queue / 1e3)
+        prepare.observe(timing.prepare / 1e3)
+        device.observe(timing.device / 1e3)
+        total.observe(timing.total / 1e3)
+
+    def observe_batch(self, profile: Profile, requests: int, real_tokens: int) -> None:
+        """real_tokens: prompt tokens plus widths of the batch's requests."""
+        self._batch_size[profile.kind].observe(requests)
+        self._real_tokens[profile.kind].inc(real_tokens)
+        self._padded_tokens[profile.kind].inc(profile.cost_tokens)
+
+    def render(self) -> bytes:
+        """The text exposition format, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+
+class _Compilations(Collector):
+    """Exports a count that somebody else keeps."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "jgr_compilations", "Programs compiled; constant after warm-up.", value=self._read()
+        )

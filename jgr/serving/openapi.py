@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/openapi.json` and `/docs`, made from the types that validate.
+
+The one idea: nothing about a field is written here. Names, types, bounds and descriptions come from the
+structs in `jgr.serving.api`; only the limits that the configuration sets are added. The page needs no script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import msgspec
+
+from jgr import __version__
+from jgr.serving import api
+from jgr.serving.api import STATUS, ErrorType
+
+_REF = "#/components/schemas/"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint. answer: a struct, or the media type of what is none. open: no API key is asked for."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type[msgspec.Struct] | str
+    request: type[msgspec.Struct] | None = None
+    errors: tuple[ErrorType, ...] = ()
+    open: bool = False
+
+
+_HOT: tuple[ErrorType, ...] = (
+    "invalid_json",
+    "body_too_large",
+    "invalid_request",
+    "overloaded",
+    "internal",
+    "unavailable",
+    "deadline_exceeded",
+)
+
+_KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized",)
+
+OPERATIONS = (
+    Operation(
+        "post", "/v1/recommend", "Generate items for a history", api.Answer, api.RecommendRequest, _HOT
+    ),
+    Operation("post", "/v1/rank", "Score given candidates for a history", api.Answer, api.RankRequest, _HOT),
+    Operation("get", "/v1/models", "The models served, with their limits", api.ModelList),
+    Operation("get", "/v1/items/{item_id}", "An item of the catalog", api.CatalogItem, errors=("not_found",)),
+    Operation("get", "/health/live", "Whether the process answers", api.Health, open=True),
+    Operation(
+        "get", "/health/ready", "Whether requests are served", api.Health, errors=("unavailable",), open=True
+    ),
+    Operation("get", "/metrics", "Prometheus metrics", "text/plain"),
+    Operation("get", "/openapi.json", "This description", "application/json"),
+    Operation("get", "/docs", "This description, to read", "text/html"),
+)
+
+
+def document(info: api.ModelInfo, keyed: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 description of a server with the limits of `info`. keyed: it asks for an API key."""
+    types: list[Any] = [op.request for op in OPERATIONS if op.request]
+    types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
+    _, schemas = msgspec.json.schema_components([*types, api.ErrorAnswer], ref_template=_REF + "{name}")
+    for request in ("RecommendRequest", "RankRequest"):
+        schemas[request]["properties"]["history"]["maxItems"] = info.max_history
+    schemas["RankRequest"]["properties"]["candidates"]["maxItems"] = info.max_candidates
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keyed)
+    components: dict[str, Any] = {"schemas": schemas}
+    if keyed:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jgr", "version": __version__, "description": "Generative recommendations."},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
+    parameters: list[dict[str, Any]] = [
+        {
+            "name": "X-Request-Id",
+            "in": "header",
+            "description": "Up to 128 printable ASCII characters, given back; made up if absent.",
+            "schema": {"type": "string", "maxLength": 128},
+        }
+    ]
+    if "{item_id}" in operation.path:
+        parameters.insert(
+            0, {"name": "item_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        )
+    secured = keyed and not operation.open
+    errors = (*operation.errors, *_KEY_ERRORS) if secured else operation.errors
+    entry: dict[str, Any] = {
+        "summary": operation.summary,
+        "parameters": parameters,
+        "responses": {
+            "200": {"description": "The answer.", "content": _content(operation.answer)},
+            **{
+                str(STATUS[e]): {"description": e, "content": _content(api.ErrorAnswer)}
+                for e in sorted(errors)
+            },
+        },
+    }
+    if operation.request:
+        entry["requestBody"] = {"required": True, "content": _content(operation.request)}
+    if secured:
+        entry["security"] = [{"key": []}]
+    return entry
+
+
+def _content(kind: type[msgspec.Struct] | str) -> dict[str, Any]:
+    if isinstance(kind, str):
+        return {kind: {}}
+    return {"application/json": {"schema": {"$ref": _REF + kind.__name__}}}
+
+
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>jgr API</title><style>
+body { font: 15px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; width: 100% }
+td, th { border: 1px solid #ccc; padding: .3em .6em; text-align: left; vertical-align: top }
+</style></head><body>"""
+
+
+def page(description: Mapping[str, Any]) -> str:
+    """An OpenAPI document as one self-contained HTML page."""
+    parts = [_HEAD, f"<h1>jgr {escape(description['info']['version'])}</h1>"]
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
+            takes = (
+                f" Takes {_type(_schema(operation['requestBody']))}." if "requestBody" in operation else ""
+            )
+            replies = operation["responses"].items()
+            answers = ", ".join(f"{status} {_reply(status, reply)}" for status, reply in replies)
+            parts.append(f"<p>{escape(operation['summary'])}.{takes} Answers {answers}.</p>")
+    for name, schema in description["components"]["schemas"].items():
+        parts.append(f'<h3 id="{escape(name)}">{escape(name)}</h3><p>{escape(schema["description"])}</p>')
+        parts.append("<table><tr><th>field</th><th>type</th><th>default</th><th>meaning</th></tr>")
+        for field, entry in schema["properties"].items():
+            default = json.dumps(entry["default"]) if "default" in entry else "absent"
+            cells = (
+                f"<code>{escape(field)}</code>",
+                _type(entry),
+                "required" if field in schema.get("required", ()) else default,
+                escape(entry["description"]),
+            )
+            parts.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        parts.append("</table>")
+    return "\n".join([*parts, "</body></html>"])
+
+
+def _schema(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a request body or response; {} where it has none."""
+    (media,) = content["content"].values()
+    schema: Mapping[str, Any] = media.get("schema", {})
+    return schema
+
+
+def _reply(status: str, reply: Mapping[str, Any]) -> str:
+    if status != "200":
+        return escape(reply["description"])
+    return _type(_schema(reply)) if _schema(reply) else escape(next(iter(reply["content"])))
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words, with its bounds; structs are links."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].removeprefix(_REF))
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(escape(json.dumps(value)) for value in schema["enum"])
+    kind = escape(schema["type"])
+    if kind == "array":
+        kind = f"list of ({_type(schema['items'])})"
+    bounds = [f"{words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema]
+    return ", ".join([kind, *bounds])
+
+
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "maxLength": "characters at most",
+    "minItems": "items at least",
+    "maxItems": "items at most",
+}

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP face of an engine: translation only.
+
+The one idea: two endpoints are hot and everything else is not. `/v1/recommend` and `/v1/rank` are plain ASGI:
+one read, one decode into a typed struct, one encode, no middleware. The rest is Starlette.
+
+Every answer carries X-Request-Id; every refusal has the one shape of `jgr.serving.api.ErrorAnswer`. A body
+larger than the limit is never kept in memory, chunked or not. A client that goes away cancels its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jgr.config import ServerConfig
+from jgr.serving import metrics, openapi
+from jgr.serving.api import (
+    STATUS,
+    Answer,
+    CatalogItem,
+    ErrorAnswer,
+    ErrorBody,
+    ErrorType,
+    Health,
+    ModelList,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    RequestError,
+    decode,
+    quoted,
+)
+from jgr.serving.engine import ClientGone, Engine, Ticket
+
+CLIENT_GONE = 499
+"""What the request counter shows for a client that left; nothing is sent."""
+RETRY_AFTER_S = 1
+DISCARD_BODIES = 8
+"""This many times the body limit is read and thrown away, so that the client can hear the 413."""
+
+Headers = list[tuple[bytes, bytes]]
+Decode = Callable[[bytes], Request]
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+_OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
+_ERROR_HEADERS: dict[ErrorType, Headers] = {
+    "unauthorized": [(b"www-authenticate", b"Bearer")],
+    "method_not_allowed": [(b"allow", b"POST")],
+    "overloaded": [(b"retry-after", str(RETRY_AFTER_S).encode())],
+    "body_too_large": [(b"connection", b"close")],
+}
+
+
+class App:
+    """The ASGI application of one engine. `jgr.serving.listener` runs it; any ASGI server could."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._metrics = engine.metrics
+        self._max_body = config.max_body_bytes
+        self._key = config.api_key.encode()
+        self._hot: dict[str, Decode] = {
+            "/v1/recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
+            "/v1/rank": partial(decode, msgspec.json.Decoder(RankRequest)),
+        }
+        description = openapi.document(engine.translator.info, keyed=bool(self._key))
+        self._description = _encode(description)
+        self._page = openapi.page(description)
+        self._cold = Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/v1/items/{item_id:path}", self._item),
+                Route("/health/live", self._live),
+                Route("/health/ready", self._ready),
+                Route("/metrics", self._render_metrics),
+                Route("/openapi.json", self._openapi),
+                Route("/docs", self._docs),
+            ],
+            exception_handlers={HTTPException: _refuse, RequestError: _refuse, Exception: _refuse},
+        )
+        self._cold.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._cold(scope, receive, send)
+        arrival_ns = self._engine.clock()
+        path, key, request_id = scope["path"], b"", ""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                key = value
+            elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+                request_id = value.decode()
+        reply = _Reply(send, request_id or os.urandom(16).hex(), self._engine)
+        parse = self._hot.get(path)
+        try:
+            if self._key and path not in _OPEN_PATHS:
+                self._authorize(key)
+            if parse is None:
+                scope["jgr.request_id"] = reply.request_id
+                await self._cold(scope, receive, reply.forward)
+            else:
+                answer = await self._answer(scope, receive, parse, reply.request_id, arrival_ns)
+                await reply.send(200, _encode(answer))
+        except RequestError as error:
+            await reply.refuse(error)
+        except ClientGone:
+            reply.status = CLIENT_GONE
+        except Exception as error:
+            _log.error("request %s failed", reply.request_id, exc_info=error)
+            await reply.refuse(RequestError("internal", "the server failed; see its log"))
+        finally:
+            route = scope.get("route")
+            endpoint = path if parse else route.path.replace(":path", "") if route else "other"
+            self._metrics.count_request(endpoint, reply.status)
+
+    def _authorize(self, header: bytes) -> None:
+        scheme, _, key = header.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            raise RequestError("unauthorized", "needs the header 'Authorization: Bearer <API key>'")
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, parse: Decode, request_id: str, arrival_ns: int
+    ) -> Answer:
+        if scope["method"] != "POST":
+            raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
+        body = await self._read_body(receive)
+        ticket = self._engine.submit(parse(body), request_id, arrival_ns)
+        watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
+        watcher.add_done_callback(partial(self._client_gone, ticket))
+        try:
+            return await ticket.answer
+        finally:
+            self._engine.cancel(ticket)
+
+    def _client_gone(self, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
+        if not watcher.cancelled():
+            self._engine.cancel(ticket)
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        """The whole body. RequestError where it is over the limit, ClientGone where it never ends."""
+        chunks: list[bytes] = []
+        received, more = 0, True
+        while more and received <= DISCARD_BODIES * self._max_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            received += len(chunks[-1])
+            more = message.get("more_body", False)
+            if received > self._max_body:
+                chunks.clear()
+        if received > self._max_body:
+            raise RequestError("body_too_large", f"the body may have at most {self._max_body} bytes")
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return _json(ModelList(data=[self._engine.translator.info]))
+
+    async def _item(self, request: HttpRequest) -> Response:
+        catalog = self._engine.translator.catalog
+        item_id = request.path_params["item_id"]
+        row = catalog.row(item_id)
+        if row is None:
+            raise RequestError("not_found", f"item {quoted(item_id)} is not in the catalog", "item_id")
+        codes = catalog.codes[row].tolist()
+        return _json(
+            CatalogItem(
+                item_id=item_id,
+                semantic_id=[names[code] for names, code in zip(catalog.symbols, codes, strict=True)],
+                metadata=catalog.metadata[row],
+                catalog_version=catalog.version,
+            )
+        )
+
+    async def _live(self, request: HttpRequest) -> Response:
+        return _json(Health(status="live"))
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        if self._engine.status != "ready":
+            raise RequestError("unavailable", f"the server is {self._engine.status}")
+        return _json(Health(status="ready"))
+
+    async def _render_metrics(self, request: HttpRequest) -> Response:
+        return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    async def _openapi(self, request: HttpRequest) -> Response:
+        return Response(self._description, media_type="application/json")
+
+    async def _docs(self, request: HttpRequest) -> Response:
+        return Response(self._page, media_type="text/html")
+
+
+class _Reply:
+    """One response, with the headers that every response has. status: 0 until it is sent."""
+
+    def __init__(self, send: Send, request_id: str, engine: Engine) -> None:
+        self.request_id = request_id
+        self.status = 0
+        self._send = send
+        self._engine = engine
+
+    async def send(self, status: int, body: bytes, extra: Headers | None = None) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *(extra or ()),
+        ]
+        await self.forward({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, error: RequestError) -> None:
+        if not self.status:
+            body = _error_body(error, self.request_id)
+            await self.send(STATUS[error.type], body, _ERROR_HEADERS.get(error.type))
+
+    async def forward(self, message: Message) -> None:
+        """The `send` of an inner application."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = message["headers"]
+            headers.append((b"x-request-id", self.request_id.encode()))
+            if self._engine.status == "draining":
+                headers.append((b"connection", b"close"))
+        await self._send(message)
+
+
+async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's errors, and ours, in our shape."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error = RequestError("method_not_allowed", f"{request.url.path} does not take {request.method}")
+    elif isinstance(error, HTTPException):
+        error = RequestError("not_found", f"there is no {quoted(request.url.path)}")
+    elif not isinstance(error, RequestError):
+        error = RequestError("internal", "the server failed; see its log")
+    return Response(
+        _error_body(error, request.scope["jgr.request_id"]),
+        STATUS[error.type],
+        {"Allow": "GET, HEAD"} if error.type == "method_not_allowed" else None,
+        "application/json",
+    )
+
+
+def _error_body(error: RequestError, request_id: str) -> bytes:
+    body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
+    if error.field is not None:
+        body.field = error.field
+    return _encode(ErrorAnswer(error=body))
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(_encode(value), media_type="application/json")

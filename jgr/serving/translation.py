@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to an executor's work, and from its outcome to an answer.
+
+The one idea: everything that knows item ids stands here, and everything behind it knows rows, leaves and
+tokens only. Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
+
+Items that share a semantic id share a leaf. So a leaf is excluded on the device only where the history holds
+all of its items; the remaining items of the history are dropped here, when leaves become items again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog import Catalog
+from jgr.config import Config, ConfigError
+from jgr.data.prefix_tree import PrefixTree
+from jgr.serving.api import (
+    MAX_QUOTED_CHARS,
+    Item,
+    ModelInfo,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    Usage,
+    invalid,
+    quoted,
+)
+from jgr.serving.policies.batching import Kind
+from jgr.serving.work import Outcome, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
+
+Int32 = npt.NDArray[np.int32]
+
+MAX_LISTED_IDS = 10
+_NONE = np.zeros(0, np.int32)
+
+
+class Prompts(Protocol):
+    """Makes prompts; jgr.prompt.PromptBuilder is one."""
+
+    def build(self, rows: Int32) -> Int32:
+        """rows: [h] int32, oldest first. Returns [t] int32 tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank)."""
+
+    request: Request
+    work: Work
+    usage: Usage
+    rows: Int32
+
+    @property
+    def kind(self) -> Kind:
+        return "recommend" if isinstance(self.work, RecommendWork) else "rank"
+
+    @property
+    def width(self) -> int:
+        """Beam width, or number of candidates."""
+        return self.work.beam_width if isinstance(self.work, RecommendWork) else len(self.work.leaves)
+
+
+class Translator:
+    """Requests to tasks, outcomes to items, for one model and catalog.
+
+    max_beam_width, max_candidates: what the compiled profiles hold; 0 where the kind is not served.
+    ConfigError where the default beam width fits no profile.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        catalog: Catalog,
+        tree: PrefixTree,
+        prompts: Prompts,
+        config: Config,
+        *,
+        max_beam_width: int,
+        max_candidates: int,
+    ) -> None:
+        if 0 < max_beam_width < config.beam.width:
+            raise ConfigError(
+                f"beam.width is {config.beam.width}, but the largest of profiles.widths is {max_beam_width}"
+            )
+        self.catalog = catalog
+        self._tree = tree
+        self._prompts = prompts
+        self._reject_unknown = config.server.unknown_items == "reject"
+        self._leaf_sizes = np.diff(tree.leaf_offsets)
+        self.info = ModelInfo(
+            id=name,
+            catalog_version=catalog.version,
+            catalog_items=catalog.n_items,
+            depth=catalog.depth,
+            normalize=config.beam.normalize,
+            beam_width=config.beam.width,
+            max_beam_width=max_beam_width,
+            max_candidates=min(config.server.max_candidates, max_candidates),
+            max_history=config.server.max_history,
+            max_history_in_prompt=config.prompt.max_items,
+        )
+
+    def prepare(self, request: Request) -> Task:
+        """RequestError names the field that the catalog or a limit refuses."""
+        return self._recommend(request) if isinstance(request, RecommendRequest) else self._rank(request)
+
+    def items(self, task: Task, outcome: Outcome) -> list[Item]:
+        """The answer's items, best first. ValueError for a score that is not finite: an executor's fault."""
+        if not np.isfinite(outcome.scores).all():
+            raise ValueError("the executor returned a score that is not finite")
+        if isinstance(outcome, RecommendOutcome):
+            return self._recommended(task, outcome)
+        return self._ranked(task, outcome)
+
+    def _recommend(self, request: RecommendRequest) -> Task:
+        info = self.info
+        width = request.beam_width or info.beam_width
+        if width > info.max_beam_width:
+            raise invalid("beam_width", f"beam_width is {width}; the largest served is {info.max_beam_width}")
+        if request.top_k > width:
+            raise invalid("top_k", f"top_k is {request.top_k}; it can be at most beam_width, here {width}")
+        if request.top_k > info.catalog_items:
+            raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
+        rows, unknown = self._history(request)
+        excluded = self._excluded(rows) if request.exclude_history else _NONE
+        work = RecommendWork(self._prompts.build(rows), width, excluded)
+        usage = self._usage(work, rows, unknown)
+        usage.beam_width = width
+        return Task(request, work, usage, rows)
+
+    def _rank(self, request: RankRequest) -> Task:
+        limit, count = self.info.max_candidates, len(request.candidates)
+        if count > limit:
+            raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
+        if request.top_k is not None and request.top_k > count:
+            raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
+        candidates = self._candidates(request)
+        rows, unknown = self._history(request)
+        work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
+        usage = self._usage(work, rows, unknown)
+        usage.candidates = count
+        return Task(request, work, usage, candidates)
+
+    def _candidates(self, request: RankRequest) -> Int32:
+        item_ids = _texts(request.candidates)
+        rows, unknown = self.catalog.rows(item_ids)
+        if unknown:
+            at = item_ids.index(unknown[0])
+            raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+        if len(set(item_ids)) < len(item_ids):
+            first: dict[str, int] = {}
+            for at, item_id in enumerate(item_ids):
+                if first.setdefault(item_id, at) != at:
+                    raise invalid(
+                        f"candidates[{at}]", f"item {quoted(item_id)} is already candidates[{first[item_id]}]"
+                    )
+        return rows
+
+    def _history(self, request: Request) -> tuple[Int32, list[str]]:
+        """The rows of the history's known items, [h >= 1] int32, and the unknown ids."""
+        count, limit = len(request.history), self.info.max_history
+        if count > limit:
+            raise invalid("history", f"history has {count} items; the limit is {limit}")
+        item_ids = _texts(request.history)
+        rows, unknown = self.catalog.rows(item_ids)
+        if unknown and self._reject_unknown:
+            at = item_ids.index(unknown[0])
+            raise invalid(f"history[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+        if not len(rows):
+            raise invalid("history", "no item of the history is in the catalog")
+        return rows, unknown
+
+    def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
+        return Usage(
+            prompt_tokens=len(work.prompt),
+            history_items=min(len(rows), self.info.max_history_in_prompt),
+            unknown_items=len(unknown),
+            unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
+        )
+
+    def _excluded(self, rows: Int32) -> Int32:
+        """The leaves whose items are all among `rows`, ascending."""
+        leaves, counts = np.unique(self._tree.leaf_of_row[np.unique(rows)], return_counts=True)
+        whole: Int32 = leaves[counts == self._leaf_sizes[leaves]]
+        return whole
+
+    def _recommended(self, task: Task, outcome: RecommendOutcome) -> list[Item]:
+        request = task.request
+        assert isinstance(request, RecommendRequest)
+        hidden = set(task.rows.tolist()) if request.exclude_history else set()
+        items: list[Item] = []
+        for leaf, score in zip(outcome.leaves.tolist(), outcome.scores.tolist(), strict=True):
+            for row in self._tree.rows_of(leaf).tolist():
+                if row not in hidden:
+                    items.append(self._item(row, score, len(items) + 1, request.include_metadata))
+                if len(items) == request.top_k:
+                    return items
+        return items
+
+    def _ranked(self, task: Task, outcome: RankOutcome) -> list[Item]:
+        # Stable, so that equal scores keep the caller's order.
+        order = np.argsort(-outcome.scores, kind="stable")[: task.request.top_k]
+        rows, scores = task.rows[order].tolist(), outcome.scores[order].tolist()
+        ranked = enumerate(zip(rows, scores, strict=True), 1)
+        return [self._item(row, score, rank, task.request.include_metadata) for rank, (row, score) in ranked]
+
+    def _item(self, row: int, score: float, rank: int, with_metadata: bool) -> Item:
+        item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
+        if with_metadata:
+            item.metadata = self.catalog.metadata[row]
+        return item
+
+
+def _texts(item_ids: list[str | int]) -> list[str]:
+    """Integers as their decimal text."""
+    return [item_id if type(item_id) is str else str(item_id) for item_id in item_ids]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one thread that talks to the device.
+
+The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but
+this thread ever waits for a device, and an executor is never entered twice. It is a daemon: a device call
+cannot be interrupted, and must not keep a process alive whose time to drain ran out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+from jgr.serving.policies.batching import Profile
+from jgr.serving.work import Executor, Outcome, Progress, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How a batch ended. outcomes: one per work; empty where `error` is set. Times: the clock's, in ns."""
+
+    outcomes: Sequence[Outcome]
+    error: Exception | None
+    start_ns: int
+    end_ns: int
+
+
+class Worker:
+    """Runs an executor in its own thread, first in first out."""
+
+    def __init__(self, executor: Executor, clock: Callable[[], int]) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="jgr-device", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._stopping = False
+
+    def start(self) -> None:
+        """Called on the event loop that callbacks go to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def warm_up(self, progress: Progress) -> None:
+        """Compile every profile; `progress` is called in the worker thread. Raises what warm-up raises."""
+        ended: asyncio.Future[Exception | None] = self._loop.create_future()
+        self._inbox.put(partial(self._warm_up, progress, ended))
+        if error := await ended:
+            raise error
+
+    def run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
+        """Queue a batch; `done` is called on the event loop."""
+        self._inbox.put(partial(self._run, profile, works, done))
+
+    def stop(self) -> None:
+        """End the thread once what was queued is done; a warm-up ends after its current profile."""
+        self._stopping = True
+        self._inbox.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end. False where the device still holds it."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        while (call := self._inbox.get()) is not None:
+            call()
+
+    def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
+        def step(done: int, total: int, label: str) -> None:
+            if self._stopping:
+                raise InterruptedError("the warm-up was interrupted")
+            progress(done, total, label)
+
+        error: Exception | None = None
+        try:
+            self._executor.warm_up(step)
+        except Exception as cause:
+            error = cause
+        self._post(partial(_resolve, ended, error))
+
+    def _run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
+        start_ns = self._clock()
+        outcomes: Sequence[Outcome] = ()
+        error: Exception | None = None
+        try:
+            outcomes = self._executor.run(profile, works)
+            if len(outcomes) != len(works):
+                raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(works)} works")
+        except Exception as cause:
+            error = cause
+        self._post(partial(done, Run(outcomes, error, start_ns, self._clock())))
+
+    def _post(self, call: Callable[[], object]) -> None:
+        # Where a drain ran out of time the loop is closed, and nobody waits for the result.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+
+def _resolve(future: asyncio.Future[Exception | None], result: Exception | None) -> None:
+    if not future.done():  # whoever waited may have been cancelled
+        future.set_result(result)

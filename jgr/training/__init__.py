@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the models that jgr serves."""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a semantic-ID generator from a dataset, and leave a model folder that `jgr serve` takes as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jgr.catalog import save_catalog
+from jgr.config import Config, ConfigError
+from jgr.data.datasets import Dataset
+from jgr.models import checkpoint
+from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.training.trainer import State, Windows, decoder_config, fit
+
+LOG_EVERY = 100  # steps; each log waits for the device
+
+_log = logging.getLogger(__name__)
+
+
+def train_generator(
+    config: Config,
+    dataset: Dataset,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> Path:
+    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog.
+
+    progress(steps done, steps in all, loss). Raises ConfigError where prompt and training do not fit.
+    """
+    train, prompt = config.train, config.prompt
+    if not train.out:
+        raise ConfigError("train.out: the folder for the model is not set")
+    if not prompt.template.endswith("{history}") or prompt.item != "{sid}":
+        raise ConfigError(
+            "training needs prompts in which the next item's codes follow the history at once: "
+            f"prompt.template ending in {{history}} and prompt.item={{sid}}, not {prompt.template!r}, {prompt.item!r}"
+        )
+    catalog = dataset.catalog
+    tokenizer = semantic_id_tokenizer(catalog)
+    prompts = PromptBuilder(prompt, tokenizer, catalog)
+    tokens = level_tokens(catalog, tokenizer, tokenizer.vocab_size)
+    item_tokens = np.stack([t[catalog.codes[:, level]] for level, t in enumerate(tokens)], axis=1)
+    windows = Windows(list(dataset.interactions.sequences), prompts.prefix, item_tokens, train)
+    # What is trained on is up to max_items + 1 items; what is served is at most the prompt and one item more.
+    positions = max(windows.max_tokens, prompts.max_tokens + catalog.depth)
+    model = decoder_config(train, tokenizer.vocab_size, positions)
+    _log.info("training on %d users, %d steps an epoch", len(windows), windows.steps_per_epoch())
+
+    def on_step(done: int, state: State, loss: jax.Array) -> None:
+        if done % LOG_EVERY == 0 or done == train.steps:
+            progress(done, train.steps, f"loss {float(loss):.3f}")
+            _log.debug("step %d: loss %.4f", done, float(loss))
+
+    params = fit(windows, train, model, on_step)
+
+    def write_beside(folder: Path) -> None:
+        tokenizer.save(folder / "tokenizer.json")
+        save_catalog(catalog, folder / "catalog.jsonl")
+
+    checkpoint.save(Path(train.out), model, params, write_beside)
+    return Path(train.out)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `jgr` command as a user meets it, each run in a process of its own."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jgr.cli
+from jgr.cli.main import COMMANDS
+from jgr.config import Config, override, to_json
+
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
+
+
+def _jgr(*argv: str, code: str = RUN) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
+def test_alone_it_lists_every_command_in_a_line(argv: list[str]) -> None:
+    done = _jgr(*argv)
+    assert (done.returncode, done.stderr) == (0, "")
+    listed = [line.split()[0] for line in done.stdout.splitlines()[1:-1]]
+    assert listed == list(COMMANDS)
+    assert all(len(line) <= 110 for line in done.stdout.splitlines())
+
+
+def test_every_command_module_is_registered_and_whole() -> None:
+    modules = {f"jgr.cli.{m.name}" for m in pkgutil.iter_modules(jgr.cli.__path__)}
+    assert set(COMMANDS.values()) == modules - {"jgr.cli.main", "jgr.cli.console"}
+    for path in COMMANDS.values():
+        command = importlib.import_module(path)
+        assert "\n" not in command.HELP
+        assert callable(command.define_flags)
+        assert callable(command.main)
+
+
+def test_listing_loads_nothing_slow() -> None:
+    slow = {"jax", "numpy", "optax", "orbax", "tokenizers", "uvicorn", "starlette", "tqdm", "matplotlib"}
+    done = _jgr(code="import sys; from jgr.cli.main import run; run([]); print(*sys.modules)")
+    assert slow & set(done.stdout.splitlines()[-1].split()) == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_the_shared_flags(name: str) -> None:
+    done = _jgr(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"jgr {name}: ")
+    for flag in ("--config ", "--set ", "--log_format ", "--log_level "):
+        assert f"\n  {flag}" in done.stdout
+
+
+def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "x.py"
+    path.write_text("from jgr.config import *\ndef get_config(): return Config(beam=BeamConfig(width=7))\n")
+    done = _jgr("config", f"--config={path}", "--set", "profiles.tokens=8,16", "--set=server.port=0")
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = override(Config(), "beam.width=7", "profiles.tokens=8,16", "server.port=0")
+    assert json.loads(done.stdout) == to_json(expected)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["confg"], ["'confg'", "nearest is 'config'"]),
+        (["--set=beam.width=3"], ["the command comes before its flags"]),
+        (["config", "--set=beam.widht=3"], ["'beam.widht'", "nearest is 'beam.width'"]),
+        (["config", "--set=beam.width=0"], ["beam.width must be at least 1, not 0"]),
+        (["config", "--config=/no/such.py"], ["/no/such.py", "no such config file"]),
+        (["config", "--sett=x"], ["'sett'", "set"]),
+        (["config", "--log_level=loud"], ["--log_level=loud", "debug|info|warning|error"]),
+        (["config", "--set"], ["--set"]),
+        (["config", "beam.width=3"], ["unexpected argument 'beam.width=3'"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]) -> None:
+    done = _jgr(*argv)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jgr: ")
+    assert done.stderr.count("\n") == 1
+    assert [word for word in words if word not in done.stderr] == []
+
+
+def _run_with(command_body: str) -> subprocess.CompletedProcess[str]:
+    """Run a command whose `main` is `command_body`."""
+    return _jgr(
+        code=f"""
+import sys, types
+from jgr.cli import main
+from jgr.config import UserError
+command = types.ModuleType("jgr.cli.fake")
+def body(argv):
+    {command_body}
+command.HELP, command.define_flags, command.main = "fake", lambda: None, body
+sys.modules["jgr.cli.fake"] = command
+main.COMMANDS["fake"] = "jgr.cli.fake"
+sys.exit(main.run(["fake", "one", "--log_level=error", "two"]))
+"""
+    )
+
+
+def test_exit_codes() -> None:
+    assert _run_with("return None").returncode == 0
+    assert _run_with("return 3").returncode == 3
+    interrupted = _run_with("raise KeyboardInterrupt")
+    assert (interrupted.returncode, interrupted.stderr) == (130, "")
+    mistake = _run_with(r"raise UserError('first\n  second')")
+    assert (mistake.returncode, mistake.stderr) == (2, "jgr: first second\n")
+    defect = _run_with("raise ValueError('ours')")
+    assert defect.returncode == 1
+    assert "Traceback" in defect.stderr
+
+
+def test_a_reader_that_leaves_is_not_an_error() -> None:
+    done = _run_with("import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1); print('unread')")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_arguments_that_are_not_flags_reach_the_command() -> None:
+    assert _run_with("print(argv)").stdout == "['one', 'two']\n"

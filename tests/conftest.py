@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test relies on: the process's settings, and which tests this machine can run.
+
+A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU. Where that is missing they are
+deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+# Before jax is imported, here or in a test's subprocess.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The size of XLA's thread pool. With fewer threads than virtual devices, collectives that are in flight
+# together wait for each other for ever; 16 covers the most devices a test asks for.
+os.environ.setdefault("NPROC", "16")
+# Two of jax's strict settings stay off: dtype promotion, because optax raises floats to int32 step counts;
+# rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
+
+_DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+_NEEDS = ("data", "gpu")
+_SELECTED = pytest.StashKey[Counter[str]]()
+_RAN = pytest.StashKey[Counter[str]]()
+
+
+@pytest.fixture
+def dataset(request: pytest.FixtureRequest) -> Path:
+    """The folder that the test's `data` marker names."""
+    return _DATA / str(request.node.get_closest_marker("data").args[0])
+
+
+def _can_run(item: pytest.Item) -> bool:
+    data = item.get_closest_marker("data")
+    if data is not None and not (_DATA / data.args[0]).is_dir():
+        return False
+    return item.get_closest_marker("gpu") is None or os.environ["JAX_PLATFORMS"] != "cpu"
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k: what they leave out is not counted as missing
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[_SELECTED] = Counter(need for i in items for need in _NEEDS if i.get_closest_marker(need))
+    config.stash[_RAN] = Counter()
+    missing = [item for item in items if not _can_run(item)]
+    config.hook.pytest_deselected(items=missing)
+    items[:] = [item for item in items if _can_run(item)]
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    item.config.stash[_RAN].update(need for need in _NEEDS if item.get_closest_marker(need))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    selected, ran = config.stash.get(_SELECTED, Counter()), config.stash.get(_RAN, Counter())
+    found = "found" if _DATA.is_dir() else "not found; set JGR_DATA"
+    terminalreporter.write_line(f"data tests: {ran['data']} of {selected['data']} ran (data: {found})")
+    if selected["gpu"]:
+        platforms = os.environ["JAX_PLATFORMS"]
+        terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")

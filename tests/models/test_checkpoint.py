@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders: bit-exact round trips, both config spellings, shards, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jgr.models import checkpoint, decoder, hf
+from jgr.models.params import CheckpointError
+
+HF = Path(__file__).parents[1] / "golden" / "hf"
+
+
+def copy(family: str, to: Path) -> Path:
+    to.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(HF / family / name, to / name)
+    return to
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    for name, value in changes.items():
+        raw.pop(name, None) if value is ... else raw.__setitem__(name, value)
+    path.write_text(json.dumps(raw))
+
+
+def assert_same_bits(a: decoder.DecoderParams, b: decoder.DecoderParams) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3"])
+def test_both_config_spellings_say_the_same(family: str, tmp_path: Path) -> None:
+    new = hf.read_config(HF / family / "config.json")
+    assert hf.read_config(HF / family / "config_legacy.json") == new
+    assert hf.parse_config(hf.to_config(new)) == new
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3"])
+def test_export_gives_the_file_back_bit_by_bit(family: str, tmp_path: Path) -> None:
+    hf.export(tmp_path / "out", *hf.load(HF / family))
+    want, got = (
+        load_file(HF / family / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert got[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(got[name], tensor)
+    assert hf.read_config(tmp_path / "out" / "config.json") == hf.read_config(HF / family / "config.json")
+
+
+def test_bfloat16_round_trip(tmp_path: Path) -> None:
+    cfg, params = hf.load(HF / "qwen3", jnp.bfloat16)
+    hf.export(tmp_path / "out", cfg, params)
+    assert_same_bits(hf.load(tmp_path / "out")[1], params)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shards_equal_the_single_file() -> None:
+    single, sharded = hf.load(HF / "llama3"), hf.load(HF / "llama3" / "sharded")
+    assert single[0] == sharded[0]
+    assert_same_bits(single[1], sharded[1])
+
+
+def test_orbax_round_trip(tmp_path: Path) -> None:
+    cfg, params = hf.load(HF / "qwen2")
+    folder = tmp_path / "own"
+    checkpoint.save(folder, *hf.load(HF / "qwen3"))
+    checkpoint.save(folder, cfg, params, lambda f: (f / "tokenizer.json").write_text("{}"))  # over an older one
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    again = checkpoint.load(folder)
+    assert again[0] == cfg
+    assert_same_bits(again[1], params)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["own"]
+
+
+def test_a_tied_file_may_repeat_the_head(tmp_path: Path) -> None:
+    folder = copy("qwen2", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / "model.safetensors"
+    )
+    assert_same_bits(hf.load(folder)[1], hf.load(HF / "qwen2")[1])
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.layers.9.mlp.up_proj.weight": np.zeros(3)}, folder / "model.safetensors")
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+BROKEN = {
+    "missing": (drop_tensor, r"missing model\.layers\.1\.mlp\.up_proj\.weight"),
+    "unexpected": (add_tensor, r"unexpected model\.layers\.9\.mlp\.up_proj\.weight"),
+    "truncated": (truncate, "damaged safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
+    "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
+    "not json": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
+    "shape": (
+        lambda f: edit_config(f, intermediate_size=99),
+        r"mlp\.down_proj\.weight has shape \(96, 192\)",
+    ),
+    "vocab": (lambda f: edit_config(f, vocab_size=513), r"embed_tokens\.weight has shape \(512, 96\)"),
+    "other architecture": (lambda f: edit_config(f, model_type="llama"), r"unexpected .*k_norm"),
+    "unknown type": (lambda f: edit_config(f, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "rope": (lambda f: edit_config(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "'yarn'"),
+    "window": (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=True is not supported"),
+    "layer types": (lambda f: edit_config(f, layer_types=["sliding_attention"]), "layer_types"),
+    "activation": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act='gelu'"),
+    "bias": (lambda f: edit_config(f, attention_bias=True), "attention_bias"),
+    "heads": (lambda f: edit_config(f, num_key_value_heads=3), "not a multiple"),
+    "no field": (
+        lambda f: edit_config(f, hidden_size=...),
+        "hidden_size must be a positive integer, found None",
+    ),
+    "wrong type": (lambda f: edit_config(f, num_hidden_layers="3"), "num_hidden_layers must be"),
+    "eps": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "rms_norm_eps must be"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_folders_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    breaks, message = BROKEN[name]
+    folder = copy("qwen3", tmp_path / "m")
+    breaks(folder)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(folder)
+
+
+def test_shard_names_stay_in_the_folder(tmp_path: Path) -> None:
+    folder = copy("qwen3", tmp_path / "m")
+    index = {"weight_map": {"model.norm.weight": "../other/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not a plain file name"):
+        checkpoint.load(folder)
+
+
+def test_own_checkpoint_of_another_architecture(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "own", *hf.load(HF / "qwen2"))
+    shutil.copy(HF / "qwen3" / "config.json", tmp_path / "own" / "config.json")
+    with pytest.raises(CheckpointError, match=r"missing layers\.q_norm.*unexpected layers\.bq"):
+        checkpoint.load(tmp_path / "own")
+
+
+def test_damaged_own_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    checkpoint.save(folder, *hf.load(HF / "qwen2"))
+    for path in (folder / "params").rglob("*"):
+        if path.is_file() and path.name not in ("_METADATA", "_CHECKPOINT_METADATA"):
+            path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged checkpoint"):
+        checkpoint.load(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such model folder"):
+        checkpoint.load(tmp_path / "nothing")

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batcher: exact plans at toy size, its state table, and a state machine against a naive model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jgr.config import ConfigError, ProfilesConfig
+from jgr.serving.policies.batching import (
+    TRANSITIONS,
+    Accepted,
+    Batch,
+    Batcher,
+    Committed,
+    IllegalTransition,
+    Job,
+    Kind,
+    Plan,
+    Profile,
+    Rejected,
+    advance,
+    make_profiles,
+)
+
+SMALL = Profile("recommend", 1, 8, 4)
+PAIR = Profile("recommend", 2, 8, 4)
+LONG = Profile("recommend", 2, 32, 4)
+WIDE = Profile("recommend", 4, 8, 16)
+RANK = Profile("rank", 2, 8, 4)
+ALL = (SMALL, PAIR, LONG, WIDE, RANK)
+
+
+def batcher(profiles: tuple[Profile, ...] = ALL, **settings: int) -> Batcher:
+    return Batcher(profiles, **{"max_tokens": 1000, "max_wait_ns": 0, "max_queue": 100, **settings})
+
+
+def job(
+    id: int,
+    tokens: int = 8,
+    width: int = 4,
+    kind: Kind = "recommend",
+    at: int = 0,
+    deadline: int | None = None,
+) -> Job:
+    return Job(id, kind, tokens, width, at, deadline)
+
+
+def fill(b: Batcher, *jobs: Job) -> Batcher:
+    for one in jobs:
+        assert isinstance(b.submit(one, one.arrival_ns), Accepted)
+    return b
+
+
+def test_the_cheapest_profile_that_fits_wins() -> None:
+    assert fill(batcher(), job(1)).plan(0) == Plan(Batch(0, SMALL, (1,)), ())
+    assert fill(batcher(), job(1), job(2)).plan(0).batch == Batch(0, PAIR, (1, 2))
+    assert fill(batcher(), job(1, tokens=9)).plan(0).batch == Batch(0, LONG, (1,))
+    assert fill(batcher(), job(1, width=5)).plan(0).batch == Batch(0, WIDE, (1,))
+
+
+def test_a_batch_pads_to_its_longest_and_widest_job() -> None:
+    b = fill(batcher(), job(1, tokens=9), job(2, tokens=3))
+    assert b.plan(0).batch == Batch(0, LONG, (1, 2))
+    b = fill(batcher(), job(1), job(2), job(3, width=9))
+    assert b.plan(0).batch == Batch(0, WIDE, (1, 2, 3))
+
+
+def test_a_job_that_fits_no_profile_together_with_the_earlier_ones_waits() -> None:
+    # Four may go together when short, two when long, and nothing is both wide and long.
+    b = fill(batcher(max_in_flight=9), job(1, tokens=9), job(2, width=5), job(3))
+    assert b.plan(0).batch == Batch(0, LONG, (1,))
+    assert b.plan(0).batch == Batch(1, WIDE, (2, 3))
+    assert b.plan(0) == Plan(None, ())
+
+
+def test_jobs_of_another_kind_are_stepped_over_and_lead_the_next_batch() -> None:
+    b = fill(
+        batcher(max_in_flight=9),
+        job(1),
+        job(2, kind="rank"),
+        job(3),
+        job(4, kind="rank"),
+        job(5, kind="rank"),
+    )
+    assert b.plan(0).batch == Batch(0, PAIR, (1, 3))
+    assert b.plan(0).batch == Batch(1, RANK, (2, 4))
+    assert b.plan(0).batch == Batch(2, RANK, (5,))
+
+
+def test_the_cap_counts_padded_tokens_and_widths() -> None:
+    # WIDE costs 4 * (8 + 16) = 96 and PAIR 2 * (8 + 4) = 24.
+    profiles = (SMALL, PAIR, replace(WIDE, width=4, batch=4))
+    three = (job(1), job(2), job(3))
+    assert fill(batcher(profiles, max_tokens=48), *three).plan(0).batch == Batch(0, profiles[2], (1, 2, 3))
+    assert fill(batcher(profiles, max_tokens=47), *three).plan(0).batch == Batch(0, PAIR, (1, 2))
+
+
+def test_a_cap_that_leaves_a_compiled_size_unserved_is_refused() -> None:
+    batcher((SMALL, LONG), max_tokens=72)
+    with pytest.raises(ConfigError, match=r"batching.max_tokens=71 .* recommend of 32 tokens and width 4"):
+        batcher((SMALL, LONG), max_tokens=71)
+
+
+def test_the_oldest_job_waits_for_company_at_most_max_wait() -> None:
+    b = fill(batcher(max_wait_ns=10), job(1, at=5))
+    assert b.plan(14) == Plan(None, ())
+    assert b.next_wakeup_ns() == 15
+    assert b.plan(15).batch == Batch(0, SMALL, (1,))
+    assert b.next_wakeup_ns() is None
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    b = fill(batcher((SMALL, PAIR), max_wait_ns=10), job(1), job(2))
+    assert b.plan(0).batch == Batch(0, PAIR, (1, 2))
+
+
+def test_a_batch_does_not_wait_where_the_next_job_cannot_join() -> None:
+    b = fill(batcher(max_wait_ns=10), job(1, width=5), job(2, tokens=9))
+    assert b.plan(0).batch == Batch(0, WIDE, (1,))
+    # The rest may still get company.
+    assert b.commit(0, 1) == Committed((1,), ())
+    assert b.plan(1) == Plan(None, ())
+
+
+def test_no_more_batches_than_slots_are_in_flight() -> None:
+    b = fill(batcher(max_in_flight=2), *(job(i, tokens=9) for i in range(6)))
+    assert [b.plan(0).batch, b.plan(0).batch] == [Batch(0, LONG, (0, 1)), Batch(1, LONG, (2, 3))]
+    assert b.plan(0) == Plan(None, ())
+    assert b.next_wakeup_ns() is None
+    assert b.commit(1, 0) == Committed((2, 3), ())
+    assert b.plan(0).batch == Batch(2, LONG, (4, 5))
+    b.check()
+
+
+def test_a_queued_job_expires_at_its_deadline_and_never_runs() -> None:
+    b = fill(batcher(max_wait_ns=100), job(1, deadline=7), job(2), job(3, deadline=5))
+    assert b.next_wakeup_ns() == 5
+    assert b.plan(4) == Plan(None, ())
+    assert b.plan(7) == Plan(None, (3, 1))
+    assert b.next_wakeup_ns() == 100
+    assert b.plan(100) == Plan(Batch(0, SMALL, (2,)), ())
+    assert b.counts["expired"] == 2
+
+
+def test_a_running_job_expires_at_its_deadline_or_when_its_batch_comes_back_late() -> None:
+    b = fill(batcher((WIDE,)), job(1, deadline=5), job(2, deadline=9), job(3))
+    assert b.plan(0).batch == Batch(0, WIDE, (1, 2, 3))
+    assert b.next_wakeup_ns() == 5
+    assert b.plan(5) == Plan(None, (1,))
+    assert b.commit(0, 9) == Committed((3,), (2,))
+    assert b.counts == {**dict.fromkeys(TRANSITIONS, 0), "queued": 3, "running": 3, "done": 1, "expired": 2}
+
+
+def test_cancelled_work_never_runs_and_its_result_is_nobodys() -> None:
+    b = fill(batcher(), job(1), job(2), job(3))
+    assert b.cancel(1, 0)
+    assert not b.cancel(1, 0), "already gone"
+    assert not b.cancel(99, 0), "never known"
+    assert b.plan(0).batch == Batch(0, PAIR, (2, 3))
+    assert b.cancel(3, 0)
+    assert b.commit(0, 0) == Committed((2,), ())
+    assert b.plan(0) == Plan(None, ())
+    b.check()
+
+
+def test_overload_is_a_value() -> None:
+    b = fill(batcher(max_queue=2), job(1), job(2))
+    assert b.submit(job(3), 0) == Rejected("queue_full")
+    assert b.submit(job(4, tokens=33), 0) == Rejected("too_large")
+    assert b.submit(job(5, tokens=9, width=5), 0) == Rejected("too_large")
+    assert b.submit(job(6, kind="rank", width=5), 0) == Rejected("too_large")
+    assert b.plan(0).batch == Batch(0, PAIR, (1, 2))
+    assert b.submit(job(3), 0) == Accepted(1), "running jobs are not queued"
+
+
+def test_a_drain_refuses_new_work_and_hurries_the_rest() -> None:
+    b = fill(batcher(max_wait_ns=100), job(1))
+    b.drain()
+    assert b.submit(job(2), 0) == Rejected("draining")
+    assert b.next_wakeup_ns() == 0
+    assert b.plan(0).batch == Batch(0, SMALL, (1,))
+    assert b.commit(0, 1) == Committed((1,), ())
+    assert (b.live, b.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "error"),
+    [
+        (lambda b: b.submit(job(1), 10), ValueError),
+        (lambda b: b.submit(job(9), 9), ValueError),
+        (lambda b: b.plan(9), ValueError),
+        (lambda b: b.cancel(1, 9), ValueError),
+        (lambda b: b.commit(0, 9), ValueError),
+        (lambda b: b.commit(7, 10), KeyError),
+    ],
+    ids=[
+        "live id",
+        "submit in the past",
+        "plan in the past",
+        "cancel in the past",
+        "commit in the past",
+        "no batch",
+    ],
+)
+def test_misuse_raises_and_changes_nothing(misuse: Callable[[Batcher], Any], error: type[Exception]) -> None:
+    b = fill(batcher((SMALL, PAIR)), job(1), job(2), job(3))
+    assert b.plan(10).batch == Batch(0, PAIR, (1, 2))
+    before = (b.counts, b.queued, b.live, b.in_flight, b.next_wakeup_ns())
+    with pytest.raises(error):
+        misuse(b)
+    assert (b.counts, b.queued, b.live, b.in_flight, b.next_wakeup_ns()) == before
+    b.check()
+    assert b.commit(0, 10) == Committed((1, 2), ())
+
+
+def test_ended_jobs_are_forgotten() -> None:
+    b = batcher()
+    for i in range(1000):
+        fill(b, job(i, at=i, deadline=10**9))
+        batch = b.plan(i).batch
+        assert batch is not None
+        assert b.commit(batch.id, i) == Committed((i,), ())
+        b.check()  # which bounds the deadlines that are remembered
+    assert b.live == 0
+    assert b.state(999) is None
+
+
+def test_an_id_may_be_used_again_and_has_its_new_deadline_only() -> None:
+    b = fill(batcher(max_wait_ns=100), job(1, deadline=5))
+    b.cancel(1, 0)
+    fill(b, job(1, deadline=50))
+    assert b.plan(5) == Plan(None, ())
+    assert b.next_wakeup_ns() == 50
+
+
+def test_nobody_starves() -> None:
+    """However many others arrive, the k-th job in the queue goes with the k-th batch at the latest."""
+    b = fill(batcher(), *(job(i) for i in range(5)), job(5, kind="rank"))
+    planned: list[int] = []
+    for step in range(6):
+        fill(b, *(job(100 + 10 * step + i) for i in range(4)))
+        batch = b.plan(0).batch
+        assert batch is not None
+        planned += batch.jobs
+        b.commit(batch.id, 0)
+    assert 5 in planned
+
+
+def test_every_state_and_event() -> None:
+    events = {event for row in TRANSITIONS.values() for event in row}
+    legal = 0
+    for state, row in TRANSITIONS.items():
+        for event in events:
+            if event in row:
+                assert advance(state, event) == row[event]
+                legal += 1
+            else:
+                with pytest.raises(IllegalTransition, match=f"a {state} job cannot {event}"):
+                    advance(state, event)
+    assert legal == 8
+    assert [s for s, row in TRANSITIONS.items() if not row] == ["done", "cancelled", "expired", "rejected"]
+
+
+def test_make_profiles_is_the_product_of_the_sizes() -> None:
+    config = ProfilesConfig(batch=(1, 8), tokens=(64, 256), widths=(32,), candidates=(100,))
+    assert make_profiles(config) == (
+        Profile("recommend", 1, 64, 32),
+        Profile("recommend", 1, 256, 32),
+        Profile("recommend", 8, 64, 32),
+        Profile("recommend", 8, 256, 32),
+        Profile("rank", 1, 64, 100),
+        Profile("rank", 1, 256, 100),
+        Profile("rank", 8, 64, 100),
+        Profile("rank", 8, 256, 100),
+    )
+
+
+@dataclass
+class Naive:
+    """The same policy, written for clearness: one list of queued jobs, and every prefix tried."""
+
+    profiles: tuple[Profile, ...]
+    max_wait_ns: int
+    max_in_flight: int
+
+    def __post_init__(self) -> None:
+        self.queue: list[Job] = []
+        self.running: dict[int, list[Job]] = {}
+
+    def cheapest(self, jobs: list[Job]) -> Profile | None:
+        fitting = [
+            p
+            for p in self.profiles
+            if p.kind == jobs[0].kind
+            and p.batch >= len(jobs)
+            and all(p.tokens >= j.tokens and p.width >= j.width for j in jobs)
+        ]
+        return min(fitting, key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width), default=None)
+
+    def expire(self, now: int) -> list[int]:
+        late = [j for j in self.everyone() if j.deadline_ns is not None and j.deadline_ns <= now]
+        self.drop({j.id for j in late})
+        return [j.id for j in sorted(late, key=lambda j: (j.deadline_ns or 0, j.id))]
+
+    def everyone(self) -> list[Job]:
+        return self.queue + [j for jobs in self.running.values() for j in jobs]
+
+    def drop(self, ids: set[int]) -> None:
+        self.queue = [j for j in self.queue if j.id not in ids]
+        self.running = {b: [j for j in jobs if j.id not in ids] for b, jobs in self.running.items()}
+
+    def group(self) -> tuple[list[Job], bool]:
+        """What would go now if it had to, and whether waiting could not add to it."""
+        same = [j for j in self.queue if j.kind == self.queue[0].kind]
+        jobs = max((same[:n] for n in range(1, len(same) + 1) if self.cheapest(same[:n])), key=len)
+        smallest = Job(-1, jobs[0].kind, 0, 0, 0, None)
+        return jobs, len(jobs) < len(same) or self.cheapest([*jobs, smallest]) is None
+
+    def due(self, now: int, draining: bool) -> bool:
+        if not self.queue or len(self.running) >= self.max_in_flight:
+            return False
+        return draining or self.group()[1] or now - self.queue[0].arrival_ns >= self.max_wait_ns
+
+
+class Machine(RuleBasedStateMachine):
+    """Random traffic; the batcher must agree with the naive model at every step and pass its own audit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batcher = batcher(max_wait_ns=6, max_queue=8, max_in_flight=2)
+        self.naive = Naive(ALL, 6, 2)
+        self.now = 0
+        self.ids = 0
+        self.seen: dict[int, str] = {}
+        self.asleep_until: int | None = None  # the last plan said: nothing before this
+
+    @rule(
+        kind=st.sampled_from(["recommend", "rank"]),
+        tokens=st.sampled_from([1, 8, 9, 32, 33]),
+        width=st.sampled_from([1, 4, 5, 16]),
+        patience=st.none() | st.integers(0, 12),
+        age=st.integers(0, 3),
+    )
+    def submit(self, kind: Kind, tokens: int, width: int, patience: int | None, age: int) -> None:
+        self.ids += 1
+        deadline = None if patience is None else self.now + patience
+        new = Job(self.ids, kind, tokens, width, self.now - age, deadline)
+        verdict = self.batcher.submit(new, self.now)
+        if self.batcher.draining:
+            assert verdict == Rejected("draining")
+        elif self.naive.cheapest([new]) is None:
+            assert verdict == Rejected("too_large")
+        elif len(self.naive.queue) >= 8:
+            assert verdict == Rejected("queue_full")
+        else:
+            self.naive.queue.append(new)
+            assert verdict == Accepted(len(self.naive.queue))
+            self.seen[new.id] = "queued"
+        self.asleep_until = self.now
+
+    @rule(ns=st.integers(0, 7))
+    def pass_time(self, ns: int) -> None:
+        self.now += ns
+
+    @rule()
+    def plan(self) -> None:
+        expired = self.naive.expire(self.now)
+        due = self.naive.due(self.now, self.batcher.draining)
+        if self.asleep_until is None or self.now < self.asleep_until:
+            assert not expired and not due, "next_wakeup_ns was too late"
+        plan = self.batcher.plan(self.now)
+        assert sorted(plan.expired) == sorted(expired)
+        for job_id in expired:
+            assert self.seen[job_id] in ("queued", "running")
+            self.seen[job_id] = "expired"
+        assert (plan.batch is not None) == due
+        self.asleep_until = self.now
+        if plan.batch is None:
+            self.asleep_until = self.batcher.next_wakeup_ns()
+            assert self.asleep_until is None or self.asleep_until > self.now
+        else:
+            jobs, _ = self.naive.group()
+            assert plan.batch.jobs == tuple(j.id for j in jobs)
+            assert plan.batch.profile == self.naive.cheapest(jobs)
+            self.naive.drop(set(plan.batch.jobs))
+            self.naive.running[plan.batch.id] = jobs
+            for job_id in plan.batch.jobs:
+                assert self.seen[job_id] == "queued"
+                self.seen[job_id] = "running"
+
+    @precondition(lambda self: self.naive.running)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        batch_id = data.draw(st.sampled_from(sorted(self.naive.running)))
+        jobs = self.naive.running.pop(batch_id)
+        late = [j.id for j in jobs if j.deadline_ns is not None and j.deadline_ns <= self.now]
+        done = [j.id for j in jobs if j.id not in late]
+        assert self.batcher.commit(batch_id, self.now) == Committed(tuple(done), tuple(late))
+        self.seen |= dict.fromkeys(done, "done") | dict.fromkeys(late, "expired")
+        self.asleep_until = self.now
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.integers(1, self.ids))
+        live = self.seen.get(job_id) in ("queued", "running")
+        assert self.batcher.cancel(job_id, self.now) == live
+        if live:
+            self.naive.drop({job_id})
+            self.seen[job_id] = "cancelled"
+        self.asleep_until = self.now
+
+    @rule()
+    def drain(self) -> None:
+        self.batcher.drain()
+        self.asleep_until = self.now
+
+    @invariant()
+    def agrees(self) -> None:
+        self.batcher.check()
+        assert self.batcher.queued == len(self.naive.queue)
+        assert self.batcher.in_flight == len(self.naive.running)
+        assert self.batcher.live == len(self.naive.everyone())
+        ended = [state for state in self.seen.values() if state not in ("queued", "running")]
+        assert len(self.seen) == len(ended) + self.batcher.live, "a job was lost"
+        for state in ("done", "cancelled", "expired"):
+            assert self.batcher.counts[state] == ended.count(state)
+
+
+TestAgainstNaive = Machine.TestCase
+TestAgainstNaive.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

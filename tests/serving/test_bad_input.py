@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a client sends, it gets a clear 4xx that names the field, and the next request is answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving.fakes import LiveServer, Reply
+
+RECOMMEND = {"history": ["a"], "top_k": 2}
+RANK = {"history": ["a"], "candidates": ["b"]}
+
+
+@pytest.fixture
+def healthy(server: LiveServer) -> Iterator[LiveServer]:
+    """The shared server, which must still answer after the test."""
+    yield server
+    assert [i["item_id"] for i in server.call("/v1/recommend", RECOMMEND).json["items"]] == ["c", "d"]
+    assert server.engine.status == "ready"
+
+
+def refused(reply: Reply, status: int, field: str | None, *words: str) -> None:
+    assert reply.status == status, reply.body
+    assert reply.error.get("field") == field
+    for word in words:
+        assert word in reply.error["message"]
+
+
+# (body over a valid one, field named, words in the message)
+FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
+    "empty history": ("recommend", {"history": []}, "history", ("length >= 1",)),
+    "empty history, rank": ("rank", {"history": []}, "history", ("length >= 1",)),
+    "history all unknown": ("recommend", {"history": ["x", "y"]}, "history", ("no item",)),
+    "over-long history": ("recommend", {"history": ["a"] * 4097}, "history", ("4097 items", "4096")),
+    "no candidates": ("rank", {"candidates": []}, "candidates", ("length >= 1",)),
+    "duplicate candidate": (
+        "rank",
+        {"candidates": ["b", "a", "b"]},
+        "candidates[2]",
+        ("candidates[0]", "'b'"),
+    ),
+    "duplicate once as int": ("rank", {"candidates": ["7", 7]}, "candidates[1]", ("candidates[0]",)),
+    "unknown candidate": (
+        "rank",
+        {"candidates": ["b", "no"]},
+        "candidates[1]",
+        ("'no'", "not in the catalog"),
+    ),
+    "too many candidates": ("rank", {"candidates": list("abcd7")}, "candidates", ("5 items", "limit is 4")),
+    "top_k zero": ("recommend", {"top_k": 0}, "top_k", (">= 1",)),
+    "top_k negative": ("rank", {"top_k": -1}, "top_k", (">= 1",)),
+    "top_k beyond the beam": ("recommend", {"top_k": 6}, "top_k", ("beam_width, here 5",)),
+    "top_k beyond a given beam": ("recommend", {"top_k": 3, "beam_width": 2}, "top_k", ("here 2",)),
+    "top_k beyond the candidates": ("rank", {"top_k": 2}, "top_k", ("only 1 candidates",)),
+    "top_k huge": ("recommend", {"top_k": 10**30}, "top_k", ("at most beam_width",)),
+    "beam_width zero": ("recommend", {"beam_width": 0}, "beam_width", (">= 1",)),
+    "beam_width too large": ("recommend", {"beam_width": 6}, "beam_width", ("is 6", "largest served is 5")),
+    "deadline zero": ("recommend", {"deadline_ms": 0}, "deadline_ms", ("> 0",)),
+    "deadline negative": ("rank", {"deadline_ms": -1.5}, "deadline_ms", ("> 0",)),
+    "deadline too late": ("rank", {"deadline_ms": 10**9}, "deadline_ms", ("<= 600000",)),
+    "deadline NaN": ("recommend", {"deadline_ms": float("nan")}, "deadline_ms", ("finite", "NaN")),
+    "deadline Infinity": ("rank", {"deadline_ms": float("inf")}, "deadline_ms", ("finite",)),
+    "deadline -Infinity": ("rank", {"deadline_ms": float("-inf")}, "deadline_ms", ("finite",)),
+    "NaN in history": ("recommend", {"history": ["a", float("nan")]}, "history[1]", ("finite",)),
+    "history a string": ("recommend", {"history": "a"}, "history", ("`array`", "`str`")),
+    "history null": ("recommend", {"history": None}, "history", ("`array`", "`null`")),
+    "history of floats": ("recommend", {"history": ["a", 7.0]}, "history[1]", ("`float`",)),
+    "history of booleans": ("recommend", {"history": [True]}, "history[0]", ("`bool`",)),
+    "history of nulls": ("recommend", {"history": ["a", "a", None]}, "history[2]", ("`null`",)),
+    "history of lists": ("recommend", {"history": [["a"]]}, "history[0]", ("`array`",)),
+    "candidates of objects": ("rank", {"candidates": [{}]}, "candidates[0]", ("`object`",)),
+    "top_k a string": ("recommend", {"top_k": "3"}, "top_k", ("`int`", "`str`")),
+    "top_k a float": ("recommend", {"top_k": 3.5}, "top_k", ("`int`", "`float`")),
+    "top_k a boolean": ("recommend", {"top_k": True}, "top_k", ("`bool`",)),
+    "exclude_history a number": ("recommend", {"exclude_history": 1}, "exclude_history", ("`bool`",)),
+    "user_id a list": ("recommend", {"user_id": []}, "user_id", ("`array`",)),
+    "user_id too long": ("recommend", {"user_id": "u" * 257}, "user_id", ("<= 256",)),
+    "unknown field": ("recommend", {"topk": 3}, "topk", ("unknown field 'topk'", "nearest is 'top_k'")),
+    "field of the other kind": ("rank", {"beam_width": 3}, "beam_width", ("unknown field",)),
+}
+
+
+@pytest.mark.parametrize("name", FIELD_ERRORS)
+def test_bad_fields_are_named(healthy: LiveServer, name: str) -> None:
+    kind, changes, field, words = FIELD_ERRORS[name]
+    body = {**(RECOMMEND if kind == "recommend" else RANK), **changes}
+    reply = healthy.call(f"/v1/{kind}", body)
+    refused(reply, 422, field, *words)
+    assert reply.error["type"] == "invalid_request"
+
+
+@pytest.mark.parametrize("field", ["history", "candidates"])
+def test_missing_fields_are_named(healthy: LiveServer, field: str) -> None:
+    body = {name: value for name, value in RANK.items() if name != field}
+    refused(healthy.call("/v1/rank", body), 422, field, "required")
+
+
+def test_numbers_out_of_range_are_named(healthy: LiveServer) -> None:
+    refused(healthy.call("/v1/rank", b'{"history":["a"],"deadline_ms":1e999}'), 422, "deadline_ms", "range")
+    refused(healthy.call("/v1/rank", b'{"history":[' + b"9" * 5000 + b"]}"), 422, "history[0]", "range")
+
+
+def test_top_k_beyond_the_catalog() -> None:
+    with LiveServer("profiles.widths=32", "beam.width=32") as server:
+        refused(server.call("/v1/recommend", {"history": ["a"], "top_k": 7}), 422, "top_k", "has 6 items")
+        assert len(server.call("/v1/recommend", {"history": ["a"], "top_k": 6}).json["items"]) == 6
+
+
+def test_a_prompt_longer_than_every_profile() -> None:
+    with LiveServer("profiles.tokens=6") as server:
+        refused(server.call("/v1/recommend", {**RECOMMEND, "history": ["a"] * 3}), 422, "history", "8 tokens")
+        assert server.call("/v1/recommend", {**RECOMMEND, "history": ["a"] * 2}).status == 200
+
+
+def test_unknown_history_items_are_skipped_and_reported(healthy: LiveServer) -> None:
+    unknown = ["x" * 200, *(f"no{i}" for i in range(11))]
+    reply = healthy.call("/v1/recommend", {**RECOMMEND, "history": ["no", "a", *unknown]})
+    assert reply.status == 200
+    assert [i["item_id"] for i in reply.json["items"]] == ["c", "d"], "as if they had not been there"
+    assert reply.json["usage"]["history_items"] == 1
+    assert reply.json["usage"]["unknown_items"] == 13
+    assert reply.json["usage"]["unknown_item_ids"] == ["no", "x" * 80, *(f"no{i}" for i in range(8))]
+
+
+def test_unknown_history_items_are_rejected_where_the_flag_says_so() -> None:
+    with LiveServer("server.unknown_items=reject") as server:
+        for path, body in (("/v1/recommend", RECOMMEND), ("/v1/rank", RANK)):
+            reply = server.call(path, {**body, "history": ["a", "no", "b"]})
+            refused(reply, 422, "history[1]", "'no'", "not in the catalog")
+            assert server.call(path, body).status == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"history": ["a"',
+        b'{"history": ["a"]} extra',
+        b"{'history': ['a']}",
+        b'{"history": ["\xff"]}',
+        b'{"history": ["\\ud800"]}',
+        b"\x1f\x8b\x08\x00",
+        b'{"history": NaN',
+    ],
+)
+def test_broken_json(healthy: LiveServer, body: bytes) -> None:
+    reply = healthy.call("/v1/recommend", body, method="POST")
+    refused(reply, 400, None, "not JSON")
+    assert reply.error["type"] == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"text"', b"null", b"3", b"[" * 100_000])
+def test_json_that_is_no_object(healthy: LiveServer, body: bytes) -> None:
+    refused(healthy.call("/v1/rank", body), 422, None, "`object`")
+
+
+def test_deeply_nested_values(healthy: LiveServer) -> None:
+    refused(healthy.call("/v1/rank", b'{"history":' + b"[" * 100_000), 422, "history[0]", "`array`")
+    reply = healthy.call("/v1/rank", b'{"nonsense":' + b"[" * 100_000)
+    assert reply.status in (400, 422)
+
+
+def test_huge_body(healthy: LiveServer) -> None:
+    body = json.dumps({"history": ["a"] * 300_000}).encode()
+    assert len(body) > healthy.config.server.max_body_bytes
+    reply = healthy.call("/v1/recommend", body)
+    refused(reply, 413, None, "1048576 bytes")
+    assert (reply.error["type"], reply.headers["connection"]) == ("body_too_large", "close")
+
+
+def test_the_largest_body_is_read(healthy: LiveServer) -> None:
+    padded = json.dumps(RECOMMEND).encode().ljust(healthy.config.server.max_body_bytes)
+    assert healthy.call("/v1/recommend", padded).status == 200
+    refused(healthy.call("/v1/recommend", padded + b" "), 413, None)
+
+
+def read_all(connection: Any) -> bytes:
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    return received
+
+
+def test_huge_chunked_body_is_refused_and_the_connection_closed(healthy: LiveServer) -> None:
+    with healthy.connect() as connection:
+        connection.sendall(b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            connection.sendall(b"80000\r\n" + b" " * 0x80000 + b"\r\n")
+        connection.sendall(b"0\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"\r\nconnection: close\r\n" in answer
+
+
+def test_a_chunked_body_without_end_is_cut_off(healthy: LiveServer) -> None:
+    sent = 0
+    with healthy.connect() as connection:
+        connection.sendall(b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        try:
+            while sent < 100 << 20:
+                connection.sendall(b"80000\r\n" + b" " * 0x80000 + b"\r\n")
+                sent += 0x80000
+        except ConnectionError:
+            pass
+    assert sent < 100 << 20
+
+
+def test_a_chunked_body_is_as_good_as_another(healthy: LiveServer) -> None:
+    body = json.dumps(RECOMMEND).encode()
+    with healthy.connect() as connection:
+        connection.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\nconnection: close\r\n")
+        connection.sendall(b"transfer-encoding: chunked\r\n\r\n")
+        for byte in body:
+            connection.sendall(b"1\r\n" + bytes([byte]) + b"\r\n")
+        connection.sendall(b"0\r\n\r\n")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b'"item_id":"c"' in answer
+
+
+def test_bytes_that_are_not_http(healthy: LiveServer) -> None:
+    with healthy.connect() as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_texts_of_the_client_are_bounded_in_messages(healthy: LiveServer) -> None:
+    reply = healthy.call("/v1/rank", {**RANK, "candidates": ["z" * 10_000]})
+    refused(reply, 422, "candidates[0]", "zzz...")
+    assert len(reply.body) < 500
+    reply = healthy.call("/v1/rank", {**RANK, "f" * 10_000: 1})
+    assert reply.status == 422
+    assert len(reply.body) < 500
+    reply = healthy.call("/v1/items/" + "z" * 10_000)
+    assert len(reply.body) < 500

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floors of docs/architecture.md: a file imports only from its own floor or one below it, and never in a
+circle. Read from the syntax trees, so that an import inside a function counts too; what the policies load is
+also checked by loading them.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    ("jgr.config", "jgr.catalog", "jgr.prompt", "jgr.data"),
+    ("jgr.ops",),
+    ("jgr.models", "jgr.training"),
+    ("jgr.cache", "jgr.placement", "jgr.features"),
+    ("jgr.serving.policies",),
+    ("jgr.serving", "jgr.simulation", "jgr.evaluation"),
+    ("jgr.cli", "tools"),
+)
+POLICIES = FLOORS.index(("jgr.serving.policies",))
+PURE_FORBIDDEN = {"jax", "jaxlib", "asyncio", "threading", "time", "random", "socket", "concurrent"}
+NEVER = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jax._src"}
+MAX_LINES = 500
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _sources(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+FILES = {_name(path): path for path in _sources("jgr", "tools")}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
+PURE = [name for name in FILES if name.startswith("jgr.serving.policies.")]
+
+
+def _within(name: str, place: str) -> bool:
+    return name == place or name.startswith(place + ".")
+
+
+def _floor(name: str) -> int | None:
+    """The floor of a module by the longest matching place; None for the package `jgr` itself."""
+    places = {place: floor for floor, row in enumerate(FLOORS) for place in row if _within(name, place)}
+    return places[max(places, key=len)] if places else None
+
+
+def _imports(name: str) -> Iterator[str]:
+    """What `name` imports, wherever in the file: our modules by name, other packages' members too."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{FILES[name]}:{node.lineno}: import by the full name"
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                yield str(node.module) if node.module in FILES and member not in FILES else member
+
+
+def _own(name: str) -> set[str]:
+    return {i for i in _imports(name) if i in FILES and i != name}
+
+
+def _uses(name: str, modules: set[str]) -> set[str]:
+    return {i for i in _imports(name) for m in modules if _within(i, m)}
+
+
+def test_every_module_is_on_a_floor() -> None:
+    assert [name for name in FILES if _floor(name) is None] == ["jgr"]
+
+
+def test_imports_point_down() -> None:
+    upward = [
+        f"{name} (floor {_floor(name)}) imports {other} (floor {_floor(other)})"
+        for name in FILES
+        for other in _own(name)
+        if (_floor(name) or 0) < (_floor(other) or 0)
+    ]
+    assert upward == []
+
+
+def test_no_import_cycles() -> None:
+    graphlib.TopologicalSorter({name: _own(name) for name in FILES}).prepare()  # raises CycleError naming it
+
+
+def test_plain_data_and_policies_do_not_use_jax() -> None:
+    names = [name for name in FILES if _floor(name) in (0, POLICIES)]
+    assert {name: used for name in names if (used := _uses(name, {"jax", "jaxlib"}))} == {}
+
+
+def test_policies_and_what_they_import_are_pure() -> None:
+    closure, new = set(PURE), set(PURE)
+    while new:
+        new = {other for name in new for other in _own(name)} - closure
+        closure |= new
+    assert {name: used for name in closure if (used := _uses(name, PURE_FORBIDDEN))} == {}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_importing_a_policy_loads_nothing_impure(name: str) -> None:
+    # What the interpreter holds before the import is not the policy's doing: `time` is built in, and an
+    # editable install's start-up hook may bring in more.
+    code = f"import sys; bare = set(sys.modules); import {name}; print(*sys.modules.keys() - bare)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert name in loaded
+    assert loaded & PURE_FORBIDDEN == set()
+
+
+def test_nothing_unsafe_is_used() -> None:
+    found = [f"{name}: {used}" for name in FILES if (used := _uses(name, NEVER))]
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            unpickles = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
+            if called in ("eval", "exec") or unpickles:
+                found.append(f"{name}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_only_the_command_line_reads_flags_and_environment() -> None:
+    library = [name for name in FILES if _floor(name) != len(FLOORS) - 1]
+    found = [f"{name}: {used}" for name in library if (used := _uses(name, {"absl.flags", "absl.app"}))]
+    for name in library:
+        reads = {ast.unparse(n) for n in ast.walk(TREES[name]) if isinstance(n, ast.Attribute)}
+        found += [f"{name}: {read}" for read in reads & {"os.environ", "os.getenv"}]
+    assert found == []
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
+    assert {name: n for name, n in lengths.items() if n >= MAX_LINES} == {}
+
+
+def test_every_source_names_its_licence() -> None:
+    sources = _sources("jgr", "tools", "tests", "benchmarks", "configs")
+    spdx = "# SPDX-License-Identifier: Apache-2.0\n"
+    assert [_name(path) for path in sources if not path.read_text().startswith(spdx)] == []

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's table of measurements is what the result files give, and the tool that writes it touches nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.readme_table import BEGIN, END, README, MarkerError, load_results, replace_table, table
+
+RESULT = {
+    "command": "python -m benchmarks.x",
+    "measured_commit": "0123456789abcdef",
+    "machine": {"cpu": "Some|CPU", "cores": 2},
+    "claims": [
+        {
+            "id": "the-speed",
+            "value": 4321.0,
+            "unit": "requests/s",
+            "better": "higher",
+            "target": 4000,
+            "holds": True,
+        },
+        {"id": "error", "value": 2.3e-05, "unit": "", "better": "lower", "target": 1e-05, "holds": False},
+    ],
+}
+
+
+def test_readme_holds_what_the_result_files_give() -> None:
+    text = README.read_text()
+    assert text == replace_table(text, table(load_results())), "run: python -m tools.readme_table"
+
+
+def test_a_row_for_each_claim() -> None:
+    assert table([RESULT, {**RESULT, "measured_commit": None, "claims": RESULT["claims"][:1]}]).split(
+        "\n"
+    ) == [
+        "| what | measured | target | machine, commit | command |",
+        "|---|---|---|---|---|",
+        r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
+        r"| error | 2.3e-05 | ≤ 1e-05, **missed** | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
+        r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, not committed | `python -m benchmarks.x` |",
+    ]
+
+
+def test_only_the_part_between_the_markers_changes() -> None:
+    text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    assert replace_table(text, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    assert replace_table(replace_table(text, "new"), "new") == replace_table(text, "new")
+
+
+@pytest.mark.parametrize(
+    "text", ["", BEGIN, END, f"{END}{BEGIN}", f"{BEGIN}{END}{END}", f"{BEGIN}{BEGIN}{END}"]
+)
+def test_missing_or_repeated_markers_are_refused(text: str) -> None:
+    with pytest.raises(MarkerError, match="once each and in this order"):
+        replace_table(text, "new")
+
+
+def test_results_come_in_order_of_their_names(tmp_path: Path) -> None:
+    for name in ("b.cpu", "a.h200", "a.cpu"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"benchmark": name}))
+    (tmp_path / "a.cpu.png").write_bytes(b"")
+    assert [r["benchmark"] for r in load_results(tmp_path)] == ["a.cpu", "a.h200", "b.cpu"]
