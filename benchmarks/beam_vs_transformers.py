@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from benchmarks import harness
 from benchmarks.baselines import torch_shared
-from benchmarks.harness import Benchmark, Claim, Measured, Row
+from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, hf, params
 from jgr.models.decoder import DecoderConfig
@@ -189,7 +189,7 @@ class Transformers:
         return self._legal.get(tuple(ids[length:].tolist()), self._legal[()])
 
 
-def measure(quick: bool, quiet: Callable[[], None]) -> Measured:
+def measure(quick: bool, quiet: Quiet) -> Measured:
     torch, transformers = harness.require("torch", "2.13.0"), harness.require("transformers", "5.23.0")
     torch.set_num_threads(THREADS)
     transformers.logging.set_verbosity_error()
@@ -220,9 +220,7 @@ def measure(quick: bool, quiet: Callable[[], None]) -> Measured:
     return Measured(_claims(rows), rows)
 
 
-def _row(
-    profile: Profile, variants: Mapping[str, Callable[[], Beams]], rounds: int, quiet: Callable[[], None]
-) -> Row:
+def _row(profile: Profile, variants: Mapping[str, Callable[[], Beams]], rounds: int, quiet: Quiet) -> Row:
     runs = {name: functools.partial(harness.timed, run) for name, run in variants.items()}
     done = harness.interleave(runs, rounds, quiet)
     times = {name: harness.spread(ms for ms, _ in pairs) for name, pairs in done.items()}

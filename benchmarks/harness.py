@@ -12,6 +12,7 @@ Exit codes: 0 measured (claims may fail: the result says so), 2 something is mis
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -42,7 +43,9 @@ MAX_OTHERS_CORES = 0.1
 """Cores that other processes may keep busy while we time."""
 PATIENCE_S = 600.0
 QUICK_PATIENCE_S = 20.0
+"""Seconds that a run may lose to waiting for others and to rounds that they disturbed."""
 _SAMPLE_S = 1.0
+_TICKS_S = 0.03  # what the kernel's coarse accounting may make up
 _SETTLE_S = 0.05  # OpenMP's and XLA's idle threads spin for a while, on the cores that the next run needs
 
 
@@ -84,13 +87,12 @@ class Measured(NamedTuple):
 class Benchmark:
     """A runnable benchmark.
 
-    name: of its file and its results. measure: (quick, quiet) -> Measured; it calls quiet() before each round, which
-    returns once the machine is quiet. packages: whose versions matter. sources: the files that do the measuring.
-    plot: draws the rows into a PNG file. device: what computes.
+    name: of its file and its results. measure: (quick, quiet) -> Measured. packages: whose versions matter. sources:
+    the files that do the measuring. plot: draws the rows into a PNG file. device: what computes.
     """
 
     name: str
-    measure: Callable[[bool, Callable[[], None]], Measured]
+    measure: Callable[[bool, Quiet], Measured]
     packages: Sequence[str]
     sources: Sequence[Path]
     plot: Callable[[Sequence[Row], Path], None] | None = None
@@ -100,19 +102,25 @@ class Benchmark:
 def interleave(
     variants: Mapping[str, Callable[[], T]],
     rounds: int,
-    quiet: Callable[[], None],
+    quiet: Quiet,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, list[T]]:
-    """Run A B C, A B C, ...: whatever drifts hits all alike. The results of each; a round before them is not kept."""
+    """Run A B C, A B C, ...: whatever drifts hits all alike. The results of each, one for each round.
+
+    A round before them is not kept, and neither is one in which other processes took part of the machine.
+    """
     for run in variants.values():
         run()
-    results: dict[str, list[T]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        quiet()
+    kept: list[dict[str, T]] = []
+    while len(kept) < rounds:
+        start = quiet.wait()
+        results = {}
         for name, run in variants.items():
             sleep(_SETTLE_S)
-            results[name].append(run())
-    return results
+            results[name] = run()
+        if quiet.was_quiet_since(start):
+            kept.append(results)
+    return {name: [results[name] for results in kept] for name in variants}
 
 
 def timed(run: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[float, T]:
@@ -135,49 +143,84 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 class CpuTimes(NamedTuple):
-    """CPU seconds of all processors busy with anything, those of this process, and when, in s."""
+    """CPU seconds of all processors busy with anything, those of this process and its children, and when, in s."""
 
     busy_s: float
     own_s: float
     at_s: float
 
 
-def busy_seconds(stat: str, ticks_per_s: int) -> float:
-    """Busy CPU seconds since boot from /proc/stat; time stolen by other machines on the same host counts as busy."""
+def busy_ticks(stat: str) -> int:
+    """Busy CPU time since boot from /proc/stat; what other machines on the same host stole counts as busy."""
     user, nice, system, _, _, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / ticks_per_s
+    return user + nice + system + irq + softirq + steal
 
 
-def others_cores(before: CpuTimes, after: CpuTimes) -> float:
-    """Cores that other processes kept busy between two samples."""
-    others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
-    return max(0.0, others_s / (after.at_s - before.at_s))
+def tree_ticks(stats: Iterable[str], root: int) -> int:
+    """CPU time of process `root` and its descendants, those that ended included, from their /proc/<pid>/stat."""
+    parents, ticks = {}, {}
+    for stat in stats:
+        fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
+        pid = int(stat.split(" ", 1)[0])
+        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+
+    def is_ours(pid: int) -> bool:
+        return pid == root or (pid in parents and is_ours(parents[pid]))
+
+    return sum(n for pid, n in ticks.items() if is_ours(pid))
+
+
+def others_seconds(before: CpuTimes, after: CpuTimes) -> float:
+    """CPU seconds that other processes used between two samples."""
+    return max(0.0, (after.busy_s - before.busy_s) - (after.own_s - before.own_s))
 
 
 def _cpu_times() -> CpuTimes:
-    busy_s = busy_seconds(Path("/proc/stat").read_text(), os.sysconf("SC_CLK_TCK"))
-    return CpuTimes(busy_s, time.process_time(), time.monotonic())
+    stats = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            stats.append(path.read_text())
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    own_s = tree_ticks(stats, os.getpid()) / ticks_per_s
+    return CpuTimes(busy_ticks(Path("/proc/stat").read_text()) / ticks_per_s, own_s, time.monotonic())
 
 
-def wait_until_quiet(
-    patience_s: float,
-    sample: Callable[[], CpuTimes] = _cpu_times,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Return after the first second in which others used at most MAX_OTHERS_CORES, or raise BusyMachine."""
-    first = before = sample()
-    while True:
-        sleep(_SAMPLE_S)
-        after = sample()
-        cores = others_cores(before, after)
-        if cores <= MAX_OTHERS_CORES:
-            return
-        if after.at_s - first.at_s >= patience_s:
+class Quiet:
+    """Judges whether the machine was left to us, and raises BusyMachine once patience_s were lost on waiting."""
+
+    def __init__(
+        self,
+        patience_s: float,
+        sample: Callable[[], CpuTimes] = _cpu_times,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._patience_s, self._sample, self._sleep = patience_s, sample, sleep
+        self._lost_s = 0.0
+
+    def wait(self) -> CpuTimes:
+        """Return after the first second that is quiet; a sample from its end."""
+        while True:
+            start = self._sample()
+            self._sleep(_SAMPLE_S)
+            end = self._sample()
+            if self._judge(start, end):
+                return end
+
+    def was_quiet_since(self, start: CpuTimes) -> bool:
+        """Whether what was timed since `start` counts."""
+        return self._judge(start, self._sample())
+
+    def _judge(self, start: CpuTimes, end: CpuTimes) -> bool:
+        elapsed_s, others_s = end.at_s - start.at_s, others_seconds(start, end)
+        if others_s <= MAX_OTHERS_CORES * elapsed_s + _TICKS_S:
+            return True
+        self._lost_s += elapsed_s
+        if self._lost_s >= self._patience_s:
             raise BusyMachine(
-                f"other processes keep {cores:.2f} cores busy ({MAX_OTHERS_CORES} is the limit), for "
-                f"{after.at_s - first.at_s:.0f} s now: nothing was timed; stop them and try again"
+                f"other processes keep {others_s / elapsed_s:.2f} cores busy ({MAX_OTHERS_CORES} is the limit), and "
+                f"{self._lost_s:.0f} s were lost on that: no result; stop them and try again"
             )
-        before = after
+        return False
 
 
 def require(package: str, version: str) -> Any:
@@ -258,9 +301,8 @@ def main(benchmark: Benchmark) -> None:
 
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     quick, out = flags.FLAGS.quick, flags.FLAGS.out
-    patience_s = QUICK_PATIENCE_S if quick else PATIENCE_S
     try:
-        measured = benchmark.measure(quick, lambda: wait_until_quiet(patience_s))
+        measured = benchmark.measure(quick, Quiet(QUICK_PATIENCE_S if quick else PATIENCE_S))
     except (Missing, BusyMachine) as e:
         print(f"{benchmark.name}: {e}", file=sys.stderr)
         return 3 if isinstance(e, BusyMachine) else 2

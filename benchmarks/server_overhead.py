@@ -20,7 +20,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import Benchmark, Claim, Measured, Row
+from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from jgr.config import BatchingConfig, Config, ProfilesConfig, PromptConfig, ServerConfig
 
 HISTORY, CANDIDATES, TOP_K = 256, 100, 10
@@ -177,7 +177,7 @@ def server(core: int) -> Iterator[Address]:
         raise RuntimeError(f"the server ended with exit code {process.exitcode}")
 
 
-def measure(quick: bool, quiet: Callable[[], None]) -> Measured:
+def measure(quick: bool, quiet: Quiet) -> Measured:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise harness.Missing("needs two cores, one for the server and one for the client")

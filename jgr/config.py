@@ -41,6 +41,10 @@ class ModelConfig:
 
     name: str = "jgr"  # what answers and /v1/models call it
     path: str = ""  # folder: Hugging Face, or our own checkpoint
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; scores are float32
+    compilation_cache: str = (
+        "~/.cache/jgr"  # folder of compiled programs, for a fast second start; empty: none
+    )
 
     def __post_init__(self) -> None:
         _check(self)
@@ -61,7 +65,7 @@ class CatalogConfig:
 class PromptConfig:
     """How a history becomes tokens."""
 
-    template: str = "<bos>{history}<sid>"
+    template: str = "<bos>{history}"
     item: str = "{sid}"  # one item of the history; may also name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # the last items of a history that are kept
 

@@ -100,11 +100,10 @@ def _show(url: str, config: Config, shop: Shop, dataset: Dataset) -> None:
     from jgr.evaluation.client import Client, recommend_all
     from jgr.evaluation.report import METRICS, TOP_K, format_table, score, score_baselines
 
-    client = Client(url, config.server.api_key)
-    for user in range(USERS_SHOWN):
-        _show_user(client, shop, dataset, user)
     examples = dataset.interactions.test
-    with console.progress_bar("evaluating") as bar:
+    with Client(url, config.server.api_key) as client, console.progress_bar("evaluating") as bar:
+        for user in range(USERS_SHOWN):
+            _show_user(client, shop, dataset, user)
         answered = 0
 
         def on_answer() -> None:

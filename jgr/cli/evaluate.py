@@ -82,15 +82,15 @@ def _ranked(
 
     exclude = flags.FLAGS.exclude_history
     if flags.FLAGS.url:
-        server = client.Client(flags.FLAGS.url, config.server.api_key)
-        return client.recommend_all(
-            server,
-            dataset.catalog,
-            examples,
-            top_k=TOP_K,
-            exclude_history=exclude,
-            on_answer=on_answer,
-        )
+        with client.Client(flags.FLAGS.url, config.server.api_key) as server:
+            return client.recommend_all(
+                server,
+                dataset.catalog,
+                examples,
+                top_k=TOP_K,
+                exclude_history=exclude,
+                on_answer=on_answer,
+            )
 
     async def through_engine() -> npt.NDArray[np.int32]:
         engine = load_engine(config)

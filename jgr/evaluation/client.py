@@ -27,7 +27,7 @@ class ServerError(UserError):
 
 
 class Client:
-    """Keep-alive connections to one jgr server, one for each calling thread."""
+    """Keep-alive connections to one jgr server, one for each calling thread; `close` ends them all."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         parts = urlsplit(url)
@@ -36,6 +36,18 @@ class Client:
         self._host, self._port = parts.hostname, parts.port or 80
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._local = threading.local()
+        self._open: list[http.client.HTTPConnection] = []
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection; no other thread may be asking."""
+        for connection in self._open:
+            connection.close()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request. Raises ServerError for anything but 200."""
@@ -47,11 +59,9 @@ class Client:
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
         try:
-            if not hasattr(self._local, "connection"):
-                self._local.connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-            headers = {**self._headers, "Content-Type": "application/json"}
-            self._local.connection.request(method, path, body, headers)
-            response = self._local.connection.getresponse()
+            connection = self._connection()
+            connection.request(method, path, body, {**self._headers, "Content-Type": "application/json"})
+            response = connection.getresponse()
             answer: dict[str, Any] = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerError(f"http://{self._host}:{self._port}{path}: {error}") from None
@@ -59,6 +69,15 @@ class Client:
             message = answer.get("error", {}).get("message", answer)
             raise ServerError(f"http://{self._host}:{self._port}{path}: {response.status}: {message}")
         return answer
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """This thread's own."""
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+            self._local.connection = connection
+            self._open.append(connection)
+        return connection
 
 
 def recommend_all(

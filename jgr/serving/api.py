@@ -136,7 +136,7 @@ class Timing(Struct, kw_only=True):
     queue: Annotated[float, Meta(description="From the hand-over to the batcher until its batch started.")]
     prepare: Annotated[float, Meta(description="Reading the request and building the prompt.")]
     device: Annotated[float, Meta(description="The executor's run of the batch.")]
-    total: Annotated[float, Meta(description="From the request's headers until the answer was encoded.")]
+    total: Annotated[float, Meta(description="From the request's headers until its answer was made.")]
 
 
 class Answer(Struct, kw_only=True):

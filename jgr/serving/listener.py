@@ -5,7 +5,8 @@ The one idea: a stop is a drain. SIGTERM or SIGINT makes the engine refuse new w
 open, so that clients hear a 503 instead of a reset; what was accepted is finished, up to a time limit; then
 the connections are closed and the exit code is 0. A second signal ends the process at once.
 
-The whole of a request, head and body, must arrive within `READ_TIMEOUT_S`, however slowly it drips.
+The whole of a request, head and body, must arrive within `READ_TIMEOUT_S`, however slowly it drips, and its
+head must end within `MAX_HEAD_BYTES`; else the connection is closed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jgr.serving.work import Progress
 
 READ_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
+MAX_HEAD_BYTES = 1 << 16
 CLOSE_TIMEOUT_S = 5
 BACKLOG = 2048
 
@@ -126,12 +128,14 @@ class Listener(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with a time limit on the arrival of a request."""
+    """uvicorn's HTTP protocol with limits on a request's time to arrive and on the size of its head."""
 
     def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._read_timeout_s = read_timeout_s
         self._read_timer: asyncio.TimerHandle | None = None
+        self._in_head = False
+        self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -141,10 +145,22 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.close()
+
     def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
         if self._read_timer is None:
             self._start_timer()
         super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._stop_timer()

@@ -12,7 +12,7 @@ from jgr.data.prefix_tree import PrefixTree
 from jgr.models import checkpoint
 from jgr.models.beam import catalog_tables
 from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
-from jgr.serving.compilation import CompilationCounter
+from jgr.serving.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine import Engine
 from jgr.serving.executors import JaxExecutor
 from jgr.serving.metrics import Metrics
@@ -30,8 +30,10 @@ def load_engine(config: Config) -> Engine:
     """
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
+    if config.model.compilation_cache:
+        use_compilation_cache(Path(config.model.compilation_cache).expanduser())
     folder = Path(config.model.path)
-    cfg, params = checkpoint.load(folder)
+    cfg, params = checkpoint.load(folder, config.model.dtype)
     catalog = load_catalog(config.catalog.path or folder / "catalog.jsonl")
     tokenizer = (
         Tokenizer.from_file(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None

@@ -36,7 +36,7 @@ class NullExecutor:
         return [self._rank(w) if isinstance(w, RankWork) else self._recommend(w) for w in works]
 
     def _recommend(self, work: RecommendWork) -> RecommendOutcome:
-        """Beam j holds leaf (sum of the prompt + j) mod n_leaves with score -j; excluded leaves are skipped."""
+        """Beam j holds leaf (sum of the prompt + j) mod n_leaves, score -j; excluded leaves are skipped."""
         start = int(work.prompt.sum()) % self._n_leaves
         count = min(work.beam_width + len(work.excluded), self._n_leaves)
         leaves = (start + np.arange(count, dtype=np.int32)) % self._n_leaves

@@ -7,7 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,7 +48,24 @@ def test_a_claim_holds_where_it_reaches_its_target(better: str, value: float, ho
     }
 
 
-def test_runs_are_interleaved_and_the_first_round_is_not_kept() -> None:
+class FakeQuiet(harness.Quiet):
+    """Quiet, apart from the rounds that it is told of."""
+
+    def __init__(self, disturbed: set[int], log: list[str]) -> None:
+        super().__init__(0.0)
+        self.disturbed, self.log, self.round = disturbed, log, -1
+
+    def wait(self) -> CpuTimes:
+        self.round += 1
+        self.log.append("wait")
+        return CpuTimes(0.0, 0.0, float(self.round))
+
+    def was_quiet_since(self, start: CpuTimes) -> bool:
+        assert start.at_s == self.round
+        return self.round not in self.disturbed
+
+
+def test_runs_are_interleaved_and_first_and_disturbed_rounds_are_not_kept() -> None:
     log: list[str] = []
 
     def variant(name: str) -> Callable[[], int]:
@@ -59,9 +76,10 @@ def test_runs_are_interleaved_and_the_first_round_is_not_kept() -> None:
         return run
 
     variants = {"a": variant("a"), "b": variant("b")}
-    results = harness.interleave(variants, 3, lambda: log.append("quiet"), lambda s: log.append("settle"))
-    assert log == ["a", "b", *(["quiet", "settle", "a", "settle", "b"] * 3)]
-    assert results == {"a": [2, 3, 4], "b": [2, 3, 4]}
+    quiet = FakeQuiet({1}, log)
+    results = harness.interleave(variants, 3, quiet, lambda s: log.append("settle"))
+    assert log == ["a", "b", *(["wait", "settle", "a", "settle", "b"] * 4)]
+    assert results == {"a": [2, 4, 5], "b": [2, 4, 5]}
 
 
 def test_timed_gives_milliseconds_and_the_result() -> None:
@@ -81,40 +99,82 @@ def test_rounding_keeps_the_significant_digits(value: float, digits: int) -> Non
     assert harness.rounded(-value, digits) == -harness.rounded(value, digits)
 
 
-def test_busy_seconds_are_all_but_idle_and_waiting_for_disks() -> None:
+def test_busy_time_is_all_but_idle_and_waiting_for_disks() -> None:
     #        user nice system idle  iowait irq softirq steal guest guest_nice
     stat = "cpu  100 10   30     99999 777    2   3       5     0     0\ncpu0 1 1 1 1 1 1 1 1 1 1\nintr 5\n"
-    assert harness.busy_seconds(stat, ticks_per_s=100) == 1.5
+    assert harness.busy_ticks(stat) == 150
 
 
-def test_what_this_process_uses_is_not_others() -> None:
+def _stat(pid: int, parent: int, *ticks: int, name: str = "x") -> str:
+    return f"{pid} ({name}) S {parent} 1 1 0 -1 0 0 0 0 0 {' '.join(map(str, ticks))} 20 0 1 0 5 0 0\n"
+
+
+def test_the_process_tree_is_ours_with_children_that_ended() -> None:
+    stats = [
+        _stat(1, 0, 1000, 0, 0, 0),
+        _stat(7, 1, 1, 2, 3, 4),
+        _stat(9, 8, 20, 0, 0, 0, name="a) S 1 b"),
+        _stat(8, 7, 100, 0, 0, 0),
+        _stat(10, 1, 5000, 0, 0, 0),
+    ]
+    assert harness.tree_ticks(stats, 7) == 130
+
+
+def test_what_we_use_is_not_others() -> None:
     before = CpuTimes(busy_s=100.0, own_s=10.0, at_s=0.0)
-    assert harness.others_cores(before, CpuTimes(103.0, 12.0, 2.0)) == 0.5
-    assert harness.others_cores(before, CpuTimes(101.0, 12.0, 2.0)) == 0.0  # ticks are coarse
+    assert harness.others_seconds(before, CpuTimes(103.0, 12.0, 2.0)) == 1.0
+    assert harness.others_seconds(before, CpuTimes(101.0, 12.0, 2.0)) == 0.0  # ticks are coarse
 
 
-def _machine(others: list[float]) -> tuple[Callable[[], CpuTimes], Callable[[float], None]]:
+def test_this_process_is_found() -> None:
+    sample = harness._cpu_times()
+    assert 0.0 < sample.own_s < sample.busy_s
+
+
+class Machine:
     """A clock that sleep moves on, and others that keep so many cores busy in each second."""
-    now = CpuTimes(0.0, 0.0, 0.0)
-    shares: Iterator[float] = iter(others)
 
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now = CpuTimes(now.busy_s + next(shares) * seconds, 0.0, now.at_s + seconds)
+    def __init__(self, *others: float) -> None:
+        self.now = CpuTimes(0.0, 0.0, 0.0)
+        self.others = iter(others)
 
-    return lambda: now, sleep
+    def sample(self) -> CpuTimes:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        others_s = next(self.others) * seconds
+        self.now = CpuTimes(self.now.busy_s + others_s + 1.0, self.now.own_s + 1.0, self.now.at_s + seconds)
 
 
 def test_timing_waits_for_the_first_quiet_second() -> None:
-    sample, sleep = _machine([1.5, 0.3, 0.05, 9.0])
-    harness.wait_until_quiet(10.0, sample, sleep)
-    assert sample().at_s == 3.0
+    machine = Machine(1.5, 0.3, 0.05, 9.0)
+    assert harness.Quiet(10.0, machine.sample, machine.sleep).wait().at_s == 3.0
 
 
-def test_timing_is_refused_where_it_never_gets_quiet() -> None:
-    sample, sleep = _machine([1.5] * 20)
-    with pytest.raises(BusyMachine, match=r"keep 1\.50 cores busy .* for 10 s now"):
-        harness.wait_until_quiet(10.0, sample, sleep)
+def test_a_disturbed_round_does_not_count() -> None:
+    machine = Machine(0.0, 0.1, 0.1, 0.0, 0.6)
+    quiet = harness.Quiet(10.0, machine.sample, machine.sleep)
+    start = quiet.wait()
+    machine.sleep(2.0)
+    assert quiet.was_quiet_since(start)
+    start = quiet.wait()
+    machine.sleep(1.0)
+    machine.sleep(1.0)
+    assert not quiet.was_quiet_since(start)
+
+
+def test_timing_is_refused_once_too_much_was_lost() -> None:
+    machine = Machine(*[1.5] * 20)
+    with pytest.raises(BusyMachine, match=r"keep 1\.50 cores busy .* 10 s were lost"):
+        harness.Quiet(10.0, machine.sample, machine.sleep).wait()
+    machine = Machine(*[0.0, 1.5] * 20)
+    quiet = harness.Quiet(3.0, machine.sample, machine.sleep)
+    with pytest.raises(BusyMachine, match=r"3 s were lost"):
+        for _ in range(3):
+            start = quiet.wait()
+            machine.sleep(1.0)
+            quiet.was_quiet_since(start)
+    assert machine.now.at_s == 6.0
 
 
 def test_a_missing_package_and_a_wrong_version_say_how_to_install_it() -> None:
@@ -173,9 +233,7 @@ SCRIPT = """
 from pathlib import Path
 from benchmarks import harness
 harness.RESULTS = Path({results!r})
-harness.wait_until_quiet = lambda patience_s: print("patience", patience_s)
 def measure(quick, quiet):
-    quiet()
     {body}
     return harness.Measured([harness.Claim("c", 2.0, "x", "higher", 1.0)], [{{"quick": quick}}])
 harness.main(harness.Benchmark("toy", measure, ("numpy",), (Path({source!r}),),
@@ -194,8 +252,7 @@ def _run(tmp_path: Path, *argv: str, body: str = "pass") -> subprocess.Completed
 def test_a_full_run_writes_its_result_and_plot(tmp_path: Path) -> None:
     done = _run(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    first, claim, last = done.stdout.splitlines()
-    assert first == f"patience {harness.PATIENCE_S}"
+    claim, last = done.stdout.splitlines()
     assert claim == "c: 2 x (target ≥ 1: holds)"
     result = json.loads((tmp_path / "results" / "toy.cpu.json").read_text())
     assert result == json.loads(last)

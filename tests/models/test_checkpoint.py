@@ -79,7 +79,9 @@ def test_orbax_round_trip(tmp_path: Path) -> None:
     cfg, params = hf.load(HF / "qwen2")
     folder = tmp_path / "own"
     checkpoint.save(folder, *hf.load(HF / "qwen3"))
-    checkpoint.save(folder, cfg, params, lambda f: (f / "tokenizer.json").write_text("{}"))  # over an older one
+    checkpoint.save(
+        folder, cfg, params, lambda f: (f / "tokenizer.json").write_text("{}")
+    )  # over an older one
     assert (folder / "tokenizer.json").read_text() == "{}"
     again = checkpoint.load(folder)
     assert again[0] == cfg

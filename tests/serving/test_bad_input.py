@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -197,16 +198,23 @@ def test_huge_chunked_body_is_refused_and_the_connection_closed(healthy: LiveSer
     assert b"\r\nconnection: close\r\n" in answer
 
 
-def test_a_chunked_body_without_end_is_cut_off(healthy: LiveServer) -> None:
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"transfer-encoding: chunked\r\n\r\n", b"80000\r\n" + b" " * 0x80000 + b"\r\n"),
+        (b"x-long: ", b"x" * 0x80000),
+        (b"", b"x-many: x\r\n" * 50_000),
+    ],
+    ids=["body", "header", "headers"],
+)
+def test_what_does_not_end_is_cut_off(healthy: LiveServer, start: bytes, piece: bytes) -> None:
     sent = 0
     with healthy.connect() as connection:
-        connection.sendall(b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-        try:
+        connection.sendall(b"POST /v1/rank HTTP/1.1\r\nhost: x\r\n" + start)
+        with contextlib.suppress(ConnectionError):
             while sent < 100 << 20:
-                connection.sendall(b"80000\r\n" + b" " * 0x80000 + b"\r\n")
-                sent += 0x80000
-        except ConnectionError:
-            pass
+                connection.sendall(piece)
+                sent += len(piece)
     assert sent < 100 << 20
 
 

@@ -194,7 +194,7 @@ def test_a_warm_up_that_fails_is_told_to_whoever_starts_the_engine() -> None:
 
 
 def test_progress_is_shown_for_every_profile() -> None:
-    engine, fake = make()
+    engine, _ = make()
     shown: list[tuple[int, int]] = []
 
     async def start() -> None:

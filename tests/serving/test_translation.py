@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to works and outcomes to items, on random catalogs, against brute force over the catalog's rows."""
+"""Requests to works and outcomes to items, on random catalogs, against brute force over the rows."""
 
 from __future__ import annotations
 

@@ -63,6 +63,8 @@ def test_the_cheapest_profile_that_fits_wins() -> None:
     assert fill(batcher(), job(1), job(2)).plan(0).batch == Batch(0, PAIR, (1, 2))
     assert fill(batcher(), job(1, tokens=9)).plan(0).batch == Batch(0, LONG, (1,))
     assert fill(batcher(), job(1, width=5)).plan(0).batch == Batch(0, WIDE, (1,))
+    alone = Profile("recommend", 1, 32, 4)  # costs 36, PAIR 24
+    assert fill(batcher((alone, PAIR)), job(1)).plan(0).batch == Batch(0, PAIR, (1,))
 
 
 def test_a_batch_pads_to_its_longest_and_widest_job() -> None:

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real Amazon catalog with its official semantic ids, through the commands a user would run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgr.catalog import load_catalog
+
+FOLDER = "amazon-industrial-minionerec"
+
+
+def jgr(*arguments: str) -> str:
+    """Run the command in a process of its own; its stdout."""
+    command = [sys.executable, "-c", "import sys; from jgr.cli.main import run; sys.exit(run())", *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+@pytest.mark.data(FOLDER)
+@pytest.mark.slow
+def test_train_and_evaluate_on_the_real_catalog(dataset: Path, tmp_path: Path) -> None:
+    settings = [
+        "--config=configs/industrial.py",
+        f"--set=data.path={dataset}",
+        f"--set=train.out={tmp_path / 'model'}",
+        f"--set=model.path={tmp_path / 'model'}",
+        "--set=model.compilation_cache=",
+        "--set=profiles.batch=8",
+        "--set=train.steps=5",
+        "--set=train.layers=1",
+        "--set=train.hidden=32",
+        "--set=train.mlp=32",
+    ]
+    assert jgr("train", *settings).strip() == str(tmp_path / "model")
+    report = json.loads(jgr("evaluate", *settings, "--limit=40").splitlines()[-1])
+    assert report["examples"] == 40
+    assert report["returned"] == 400  # ten items of the catalog for each, none invented
+    assert report["catalog_version"] == load_catalog(dataset / "index.json.gz").version
+    assert report["rows"].keys() == {"popularity", "item-kNN", "industrial"}
+    assert all(0 <= row["hr@5"] <= row["hr@10"] <= 1 for row in report["rows"].values())

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parity of the decoders and of beam search with tests/golden/hf, array by array.
+
+    python -m tools.golden_parity          prints the largest error of every array
+
+`comparisons` is the one place that says how each array is reproduced; the tests assert on what it yields.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.data.prefix_tree import PrefixTree
+from jgr.models import beam, decoder, hf
+
+GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hf"
+FAMILIES = ("qwen2", "qwen3", "llama3")
+FORWARD_CASES = ("full", "rpad", "lpad", "custom", "packed")
+LAYOUTS = ("p0_up_", "p0_ip_", "p1_up_", "p1_ip_")
+
+Array = npt.NDArray[Any]
+Model = tuple[decoder.DecoderConfig, decoder.DecoderParams]
+
+_prefill = jax.jit(decoder.prefill, static_argnames=("cfg", "keep_layers"))
+_score_leaves = jax.jit(beam.score_leaves, static_argnames=("cfg", "normalize"))
+
+
+class Comparison(NamedTuple):
+    """One golden array and ours, over the positions that the golden set says to compare."""
+
+    file: str
+    array: str
+    got: Array
+    want: Array
+
+    @property
+    def error(self) -> float:
+        """Largest absolute difference; infinite where shapes differ."""
+        if self.got.shape != self.want.shape:
+            return float("inf")
+        return float(np.abs(self.got.astype(np.float64) - self.want).max(initial=0.0))
+
+
+def comparisons(family: str) -> Iterator[Comparison]:
+    """Every output array of the family's three golden files."""
+    model = hf.load(GOLDEN / family)
+    for file, compare in (("forward", _forward), ("bipartite", _bipartite), ("beam", _beam)):
+        arrays = dict(np.load(GOLDEN / family / f"golden_{file}.npz"))
+        for name, got, want in compare(model, arrays):
+            yield Comparison(f"golden_{file}", name, np.asarray(got), want)
+
+
+Named = Iterator[tuple[str, Any, Array]]
+
+
+def _run(
+    model: Model, ids: Array, positions: Array, mask: Array | None, lengths: Array
+) -> tuple[decoder.Prefill, Array]:
+    cfg, params = model
+    tokens, counts = ids.astype(np.int32), lengths.astype(np.int32)
+    out = _prefill(
+        params, cfg, tokens, counts, positions=positions.astype(np.int32), mask=mask, keep_layers=True
+    )
+    return out, np.asarray(decoder.logits(params, out.hidden))
+
+
+def _forward(model: Model, arrays: dict[str, Array]) -> Named:
+    for case in FORWARD_CASES:
+        z = {k.removeprefix(case + "_"): v for k, v in arrays.items() if k.startswith(case + "_")}
+        batch, tokens = z["input_ids"].shape
+        keep = z.get("attention_mask", np.ones((batch, tokens))).astype(bool)
+        causal = np.tril(np.ones((tokens, tokens), bool))
+        mask, lengths = None, np.full(batch, tokens)
+        if case == "rpad":
+            lengths = keep.sum(1)  # by length, without any mask
+        elif case == "lpad":
+            mask = causal & keep[:, None, :]
+        elif case == "packed":
+            mask = causal & (z["segment_ids"][:, :, None] == z["segment_ids"][:, None, :])
+        out, logits = _run(model, z["input_ids"], z["position_ids"], mask, lengths)
+        yield f"{case}_embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
+        for name, got in (("final", out.hidden), ("logits", logits)):
+            yield f"{case}_{name}", np.asarray(got)[keep], z[name][keep]
+        yield f"{case}_layers", np.asarray(out.layers)[:, keep], z["layers"][:, keep]
+        for name, got in (("k", out.context.k), ("v", out.context.v)):
+            if name in z:  # [L, B, K, T, d]
+                ours, theirs = (np.moveaxis(np.asarray(x), 3, 2)[:, keep] for x in (got, z[name]))
+                yield f"{case}_{name}", ours, theirs
+
+
+def _bipartite(model: Model, arrays: dict[str, Array]) -> Named:
+    tree, tables = _item_tables(arrays["items"], model[1])
+    leaves = tree.leaf_of_row[None]
+    for layout in LAYOUTS:
+        z = {k.removeprefix(layout): v for k, v in arrays.items() if k.startswith(layout)}
+        length = np.array([len(z["input_ids"])], np.int32)
+        out, logits = _run(model, z["input_ids"][None], z["position_ids"][None], z["mask"][None], length)
+        yield f"{layout}embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
+        assert out.layers is not None
+        for name, got in (
+            ("layers", out.layers[:, 0]),
+            ("final", out.hidden[0]),
+            ("logits", logits[0]),
+            ("k", out.context.k[:, 0]),
+            ("v", out.context.v[:, 0]),
+        ):
+            yield layout + name, got, z[name]
+        start = z["position_ids"][-1:].astype(np.int32) + 1  # what is generated follows the instruction
+        for normalize, name in (("full", "items_sum_logprob"), ("valid", "items_sum_logprob_renorm")):
+            scores = _score_leaves(
+                model[1],
+                tables,
+                out.hidden[:, -1:],
+                out.context,
+                length,
+                leaves,
+                cfg=model[0],
+                normalize=normalize,
+                start=start,
+            )
+            yield layout + name, scores[0], z[name]
+
+
+def _beam(model: Model, arrays: dict[str, Array]) -> Named:
+    cfg, params = model
+    tokens = np.maximum(arrays["prompts"], 0).astype(np.int32)
+    lengths = arrays["prompt_lengths"].astype(np.int32)
+    tree, tables = _item_tables(arrays["items"], params)
+    _, few = _item_tables(arrays["short_items"], params)
+    every = _unconstrained_tables(cfg, params, depth=3)
+
+    def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
+        n = len(tokens)
+        widths, excluded = np.full(n, width, np.int32), np.full((n, 1), tables.n_leaves, np.int32)
+        beams = beam.recommend(
+            params, tables, tokens, lengths, widths, excluded, cfg=cfg, width=width, normalize=normalize
+        )
+        codes = np.asarray(beams.codes)
+        chosen = [np.asarray(t)[codes[..., level]] for level, t in enumerate(tables.tokens)]
+        return np.stack(chosen, axis=-1), np.asarray(beams.scores)
+
+    modes: tuple[tuple[beam.Normalize, str], ...] = (("full", ""), ("valid", "_renorm"))
+    for width in (8, 32):
+        for normalize, tag in modes:
+            sequences, scores = search(tables, width, normalize)
+            yield f"w{width}{tag}_sequences", sequences, arrays[f"w{width}{tag}_sequences"]
+            yield f"w{width}{tag}_sum_logprob", scores, arrays[f"w{width}{tag}_sum_logprob"]
+            yield f"w{width}{tag}_hf_scores", scores / 3, arrays[f"w{width}{tag}_hf_scores"]
+    sequences, scores = search(every, int(arrays["free_width"]), "full")
+    yield "free_sequences", sequences, arrays["free_sequences"]
+    yield "free_sum_logprob", scores, arrays["free_sum_logprob"]
+    # Fewer items than beams: ours end in dead beams, the library's in duplicates that it says to drop.
+    n = len(arrays["short_items"])
+    sequences, scores = search(few, int(arrays["short_width"]), "full")
+    for tag in ("", "hf_raw_"):
+        yield f"short_{tag}sequences", sequences[:, :n], arrays[f"short_{tag}sequences"][:, :n]
+        yield f"short_{tag}sum_logprob", scores[:, :n], arrays[f"short_{tag}sum_logprob"][:, :n]
+    yield "short (dead beams)", np.isneginf(scores[:, n:]), np.ones_like(scores[:, n:], bool)
+    leaves = np.broadcast_to(tree.leaf_of_row, (len(tokens), len(arrays["items"])))
+    for normalize, tag in modes:
+        scores = beam.rank(params, tables, tokens, lengths, leaves, cfg=cfg, normalize=normalize)
+        yield f"items_sum_logprob{tag}", scores, arrays[f"items_sum_logprob{tag}"]
+
+
+def _item_tables(items: Array, params: decoder.DecoderParams) -> tuple[PrefixTree, beam.CatalogTables]:
+    """Catalog tables over [M, 3] token ids; each level's vocabulary is the tokens that occur."""
+    vocabularies = [np.unique(items[:, level]).astype(np.int32) for level in range(items.shape[1])]
+    codes = [np.searchsorted(v, items[:, level]) for level, v in enumerate(vocabularies)]
+    tree = PrefixTree.build(np.stack(codes, axis=1).astype(np.int32))
+    return tree, beam.catalog_tables(tree, tuple(vocabularies), params)
+
+
+def _unconstrained_tables(
+    cfg: decoder.DecoderConfig, params: decoder.DecoderParams, depth: int
+) -> beam.CatalogTables:
+    """No constraint, as tables: one node a level with the whole vocabulary below it (node indices are clamped)."""
+    every = jnp.arange(cfg.vocab_size, dtype=jnp.int32)
+    return beam.CatalogTables(
+        offsets=(jnp.array([0, cfg.vocab_size], jnp.int32),) * depth,
+        codes=(every,) * depth,
+        paths=jnp.zeros((1, depth), jnp.int32),
+        tokens=(every,) * depth,
+        head=(decoder.head_rows(params),) * depth,
+        max_degrees=(cfg.vocab_size,) * depth,
+    )
+
+
+def main() -> int:
+    worst = 0.0
+    print("| model | file | array | largest error |\n|---|---|---|---|")
+    for family in FAMILIES:
+        for c in comparisons(family):
+            worst = max(worst, c.error)
+            print(f"| {family} | {c.file} | {c.array} | {'equal' if c.error == 0 else f'{c.error:.1e}'} |")
+    print(f"\nlargest of all: {worst:.1e}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
