@@ -3,13 +3,12 @@
 
 A random Qwen3 of 16 M parameters (4 layers, hidden 256, vocabulary 25,000, untied) is exported to a Hugging Face
 folder and loaded by both; 12,000 items with three codes of 256 each are legal. Both compute in float32 on two cores,
-in one process, in turns.
+in one process, in turns. A time is that of one request on a warm process (see harness.timed).
 
 - jgr: JaxExecutor.run with normalize="full", from the prompt as a numpy array to leaves and scores as numpy arrays.
-- transformers: generate with num_beams = num_return_sequences = beam width and length_penalty=0. The constraint is a
-  LogitsProcessor over a dict from prefix to legal tokens. It reads the generated tokens of all beams at once and
-  fills one mask, which is faster than the usual prefix_allowed_tokens_fn (called beam by beam); --quick times that
-  form too.
+- transformers: generate with num_beams = num_return_sequences = beam width and length_penalty=0, constrained by
+  prefix_allowed_tokens_fn: a dict from the generated prefix to its legal tokens. (A LogitsProcessor of our own that
+  fills one mask for all beams was no faster.)
 - torch_shared: benchmarks/baselines/torch_shared.py, PyTorch by hand with the prompt's keys and values shared.
 
 Needs what jgr does not: pip install torch==2.13.0 transformers==5.23.0 (a CPU build of torch is enough).
@@ -138,7 +137,7 @@ class Ours:
 
 
 class Transformers:
-    """`generate` constrained to the catalog, by a LogitsProcessor or by prefix_allowed_tokens_fn."""
+    """`generate` constrained to the catalog."""
 
     def __init__(self, torch: Any, transformers: Any, folder: Path, catalog: Catalog) -> None:
         self._torch = torch
@@ -153,15 +152,13 @@ class Transformers:
                 legal.setdefault(path[:level], set()).add(path[level])
         self._legal = {prefix: sorted(tokens) for prefix, tokens in legal.items()}
 
-    def recommend(self, prompt: Int32, width: int, *, by_beam: bool = False) -> Beams:
+    def recommend(self, prompt: Int32, width: int) -> Beams:
         torch, length = self._torch, len(prompt)
         ids = torch.from_numpy(prompt).long()[None]
-        constraint: dict[str, Any] = {"logits_processor": [functools.partial(self._mask, length)]}
-        if by_beam:
-            constraint = {"prefix_allowed_tokens_fn": functools.partial(self._allowed, length)}
         out = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            prefix_allowed_tokens_fn=functools.partial(self._allowed, length),
             max_new_tokens=self._depth,
             num_beams=width,
             num_return_sequences=width,
@@ -170,23 +167,13 @@ class Transformers:
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
-            **constraint,
         )
         paths = out.sequences[:, length:].tolist()
         leaves = np.array([self._leaf_of[tuple(path)] for path in paths], np.int32)
         return Beams(leaves, out.sequences_scores.numpy())
 
-    def _mask(self, length: int, ids: Any, scores: Any) -> Any:
-        prefixes = ids[:, length:].tolist()
-        legal = [self._legal[tuple(prefix)] for prefix in prefixes]
-        rows = np.repeat(np.arange(len(legal)), [len(tokens) for tokens in legal])
-        at = self._torch.from_numpy(rows), self._torch.tensor([t for tokens in legal for t in tokens])
-        masked = self._torch.full_like(scores, -float("inf"))
-        masked[at] = scores[at]
-        return masked
-
     def _allowed(self, length: int, batch: int, ids: Any) -> list[int]:
-        return self._legal.get(tuple(ids[length:].tolist()), self._legal[()])
+        return self._legal[tuple(ids[length:].tolist())]
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
@@ -209,8 +196,6 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         "transformers": theirs.recommend,
         "torch_shared": lambda prompt, width: Beams(*by_hand.recommend(prompt, width)),
     }
-    if quick:
-        recommenders["transformers_by_beam"] = functools.partial(theirs.recommend, by_beam=True)
     rows = []
     for profile in profiles:
         items = catalog.sequences[rng.integers(0, N_ITEMS, -(-profile.tokens // DEPTH))]
@@ -296,6 +281,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 if __name__ == "__main__":
     # Before XLA and OpenMP count the cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    jax.config.update("jax_platforms", "cpu")
     harness.main(
         Benchmark(
             name="beam_vs_transformers",

@@ -215,5 +215,5 @@ def test_amazon_industrial_histories(dataset: Path) -> None:
     prompts = PromptBuilder(PromptConfig(max_items=10), tokenizer, catalog)
     rows = np.random.default_rng(0).integers(0, catalog.n_items, 30).astype(np.int32)
     names: list[Any] = [catalog.symbols[lv][catalog.codes[row, lv]] for row in rows[-10:] for lv in range(3)]
-    assert prompts.build(rows).tolist() == tokenizer.encode("<bos>" + "".join(names) + "<sid>")
-    assert prompts.max_tokens == 32
+    assert prompts.build(rows).tolist() == tokenizer.encode("<bos>" + "".join(names))
+    assert prompts.max_tokens == 31

@@ -29,6 +29,7 @@ COMMANDS = {
     "train": "jgr.cli.train",
     "serve": "jgr.cli.serve",
     "evaluate": "jgr.cli.evaluate",
+    "bench": "jgr.cli.bench",
     "config": "jgr.cli.config",
 }
 

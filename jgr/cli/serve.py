@@ -13,13 +13,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from jgr.cli import console
 from jgr.config import Config, ServerConfig
-from jgr.serving.engine import Engine
-from jgr.serving.listener import Listener
+
+if TYPE_CHECKING:
+    from jgr.serving.engine import Engine
 
 HELP = "serve recommendations over HTTP"
 
@@ -56,6 +58,8 @@ def make_engine(config: Config, null: bool) -> Engine:
 
 def serve(engine: Engine, config: ServerConfig) -> int:
     """Serve until a signal. The exit code."""
+    from jgr.serving.listener import Listener
+
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(console.progress_bar("compiling"))
 

@@ -82,9 +82,11 @@ def test_runs_are_interleaved_and_first_and_disturbed_rounds_are_not_kept() -> N
     assert results == {"a": [2, 4, 5], "b": [2, 4, 5]}
 
 
-def test_timed_gives_milliseconds_and_the_result() -> None:
-    clock = iter([10.0, 10.25])
-    assert harness.timed(lambda: "out", lambda: next(clock)) == (250.0, "out")
+def test_timed_gives_the_median_of_calls_that_fill_the_time() -> None:
+    clock = iter([10.0, 10.5, 20.0, 20.125, 30.0, 30.25, 40.0, 40.25])
+    results = iter("abcd")
+    assert harness.timed(lambda: next(results), 0.8, lambda: next(clock)) == (250.0, "c")
+    assert harness.timed(lambda: next(results), 0.25, lambda: next(clock)) == (250.0, "d")
 
 
 def test_spread_is_median_and_quartiles() -> None:

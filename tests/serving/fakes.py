@@ -44,6 +44,7 @@ CATALOG = Catalog.build(
 )
 TREE = PrefixTree.build(CATALOG.codes)
 SETTINGS = (
+    "prompt.template=<bos>{history}<sid>",
     "server.port=0",
     "beam.width=5",
     "prompt.max_items=3",
