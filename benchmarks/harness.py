@@ -120,6 +120,7 @@ def interleave(
             results[name] = run()
         if quiet.was_quiet_since(start):
             kept.append(results)
+        note(f"round {len(kept)} of {rounds}: {', '.join(variants)}")
     return {name: [results[name] for results in kept] for name in variants}
 
 
@@ -149,6 +150,12 @@ def spread(values: Iterable[float]) -> dict[str, float]:
     runs = list(values)
     q1, median, q3 = (rounded(float(q)) for q in np.percentile(runs, (25, 50, 75)))
     return {"median": median, "q1": q1, "q3": q3, "runs": len(runs)}
+
+
+def note(text: str) -> None:
+    """Show how far a run has come, where somebody watches."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
 
 
 class CpuTimes(NamedTuple):
