@@ -70,6 +70,7 @@ def set_up_logging(log_format: str, log_level: str) -> None:
     level = logging.getLevelNamesMapping()[log_level.upper()]
     logging.basicConfig(level=max(level, logging.WARNING), handlers=[handler], force=True)
     logging.getLogger("jgr").setLevel(level)
+    logging.captureWarnings(True)
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:

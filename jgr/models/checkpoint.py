@@ -9,6 +9,7 @@ folder/tokenizer.json     the tokenizers library's file
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -46,15 +47,38 @@ def save(
     import orbax.checkpoint as ocp  # 2-3 s of import time, needed by no command that only reads safetensors
 
     folder = folder.absolute()
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    (aside / "config.json").write_text(json.dumps(hf.to_config(cfg), indent=2) + "\n", encoding="utf-8")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(aside / "params", params)
-    write_beside(aside)
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    require_writable(folder)
+    aside = _aside(folder)
+    try:
+        aside.mkdir()
+        (aside / "config.json").write_text(json.dumps(hf.to_config(cfg), indent=2) + "\n", encoding="utf-8")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(aside / "params", params)
+        write_beside(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    except Exception as error:  # a full disk is an OSError here and other things in Orbax and tensorstore
+        shutil.rmtree(aside, ignore_errors=True)
+        raise CheckpointError(f"{folder}: the checkpoint could not be written: {error}") from error
+
+
+def require_writable(folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint can be written there; cheap, to be asked before the work is done.
+
+    Clears away what a killed process left half-written.
+    """
+    aside = _aside(folder.absolute())
+    try:
+        for left in folder.absolute().parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        aside.mkdir(parents=True)
+        aside.rmdir()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: a checkpoint cannot be written there: {error.strerror}") from None
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
 
 def _restore(path: Path, cfg: DecoderConfig, dtype: Any) -> DecoderParams:

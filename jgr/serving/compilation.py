@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
 import jax
+
+_log = logging.getLogger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -31,8 +34,15 @@ class CompilationCounter:
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Keep compiled programs in `folder`. The defaults skip what compiles fast; serving wants every profile kept."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keep compiled programs in `folder`. The defaults skip what compiles fast; serving wants every profile kept.
+
+    A folder that cannot be made costs a slow start and nothing else: it is logged.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _log.warning("no compilation cache: %s: %s (model.compilation_cache)", folder, error.strerror)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

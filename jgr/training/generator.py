@@ -39,6 +39,7 @@ def train_generator(
             "training needs prompts in which the next item's codes follow the history at once: "
             f"prompt.template ending in {{history}} and prompt.item={{sid}}, not {prompt.template!r}, {prompt.item!r}"
         )
+    checkpoint.require_writable(Path(train.out))
     catalog = dataset.catalog
     tokenizer = semantic_id_tokenizer(catalog)
     prompts = PromptBuilder(prompt, tokenizer, catalog)

@@ -177,6 +177,24 @@ def test_damaged_own_checkpoint(tmp_path: Path) -> None:
         checkpoint.load(folder)
 
 
+def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
+    cfg, params = hf.load(HF / "qwen2")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written there: Not a directory"):
+        checkpoint.save(tmp_path / "file" / "model", cfg, params)
+
+    def disk_full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint.save(tmp_path / "own", cfg, params)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoint.save(tmp_path / "own", cfg, params, disk_full)
+    assert_same_bits(checkpoint.load(tmp_path / "own")[1], params)  # the older one is whole
+    (tmp_path / ".own.123.partial" / "params").mkdir(parents=True)  # what a killed process leaves
+    checkpoint.save(tmp_path / "own", cfg, params)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own"]
+
+
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such model folder"):
         checkpoint.load(tmp_path / "nothing")

@@ -24,6 +24,7 @@ from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.client import Client, ServerError
 from jgr.models import beam, checkpoint, decoder, params
 from jgr.prompt import PromptBuilder, Tokenizer, level_tokens, semantic_id_tokenizer
+from jgr.serving.compilation import use_compilation_cache
 from jgr.serving.engine import Engine
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
@@ -259,6 +260,14 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     done = subprocess.run([*command, "serve", f"--set=model.path={path}"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.strip() == f"jgr: {path}: no such model folder (model.path)"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_not_fatal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    use_compilation_cache(tmp_path / "file" / "cache")
+    assert "no compilation cache" in caplog.text
 
 
 def test_a_second_start_reads_its_programs_from_disk(tmp_path: Path) -> None:
