@@ -160,6 +160,7 @@ class TrainConfig:
     weight_decay: float = 0.01  # decoupled, as in AdamW
     dropout: float = 0.1  # probability
     max_items: int = 20  # history items per training sequence
+    checkpoint_every: int = 200  # steps; a killed run goes on from the last one
     hidden: int = 64  # width of the residual stream
     layers: int = 2
     heads: int = 4  # query heads
@@ -169,7 +170,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check(self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0)
-        _check(self, steps=1, batch=1, max_items=1)
+        _check(self, steps=1, batch=1, max_items=1, checkpoint_every=1)
         _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
         _require(self.dropout < 1, f"train.dropout must be below 1, not {self.dropout}")
         fits = self.heads % self.kv_heads == 0

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a semantic-ID generator from a dataset, and leave a model folder that `jgr serve` takes as it is."""
+"""Train a semantic-ID generator from a dataset, and leave a model folder that `jgr serve` takes as it is.
+
+While it trains, train.out + ".training" holds what a killed run goes on from; its losses end in the model folder.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -15,7 +20,8 @@ from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.models import checkpoint
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
-from jgr.training.trainer import State, Windows, decoder_config, fit
+from jgr.training.progress import RunFolder
+from jgr.training.trainer import State, Windows, decoder_config, fit, initial_state
 
 LOG_EVERY = 100  # steps; each log waits for the device
 
@@ -27,9 +33,10 @@ def train_generator(
     dataset: Dataset,
     progress: Callable[[int, int, str], None] = lambda done, total, note: None,
 ) -> Path:
-    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog.
+    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, losses.
 
-    progress(steps done, steps in all, loss). Raises ConfigError where prompt and training do not fit.
+    progress(steps done, steps in all, loss). Goes on where an earlier, killed call with the same arguments stopped.
+    Raises ConfigError where prompt and training do not fit.
     """
     train, prompt = config.train, config.prompt
     if not train.out:
@@ -51,16 +58,33 @@ def train_generator(
     model = decoder_config(train, tokenizer.vocab_size, positions)
     _log.info("training on %d users, %d steps an epoch", len(windows), windows.steps_per_epoch())
 
-    def on_step(done: int, state: State, loss: jax.Array) -> None:
-        if done % LOG_EVERY == 0 or done == train.steps:
-            progress(done, train.steps, f"loss {float(loss):.3f}")
-            _log.debug("step %d: loss %.4f", done, float(loss))
+    running = Path(f"{train.out}.training")
+    run = {
+        "train": asdict(train),
+        "prompt": asdict(prompt),
+        "catalog_version": catalog.version,
+        "windows": windows.digest(),
+    }
+    with RunFolder(running, run) as folder:
 
-    params = fit(windows, train, model, on_step)
+        def on_step(done: int, state: State, loss: jax.Array) -> None:
+            folder.record(done, loss)
+            if done % LOG_EVERY == 0 or done == train.steps:
+                progress(done, train.steps, f"loss {float(loss):.3f}")
+                _log.debug("step %d: loss %.4f", done, float(loss))
+            if done % train.checkpoint_every == 0 or done == train.steps:
+                folder.save(done, state)
+
+        start = folder.latest(initial_state(train, model))
+        if start is not None:
+            _log.info("going on from step %d", int(start.step))
+        params = fit(windows, train, model, on_step, start)
 
     def write_beside(folder: Path) -> None:
         tokenizer.save(folder / "tokenizer.json")
         save_catalog(catalog, folder / "catalog.jsonl")
+        shutil.copy(running / "metrics.jsonl", folder)
 
     checkpoint.save(Path(train.out), model, params, write_beside)
+    shutil.rmtree(running)
     return Path(train.out)

@@ -11,6 +11,7 @@ Letters: N windows, B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -76,6 +77,13 @@ class Windows:
 
     def steps_per_epoch(self) -> int:
         return -(-len(self) // self._train.batch)
+
+    def digest(self) -> str:
+        """First 16 hex digits of the sha256 over the sequences: equal data, equal digest."""
+        digest = hashlib.sha256()
+        for sequence in self._sequences:
+            digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
+        return digest.hexdigest()[:16]
 
     def batch(self, step: int) -> Batch:
         """The batch of a step: epoch = step // steps_per_epoch, shuffled by (seed, epoch); the tail wraps around."""
@@ -170,10 +178,15 @@ def fit(
     train: TrainConfig,
     model: DecoderConfig,
     on_step: Callable[[int, State, jax.Array], None] = lambda step, state, loss: None,
+    start: State | None = None,
 ) -> DecoderParams:
-    """Train for train.steps steps. on_step(steps done, state, loss) after each; the loss is still on the device."""
-    state = initial_state(train, model)
-    for step in range(train.steps):
+    """Train up to train.steps steps, from `start` (default: fresh parameters); gives the parameters.
+
+    on_step(steps done, state, loss) after each; the loss is still on the device, and the state is the next step's to
+    overwrite. From a state that an earlier run left, every later batch, dropout mask and loss is that run's own.
+    """
+    state = initial_state(train, model) if start is None else start
+    for step in range(int(state.step), train.steps):
         state, loss = train_step(
             state, windows.batch(step), train=train, model=model, first_target=windows.first_target
         )

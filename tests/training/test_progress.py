@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed goes on as if nothing had happened; damaged and foreign folders are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jgr.config import ConfigError, override
+from jgr.models import checkpoint
+from jgr.models.params import CheckpointError
+from jgr.training.generator import train_generator
+from tests.training.test_trainer import rule_config, rule_dataset
+
+SETTINGS = ("train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2")
+
+# Trains, and kills its own process with SIGKILL as soon as step 10 is done: two steps after a checkpoint.
+KILLED = """
+import os, signal, sys
+from jgr.config import override
+from jgr.training import generator
+from pathlib import Path
+from tests.training.test_trainer import rule_config, rule_dataset
+
+inner = generator.fit
+
+def fit(windows, train, model, on_step, start):
+    def until(done, state, loss):
+        on_step(done, state, loss)
+        if done == 10:
+            loss.block_until_ready()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return inner(windows, train, model, until, start)
+
+generator.fit = fit
+generator.train_generator(override(rule_config(Path(sys.argv[1])), *sys.argv[2:]), rule_dataset())
+"""
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_kill_9_and_resume_equals_the_unbroken_run(tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train_generator(override(rule_config(whole), *SETTINGS), rule_dataset())
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(broken), *SETTINGS], env={**os.environ, "PYTHONPATH": "."}
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert not broken.exists()
+    assert len(losses(tmp_path / "broken.training")) == 8
+    train_generator(override(rule_config(broken), *SETTINGS), rule_dataset())
+    assert len(losses(whole)) == 12
+    np.testing.assert_allclose(losses(broken), losses(whole), atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        checkpoint.load(broken)[1],
+        checkpoint.load(whole)[1],
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "whole"]
+
+
+def stopped(folder: Path) -> None:
+    """A run that stops after step 9, as by Ctrl-C."""
+
+    def progress(done: int, total: int, note: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_generator(override(rule_config(folder), *SETTINGS, "train.steps=12"), rule_dataset(), progress)
+
+
+def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "ring")
+    with pytest.raises(ConfigError, match="unfinished run of another configuration"):
+        train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS, "train.seed=7"), rule_dataset())
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    stopped(tmp_path / "ring")
+    for path in (tmp_path / "ring.training" / "checkpoints").rglob("*"):
+        if path.is_file() and path.parent.name in ("d", "ocdbt.process_0"):
+            path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="the checkpoint of step 8 is damaged"):
+        train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS), rule_dataset())
