@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The synthetic shop: what `make demo` trains and serves. Two minutes of training on two cores."""
+"""The synthetic shop: what `make demo` trains and serves. About a minute of training on two cores."""
 
 from jgr.config import (
     BeamConfig,

@@ -74,6 +74,8 @@ def _serve(values: flags.FlagValues) -> None:
     report = {"url": url, "load": _describe(values), **load.summarize(results, values.slo_ms)}
     print("\n".join(_lines(report)))
     print(json.dumps(report))
+    if "200" not in report["answered"]:
+        raise UserError("no request was answered 200: try one by hand, the server's answer says why")
 
 
 def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
@@ -95,12 +97,13 @@ def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
             f"--rate times --duration is {values.rate * duration_s:.0f} requests; --max_requests is "
             f"{values.max_requests}"
         )
-    if not config.catalog.path:
+    if not (config.catalog.path or config.model.path):
         raise UserError("say where item ids come from: --set catalog.path=catalog.jsonl, or give a --trace")
+    catalog = load_catalog(config.catalog.path or Path(config.model.path) / "catalog.jsonl")
     rng = np.random.default_rng(values.seed)
     requests = load.make_requests(
         values.kind,
-        load_catalog(config.catalog.path).item_ids,
+        catalog.item_ids,
         history_length=values.history_length,
         candidates=values.candidates,
         top_k=values.top_k,
@@ -136,6 +139,11 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         if values := report[f"{name}_ms"]:
             shown = ", ".join(f"{p} {ms:.1f} ms" for p, ms in values.items())
             lines.append(f"{name:<9} {shown} ({note})")
+    latency_ms, lateness_ms = report["latency_ms"], report["lateness_ms"]
+    if latency_ms and lateness_ms and lateness_ms["p50"] > latency_ms["p50"] / 2:
+        lines.append(
+            "warning   the client fell behind its schedule: these latencies are its own, not the server's"
+        )
     return lines
 
 

@@ -94,6 +94,11 @@ def recommend_all(
 
     catalog: must be the one that the server's answers name. on_answer: called after each answer, from any thread.
     """
+    versions = {model["catalog_version"] for model in client.get("/v1/models")["data"]}
+    if catalog.version not in versions:
+        raise ServerError(
+            f"the server's catalog is {', '.join(versions)}, the dataset's is {catalog.version}"
+        )
     ranked = np.full((len(examples), top_k), -1, np.int32)
 
     def ask(i: int) -> None:
@@ -106,10 +111,6 @@ def recommend_all(
                 "exclude_history": exclude_history,
             },
         )
-        if answer["catalog_version"] != catalog.version:
-            raise ServerError(
-                f"the server's catalog is {answer['catalog_version']}, the dataset's is {catalog.version}"
-            )
         rows, unknown = catalog.rows([item["item_id"] for item in answer["items"]])
         if unknown:
             raise ServerError(f"the server recommended items that the catalog lacks: {unknown[:3]}")

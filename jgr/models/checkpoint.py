@@ -65,14 +65,19 @@ def save(
 def require_writable(folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint can be written there; cheap, to be asked before the work is done.
 
-    Clears away what a killed process left half-written.
+    A folder that is there must be empty or a checkpoint of ours: it will be replaced. Clears away what a killed
+    process left half-written.
     """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
+        raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
     aside = _aside(folder.absolute())
     try:
         for left in folder.absolute().parent.glob(f".{glob.escape(folder.name)}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
         aside.mkdir(parents=True)
         aside.rmdir()
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(20, "Not a directory")
     except OSError as error:
         raise CheckpointError(f"{folder}: a checkpoint cannot be written there: {error.strerror}") from None
 

@@ -149,7 +149,12 @@ class Answer(Struct, kw_only=True):
         Literal["valid", "full"],
         Meta(description="Scores are normalised over a level's legal tokens, or the whole vocabulary."),
     ]
-    items: Annotated[list[Item], Meta(description="Best first; fewer than top_k only where no more exist.")]
+    items: Annotated[
+        list[Item],
+        Meta(
+            description="Best first; fewer than top_k where the search ends with fewer, as with few items left."
+        ),
+    ]
     usage: Annotated[Usage, Meta(description="What the request cost and what was left out of it.")]
     timing_ms: Annotated[Timing, Meta(description="Where the time went, in milliseconds.")]
 

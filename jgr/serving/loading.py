@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import jax
+
 from jgr.catalog import load_catalog
 from jgr.config import Config, ConfigError
 from jgr.data.prefix_tree import PrefixTree
@@ -30,6 +32,10 @@ def load_engine(config: Config) -> Engine:
     """
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
+        raise ConfigError(f"there is no device to serve on: {error}") from None
     if config.model.compilation_cache:
         use_compilation_cache(Path(config.model.compilation_cache).expanduser())
     folder = Path(config.model.path)
@@ -61,6 +67,17 @@ def load_engine(config: Config) -> Engine:
             prompts.max_tokens,
             longest,
         )
+    _log.info(
+        "model %s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
+        config.model.name,
+        cfg.family,
+        cfg.layers,
+        cfg.hidden,
+        device.device_kind,
+        catalog.version,
+        catalog.n_items,
+        len(profiles),
+    )
     executor = JaxExecutor(cfg, params, catalog_tables(tree, tokens, params), profiles, config.beam.normalize)
     counter = CompilationCounter()
     metrics = Metrics(lambda: counter.count)

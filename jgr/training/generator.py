@@ -71,7 +71,7 @@ def train_generator(
             folder.record(done, loss)
             if done % LOG_EVERY == 0 or done == train.steps:
                 progress(done, train.steps, f"loss {float(loss):.3f}")
-                _log.debug("step %d: loss %.4f", done, float(loss))
+                _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
             if done % train.checkpoint_every == 0 or done == train.steps:
                 folder.save(done, state)
 

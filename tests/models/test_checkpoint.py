@@ -183,6 +183,14 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written there: Not a directory"):
         checkpoint.save(tmp_path / "file" / "model", cfg, params)
 
+    with pytest.raises(CheckpointError, match="cannot be written there: Not a directory"):
+        checkpoint.require_writable(tmp_path / "file")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years")
+    with pytest.raises(CheckpointError, match="holds something else than a model"):
+        checkpoint.save(tmp_path / "precious", cfg, params)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years"
+
     def disk_full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -192,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     assert_same_bits(checkpoint.load(tmp_path / "own")[1], params)  # the older one is whole
     (tmp_path / ".own.123.partial" / "params").mkdir(parents=True)  # what a killed process leaves
     checkpoint.save(tmp_path / "own", cfg, params)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
 
 
 def test_no_folder(tmp_path: Path) -> None:
