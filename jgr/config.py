@@ -140,7 +140,8 @@ class ServerConfig:
 class DataConfig:
     """The interactions to train and evaluate on."""
 
-    kind: Literal["shop", "minionerec"] = "shop"  # the synthetic shop, or a folder in MiniOneRec's format
+    # The synthetic shop, a folder that `jgr prepare` wrote, or one in MiniOneRec's format.
+    kind: Literal["shop", "prepared", "minionerec"] = "shop"
     path: str = ""  # the folder; the shop needs none
 
     def __post_init__(self) -> None:

@@ -26,6 +26,8 @@ from jgr.config import UserError
 
 COMMANDS = {
     "demo": "jgr.cli.demo",
+    "prepare": "jgr.cli.prepare",
+    "ids": "jgr.cli.ids",
     "train": "jgr.cli.train",
     "serve": "jgr.cli.serve",
     "evaluate": "jgr.cli.evaluate",

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr ids`: semantic ids for a prepared dataset, from item vectors that are given or computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import UserError
+
+if TYPE_CHECKING:
+    from jgr.data.prepared import Prepared
+    from jgr.training.item_vectors import Float32
+    from jgr.training.semantic_ids import Quantized
+
+HELP = "give the items of a prepared dataset semantic ids"
+REPORT = "ids_report.json"
+MAX_SEED = 2**31 - 1
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("data", None, "folder that jgr prepare wrote; catalog.jsonl is written into it")
+    flags.DEFINE_string("vectors", None, ".npy of [items, dimensions] floats in the order of items.jsonl")
+    flags.DEFINE_bool("normalize", False, "scale each row of --vectors to length 1")
+    flags.DEFINE_integer("dims", 64, "dimensions of computed vectors (without --vectors)", lower_bound=1)
+    flags.DEFINE_integer(
+        "window", 5, "steps between items that count as near (without --vectors)", lower_bound=1
+    )
+    flags.DEFINE_enum("method", "kmeans", ("kmeans", "balanced", "rqvae"), "how vectors become codes")
+    flags.DEFINE_list("sizes", ["256", "256", "256"], "codes of each level, 1 to 8 levels")
+    flags.DEFINE_integer("steps", 2000, "training steps of rqvae", lower_bound=1)
+    flags.DEFINE_enum(
+        "collisions", "share", ("share", "extra", "reassign"), "what is done about items of the same id"
+    )
+    flags.DEFINE_integer("seed", 0, "of everything random", lower_bound=0, upper_bound=MAX_SEED)
+
+
+def main(argv: Sequence[str]) -> int:
+    console.refuse_arguments(argv)
+    values = flags.FLAGS
+    if not values.data:
+        raise UserError("--data: the folder that jgr prepare wrote is not set")
+    sizes = _sizes(values.sizes)
+    from jgr.catalog import save_catalog
+    from jgr.data.files import writing
+    from jgr.data.prepared import CATALOG, load_prepared
+    from jgr.training import semantic_ids
+    from jgr.training.semantic_ids import SemanticIdError
+
+    semantic_ids.check_sizes(sizes)
+    folder = Path(values.data)
+    prepared = load_prepared(folder)
+    if CATALOG in prepared.manifest["outputs"]:
+        raise UserError(f"{folder}: its source brought semantic ids ({CATALOG}); prepare it without them")
+    vectors, source = _vectors(values, prepared)
+    quantized, error = _quantized(values, vectors, sizes)
+    codes = semantic_ids.resolve_collisions(quantized, values.collisions)
+    all_sizes = [*sizes, int(codes[:, -1].max()) + 1][: codes.shape[1]]
+    catalog = semantic_ids.id_catalog(prepared.item_ids, codes, prepared.metadata)
+    report = semantic_ids.report(codes, all_sizes)
+    raw = semantic_ids.report(quantized.codes, sizes)["collision_rate"]
+    summary = {
+        "catalog_version": catalog.version,
+        "vectors": source,
+        "method": values.method,
+        "collisions": values.collisions,
+        "seed": values.seed,
+        **error,
+        "collision_rate_before": raw,
+        **report,
+    }
+    with writing(folder / REPORT, SemanticIdError) as stream:
+        stream.write(json.dumps(summary, indent=2).encode() + b"\n")
+    save_catalog(catalog, folder / CATALOG)
+    print(semantic_ids.format_report(report))
+    if values.collisions != "share":
+        print(f"collision rate before {values.collisions}: {raw:.4f}")
+    print(folder / CATALOG)
+    return 0
+
+
+def _sizes(texts: Sequence[str]) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, texts))
+    except ValueError:
+        raise UserError(f"--sizes: expected integers as in 256,256,256, found {','.join(texts)!r}") from None
+
+
+def _vectors(values: flags.FlagValues, prepared: Prepared) -> tuple[Float32, dict[str, Any]]:
+    """The item vectors and where they are from, as the report says it."""
+    from jgr.training.item_vectors import co_occurrence_vectors, load_vectors, unit_rows
+
+    n = len(prepared.item_ids)
+    if values.vectors:
+        vectors = load_vectors(values.vectors, n)
+        source = {"file": Path(values.vectors).name, "normalized": values.normalize}
+        return (unit_rows(vectors) if values.normalize else vectors), source
+    if values.normalize:
+        raise UserError("--normalize is for --vectors; computed vectors have length 1 already")
+    found = co_occurrence_vectors(
+        prepared.interactions.sequences, n, dims=values.dims, window=values.window, seed=values.seed
+    )
+    unplaced = n - int(found.placed.sum())
+    return found.vectors, {
+        "computed": "co-occurrence",
+        "dims": values.dims,
+        "window": values.window,
+        "unplaced_items": unplaced,
+    }
+
+
+def _quantized(
+    values: flags.FlagValues, vectors: Float32, sizes: tuple[int, ...]
+) -> tuple[Quantized, dict[str, float]]:
+    """The quantised items, and the errors for the report."""
+    if values.method == "rqvae":
+        from jgr.training.rq_vae import RqVaeConfig, train_rq_vae
+
+        config = RqVaeConfig(sizes=sizes, steps=values.steps, seed=values.seed)
+        with console.progress_bar("rqvae") as bar:
+            trained = train_rq_vae(vectors, config, bar)
+        return trained.quantized, {
+            "quantization_error": trained.quantized.error,
+            "reconstruction_error": trained.error,
+        }
+    from jgr.training.semantic_ids import residual_kmeans
+
+    with console.progress_bar(values.method) as bar:
+        balanced = values.method == "balanced"
+        found = residual_kmeans(vectors, sizes, seed=values.seed, balanced=balanced, progress=bar)
+    return found, {"quantization_error": found.error}

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Amazon reviews: the 5-core sequence text of S3-Rec and its successors, and the files of the 2023 release.
+
+5-core: `sequences.txt` (or S3-Rec's `Beauty.txt` renamed), lines of `user item item ...`, oldest first, with
+`items.jsonl` beside it where there is one: objects with `item_id`; every other field is metadata.
+
+2023: reviews as `*.jsonl` (as crawled) or `*.csv` (user_id, parent_asin, rating, timestamp), or cut into
+`*.train.csv`, `*.valid.csv`, `*.test.csv`; items as `meta_*.jsonl`, of which a few fields are kept. Products
+are known by parent_asin; times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from jgr.data.interactions import DataError
+from jgr.data.sources.records import (
+    Counts,
+    Event,
+    Item,
+    Raw,
+    Source,
+    as_id,
+    as_time,
+    csv_rows,
+    find,
+    find_all,
+    find_only,
+    find_optional,
+    json_object,
+    parsed,
+    user_lines,
+)
+
+META_FIELDS = ("title", "store", "main_category", "categories", "price")
+
+
+def _open_5core(folder: Path) -> Raw:
+    items = find_optional(folder, "items.jsonl")
+    events = ((find(folder, "sequences.txt"), user_lines),)
+    return Raw(events, (items, items_jsonl) if items else None)
+
+
+def items_jsonl(path: Path) -> Iterator[tuple[int, Item]]:
+    """Objects with `item_id`; the rest, or the object `metadata` if that is all the rest, is metadata."""
+
+    def parse(line: bytes) -> list[Item]:
+        fields = json_object(line)
+        item_id = as_id(fields.pop("item_id", None))
+        nested = fields.get("metadata")
+        return [
+            Item(item_id, nested if list(fields) == ["metadata"] and isinstance(nested, dict) else fields)
+        ]
+
+    return parsed(path, parse)
+
+
+def _open_2023(folder: Path) -> Raw:
+    meta = find_all(folder, "meta_*.jsonl")
+    if len(meta) > 1:
+        raise DataError(f"{folder}: holds several categories: {', '.join(path.name for path in meta)}")
+    items = (meta[0], _meta_2023) if meta else None
+    parts = ("*.train.csv", "*.valid.csv", "*.test.csv")
+    if find_all(folder, parts[0]):
+        readers = [partial(_csv_2023, split=split) for split in range(3)]
+        return Raw(
+            tuple((find_only(folder, part), read) for part, read in zip(parts, readers, strict=True)), items
+        )
+    path = find_only(folder, "*.jsonl", "*.csv", beside=meta)
+    read = _jsonl_2023 if path.name.removesuffix(".gz").endswith(".jsonl") else _csv_2023
+    return Raw(((path, read),), items)
+
+
+def _jsonl_2023(path: Path) -> Iterator[tuple[int, Event]]:
+    def parse(line: bytes) -> list[Event]:
+        fields = json_object(line)
+        user_id, item_id = as_id(fields.get("user_id")), as_id(fields.get("parent_asin"))
+        return [Event(user_id, item_id, as_time(fields.get("timestamp")))]
+
+    return parsed(path, parse)
+
+
+def _csv_2023(path: Path, split: int = 0) -> Iterator[tuple[int, Event]]:
+    def parse(row: dict[str, str]) -> Event:
+        return Event(row["user_id"], row["parent_asin"], as_time(row["timestamp"]), split)
+
+    return csv_rows(path, ("user_id", "parent_asin", "timestamp"), parse)
+
+
+def _meta_2023(path: Path) -> Iterator[tuple[int, Item]]:
+    def parse(line: bytes) -> list[Item]:
+        fields = json_object(line)
+        return [Item(as_id(fields.get("parent_asin")), {k: fields[k] for k in META_FIELDS if fields.get(k)})]
+
+    return parsed(path, parse)
+
+
+SOURCES = {
+    "amazon-5core": Source(_open_5core, splits=("leave_one_out",)),
+    "amazon-beauty": Source(_open_5core, splits=("leave_one_out",), raw=Counts(22_363, 12_101, 198_502)),
+    "amazon-sports": Source(_open_5core, splits=("leave_one_out",), raw=Counts(35_598, 18_357, 296_337)),
+    "amazon-2023": Source(_open_2023, splits=("leave_one_out", "time", "given")),
+}

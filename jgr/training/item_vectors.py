@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Item vectors: the user's own, or computed from who was taken near whom.
+
+The one idea of the computed ones: items that stand near the same items in training sequences are alike. The
+matrix of shifted positive pointwise mutual information
+
+    M[i, j] = max(0, log(c_ij * sum(c) / (c_i * c_j)) - log(shift)),    c_ij: how often i and j stand near
+
+is symmetric and sparse; its best approximation of rank e is found by a randomised range finder, and item i
+becomes row i of U sqrt|L|, scaled to length 1. Only training sequences are read: vectors that knew the test
+targets' company would leak them into the ids.
+
+Letters: n items, e dimensions, p pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import UserError
+from jgr.data.interactions import Ragged
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+MAX_DIMENSIONS = 16_384
+MAX_BYTES = 1 << 34
+UNPLACED_LENGTH = 0.3
+_NEGLIGIBLE = 1e-3
+_SPARE = 16
+_POWER_ITERATIONS = 4
+_PAIRS_PER_BATCH = 1 << 22
+_CELLS_PER_BATCH = 1 << 22
+
+
+class VectorError(UserError):
+    """Item vectors that cannot be used; the message names the file, and the row or the shape."""
+
+
+def load_vectors(path: str | Path, n_items: int) -> Float32:
+    """Read a `.npy` of [n_items, e] floats, row i for item i of the dataset. VectorError names what is wrong.
+
+    float16, float32 and float64 are read; 1 <= e <= 16,384; every value must be finite in float32.
+    """
+    path = Path(path)
+    try:
+        # Mapped, so that shape and size are known before anything is read; a pickle is refused by numpy.
+        mapped = np.load(path, mmap_mode="r")
+    except OSError as cause:
+        raise VectorError(f"{path}: cannot be read: {cause.strerror or cause}") from None
+    except (ValueError, EOFError, SyntaxError) as cause:
+        raise VectorError(f"{path}: not a .npy file of plain numbers: {cause}") from None
+    if not isinstance(mapped, np.ndarray):
+        mapped.close()
+        raise VectorError(f"{path}: an .npz archive; save the one array with numpy.save")
+    if mapped.dtype.kind != "f" or mapped.dtype.itemsize > 8:
+        raise VectorError(f"{path}: vectors must be float16, float32 or float64, found {mapped.dtype}")
+    if mapped.ndim != 2 or len(mapped) != n_items:
+        raise VectorError(f"{path}: expected shape [{n_items} items, dimensions], found {list(mapped.shape)}")
+    if not 1 <= mapped.shape[1] <= MAX_DIMENSIONS:
+        raise VectorError(f"{path}: vectors have 1 to {MAX_DIMENSIONS} dimensions, found {mapped.shape[1]}")
+    if mapped.size * 4 > MAX_BYTES:
+        raise VectorError(f"{path}: {list(mapped.shape)} takes more than {MAX_BYTES >> 30} GiB in float32")
+    with np.errstate(over="ignore"):
+        vectors = np.array(mapped, np.float32)
+    unusable = ~np.isfinite(vectors).all(axis=1)
+    if unusable.any():
+        row = int(np.argmax(unusable))
+        raise VectorError(
+            f"{path}: row {row} holds NaN or an infinite value ({int(unusable.sum())} such rows)"
+        )
+    return vectors
+
+
+def unit_rows(vectors: Float32) -> Float32:
+    """Each row scaled to length 1; zero rows stay zero."""
+    length = np.sqrt(np.square(vectors, dtype=np.float64).sum(axis=1, keepdims=True))
+    return (vectors / np.where(length > 0, length, 1)).astype(np.float32)
+
+
+class CoOccurrence(NamedTuple):
+    """vectors: [n, e] float32. placed: [n] bool, whether training says where the item belongs."""
+
+    vectors: Float32
+    placed: Bool
+
+
+def co_occurrence_vectors(
+    sequences: Ragged, n_items: int, *, dims: int = 64, window: int = 5, shift: float = 1.0, seed: int = 0
+) -> CoOccurrence:
+    """Vectors of length 1 from training sequences of rows.
+
+    dims: e, at least 1; beyond what the matrix holds they are zeros. window: two items are near if at most
+    that many steps apart in one sequence; an item is not near itself. shift: more of it keeps only the
+    stronger ties.
+
+    An item that was near no other (never taken in training, or always alone), or only near ones that none of
+    the e largest dimensions describes, has nothing to be placed by. It gets seeded noise of length
+    UNPLACED_LENGTH around zero: together with its like, away from the others, and yet not all in one point.
+    """
+    if dims < 1 or window < 1 or not shift > 0:
+        raise VectorError(
+            f"dims and window are at least 1, shift above 0; found {dims}, {window} and {shift}"
+        )
+    if dims > MAX_DIMENSIONS:
+        raise VectorError(f"dims: at most {MAX_DIMENSIONS}, not {dims}")
+    matrix = _ppmi(*near_pairs(sequences, n_items, window), n_items, shift)
+    rng = np.random.default_rng(seed)
+    vectors = _low_rank(matrix, n_items, dims, rng)
+    length = np.sqrt(np.square(vectors).sum(axis=1))
+    # What is left of an item outside the e dimensions is rounding, which must not be scaled up.
+    placed = length > _NEGLIGIBLE * length.max(initial=0)
+    noise = UNPLACED_LENGTH * unit_rows(rng.standard_normal((n_items, dims)).astype(np.float32))
+    return CoOccurrence(np.where(placed[:, None], unit_rows(vectors), noise), placed)
+
+
+def near_pairs(sequences: Ragged, n_items: int, window: int) -> tuple[Int64, Int64]:
+    """Unordered pairs of different items and how often they are near: cells i * n + j with i < j, [p]; times."""
+    rows, owner = sequences.flatten()
+    rows = rows.astype(np.int64)
+    cells, times = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for apart in range(1, min(window, max(len(rows) - 1, 0)) + 1):
+        for at in range(0, len(rows) - apart, _PAIRS_PER_BATCH):
+            a = slice(at, min(at + _PAIRS_PER_BATCH, len(rows) - apart))
+            b = slice(a.start + apart, a.stop + apart)
+            left, right = rows[a], rows[b]
+            kept = (owner[a] == owner[b]) & (left != right)
+            pairs = (np.minimum(left, right) * n_items + np.maximum(left, right))[kept]
+            new, found = np.unique(pairs, return_counts=True)
+            cells, inverse = np.unique(np.concatenate([cells, new]), return_inverse=True)
+            times = np.bincount(inverse, np.concatenate([times, found]), minlength=len(cells)).astype(
+                np.int64
+            )
+    return cells, times
+
+
+@dataclass(frozen=True, eq=False)
+class _Sparse:
+    """A matrix by rows. offsets: [n + 1]. columns, values: [entries]."""
+
+    offsets: Int64
+    columns: Int64
+    values: Float32
+
+    def __matmul__(self, dense: Float32) -> Float32:
+        product = np.zeros((len(self.offsets) - 1, dense.shape[1]), np.float32)
+        filled = np.flatnonzero(np.diff(self.offsets))
+        starts = self.offsets[filled]
+        ends = self.offsets[filled + 1]
+        # Whole rows at a time, as many as fit the budget of gathered cells, at least one.
+        budget = max(1, _CELLS_PER_BATCH // dense.shape[1])
+        at = 0
+        while at < len(filled):
+            upto = max(at + 1, int(np.searchsorted(ends, starts[at] + budget, side="right")))
+            part = slice(starts[at], ends[upto - 1])
+            terms = dense[self.columns[part]] * self.values[part, None]
+            product[filled[at:upto]] = np.add.reduceat(terms, starts[at:upto] - starts[at], axis=0)
+            at = upto
+        return product
+
+
+def _ppmi(cells: Int64, times: Int64, n_items: int, shift: float) -> _Sparse:
+    """The symmetric shifted positive PMI of pairs i < j, both triangles."""
+    left, right = np.divmod(cells, n_items)
+    count = np.bincount(left, times, n_items) + np.bincount(right, times, n_items)
+    with np.errstate(divide="ignore"):
+        log = np.log(count)
+    value = np.log(times * count.sum()) - log[left] - log[right] - np.log(shift)
+    left, right, value = left[value > 0], right[value > 0], value[value > 0]
+    row, column = np.concatenate([left, right]), np.concatenate([right, left])
+    order = np.argsort(row * n_items + column)
+    offsets = np.append(0, np.cumsum(np.bincount(row, minlength=n_items)))
+    return _Sparse(offsets, column[order], np.concatenate([value, value])[order].astype(np.float32))
+
+
+def _low_rank(matrix: _Sparse, n: int, dims: int, rng: np.random.Generator) -> Float32:
+    """U sqrt|L| of the `dims` largest eigenvalues L by magnitude, [n, dims]; zeros beyond rank n."""
+    rank = min(n, dims + _SPARE)
+    basis = rng.standard_normal((n, rank)).astype(np.float32)
+    for _ in range(1 + _POWER_ITERATIONS):
+        # A basis of the image, orthonormal again each time: powers alone would all turn to the first one.
+        basis = np.linalg.qr(matrix @ basis)[0]
+    small = (basis.T @ (matrix @ basis)).astype(np.float64)
+    values, turned = np.linalg.eigh((small + small.T) / 2)
+    values[np.abs(values) < 1e-5 * np.abs(values).max()] = 0.0
+    largest = np.argsort(-np.abs(values), kind="stable")[:dims]
+    found = np.zeros((n, dims), np.float32)
+    found[:, : len(largest)] = (basis @ turned[:, largest]) * np.sqrt(np.abs(values[largest]))
+    return found

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Semantic ids: item vectors become short tuples of codes, so that items alike share a prefix.
+
+The one idea: each level codes what the levels before it left over. A level's codebook is a k-means of the
+residuals r; an item's code is its nearest codeword, which is then taken off r. So at any time
+
+    point = sum of the codewords so far + residual
+
+and everything that follows (collision policies, report) needs only points, codebooks and codes, whether these
+are vectors under residual k-means or latents of an RQ-VAE.
+
+Written in numpy and not for the device: ids are made once per catalog, most of the time goes into one float32
+matmul per iteration that BLAS does well, and the balanced assignment and k-means++ are sequential by nature.
+
+- Equal inputs and seeds give equal ids on one machine; another BLAS may decide near ties differently.
+- Distances are computed in blocks: never more than BLOCK of them are held at once.
+
+Letters: n points, e dimensions, K codewords, depth levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog import MAX_DEPTH, Catalog
+from jgr.config import UserError
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+Progress = Callable[[int, int, str], None]
+
+BLOCK = 1 << 22
+MAX_SIZE = 1 << 16
+POLICIES = ("share", "extra", "reassign")
+_MAX_PLAN = 1 << 24
+_SAMPLE_PER_CODE = 8
+_SAMPLE_MIN = 4096
+_EPSILON = 0.05
+_SINKHORN_ITERATIONS = 100
+_BINS = (1, 2, 3, 4, 5, 10, 50)
+
+
+class SemanticIdError(UserError):
+    """Sizes, vectors or a policy that give no semantic ids; the message says what to change."""
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """Points and their codes.
+
+    points: [n, e] float32. codebooks: per level [K, e] float32. codes: [n, depth] int32.
+    """
+
+    points: Float32
+    codebooks: tuple[Float32, ...]
+    codes: Int32
+
+    def residual(self, levels: int) -> Float32:
+        """What the first `levels` levels leave of each point, [n, e] float32."""
+        left = self.points
+        for codebook, codes in zip(self.codebooks[:levels], self.codes.T, strict=False):
+            left = left - codebook[codes]
+        return left
+
+    @property
+    def error(self) -> float:
+        """Squared error as a share of the points' variance: 0 is exact, 1 is no better than their mean."""
+        variance = float(np.square(self.points - self.points.mean(axis=0)).sum(dtype=np.float64))
+        left = float(np.square(self.residual(len(self.codebooks))).sum(dtype=np.float64))
+        return left / variance if variance else 0.0
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """SemanticIdError unless there are 1 to MAX_DEPTH sizes of 1 to MAX_SIZE codes."""
+    if not 1 <= len(sizes) <= MAX_DEPTH:
+        raise SemanticIdError(f"sizes: needs 1 to {MAX_DEPTH} levels, found {len(sizes)}")
+    for size in sizes:
+        if not 1 <= size <= MAX_SIZE:
+            raise SemanticIdError(f"sizes: a level has 1 to {MAX_SIZE} codes, not {size}")
+
+
+def residual_kmeans(
+    points: Float32,
+    sizes: Sequence[int],
+    *,
+    seed: int,
+    balanced: bool = False,
+    iterations: int = 20,
+    progress: Progress = lambda done, total, note: None,
+) -> Quantized:
+    """A k-means of the residuals for each level. progress(levels done, levels, note) after each.
+
+    points: [n, e], n >= 1, finite. balanced: no code of a level is given to more than ceil(n / K) points.
+    """
+    check_sizes(sizes)
+    residual = points = np.asarray(points, np.float32)
+    codebooks, columns = [], []
+    for level, size in enumerate(sizes):
+        rng = np.random.default_rng((seed, level))
+        codebook, codes = kmeans(residual, size, rng, balanced=balanced, iterations=iterations)
+        codebooks.append(codebook)
+        columns.append(codes)
+        residual = residual - codebook[codes]
+        progress(level + 1, len(sizes), f"level {level}")
+    return Quantized(points, tuple(codebooks), np.stack(columns, axis=1))
+
+
+def quantize(points: Float32, codebooks: Sequence[Float32]) -> Quantized:
+    """Code points by codebooks that are given: the nearest codeword at each level."""
+    residual, columns = points, []
+    for codebook in codebooks:
+        codes = nearest(residual, codebook)
+        columns.append(codes)
+        residual = residual - codebook[codes]
+    return Quantized(points, tuple(codebooks), np.stack(columns, axis=1))
+
+
+def kmeans(
+    points: Float32,
+    size: int,
+    rng: np.random.Generator,
+    *,
+    balanced: bool = False,
+    iterations: int = 20,
+) -> tuple[Float32, Int32]:
+    """A codebook [size, e] and each point's code [n] in it.
+
+    Lloyd's iteration from a k-means++ start, until nothing changes or `iterations` are done. A codeword that
+    no point took moves to one of the points farthest from their own. With fewer distinct points than `size`
+    some codewords stay unused.
+    """
+    assign = nearest_balanced if balanced else nearest
+    codebook = _plus_plus(points, size, rng)
+    codes = assign(points, codebook)
+    for _ in range(iterations):
+        codebook = _means(points, codes, codebook)
+        before, codes = codes, assign(points, codebook)
+        if np.array_equal(before, codes):
+            break
+    return codebook, codes
+
+
+def nearest(points: Float32, codebook: Float32, allowed: Bool | None = None) -> Int32:
+    """The code of each point's nearest codeword, [n] int32; the smallest of equals.
+
+    allowed: [K] bool, the codes to choose from, by default all.
+    """
+    # |x - c|^2 without |x|^2, which is the same for every c, halved.
+    half = 0.5 * np.square(codebook).sum(axis=1)
+    if allowed is not None:
+        half = np.where(allowed, half, np.float32(np.inf))
+    codes = np.empty(len(points), np.int32)
+    step = max(1, BLOCK // len(codebook))
+    for at in range(0, len(points), step):
+        codes[at : at + step] = np.argmin(half - points[at : at + step] @ codebook.T, axis=1)
+    return codes
+
+
+def nearest_balanced(points: Float32, codebook: Float32) -> Int32:
+    """Codes [n] int32 of which none is given to more than ceil(n / K) points.
+
+    Points choose one after the other, the one nearest to any codeword first; each takes its nearest codeword
+    that has room.
+    """
+    capacity = -(-len(points) // len(codebook))
+
+    def choose(rows: Int64, allowed: Bool) -> tuple[Int32, Float32]:
+        codes = nearest(points[rows], codebook, allowed)
+        return codes, _squared(points[rows], codebook[codes])
+
+    return _in_turn(len(points), np.full(len(codebook), capacity), choose)
+
+
+def _in_turn(
+    n: int,
+    room: Int64,
+    choose: Callable[[Int64, Bool], tuple[Int32, npt.NDArray[np.floating[Any]]]],
+) -> Int32:
+    """Give each of n points a code, in order of the cost of its first choice, as long as there is room.
+
+    room: [K], adds up to at least n. choose(rows, allowed): the best allowed code of each row, and its cost.
+    """
+    codes = np.empty(n, np.int32)
+    choice, cost = choose(np.arange(n), room > 0)
+    waiting = np.argsort(cost, kind="stable")
+    choice = choice[waiting]
+    # Choices only change when a code fills up, so each round seats everybody before the first who comes too
+    # late for theirs: at most K + 1 rounds, and the same codes as one by one.
+    while len(waiting):
+        late = _rank(choice) >= room[choice]
+        fit = int(np.argmax(late)) if late.any() else n
+        codes[waiting[:fit]] = choice[:fit]
+        room = room - np.bincount(choice[:fit], minlength=len(room))
+        waiting, choice = waiting[fit:], choice[fit:]
+        lost = room[choice] == 0
+        if lost.any():
+            choice[lost] = choose(waiting[lost], room > 0)[0]
+    return codes
+
+
+def _rank(groups: npt.NDArray[np.integer[Any]]) -> Int64:
+    """How many earlier elements are equal to each, [n]."""
+    if groups.max(initial=0) < MAX_SIZE:
+        groups = groups.astype(np.uint16)  # numpy sorts these in linear time
+    order = np.argsort(groups, kind="stable")
+    sizes = np.bincount(groups)
+    rank = np.empty(len(groups), np.int64)
+    rank[order] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return rank
+
+
+def _plus_plus(points: Float32, size: int, rng: np.random.Generator) -> Float32:
+    """k-means++ on a sample: each codeword is a point drawn by its squared distance to those before it."""
+    wanted = min(len(points), max(_SAMPLE_MIN, _SAMPLE_PER_CODE * size))
+    sample = points[np.sort(rng.choice(len(points), wanted, replace=False))]
+    chosen = [int(rng.integers(wanted))]
+    weight = _squared(sample, sample[chosen[0]])
+    while len(chosen) < size:
+        running = np.cumsum(weight, dtype=np.float64)
+        # Where all points are codewords already, u is 0 and the last point is taken once more.
+        u = rng.random() * running[-1]
+        chosen.append(min(int(np.searchsorted(running, u, side="right")), wanted - 1))
+        weight = np.minimum(weight, _squared(sample, sample[chosen[-1]]))
+    return sample[chosen]
+
+
+def _means(points: Float32, codes: Int32, codebook: Float32) -> Float32:
+    """The mean of each code's points; unused codes move to the points farthest from their mean."""
+    order = np.argsort(codes, kind="stable")
+    used, starts, counts = np.unique(codes[order], return_index=True, return_counts=True)
+    sums = np.add.reduceat(points[order], starts, axis=0, dtype=np.float64)
+    moved = codebook.copy()
+    moved[used] = sums / counts[:, None]
+    unused = np.setdiff1d(np.arange(len(codebook)), used)
+    if len(unused):
+        distance = _squared(points, moved[codes])
+        farthest = np.argsort(-distance, kind="stable")[: len(unused)]
+        farthest = farthest[distance[farthest] > 0]
+        moved[unused[: len(farthest)]] = points[farthest]
+    return moved
+
+
+def _squared(a: Float32, b: Float32) -> Float32:
+    """Squared distance of each row of a to its row of b (or to the one b), [n]."""
+    difference = a - b
+    squared: Float32 = np.einsum("ne,ne->n", difference, difference)
+    return squared
+
+
+def resolve_collisions(quantized: Quantized, policy: str) -> Int32:
+    """Codes [n, depth] int32, [n, depth + 1] with "extra", after a policy for items of the same id.
+
+    share: nothing is done; the catalog returns all items of an id, in its own order.
+    extra: one more level numbers the items of each id in row order: no two items share an id.
+    reassign: colliding items are given other codes at the last level, see `reassign`.
+    """
+    if policy == "share":
+        return quantized.codes
+    if policy == "extra":
+        return number_duplicates(quantized.codes)
+    if policy == "reassign":
+        return reassign(quantized)
+    raise SemanticIdError(f"collisions must be one of {', '.join(POLICIES)}, not {policy!r}")
+
+
+def number_duplicates(codes: Int32) -> Int32:
+    """One more level: 0 for the first item of an id in row order, 1 for the second, and so on."""
+    if codes.shape[1] == MAX_DEPTH:
+        raise SemanticIdError(f"collisions: an extra level would make more than {MAX_DEPTH}")
+    number = _rank(_groups(codes)).astype(np.int32)
+    return np.concatenate([codes, number[:, None]], axis=1)
+
+
+def reassign(quantized: Quantized) -> Int32:
+    """Spread items of the same id over the last level's free codes, by optimal transport.
+
+    Of the m items below one prefix (all codes but the last) no code keeps more than ceil(m / K): no items
+    collide where m <= K. Items of codes that hold no more than that stay; the others are given codes with
+    room so that the sum of squared distances is small (Sinkhorn, then rounded one by one).
+    """
+    codes, codebook = quantized.codes.copy(), quantized.codebooks[-1]
+    residual = quantized.residual(len(quantized.codebooks) - 1)
+    prefix = _groups(codes[:, :-1])
+    order = np.argsort(prefix, kind="stable")
+    for members in np.split(order, np.cumsum(np.bincount(prefix))[:-1]):
+        held = np.bincount(codes[members, -1], minlength=len(codebook))
+        limit = -(-len(members) // len(codebook))
+        crowded = held > limit
+        if crowded.any():
+            moving = members[crowded[codes[members, -1]]]
+            room = limit - np.where(crowded, 0, held)
+            codes[moving, -1] = _transport(residual[moving], codebook, room)
+    return codes
+
+
+def _transport(points: Float32, codebook: Float32, room: Int64) -> Int32:
+    """Codes [m] for m points, as many of each code as it has room, of small total squared distance."""
+    free = np.flatnonzero(room)
+    if len(points) * len(free) > _MAX_PLAN:
+        raise SemanticIdError(
+            f"collisions: {len(points)} items compete for {len(free)} codes, too many for reassign; "
+            "add a level, or use the method balanced"
+        )
+    target, source = codebook[free].astype(np.float64), points.astype(np.float64)
+    cost = np.square(source).sum(axis=1)[:, None] + np.square(target).sum(axis=1) - 2 * source @ target.T
+    plan = sinkhorn(np.maximum(cost, 0), room[free])
+
+    def choose(rows: Int64, allowed: Bool) -> tuple[Int32, Float64]:
+        left = np.where(allowed, plan[rows], -np.inf)
+        return np.argmax(left, axis=1).astype(np.int32), -left.max(axis=1)
+
+    return free[_in_turn(len(points), room[free], choose)].astype(np.int32)
+
+
+def sinkhorn(cost: Float64, room: Int64, epsilon: float = _EPSILON) -> Float64:
+    """The logarithm of a transport plan [m, K] whose rows add up to 1 and column k to at most room[k].
+
+    cost: [m, K] >= 0. room: [K] >= 1, adds up to at least m. Among such plans it is the one with the least
+    cost minus `epsilon` x (mean cost) x entropy.
+    """
+    log_kernel = -cost / max(epsilon * float(cost.mean()), np.finfo(np.float64).tiny)
+    price = np.zeros(cost.shape[1])
+    gain = -_log_sum_exp(log_kernel, axis=1)
+    for _ in range(_SINKHORN_ITERATIONS):
+        before = price
+        # A column under its bound costs nothing more; one over it becomes dearer, for everybody.
+        price = np.minimum(0.0, np.log(room) - _log_sum_exp(log_kernel + gain[:, None], axis=0))
+        gain = -_log_sum_exp(log_kernel + price, axis=1)
+        if np.abs(price - before).max() < 1e-4:
+            break
+    plan: Float64 = log_kernel + price + gain[:, None]
+    return plan
+
+
+def _log_sum_exp(x: Float64, axis: int) -> Float64:
+    top = x.max(axis=axis, keepdims=True)
+    total: Float64 = np.log(np.exp(x - top).sum(axis=axis)) + top.squeeze(axis)
+    return total
+
+
+def _groups(codes: Int32) -> Int64:
+    """The index of each row among the distinct rows, [n]."""
+    if not codes.shape[1]:
+        return np.zeros(len(codes), np.int64)
+    return np.unique(codes, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def id_catalog(item_ids: Sequence[str], codes: Int32, metadata: Sequence[dict[str, Any]]) -> Catalog:
+    """A catalog whose level l names code i by its letter: "<a_i>", "<b_i>", ... CatalogError as in build."""
+    columns = [
+        [f"<{chr(ord('a') + level)}_{code}>" for code in column.tolist()]
+        for level, column in enumerate(codes.T)
+    ]
+    return Catalog.build(item_ids, list(zip(*columns, strict=True)), metadata)
+
+
+def report(codes: Int32, sizes: Sequence[int]) -> dict[str, Any]:
+    """How well ids use their codes, as plain JSON values.
+
+    codes: [n, depth] with codes[:, l] < sizes[l].
+    collision_rate: 1 - distinct ids / items, 0 where every item has its own. shared_items: the share of items
+    that are not alone under their id. items_per_id: how many ids have 1, 2, ... items. Of each level:
+    utilisation, the share of its codes in use, and the entropy in bits of its codes over items, at most
+    log2(size).
+    """
+    n = len(codes)
+    per_id = np.bincount(_groups(codes))
+    many, ids = np.unique(per_id, return_counts=True)
+    levels = []
+    for size, column in zip(sizes, codes.T, strict=True):
+        share = np.bincount(column, minlength=size) / n
+        used = share[share > 0]
+        entropy = abs(float(-(used * np.log2(used)).sum()))
+        levels.append(
+            {"size": size, "used": len(used), "utilisation": len(used) / size, "entropy_bits": entropy}
+        )
+    return {
+        "items": n,
+        "ids": len(per_id),
+        "collision_rate": 1 - len(per_id) / n,
+        "shared_items": float(per_id[per_id > 1].sum() / n),
+        "max_items_per_id": int(per_id.max()),
+        "items_per_id": {str(k): v for k, v in zip(many.tolist(), ids.tolist(), strict=True)},
+        "levels": levels,
+    }
+
+
+def format_report(found: dict[str, Any]) -> str:
+    """A `report` as aligned text: a line a level, then collisions and the histogram of items per id."""
+    lines = ["level    size    used    use %  entropy   (max)"]
+    for level, row in enumerate(found["levels"]):
+        lines.append(
+            f"{level:>5}{row['size']:>8}{row['used']:>8}{100 * row['utilisation']:>9.1f}"
+            f"{row['entropy_bits']:>9.3f}{np.log2(row['size']):>8.3f}"
+        )
+    lines.append(f"items {found['items']}, ids {found['ids']}, collision rate {found['collision_rate']:.4f}")
+    shared, most = found["shared_items"], found["max_items_per_id"]
+    lines.append(f"items that share their id {100 * shared:.1f} %, at most {most} to an id")
+    bins = np.zeros(len(_BINS), np.int64)
+    for many, ids in found["items_per_id"].items():
+        bins[np.searchsorted(_BINS, int(many), side="right") - 1] += ids
+    names = [
+        *map(str, _BINS[:4]),
+        *(f"{low}-{high - 1}" for low, high in itertools.pairwise(_BINS[4:])),
+        "50+",
+    ]
+    lines.append("items to an id  " + "".join(f"{name:>7}" for name in names))
+    lines.append("ids             " + "".join(f"{ids:>7}" for ids in bins))
+    return "\n".join(lines)

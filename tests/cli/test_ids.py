@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr ids` on a small prepared folder, in a process of its own: what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgr.catalog import load_catalog
+from jgr.data.interactions import leave_one_out
+from jgr.data.prepared import Arrays, load_prepared, record
+
+N = 30
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['ids', *sys.argv[1:]]))"
+
+
+def _ids(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A dataset of 30 items and 40 users, the last item never taken."""
+    data = tmp_path / "data"
+    data.mkdir()
+    rng = np.random.default_rng(0)
+    taken = leave_one_out([rng.integers(0, N - 1, 12) for _ in range(40)])
+    items = [{"item_id": f"i{row}", "metadata": {"title": f"Item {row}"}} for row in range(N)]
+    (data / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    (data / "users.jsonl").write_text("".join(json.dumps(user) + "\n" for user in taken.user_ids))
+    np.savez(data / "interactions.npz", **Arrays.of(taken).to_dict())
+    _describe(data)
+    return data
+
+
+def _describe(data: Path) -> None:
+    """Write the manifest of what lies there."""
+    outputs = {path.name: record(path) for path in sorted(data.iterdir()) if path.name != "manifest.json"}
+    (data / "manifest.json").write_text(json.dumps({"format": 1, "outputs": outputs}))
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "ids_report.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("method", ["kmeans", "balanced"])
+def test_ids_from_co_occurrence(folder: Path, method: str) -> None:
+    done = _ids(f"--data={folder}", f"--method={method}", "--sizes=4,3", "--dims=8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0].split() == ["level", "size", "used", "use", "%", "entropy", "(max)"]
+    assert done.stdout.splitlines()[-1] == str(folder / "catalog.jsonl")
+    catalog, prepared = load_catalog(folder / "catalog.jsonl"), load_prepared(folder)
+    assert catalog.item_ids == prepared.item_ids and catalog.metadata == prepared.metadata
+    assert catalog.symbols == (tuple(f"<a_{i}>" for i in range(4)), tuple(f"<b_{i}>" for i in range(3)))
+    report = _report(folder)
+    assert report["catalog_version"] == catalog.version
+    assert report["vectors"] == {
+        "computed": "co-occurrence", "dims": 8, "window": 5, "unplaced_items": 1
+    }  # fmt: skip
+    distinct = len(np.unique(catalog.codes, axis=0))
+    assert (report["items"], report["ids"]) == (N, distinct)
+    assert report["collision_rate"] == report["collision_rate_before"] == pytest.approx(1 - distinct / N)
+    assert 0 < report["quantization_error"] < 1
+    if method == "balanced":
+        assert np.bincount(catalog.codes[:, 0]).max() <= 8
+    # Again: the same bytes. With another seed: other ones.
+    written = [(folder / name).read_bytes() for name in ("catalog.jsonl", "ids_report.json")]
+    for seed, same in ((0, True), (1, False)):
+        assert (
+            _ids(
+                *(f"--data={folder} --method={method} --sizes=4,3 --dims=8 --seed={seed}").split()
+            ).returncode
+            == 0
+        )
+        again = [(folder / name).read_bytes() for name in ("catalog.jsonl", "ids_report.json")]
+        assert (again == written) is same
+
+
+@pytest.mark.parametrize("collisions", ["extra", "reassign"])
+def test_given_vectors_and_no_collisions(folder: Path, tmp_path: Path, collisions: str) -> None:
+    vectors = np.round(np.random.default_rng(1).standard_normal((N, 2)))
+    np.save(tmp_path / "v.npy", vectors)
+    done = _ids(
+        f"--data={folder}", f"--vectors={tmp_path}/v.npy", "--sizes=2,40", f"--collisions={collisions}"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    report = _report(folder)
+    assert report["vectors"] == {"file": "v.npy", "normalized": False}
+    assert report["collision_rate"] == 0 < report["collision_rate_before"]
+    assert f"collision rate before {collisions}: " in done.stdout
+    catalog = load_catalog(folder / "catalog.jsonl")
+    assert len(np.unique(catalog.codes, axis=0)) == N
+    assert catalog.depth == len(report["levels"]) == (3 if collisions == "extra" else 2)
+    assert report["levels"][-1]["used"] == catalog.level_sizes[-1]
+
+
+def test_rqvae(folder: Path) -> None:
+    done = _ids(f"--data={folder}", "--method=rqvae", "--sizes=4,4", "--steps=2", "--dims=8")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = _report(folder)
+    assert report["method"] == "rqvae" and np.isfinite(report["reconstruction_error"])
+    assert load_catalog(folder / "catalog.jsonl").version == report["catalog_version"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--data: the folder"),
+        (["--data=/no/such"], "/no/such"),
+        (["--data={data}", "--sizes=4,x"], "--sizes: expected integers as in 256,256,256, found '4,x'"),
+        (["--data={data}", "--sizes=4,0"], "a level has 1 to 65536 codes, not 0"),
+        (["--data={data}", "--sizes=2,2,2,2,2,2,2,2,2"], "needs 1 to 8 levels, found 9"),
+        (["--data={data}", "--sizes=2,2,2,2,2,2,2,2", "--collisions=extra"], "more than 8"),
+        (["--data={data}", "--method=magic"], "kmeans|balanced|rqvae"),
+        (["--data={data}", "--normalize"], "--normalize is for --vectors"),
+        (["--data={data}", "--vectors={data}/../nan.npy"], "row 4 holds NaN"),
+        (["--data={data}", "--vectors={data}/../few.npy"], "found [29, 2]"),
+        (["--data={data}", "more"], "unexpected argument 'more'"),
+    ],
+)
+def test_a_mistake_writes_nothing(folder: Path, argv: list[str], words: str) -> None:
+    np.save(folder.parent / "few.npy", np.ones((N - 1, 2)))
+    np.save(folder.parent / "nan.npy", np.where(np.arange(N)[:, None] == 4, np.nan, np.ones((N, 2))))
+    done = _ids(*(word.format(data=folder) for word in argv))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr and done.stderr.count("\n") == 1
+    assert not (folder / "catalog.jsonl").exists() and not (folder / "ids_report.json").exists()
+
+
+def test_ids_that_came_with_the_source_stay(folder: Path) -> None:
+    (folder / "catalog.jsonl").write_text('{"item_id": "i0", "semantic_id": ["<a_0>"]}\n')
+    _describe(folder)
+    done = _ids(f"--data={folder}", "--sizes=4")
+    assert done.returncode == 2 and "its source brought semantic ids" in done.stderr
+    assert load_catalog(folder / "catalog.jsonl").n_items == 1
