@@ -66,7 +66,7 @@ def read_config(path: Path) -> DecoderConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; a model folder holds a config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object")

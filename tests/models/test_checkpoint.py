@@ -120,6 +120,7 @@ BROKEN = {
     "truncated": (truncate, "damaged safetensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no weights"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
+    "too deep": (lambda f: (f / "config.json").write_text("[" * 100_000), "not readable as JSON"),
     "not json": (lambda f: (f / "config.json").write_text("{"), "not readable as JSON"),
     "shape": (
         lambda f: edit_config(f, intermediate_size=99),
