@@ -55,8 +55,11 @@ def save(
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / "params", params)
         write_beside(aside)
-        shutil.rmtree(folder, ignore_errors=True)
+        older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+        if folder.exists():
+            folder.rename(older)  # two renames, so that a kill finds one whole model or the other
         aside.rename(folder)
+        shutil.rmtree(older, ignore_errors=True)
     except Exception as error:  # a full disk is an OSError here and other things in Orbax and tensorstore
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {error}") from error

@@ -73,6 +73,8 @@ def train_generator(
                 progress(done, train.steps, f"loss {float(loss):.3f}")
                 _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
             if done % train.checkpoint_every == 0 or done == train.steps:
+                if not np.isfinite(float(loss)):
+                    raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
                 folder.save(done, state)
 
         start = folder.latest(initial_state(train, model))

@@ -82,6 +82,13 @@ def stopped(folder: Path) -> None:
         train_generator(override(rule_config(folder), *SETTINGS, "train.steps=12"), rule_dataset(), progress)
 
 
+def test_a_run_that_diverges_is_not_saved(tmp_path: Path) -> None:
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.learning_rate=1e30")
+    with pytest.raises(ConfigError, match=r"the loss of step 4 is nan: lower train\.learning_rate"):
+        train_generator(config, rule_dataset())
+    assert not (tmp_path / "ring").exists()
+
+
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "ring")
     with pytest.raises(ConfigError, match="unfinished run of another configuration"):
