@@ -150,18 +150,28 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A small decoder and how it is trained."""
+    """A small model and how it is trained."""
 
+    model: Literal["generator", "sasrec"] = "generator"  # a decoder over semantic ids; SASRec over items
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
     batch: int = 256  # sequences per step
+    micro_batches: int = 1  # parts that a step's batch is computed in, one after the other; saves memory only
+    devices: int = 1  # of the data-parallel mesh
     learning_rate: float = 1e-3  # the peak, reached after the warm-up
     warmup_steps: int = 100
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to 1 % of the peak
     weight_decay: float = 0.01  # decoupled, as in AdamW
+    adam_b2: float = 0.98
+    clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
+    negatives: int = 0  # items that a step's softmax is sampled from, for sasrec; 0: all items
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
+    evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
+    patience: int = 0  # validations without a better recall after which it stops; 0: never
+    validation_examples: int = 1000  # of the validation split, drawn by the seed
     hidden: int = 64  # width of the residual stream
     layers: int = 2
     heads: int = 4  # query heads
@@ -170,13 +180,25 @@ class TrainConfig:
     mlp: int = 256  # inner width of the feed-forward block
 
     def __post_init__(self) -> None:
-        _check(self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0)
-        _check(self, steps=1, batch=1, max_items=1, checkpoint_every=1)
+        _check(
+            self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
+        )
+        _check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
+        _check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
-        _require(self.dropout < 1, f"train.dropout must be below 1, not {self.dropout}")
+        _require(self.clip_norm > 0, f"train.clip_norm must be above 0, not {self.clip_norm}")
+        _require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
+        for name in ("dropout", "adam_b2"):
+            value = getattr(self, name)
+            _require(value < 1, f"train.{name} must be below 1, not {value}")
         fits = self.heads % self.kv_heads == 0
         _require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
         _require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
+        parts = self.micro_batches * self.devices
+        _require(
+            self.batch % parts == 0,
+            f"train.batch ({self.batch}) must be a multiple of train.micro_batches x train.devices ({parts})",
+        )
 
 
 @dataclass(frozen=True)

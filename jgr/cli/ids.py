@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr ids`: semantic ids for a prepared dataset, from item vectors that are given or computed."""
+"""`jgr ids`: semantic ids for a prepared dataset, from item vectors that are given or computed, or from a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jgr.config import UserError
 if TYPE_CHECKING:
     from jgr.data.prepared import Prepared
     from jgr.training.item_vectors import Float32
-    from jgr.training.semantic_ids import Quantized
+    from jgr.training.semantic_ids import Int32, Quantized
 
 HELP = "give the items of a prepared dataset semantic ids"
 REPORT = "ids_report.json"
@@ -26,6 +26,8 @@ MAX_SEED = 2**31 - 1
 def define_flags() -> None:
     flags.DEFINE_string("data", None, "folder that jgr prepare wrote; catalog.jsonl is written into it")
     flags.DEFINE_string("vectors", None, ".npy of [items, dimensions] floats in the order of items.jsonl")
+    flags.DEFINE_string("table", None, "take the ids of this .tsv[.gz] as they are, with --column")
+    flags.DEFINE_string("column", None, "the column of --table")
     flags.DEFINE_bool("normalize", False, "scale each row of --vectors to length 1")
     flags.DEFINE_integer("dims", 64, "dimensions of computed vectors (without --vectors)", lower_bound=1)
     flags.DEFINE_integer(
@@ -57,20 +59,23 @@ def main(argv: Sequence[str]) -> int:
     prepared = load_prepared(folder)
     if CATALOG in prepared.manifest["outputs"]:
         raise UserError(f"{folder}: its source brought semantic ids ({CATALOG}); prepare it without them")
-    vectors, source = _vectors(values, prepared)
-    quantized, error = _quantized(values, vectors, sizes)
-    codes = semantic_ids.resolve_collisions(quantized, values.collisions)
-    all_sizes = [*sizes, int(codes[:, -1].max()) + 1][: codes.shape[1]]
+    if values.table:
+        codes, raw_codes, described = _given(values, prepared)
+    else:
+        vectors, source = _vectors(values, prepared)
+        quantized, error = _quantized(values, vectors, sizes)
+        codes, raw_codes = semantic_ids.resolve_collisions(quantized, values.collisions), quantized.codes
+        described = {"vectors": source, "method": values.method, "seed": values.seed, **error}
+    # A level that --sizes does not describe, as those of a table, is as large as its largest code.
+    known = () if values.table else sizes
+    all_sizes = [*known, *map(int, codes.max(axis=0)[len(known) :] + 1)]
     catalog = semantic_ids.id_catalog(prepared.item_ids, codes, prepared.metadata)
     report = semantic_ids.report(codes, all_sizes)
-    raw = semantic_ids.report(quantized.codes, sizes)["collision_rate"]
+    raw = semantic_ids.report(raw_codes, all_sizes[: raw_codes.shape[1]])["collision_rate"]
     summary = {
         "catalog_version": catalog.version,
-        "vectors": source,
-        "method": values.method,
+        **described,
         "collisions": values.collisions,
-        "seed": values.seed,
-        **error,
         "collision_rate_before": raw,
         **report,
     }
@@ -82,6 +87,23 @@ def main(argv: Sequence[str]) -> int:
         print(f"collision rate before {values.collisions}: {raw:.4f}")
     print(folder / CATALOG)
     return 0
+
+
+def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, dict[str, Any]]:
+    """The codes of --table after and before --collisions, and where they are from."""
+    from jgr.data.id_tables import read_id_table
+    from jgr.training.semantic_ids import number_duplicates
+
+    if not values.column:
+        raise UserError("--column: the column of --table is not set")
+    if values.vectors or values.collisions == "reassign":
+        raise UserError(
+            "--table brings ids, no vectors: it goes with neither --vectors nor --collisions=reassign"
+        )
+    path = Path(values.table)
+    given = read_id_table(path, values.column, prepared.item_ids)
+    codes = number_duplicates(given) if values.collisions == "extra" else given
+    return codes, given, {"table": path.name, "column": values.column}
 
 
 def _sizes(texts: Sequence[str]) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr train`: a semantic-ID generator from a dataset, into a folder that `jgr serve` takes."""
+"""`jgr train`: a model from a dataset; a generator's folder is one that `jgr serve` takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from absl import flags
 
 from jgr.cli import console
 
-HELP = "train a generator on a dataset"
+HELP = "train a generator, or the SASRec baseline, on a dataset"
 
 
 def define_flags() -> None:
@@ -20,10 +20,18 @@ def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
     config = console.load(flags.FLAGS)
     from jgr.data.datasets import load_dataset
+    from jgr.evaluation import validation
     from jgr.training.generator import train_generator
+    from jgr.training.sasrec import train_sasrec
 
     dataset = load_dataset(config.data)
     with console.progress_bar("training") as bar:
-        folder = train_generator(config, dataset, bar)
+        validated = config.train.evaluate_every > 0
+        if config.train.model == "sasrec":
+            recall = validation.sasrec_recall(config, dataset) if validated else None
+            folder = train_sasrec(config, dataset, bar, recall)
+        else:
+            search = validation.generator_recall(config, dataset) if validated else None
+            folder = train_generator(config, dataset, bar, search)
     print(folder)
     return 0

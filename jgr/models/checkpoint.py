@@ -13,7 +13,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jgr.models import hf
 from jgr.models.decoder import DecoderConfig, DecoderParams, spec
-from jgr.models.params import CheckpointError, abstract, check
+from jgr.models.params import CheckpointError, PyTree, abstract, check
 
 
 def load(folder: Path, dtype: Any = jnp.float32) -> tuple[DecoderConfig, DecoderParams]:
@@ -30,7 +30,7 @@ def load(folder: Path, dtype: Any = jnp.float32) -> tuple[DecoderConfig, Decoder
         raise CheckpointError(f"{folder}: no such model folder (model.path)")
     if (folder / "params").is_dir():
         cfg = hf.read_config(folder / "config.json")
-        return cfg, _restore(folder / "params", cfg, dtype)
+        return cfg, restore(folder / "params", spec(cfg), dtype)
     return hf.load(folder, dtype)
 
 
@@ -38,6 +38,16 @@ def save(
     folder: Path,
     cfg: DecoderConfig,
     params: DecoderParams,
+    write_beside: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """`write` for a decoder."""
+    write(folder, hf.to_config(cfg), params, write_beside)
+
+
+def write(
+    folder: Path,
+    config: Mapping[str, Any],
+    params: PyTree,
     write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write config.json and params/, and whatever `write_beside(folder)` adds; replaces an older folder.
@@ -51,7 +61,7 @@ def save(
     aside = _aside(folder)
     try:
         aside.mkdir()
-        (aside / "config.json").write_text(json.dumps(hf.to_config(cfg), indent=2) + "\n", encoding="utf-8")
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / "params", params)
         write_beside(aside)
@@ -89,10 +99,13 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
 
-def _restore(path: Path, cfg: DecoderConfig, dtype: Any) -> DecoderParams:
-    import orbax.checkpoint as ocp  # see save
+def restore(path: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
+    """The parameters that `write` left in params/, cast to dtype. declared: the pytree of their params.Spec.
 
-    declared = spec(cfg)
+    Raises CheckpointError for a damaged checkpoint, and naming every parameter that is missing or of another shape.
+    """
+    import orbax.checkpoint as ocp  # see write
+
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             stored = checkpointer.metadata(path.absolute()).item_metadata
@@ -100,7 +113,7 @@ def _restore(path: Path, cfg: DecoderConfig, dtype: Any) -> DecoderParams:
                 raise CheckpointError("damaged checkpoint: its metadata cannot be read")
             # Orbax stores dataclass leaves by field name and drops None, which is how a spec names them too.
             check(_without_none(declared), _without_none(stored.tree))
-            params: DecoderParams = checkpointer.restore(path.absolute(), abstract(declared, dtype))
+            params = checkpointer.restore(path.absolute(), abstract(declared, dtype))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files

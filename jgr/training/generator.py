@@ -1,42 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a semantic-ID generator from a dataset, and leave a model folder that `jgr serve` takes as it is.
 
-While it trains, train.out + ".training" holds what a killed run goes on from; its losses end in the model folder.
+Next-item language modelling: a decoder learns to continue a history of semantic ids. What it is trained on is the
+prompt that the server would build, over a window of items; every code of every item after the first is predicted from
+what precedes it, so one window supervises all of its items, and at serving time the next item simply follows.
+
+Letters: B batch, N items of a window, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from jgr.catalog import save_catalog
-from jgr.config import Config, ConfigError
+from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
-from jgr.models import checkpoint
+from jgr.models import checkpoint, decoder
+from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
-from jgr.training.progress import RunFolder
-from jgr.training.trainer import State, Windows, decoder_config, fit, initial_state
+from jgr.training.run import Progress, train_to_best
+from jgr.training.trainer import Loss, dropout
+from jgr.training.windows import Windows
 
-LOG_EVERY = 100  # steps; each log waits for the device
+Int32 = npt.NDArray[np.int32]
 
-_log = logging.getLogger(__name__)
+
+def decoder_config(train: TrainConfig, vocab_size: int, max_position: int) -> DecoderConfig:
+    """The small Qwen3-style decoder that a TrainConfig describes, with tied embeddings."""
+    return DecoderConfig(
+        family="qwen3",
+        vocab_size=vocab_size,
+        hidden=train.hidden,
+        layers=train.layers,
+        heads=train.heads,
+        kv_heads=train.kv_heads,
+        head_dim=train.head_dim,
+        mlp=train.mlp,
+        rope_theta=10_000.0,
+        norm_eps=1e-6,
+        tied=True,
+        max_position=max_position,
+    )
+
+
+def next_item_loss(
+    model: DecoderConfig, prefix: npt.ArrayLike, item_tokens: npt.ArrayLike, dropout_rate: float
+) -> Loss:
+    """The loss of a decoder over windows of items.
+
+    prefix: [p] int32, the prompt's tokens before the history. item_tokens: [n items, depth] int32, the tokens of every
+    row's semantic id. The prefix and a window's first item are context only.
+    """
+    before, of_item = jnp.asarray(prefix, jnp.int32), jnp.asarray(item_tokens, jnp.int32)
+    depth = of_item.shape[1]
+    first_target = before.shape[0] + depth
+
+    def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch = rows.shape[0]
+        items = jnp.where(rows[..., None] >= 0, of_item[jnp.maximum(rows, 0)], 0)
+        start = jnp.broadcast_to(before, (batch, before.shape[0]))
+        tokens = jnp.concatenate([start, items.reshape(batch, -1)], axis=1)
+        lengths = before.shape[0] + depth * (rows >= 0).sum(axis=1)
+        drop = None if dropout_rate == 0 else lambda x, k: dropout(x, k, dropout_rate)
+        hidden = decoder.prefill(
+            weights, model, tokens, lengths, dropout=drop, key=None if drop is None else key
+        ).hidden
+        logits = decoder.logits(weights, hidden[:, first_target - 1 : -1])
+        targets = tokens[:, first_target:]
+        real = jnp.arange(first_target, tokens.shape[1]) < lengths[:, None]
+        taken = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        nats = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - taken, 0.0)
+        return nats.sum(), real.sum().astype(jnp.float32)
+
+    return loss
 
 
 def train_generator(
     config: Config,
     dataset: Dataset,
-    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+    progress: Progress = lambda done, total, note: None,
+    validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
 ) -> Path:
-    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, losses.
+    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, curves.
 
-    progress(steps done, steps in all, loss). Goes on where an earlier, killed call with the same arguments stopped.
-    Raises ConfigError where prompt and training do not fit.
+    validate(config, params) -> recall@10; asked every train.evaluate_every steps. Goes on where an earlier, killed call
+    with the same arguments stopped. Raises ConfigError where prompt and training do not fit.
     """
     train, prompt = config.train, config.prompt
     if not train.out:
@@ -52,41 +107,25 @@ def train_generator(
     prompts = PromptBuilder(prompt, tokenizer, catalog)
     tokens = level_tokens(catalog, tokenizer, tokenizer.vocab_size)
     item_tokens = np.stack([t[catalog.codes[:, level]] for level, t in enumerate(tokens)], axis=1)
-    windows = Windows(list(dataset.interactions.sequences), prompts.prefix, item_tokens, train)
     # What is trained on is up to max_items + 1 items; what is served is at most the prompt and one item more.
-    positions = max(windows.max_tokens, prompts.max_tokens + catalog.depth)
-    model = decoder_config(train, tokenizer.vocab_size, positions)
-    _log.info("training on %d users, %d steps an epoch", len(windows), windows.steps_per_epoch())
+    trained = len(prompts.prefix) + (train.max_items + 1) * catalog.depth
+    model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
 
-    running = Path(f"{train.out}.training")
-    run = {
-        "train": asdict(train),
-        "prompt": asdict(prompt),
-        "catalog_version": catalog.version,
-        "windows": windows.digest(),
-    }
-    with RunFolder(running, run) as folder:
+    def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
+        def write_all(folder: Path) -> None:
+            tokenizer.save(folder / "tokenizer.json")
+            save_catalog(catalog, folder / "catalog.jsonl")
+            write_beside(folder)
 
-        def on_step(done: int, state: State, loss: jax.Array) -> None:
-            folder.record(done, loss)
-            if done % LOG_EVERY == 0 or done == train.steps:
-                progress(done, train.steps, f"loss {float(loss):.3f}")
-                _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
-            if done % train.checkpoint_every == 0 or done == train.steps:
-                if not np.isfinite(float(loss)):
-                    raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
-                folder.save(done, state)
+        checkpoint.save(Path(train.out), model, params, write_all)
 
-        start = folder.latest(initial_state(train, model))
-        if start is not None:
-            _log.info("going on from step %d", int(start.step))
-        params = fit(windows, train, model, on_step, start)
-
-    def write_beside(folder: Path) -> None:
-        tokenizer.save(folder / "tokenizer.json")
-        save_catalog(catalog, folder / "catalog.jsonl")
-        shutil.copy(running / "metrics.jsonl", folder)
-
-    checkpoint.save(Path(train.out), model, params, write_beside)
-    shutil.rmtree(running)
-    return Path(train.out)
+    return train_to_best(
+        train,
+        decoder.spec(model),
+        next_item_loss(model, prompts.prefix, item_tokens, train.dropout),
+        Windows(dataset.interactions.sequences, train),
+        described={"prompt": asdict(prompt), "catalog_version": catalog.version},
+        validate=None if validate is None else lambda params: validate(model, params),
+        progress=progress,
+        save=save,
+    )

@@ -2,8 +2,8 @@
 """What a training run leaves on disk while it runs, so that kill -9 costs only the steps since the last checkpoint.
 
     FOLDER/run.json         the configuration and data of the run; another run's folder is refused
-    FOLDER/checkpoints/N/   the state after N steps, by Orbax; the last two are kept
-    FOLDER/metrics.jsonl    one line per step: step, loss (nats per token)
+    FOLDER/checkpoints/N/   the state after N steps, by Orbax: the last two, and the best validated one
+    FOLDER/metrics.jsonl    one line per step: step, loss (nats per target); one per validation: step, recall@10
 
 Lines beyond the checkpoint that a run goes on from are dropped: they are written again, and equal.
 """
@@ -22,6 +22,7 @@ from jgr.models.params import CheckpointError
 from jgr.training.trainer import State
 
 KEPT = 2
+RECALL = "recall@10"
 
 
 class RunFolder:
@@ -40,10 +41,16 @@ class RunFolder:
                 f"{folder}: holds an unfinished run of another configuration or dataset; remove it first"
             )
         path.write_text(described, encoding="utf-8")
-        self._metrics = folder / "metrics.jsonl"
-        self._losses: list[tuple[int, jax.Array]] = []
+        self.metrics = folder / "metrics.jsonl"
+        self._pending: list[dict[str, Any]] = []
         self._args = ocp.args
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+        policies = ocp.checkpoint_managers.preservation_policy
+        best = policies.BestN(
+            get_metric_fn=lambda found: found[RECALL], n=1, keep_checkpoints_without_metrics=False
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(KEPT), best])
+        )
         self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
     def __enter__(self) -> RunFolder:
@@ -55,29 +62,48 @@ class RunFolder:
     def latest(self, like: State) -> State | None:
         """The state to go on from, or None for a fresh run. like: any state of the run, for its shapes."""
         step = self._manager.latest_step()
-        written = self._metrics.read_text(encoding="utf-8") if self._metrics.exists() else ""
-        lines = written.splitlines(keepends=True)
-        self._metrics.write_text("".join(lines[: step or 0]), encoding="utf-8")
-        if step is None:
-            return None
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+        written = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
+        lines = [line for line in written.splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in lines if json.loads(line)["step"] <= (step or 0)]
+        self.metrics.write_text("".join(kept), encoding="utf-8")
+        return None if step is None else self.restore(step, like)
+
+    def restore(self, step: int, like: State) -> State:
+        """The state after `step` steps. Raises CheckpointError where it is damaged."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
             state: State = self._manager.restore(step, args=self._args.StandardRestore(shapes))
         except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files
             raise CheckpointError(
-                f"{self._metrics.parent}: the checkpoint of step {step} is damaged: {error!r}"
+                f"{self.metrics.parent}: the checkpoint of step {step} is damaged: {error!r}"
             ) from None
         return state
 
+    def validations(self) -> list[tuple[int, float]]:
+        """(step, recall) of every validation so far, in order."""
+        lines = map(json.loads, self.metrics.read_text(encoding="utf-8").splitlines())
+        return [(line["step"], line[RECALL]) for line in lines if RECALL in line]
+
     def record(self, step: int, loss: jax.Array) -> None:
         """Keep a step's loss; it is fetched and written with the next `save`."""
-        self._losses.append((step, loss))
+        self._pending.append({"step": step, "loss": loss})
 
-    def save(self, step: int, state: State) -> None:
-        """Write losses and state. Returns when they are on disk: the next step overwrites the state's buffers."""
-        with self._metrics.open("a", encoding="utf-8") as file:
-            for at, loss in self._losses:
-                file.write(json.dumps({"step": at, "loss": float(loss)}) + "\n")
-        self._losses.clear()
-        self._manager.save(step, args=self._args.StandardSave(state))
+    def save(self, step: int, state: State, recall: float | None = None) -> None:
+        """Write losses, state and the step's validation, if there was one.
+
+        Returns when they are on disk: the next step overwrites the state's buffers.
+        """
+        lines = [{"step": line["step"], "loss": float(line["loss"])} for line in self._pending]
+        if recall is not None:
+            lines.append({"step": step, RECALL: recall})
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        self._pending.clear()
+        metrics = None if recall is None else {RECALL: recall}
+        self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
         self._manager.wait_until_finished()
+
+
+def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:
+    """(step, recall) of the best; the latest of equal ones, which is the one whose checkpoint is kept."""
+    return max(validations, key=lambda found: (found[1], found[0]))

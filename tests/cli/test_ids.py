@@ -140,3 +140,42 @@ def test_ids_that_came_with_the_source_stay(folder: Path) -> None:
     done = _ids(f"--data={folder}", "--sizes=4")
     assert done.returncode == 2 and "its source brought semantic ids" in done.stderr
     assert load_catalog(folder / "catalog.jsonl").n_items == 1
+
+
+def _table(path: Path, *lines: str) -> Path:
+    path.write_text("item_id\tours\ttheirs\n" + "".join(line + "\n" for line in lines))
+    return path
+
+
+def test_ids_from_a_table(folder: Path, tmp_path: Path) -> None:
+    lines = [f"i{row}\t0-0\t{row // 10}-{row % 10 // 2}" for row in reversed(range(N))]
+    table = _table(tmp_path / "table.tsv", *lines, "other\t1-1\t1-1")
+    done = _ids(f"--data={folder}", f"--table={table}", "--column=theirs", "--collisions=extra")
+    assert (done.returncode, done.stderr) == (0, "")
+    catalog = load_catalog(folder / "catalog.jsonl")
+    assert catalog.codes.tolist() == [[row // 10, row % 10 // 2, row % 2] for row in range(N)]
+    report = _report(folder)
+    assert (report["collision_rate_before"], report["collision_rate"]) == (0.5, 0.0)
+    assert [level["size"] for level in report["levels"]] == [3, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "lines", "message"),
+    [
+        ((), (), "--column: the column of --table is not set"),
+        (("--column=mine",), (), "has no column 'mine'; it has ours, theirs"),
+        (("--column=ours", "--collisions=reassign"), (), "--table brings ids, no vectors"),
+        (("--column=ours",), ("i0\t1-2",), ":2: has 2 fields, the header has 3"),
+        (("--column=ours",), ("i0\t1-2\t1", "i1\t1-2-3\t1"), ":3: ours must be 2 codes as in 12-7-200, found '1-2-3'"),
+        (("--column=ours",), ("i0\t\t1",), ":2: ours must be some codes as in 12-7-200, found ''"),
+        (("--column=ours",), ("i0\t1\t1", "i0\t1\t1"), ":3: item 'i0' stands there twice"),
+        (("--column=ours",), ("i0\t1\t1",), "has no id for 29 items of the dataset, 'i1' among them"),
+        (("--column=ours",), ("i0\t99999999\t1",), "found '99999999'"),
+    ],
+)  # fmt: skip
+def test_tables_that_are_refused(
+    folder: Path, tmp_path: Path, argv: tuple[str, ...], lines: tuple[str, ...], message: str
+) -> None:
+    done = _ids(f"--data={folder}", f"--table={_table(tmp_path / 't.tsv', *lines)}", *argv)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not (folder / "catalog.jsonl").exists()

@@ -28,7 +28,7 @@ from jgr.serving.compilation import use_compilation_cache
 from jgr.serving.engine import Engine
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
-from jgr.training.trainer import decoder_config
+from jgr.training.generator import decoder_config
 
 N_ITEMS = 60
 MAX_ITEMS = 10

@@ -16,31 +16,35 @@ import pytest
 
 from jgr.config import ConfigError, override
 from jgr.models import checkpoint
+from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
 from tests.training.test_trainer import rule_config, rule_dataset
 
-SETTINGS = ("train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2")
+SETTINGS = (
+    "train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2", "train.batch=10"
+)  # fmt: skip
 
 # Trains, and kills its own process with SIGKILL as soon as step 10 is done: two steps after a checkpoint.
 KILLED = """
 import os, signal, sys
 from jgr.config import override
-from jgr.training import generator
+from jgr.training import generator, run
 from pathlib import Path
 from tests.training.test_trainer import rule_config, rule_dataset
 
-inner = generator.fit
+inner = run.fit
 
-def fit(windows, train, model, on_step, start):
+def fit(trainer, state, batches, on_step):
     def until(done, state, loss):
-        on_step(done, state, loss)
+        enough = on_step(done, state, loss)
         if done == 10:
             loss.block_until_ready()
             os.kill(os.getpid(), signal.SIGKILL)
-    return inner(windows, train, model, until, start)
+        return enough
+    return inner(trainer, state, batches, until)
 
-generator.fit = fit
+run.fit = fit
 generator.train_generator(override(rule_config(Path(sys.argv[1])), *sys.argv[2:]), rule_dataset())
 """
 
@@ -102,3 +106,45 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
             path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="the checkpoint of step 8 is damaged"):
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS), rule_dataset())
+
+
+def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(tmp_path: Path) -> None:
+    recalls, seen = iter([0.3, 0.5, 0.5, 0.4, 0.2, 0.9]), []
+
+    def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
+        seen.append(np.asarray(params.embed))
+        return next(recalls)
+
+    settings = ("train.steps=40", "train.evaluate_every=2", "train.patience=2", "train.checkpoint_every=3")
+    train_generator(override(rule_config(tmp_path / "ring"), *settings), rule_dataset(), validate=validate)
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line["recall@10"]) for line in lines if "recall@10" in line]
+    assert found == [(2, 0.3), (4, 0.5), (6, 0.5), (8, 0.4), (10, 0.2)]  # two in a row without a better one
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
+    np.testing.assert_array_equal(
+        checkpoint.load(tmp_path / "ring")[1].embed, seen[2]
+    )  # the latest of the best
+    assert (tmp_path / "ring" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_goes_on_over_its_validations(tmp_path: Path) -> None:
+    """Stopped after a validation and before the next checkpoint, it asks for none of them twice."""
+    settings = ("train.steps=9", "train.evaluate_every=3", "train.checkpoint_every=100")
+    config, asked = override(rule_config(tmp_path / "ring"), *settings), []
+
+    def validate(cfg: DecoderConfig, params: DecoderParams) -> float:
+        if len(asked) == 1:
+            asked.append(0.0)
+            raise KeyboardInterrupt
+        asked.append(float(len(asked)))
+        return asked[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        train_generator(config, rule_dataset(), validate=validate)
+    train_generator(config, rule_dataset(), validate=validate)
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["recall@10"]) for line in lines if "recall@10" in line] == [
+        (3, 0),
+        (6, 2),
+        (9, 3),
+    ]

@@ -1,59 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training windows against plain lists, the loss against numpy, and a decoder that learns a rule."""
+"""Training windows against plain lists, losses against numpy, meshes and parts against the whole, learnt rules."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jgr.catalog import Catalog
 from jgr.config import Config, ConfigError, TrainConfig, override
 from jgr.data.datasets import Dataset
-from jgr.data.interactions import leave_one_out
+from jgr.data.interactions import Ragged, leave_one_out
+from jgr.evaluation import validation
 from jgr.evaluation.recommendations import recommend_all
-from jgr.models import decoder, params
+from jgr.models import decoder, params, sasrec
 from jgr.serving.loading import load_engine
-from jgr.training.generator import train_generator
-from jgr.training.trainer import Batch, Windows, decoder_config, fit, next_token_loss
+from jgr.training.generator import decoder_config, next_item_loss, train_generator
+from jgr.training.sasrec import softmax_loss, train_sasrec
+from jgr.training.trainer import Trainer, fit, make_optimizer
+from jgr.training.windows import Windows
 
 PREFIX = np.array([1], np.int32)
 ITEM_TOKENS = (2 + np.arange(20).reshape(10, 2)).astype(np.int32)  # item i has tokens 2 + 2i, 3 + 2i
 TRAIN = TrainConfig(
     batch=4, max_items=3, steps=3, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32
 )
+KEY = jax.random.key(0)
 
 
 def windows(sequences: list[list[int]], train: TrainConfig = TRAIN) -> Windows:
-    return Windows([np.array(s, np.int32) for s in sequences], PREFIX, ITEM_TOKENS, train)
+    return Windows(Ragged.of(sequences), train)
 
 
-def items_of(tokens: np.ndarray, length: int) -> list[int]:
-    assert tokens[0] == 1 and not tokens[length:].any()
-    pairs = tokens[1:length].reshape(-1, 2)
-    assert (pairs[:, 1] == pairs[:, 0] + 1).all()
-    return [int(t - 2) // 2 for t in pairs[:, 0]]
+def items(rows: np.ndarray) -> list[int]:
+    """The window in a padded row; the padding is on the right."""
+    size = int((rows >= 0).sum())
+    assert (rows[size:] == -1).all()
+    return rows[:size].tolist()
 
 
 def test_an_epoch_shows_every_user_once_and_batches_repeat_exactly() -> None:
-    sequences = [[i, (i + 1) % 10, (i + 2) % 10] for i in range(8)]
+    sequences = [[i, (i + 1) % 10, (i + 2) % 10][: 2 + i % 2] for i in range(8)]
     data = windows([*sequences, [5]])  # the last user has nothing to predict
     assert len(data) == 8 and data.steps_per_epoch() == 2
-    seen = [items_of(t, n) for step in (0, 1) for t, n in zip(*data.batch(step), strict=True)]
+    seen = [items(row) for step in (0, 1) for row in data.batch(step)]
     assert sorted(seen) == sorted(sequences)
     for step in range(4):
-        np.testing.assert_array_equal(data.batch(step).tokens, windows(sequences).batch(step).tokens)
-    assert not np.array_equal(data.batch(0).tokens, data.batch(2).tokens)  # another epoch, another order
+        np.testing.assert_array_equal(data.batch(step), windows(sequences).batch(step))
+    assert not np.array_equal(data.batch(0), data.batch(2))  # another epoch, another order
+
+
+def test_users_of_like_length_share_a_batch_and_its_width() -> None:
+    train = dataclasses.replace(TRAIN, max_items=7)
+    data = windows([[0, 1]] * 12 + [[0, 1, 2, 3, 4, 5, 6, 7, 8]] * 4, train)
+    assert sorted(data.batch(step).shape for step in range(4)) == [(4, 2), (4, 2), (4, 2), (4, 8)]
 
 
 def test_long_sequences_give_every_window_in_time() -> None:
     sequence = [3, 1, 4, 1, 5, 9, 2]
     data = windows([sequence])
-    seen = {tuple(items_of(t, n)) for step in range(60) for t, n in zip(*data.batch(step), strict=True)}
+    seen = {tuple(items(row)) for step in range(60) for row in data.batch(step)}
     assert seen == {tuple(sequence[i : i + 4]) for i in range(4)}
+
+
+def test_the_input_pipeline_gives_the_batches_from_any_step_on() -> None:
+    data = windows([[i, (i + 1) % 10, (i + 2) % 10] for i in range(10)], dataclasses.replace(TRAIN, steps=7))
+    for start in (0, 5, 7):
+        ahead = list(data.batches(start))
+        assert len(ahead) == 7 - start
+        for step, rows in enumerate(ahead, start):
+            np.testing.assert_array_equal(rows, data.batch(step))
 
 
 def test_nothing_to_learn_from() -> None:
@@ -61,32 +85,158 @@ def test_nothing_to_learn_from() -> None:
         windows([[1], []])
 
 
-def test_the_loss_is_the_mean_cross_entropy_of_the_real_targets() -> None:
+def test_the_generators_loss_is_the_cross_entropy_of_the_real_targets() -> None:
     cfg = decoder_config(TRAIN, 22, 16)
-    weights = params.initialize(decoder.spec(cfg), jax.random.key(0))
-    data = windows([[1, 2, 3], [4, 5], [6, 7, 8, 9], [0, 1]])
-    batch = data.batch(0)
-    logits = np.asarray(
-        decoder.logits(weights, decoder.prefill(weights, cfg, batch.tokens, batch.lengths).hidden), np.float64
+    weights = params.initialize(decoder.spec(cfg), KEY)
+    rows = np.array([[1, 2, 3, -1], [4, 5, -1, -1], [6, 7, 8, 9], [0, 1, -1, -1]], np.int32)
+    expected = []
+    for row in rows:
+        tokens = np.concatenate([PREFIX, ITEM_TOKENS[items(row)].ravel()])[None]
+        hidden = decoder.prefill(weights, cfg, tokens, np.array([tokens.shape[1]])).hidden
+        logits = np.asarray(decoder.logits(weights, hidden), np.float64)[0]
+        for t in range(3, tokens.shape[1]):  # from the second item's first token on
+            expected.append(np.log(np.exp(logits[t - 1]).sum()) - logits[t - 1, tokens[0, t]])
+    nats, targets = next_item_loss(cfg, PREFIX, ITEM_TOKENS, 0.0)(weights, jnp.asarray(rows), KEY)
+    assert targets == len(expected) == 14
+    np.testing.assert_allclose(nats, np.sum(expected), rtol=1e-6)
+
+
+def sasrec_weights(cfg: sasrec.SasrecConfig) -> sasrec.SasrecParams:
+    """Drawn, with norms and biases that are not zero."""
+    drawn = params.initialize(sasrec.spec(cfg), KEY)
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), drawn)
+
+
+SASREC = sasrec.SasrecConfig(10, 3, 16, 2, 2, 32, "v")
+
+
+def sasrec_by_hand(weights: sasrec.SasrecParams, history: list[int]) -> np.ndarray:
+    """Scores of all items after the history, [n], in float64 loops."""
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
+
+    def norm(x: np.ndarray, scale_bias: np.ndarray) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return x * (1 + scale_bias[0]) + scale_bias[1]
+
+    h = w.embed[history] * np.sqrt(16) + w.position[: len(history)]
+    for at in range(2):
+        layer = jax.tree.map(lambda x, at=at: x[at], w.layers)
+        x = norm(h, layer.attention_norm)
+        q, k, v = (x @ m for m in (layer.wq, layer.wk, layer.wv))
+        out = np.zeros_like(h)
+        for head in (slice(0, 8), slice(8, 16)):
+            for t in range(len(h)):
+                weight = np.exp(k[: t + 1, head] @ q[t, head] / np.sqrt(8))
+                out[t, head] = weight / weight.sum() @ v[: t + 1, head]
+        h = h + out @ layer.wo
+        h = h + np.maximum(norm(h, layer.mlp_norm) @ layer.w1 + layer.b1, 0) @ layer.w2 + layer.b2
+    return w.embed @ norm(h, w.norm)[-1]
+
+
+def test_sasrec_ranks_as_the_formula_does() -> None:
+    weights = sasrec_weights(SASREC)
+    histories = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    ranked = sasrec.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=False)
+    unseen = sasrec.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=True)
+    for got, new, history in zip(ranked, unseen, histories, strict=True):
+        order = np.argsort(-sasrec_by_hand(weights, history[-3:]))
+        assert got.tolist() == [*order.tolist(), -1, -1]
+        assert [row for row in new.tolist() if row >= 0] == [row for row in order if row not in history]
+
+
+def test_sasrecs_losses_are_the_full_and_the_sampled_softmax() -> None:
+    weights, rows = sasrec_weights(SASREC), np.array([[1, 2, 3, 4], [5, 6, -1, -1]], np.int32)
+    drawn = np.asarray(jax.random.randint(jax.random.split(KEY)[1], (20,), 0, 10))
+    full, sampled = 0.0, 0.0
+    for history, target in (([1], 2), ([1, 2], 3), ([1, 2, 3], 4), ([5], 6)):
+        scores = sasrec_by_hand(weights, history)
+        full += np.log(np.exp(scores).sum()) - scores[target]
+        others = np.exp(scores[drawn[drawn != target]]).sum() * 9 / 20
+        sampled += np.log(np.exp(scores[target]) + others) - scores[target]
+    for negatives, expected in ((0, full), (20, sampled)):
+        nats, targets = softmax_loss(SASREC, negatives, 0.0)(weights, jnp.asarray(rows), KEY)
+        assert targets == 4
+        np.testing.assert_allclose(nats, expected, rtol=1e-5)
+
+
+def run_losses(train: TrainConfig) -> list[float]:
+    cfg = decoder_config(train, 22, 16)
+    trainer = Trainer(train, decoder.spec(cfg), next_item_loss(cfg, PREFIX, ITEM_TOKENS, train.dropout))
+    data = windows([[i % 10, (3 * i) % 10, 7, i % 7][: 2 + i % 3] for i in range(24)], train)
+    losses: list[float] = []
+    fit(
+        trainer,
+        trainer.initial(),
+        data.batches(0),
+        lambda done, state, loss: losses.append(float(loss)) or False,
     )
-    nats = []
-    for row, length in enumerate(batch.lengths):
-        for t in range(data.first_target, length):  # from the second item's first token on
-            scores = logits[row, t - 1]
-            nats.append(np.log(np.exp(scores).sum()) - scores[batch.tokens[row, t]])
-    loss = next_token_loss(weights, cfg, batch, data.first_target)
-    np.testing.assert_allclose(loss, np.mean(nats), atol=1e-5)
-    padded = Batch(np.where(batch.tokens == 0, 21, batch.tokens), batch.lengths)
-    np.testing.assert_allclose(next_token_loss(weights, cfg, padded, data.first_target), loss, atol=1e-6)
+    return losses
 
 
-def test_equal_seeds_give_equal_models_and_dropout_is_a_rate() -> None:
-    cfg = decoder_config(TRAIN, 22, 16)
-    data = windows([[1, 2, 3], [4, 5], [6, 7, 8, 9], [0, 1]])
-    first, again = fit(data, TRAIN, cfg), fit(data, TRAIN, cfg)
-    jax.tree.map(np.testing.assert_array_equal, first, again)
-    other = fit(data, dataclasses.replace(TRAIN, seed=1), cfg)
-    assert not np.array_equal(first.embed, other.embed)
+@pytest.mark.slow
+def test_equal_seeds_give_equal_losses_and_parts_give_those_of_the_whole() -> None:
+    train = dataclasses.replace(TRAIN, batch=8, steps=6, dropout=0.0, warmup_steps=1)
+    whole = run_losses(train)
+    assert whole == run_losses(train)
+    assert whole != run_losses(dataclasses.replace(train, seed=1))
+    np.testing.assert_allclose(run_losses(dataclasses.replace(train, micro_batches=4)), whole, atol=1e-5)
+
+
+MESH = """
+import dataclasses, json, jax
+jax.config.update("jax_num_cpu_devices", 8)
+from tests.training.test_trainer import TRAIN, run_losses
+train = dataclasses.replace(TRAIN, batch=16, steps=6, dropout=0.2, warmup_steps=1)
+print(json.dumps([run_losses(dataclasses.replace(train, devices=n)) for n in (1, 8)]))
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_give_the_losses_of_one() -> None:
+    import json
+
+    # NPROC sizes XLA's thread pool: with fewer threads than devices a collective can wait for ever.
+    environment = {**os.environ, "PYTHONPATH": ".", "NPROC": "16"}
+    done = subprocess.run(
+        [sys.executable, "-c", MESH], env=environment, capture_output=True, text=True, check=True
+    )
+    one, eight = json.loads(done.stdout.splitlines()[-1])
+    assert len(one) == 6 and one[5] < one[0]
+    np.testing.assert_allclose(eight, one, atol=1e-5)
+
+
+def test_more_devices_than_there_are_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.devices is 64, this machine has"):
+        run_losses(dataclasses.replace(TRAIN, batch=64, devices=64))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules_warm_up_to_the_peak_and_end_as_named(schedule: str) -> None:
+    train = override(
+        Config(), f"train.schedule={schedule}", "train.steps=100", "train.warmup_steps=10", "train.adam_b2=0"
+    ).train
+    # With b2 = 0 and a constant gradient, AdamW moves by the learning rate itself.
+    optimizer, x = make_optimizer(dataclasses.replace(train, weight_decay=0.0)), jnp.zeros((1,))
+    state, moves = optimizer.init(x), []
+    for _ in range(100):
+        update, state = optimizer.update(jnp.ones((1,)) * 0.5, state, x)
+        moves.append(-float(update[0]) / train.learning_rate)
+    at = np.arange(100) - 10
+    after = {
+        "cosine": 0.01 + 0.99 * (1 + np.cos(np.pi * at / 90)) / 2,
+        "linear": 1 - 0.99 * at / 90,
+        "constant": np.ones(100),
+    }[schedule]
+    np.testing.assert_allclose(moves, np.where(at < 0, np.arange(100) / 10, after), atol=1e-5)
+
+
+def test_the_gradient_is_clipped_before_the_optimizer() -> None:
+    train = dataclasses.replace(TRAIN, clip_norm=1e-3, warmup_steps=0, steps=10)
+    state = make_optimizer(train).init(jnp.zeros((4,)))
+    _, state = make_optimizer(train).update(jnp.full((4,), 100.0), state, jnp.zeros((4,)))
+    adam = next(s for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, optax.ScaleByAdamState))
+                if isinstance(s, optax.ScaleByAdamState))  # fmt: skip
+    np.testing.assert_allclose(adam.mu, 0.1 * 1e-3 / 2, rtol=1e-5)
 
 
 def rule_dataset() -> Dataset:
@@ -132,3 +282,23 @@ def test_training_refuses_prompts_that_hide_the_next_item(tmp_path: Path) -> Non
         train_generator(config, rule_dataset())
     with pytest.raises(ConfigError, match=r"train\.out"):
         train_generator(override(config, "train.out="), rule_dataset())
+
+
+@pytest.mark.slow
+def test_sasrec_learns_the_rule_and_its_best_weights_are_kept(tmp_path: Path) -> None:
+    dataset = rule_dataset()
+    config = override(
+        rule_config(tmp_path / "sasrec"), "train.model=sasrec", "train.evaluate_every=25", "train.patience=2",
+        "train.steps=400", "train.checkpoint_every=500", "train.negatives=8",
+    )  # fmt: skip
+    train_sasrec(config, dataset, validate=validation.sasrec_recall(config, dataset))
+    assert sorted(p.name for p in (tmp_path / "sasrec").iterdir()) == [
+        "config.json",
+        "curves.png",
+        "metrics.jsonl",
+        "params",
+    ]
+    cfg, weights = sasrec.load(tmp_path / "sasrec")
+    test = dataset.interactions.test
+    ranked = sasrec.top_k(weights, cfg, test.histories, 3, exclude_seen=False)
+    np.testing.assert_array_equal(ranked[:, 0], test.targets)

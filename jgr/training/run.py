@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training run from its folder to its best weights: checkpoints, validation, early stopping, curves.
+
+While it trains, train.out + ".training" holds what a killed run goes on from.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgr.config import ConfigError, TrainConfig
+from jgr.models.params import PyTree
+from jgr.training.curves import plot_curves
+from jgr.training.progress import RECALL, RunFolder, best_validation
+from jgr.training.trainer import Loss, State, Trainer, fit
+from jgr.training.windows import Windows
+
+LOG_EVERY = 100  # steps; each log waits for the device
+
+Progress = Callable[[int, int, str], None]
+"""progress(steps done, steps in all, note)."""
+Validate = Callable[[PyTree], float]
+"""The recall@10 of parameters on validation examples."""
+
+_log = logging.getLogger(__name__)
+
+
+def train_to_best(
+    train: TrainConfig,
+    specs: PyTree,
+    loss: Loss,
+    windows: Windows,
+    *,
+    described: Mapping[str, Any],
+    validate: Validate | None,
+    progress: Progress,
+    save: Callable[[PyTree, Callable[[Path], None]], None],
+) -> Path:
+    """Train, and `save` the parameters of the best validation, or of the last step where nothing is validated.
+
+    described: what else, beside `train` and the windows, makes this run the run it is. save(params, write_beside) must
+    call write_beside(folder), which adds metrics.jsonl and curves.png. Goes on where an earlier, killed call with the
+    same arguments stopped. Gives train.out. Raises ConfigError for a loss that is not finite.
+    """
+    trainer = Trainer(train, specs, loss)
+    validated = validate is not None and train.evaluate_every > 0
+    running = Path(f"{train.out}.training")
+    run = {**described, "train": asdict(train), "windows": windows.digest()}
+    _log.info("training on %d users, %d steps an epoch", len(windows), windows.steps_per_epoch())
+    with RunFolder(running, run) as folder:
+        fresh = trainer.initial()
+        start = folder.latest(fresh)
+        if start is not None:
+            _log.info("going on from step %d", int(start.step))
+        state = fresh if start is None else trainer.place(start)
+        note = ""
+
+        def enough() -> bool:
+            if not validated or train.patience == 0:
+                return False
+            found = folder.validations()
+            return (
+                bool(found)
+                and found[-1][0] - best_validation(found)[0] >= train.patience * train.evaluate_every
+            )
+
+        def on_step(done: int, state: State, loss: jax.Array) -> bool:
+            nonlocal note
+            folder.record(done, loss)
+            last = done == train.steps
+            if done % LOG_EVERY == 0 or last:
+                progress(done, train.steps, f"loss {float(loss):.3f}{note}")
+                _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
+            to_validate = validated and (done % train.evaluate_every == 0 or last)
+            if not to_validate and done % train.checkpoint_every != 0 and not last:
+                return False
+            if not np.isfinite(float(loss)):
+                raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
+            recall = validate(state.params) if validate is not None and to_validate else None
+            folder.save(done, state, recall)
+            if recall is not None:
+                note = f", {RECALL} {recall:.4f}"
+                _log.info("step %d of %d: validation %s %.4f", done, train.steps, RECALL, recall)
+            return to_validate and enough()
+
+        if not enough():
+            state = fit(trainer, state, windows.batches(int(state.step)), on_step)
+        if validated:
+            step, recall = best_validation(folder.validations())
+            _log.info("keeping step %d: validation %s %.4f", step, RECALL, recall)
+            if step != int(state.step):
+                state = folder.restore(step, state)
+
+        def write_beside(out: Path) -> None:
+            shutil.copy(folder.metrics, out)
+            plot_curves(out / "metrics.jsonl", out / "curves.png")
+
+        save(jax.device_get(state.params), write_beside)
+    shutil.rmtree(running)
+    return Path(train.out)

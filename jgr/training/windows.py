@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training windows over users' item sequences, and the batch of any step.
+
+The batch of step s is a pure function of (data, seed, s), so a resumed run needs no state of its input pipeline. Grain
+reads ahead; it does not decide. A window is up to max_items + 1 consecutive items: every item after the first is a
+target. Users of like length share a batch, so that little of it is padding.
+
+Letters: B batch, N max_items.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import ConfigError, TrainConfig
+from jgr.data.interactions import Ragged
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+SORTED_TOGETHER = 8
+"""Batches among which users are sorted by length; more would save more padding, and make batches more alike."""
+WIDTHS = 4
+"""Different widths of batches, hence compiled training programs, at most."""
+READ_AHEAD = 4
+"""Batches."""
+
+
+class Windows:
+    """The batches of one training set. Users of fewer than two items teach nothing and are left out.
+
+    sequences: per user, catalog rows in time order.
+    """
+
+    def __init__(self, sequences: Ragged, train: TrainConfig) -> None:
+        self._sequences = sequences.select(np.flatnonzero(sequences.lengths >= 2))
+        if not len(self._sequences):
+            raise ConfigError("no user has two interactions: there is nothing to learn from")
+        self._train = train
+        self._sizes = np.minimum(self._sequences.lengths, train.max_items + 1)
+        self._epoch_order = functools.lru_cache(maxsize=2)(self._draw_order)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def steps_per_epoch(self) -> int:
+        return -(-len(self) // self._train.batch)
+
+    def digest(self) -> str:
+        """First 16 hex digits of the sha256 over the sequences: equal data, equal digest."""
+        digest = hashlib.sha256()
+        for sequence in self._sequences:
+            digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
+        return digest.hexdigest()[:16]
+
+    def batch(self, step: int) -> Int32:
+        """[B, n <= N + 1] rows, -1 on the right of shorter windows. Long users: another window every epoch."""
+        epoch, position = divmod(step, self.steps_per_epoch())
+        users = self._epoch_order(epoch)[position]
+        fractions = np.random.default_rng((self._train.seed, epoch, position)).random(len(users))
+        longest = self._train.max_items + 1
+        quantum = -(-longest // WIDTHS)
+        width = min(-(-int(self._sizes[users].max()) // quantum) * quantum, longest)
+        rows = np.full((len(users), width), -1, np.int32)
+        for i, (user, fraction) in enumerate(zip(users, fractions, strict=True)):
+            sequence, size = self._sequences[user], self._sizes[user]
+            start = int(fraction * (len(sequence) - size + 1))
+            rows[i, :size] = sequence[start : start + size]
+        return rows
+
+    def batches(self, start: int) -> Iterator[Int32]:
+        """The batches of steps start, start + 1, ... up to train.steps, read ahead by Grain."""
+        import grain  # 2 s of import time
+
+        rest = grain.MapDataset.range(start, self._train.steps).map(self.batch)
+        # One thread keeps the order of what it computes; a batch costs far less than a step.
+        return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
+
+    def _draw_order(self, epoch: int) -> Int64:
+        """[steps per epoch, B] users: every user once, the last batch filled up from the front."""
+        rng = np.random.default_rng((self._train.seed, epoch))
+        steps, size = self.steps_per_epoch(), self._train.batch
+        order = np.resize(rng.permutation(len(self)), steps * size)
+        for at in range(0, len(order), SORTED_TOGETHER * size):
+            group = order[at : at + SORTED_TOGETHER * size]
+            group[:] = group[np.argsort(self._sizes[group], kind="stable")]
+        return rng.permutation(order.reshape(steps, size))
