@@ -17,11 +17,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jgr.models import hf
 from jgr.models.decoder import DecoderConfig, DecoderParams, spec
 from jgr.models.params import CheckpointError, PyTree, abstract, check
+
+SPARE_BYTES = 1 << 20
+"""What a checkpoint needs beside its arrays, amply."""
 
 
 def load(folder: Path, dtype: Any = jnp.float32) -> tuple[DecoderConfig, DecoderParams]:
@@ -61,6 +65,7 @@ def write(
     aside = _aside(folder)
     try:
         aside.mkdir()
+        require_space(aside, params)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / "params", params)
@@ -72,6 +77,8 @@ def write(
         shutil.rmtree(older, ignore_errors=True)
     except Exception as error:  # a full disk is an OSError here and other things in Orbax and tensorstore
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {error}") from error
 
 
@@ -93,6 +100,19 @@ def require_writable(folder: Path) -> None:
             raise NotADirectoryError(20, "Not a directory")
     except OSError as error:
         raise CheckpointError(f"{folder}: a checkpoint cannot be written there: {error.strerror}") from None
+
+
+def require_space(folder: Path, tree: PyTree) -> None:
+    """Raise CheckpointError unless the disk has room for the arrays of `tree`.
+
+    Orbax fails on a full disk with hundreds of lines from its threads, and leaves a half-written folder.
+    """
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) + SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder}: the disk is full: a checkpoint needs {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free"
+        )
 
 
 def _aside(folder: Path) -> Path:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
+from jgr.ops.dense import dense
 from jgr.ops.prefill_attention import prefill_attention
 
 Family = Literal["qwen2", "qwen3", "llama"]
@@ -177,7 +178,7 @@ def _qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """h [..., D] -> q [..., H, d], k and v [..., K, d], rotated."""
     x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
-    q, k, v = x @ layer.wq, x @ layer.wk, x @ layer.wv
+    q, k, v = dense(x, layer.wq), dense(x, layer.wk), dense(x, layer.wv)
     if cfg.qkv_bias:
         q, k, v = q + layer.bq, k + layer.bk, v + layer.bv
     q, k, v = (y.reshape(*y.shape[:-1], -1, cfg.head_dim) for y in (q, k, v))
@@ -188,7 +189,7 @@ def _qkv(
 
 def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
     x = rms_norm(h, layer.mlp_norm, cfg.norm_eps)
-    return jnp.asarray((jax.nn.silu(x @ layer.gate) * (x @ layer.up)) @ layer.down)
+    return dense(jax.nn.silu(dense(x, layer.gate)) * dense(x, layer.up), layer.down)
 
 
 class Prefill(NamedTuple):
@@ -239,7 +240,7 @@ def prefill(
             q, k, v = _qkv(cfg, layer, h, cos, sin)
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             out = prefill_attention(q, k, v, lengths, mask, implementation=attention)
-            h = h + drop(out.reshape(*h.shape[:-1], -1) @ layer.wo, attention_key)
+            h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)
         return h, (k, v, h if keep_layers else None)

@@ -29,6 +29,7 @@ from jgr.config import TrainConfig
 from jgr.data.interactions import Ragged
 from jgr.models import checkpoint
 from jgr.models.params import CheckpointError, Spec
+from jgr.ops.dense import dense
 from jgr.ops.prefill_attention import prefill_attention
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
@@ -145,11 +146,11 @@ def encode(
         layer, layer_keys = xs
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         x = _norm(h, layer.attention_norm)
-        k, v = (heads(x @ w).transpose(0, 2, 1, 3) for w in (layer.wk, layer.wv))
-        out = prefill_attention(heads(x @ layer.wq), k, v, lengths, None)
-        h = h + drop(out.reshape(h.shape) @ layer.wo, attention_key)
-        x = jax.nn.relu(_norm(h, layer.mlp_norm) @ layer.w1 + layer.b1)
-        return h + drop(x @ layer.w2 + layer.b2, mlp_key), None
+        k, v = (heads(dense(x, w)).transpose(0, 2, 1, 3) for w in (layer.wk, layer.wv))
+        out = prefill_attention(heads(dense(x, layer.wq)), k, v, lengths, None)
+        h = h + drop(dense(out.reshape(h.shape), layer.wo), attention_key)
+        x = jax.nn.relu(dense(_norm(h, layer.mlp_norm), layer.w1) + layer.b1)
+        return h + drop(dense(x, layer.w2) + layer.b2, mlp_key), None
 
     h = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[: rows.shape[1]]
     h = drop(h, None if keys is None else keys[-1, 0])

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jgr.config import ConfigError
+from jgr.models.checkpoint import require_space
 from jgr.models.params import CheckpointError
 from jgr.training.trainer import State
 
@@ -91,17 +92,23 @@ class RunFolder:
     def save(self, step: int, state: State, recall: float | None = None) -> None:
         """Write losses, state and the step's validation, if there was one.
 
-        Returns when they are on disk: the next step overwrites the state's buffers.
+        Returns when they are on disk: the next step overwrites the state's buffers. Raises CheckpointError where they
+        cannot be written; the checkpoints before are whole.
         """
+        folder = self.metrics.parent
+        require_space(folder, state)
         lines = [{"step": line["step"], "loss": float(line["loss"])} for line in self._pending]
         if recall is not None:
             lines.append({"step": step, RECALL: recall})
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-        self._pending.clear()
         metrics = None if recall is None else {RECALL: recall}
-        self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
-        self._manager.wait_until_finished()
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
+            self._manager.wait_until_finished()
+        except Exception as error:  # an OSError here, many other things in Orbax and tensorstore
+            raise CheckpointError(f"{folder}: step {step} could not be written: {error}") from error
+        self._pending.clear()
 
 
 def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:

@@ -178,6 +178,20 @@ def test_damaged_own_checkpoint(tmp_path: Path) -> None:
         checkpoint.load(folder)
 
 
+def test_a_disk_without_room_is_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, params = hf.load(HF / "qwen2")
+    bytes_ = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=bytes_))
+    with pytest.raises(
+        CheckpointError, match=r"the disk is full: a checkpoint needs \d+\.\d MB, \d+\.\d MB are free"
+    ):
+        checkpoint.save(tmp_path / "own", cfg, params)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     cfg, params = hf.load(HF / "qwen2")
     (tmp_path / "file").write_text("")

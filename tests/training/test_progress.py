@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,3 +149,17 @@ def test_a_run_goes_on_over_its_validations(tmp_path: Path) -> None:
         (6, 2),
         (9, 3),
     ]
+
+
+def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS)
+    usage, free = shutil.disk_usage(tmp_path), iter([1 << 40, 1000])
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=next(free)))
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            train_generator(config, rule_dataset())
+    assert len(losses(tmp_path / "ring.training")) == 4
+    train_generator(config, rule_dataset())
+    assert len(losses(tmp_path / "ring")) == 12
