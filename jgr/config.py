@@ -22,6 +22,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+MAX_WAIT_MS = 60_000
+"""More than any caller waits for company; a typing error otherwise."""
+
 
 class UserError(ValueError):
     """A mistake that the user can mend; the base class of every such error in jgr.
@@ -68,6 +71,7 @@ class PromptConfig:
     template: str = "<bos>{history}"
     item: str = "{sid}"  # one item of the history; may also name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # the last items of a history that are kept
+    separator: str = ""  # text between two items
 
     def __post_init__(self) -> None:
         _check(self, max_items=1)
@@ -112,6 +116,8 @@ class BatchingConfig:
 
     def __post_init__(self) -> None:
         _check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
+        ms = self.max_wait_ms
+        _require(ms <= MAX_WAIT_MS, f"batching.max_wait_ms must be at most {MAX_WAIT_MS}, not {ms}")
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes any free port
     api_key: str = field(default="", repr=False)  # empty: no authorization is asked for
+    admin_key: str = field(default="", repr=False)  # of POST /v1/models/{name}/reload; empty: refused to all
     max_body_bytes: int = 1 << 20
     max_history: int = 4096  # items
     max_candidates: int = 1000  # items
@@ -130,6 +137,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
+        same = bool(self.api_key) and self.api_key == self.admin_key
+        _require(not same, "server.admin_key must not be server.api_key, which clients have")
         _require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
         _require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
         ms = self.default_deadline_ms

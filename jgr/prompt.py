@@ -159,15 +159,21 @@ class PromptBuilder:
         self.prefix = _encode_template("prompt.template", before, tokenizer)
         self.suffix = _encode_template("prompt.template", after, tokenizer)
         self._max_items = config.max_items
-        self._tokens, self._lengths = _item_tokens(config.item, tokenizer, catalog)
+        # Every item's tokens are stored with the separator behind them, which `build` takes off the last one.
+        separator = _encode_template("prompt.separator", config.separator, tokenizer)
+        items, lengths = _item_tokens(config.item, tokenizer, catalog)
+        behind = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
+        self._tokens, self._lengths = _interleave([(items, lengths), behind], catalog.n_items)
+        self._separator = len(separator)
         self._starts = np.cumsum(self._lengths) - self._lengths
-        self.max_tokens = len(self.prefix) + config.max_items * int(self._lengths.max()) + len(self.suffix)
+        history = config.max_items * int(self._lengths.max()) - self._separator
+        self.max_tokens = len(self.prefix) + history + len(self.suffix)
         parts = (self.prefix, self._tokens, self.suffix)
         self.largest_token = max(int(part.max(initial=0)) for part in parts)
 
     def item_tokens(self, row: int) -> Int32:
         """The segment of one item: [t] int32, a view."""
-        return self._tokens[self._starts[row] : self._starts[row] + self._lengths[row]]
+        return self._tokens[self._starts[row] : self._starts[row] + self._lengths[row] - self._separator]
 
     def build(self, rows: Int32) -> Int32:
         """rows: [h] int32, 0 .. n - 1, oldest first, h >= 0. Returns the prompt, [t] int32."""
@@ -177,7 +183,8 @@ class PromptBuilder:
         total = int(ends[-1]) if len(ends) else 0
         # Token j of the history stands at j + (where its item starts in the table) - (where it starts here).
         source = np.repeat(self._starts[rows] - ends + lengths, lengths) + np.arange(total)
-        return np.concatenate((self.prefix, self._tokens[source], self.suffix))
+        history = self._tokens[source[: max(total - self._separator, 0)]]
+        return np.concatenate((self.prefix, history, self.suffix))
 
 
 def _split_template(template: str) -> tuple[str, str]:

@@ -217,3 +217,16 @@ def test_amazon_industrial_histories(dataset: Path) -> None:
     names: list[Any] = [catalog.symbols[lv][catalog.codes[row, lv]] for row in rows[-10:] for lv in range(3)]
     assert prompts.build(rows).tolist() == tokenizer.encode("<bos>" + "".join(names))
     assert prompts.max_tokens == 31
+
+
+def test_a_separator_stands_between_items_only() -> None:
+    catalog = Catalog.build(["x", "y"], [["<a_0>"], ["<a_1>"]], [{}, {}])
+    tokenizer = semantic_id_tokenizer(catalog)
+    sid, x, y = (tokenizer.token_id(name) for name in ("<sid>", "<a_0>", "<a_1>"))
+    prompts = PromptBuilder(
+        PromptConfig(template="{history}<bos>", separator="<sid>", max_items=3), tokenizer, catalog
+    )
+    assert prompts.build(np.array([0, 1, 0, 0], np.int32)).tolist() == [y, sid, x, sid, x, 1]
+    assert prompts.build(np.array([1], np.int32)).tolist() == [y, 1]
+    assert prompts.build(np.array([], np.int32)).tolist() == [1]
+    assert prompts.item_tokens(1).tolist() == [y] and prompts.max_tokens == 6

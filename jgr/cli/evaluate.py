@@ -2,104 +2,288 @@
 """`jgr evaluate`: recommendation quality through the serving path, beside popularity and item-kNN.
 
 Without --url the configured model is loaded into an engine of this process; with --url a running server is asked
-over HTTP. The last line of stdout is the table as one JSON document.
+over HTTP. --sweep measures quality and latency for several values of a field in place of the table. The last line of
+stdout is the result as one JSON document.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from jgr.cli import console
-from jgr.config import Config
+from jgr.config import Config, UserError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from jgr.catalog import Catalog
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import Examples
+    from jgr.evaluation.served import Query, Served
+
+    Int32 = npt.NDArray[np.int32]
 
 HELP = "measure a model's recommendations on a dataset"
+UNCONSTRAINED = "without the catalog"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags. ks: ascending. resamples: of the bootstrap, 0 for none. plot: the PNG of a sweep."""
+
+    url: str | None = None
+    split: str = "test"
+    limit: int | None = None
+    ks: tuple[int, ...] = (5, 10)
+    exclude_history: bool = False
+    resamples: int = 1000
+    seed: int = 0
+    unconstrained: bool = False
+    sweep: str | None = None
+    requests: int = 200
+    plot: str | None = None
+    baseline: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sweep and self.unconstrained:
+            raise UserError("--sweep and --unconstrained are two measurements: give one of them")
+        if self.plot and not self.sweep:
+            raise UserError("--plot draws the curve of a --sweep: give one, as in --sweep=beam.width=8,16,32")
+        if self.unconstrained and self.url:
+            raise UserError("--unconstrained searches with the weights of model.path: leave out --url")
 
 
 def define_flags() -> None:
     flags.DEFINE_string("url", None, "ask this running server instead of loading the model")
     flags.DEFINE_enum("split", "test", ("valid", "test"), "which targets to predict")
     flags.DEFINE_integer("limit", None, "use only the first so many examples", lower_bound=1)
+    flags.DEFINE_list("k", ["5", "10"], "cut-offs of the metrics")
     flags.DEFINE_bool("exclude_history", False, "never recommend an item of the history")
+    flags.DEFINE_integer(
+        "resamples", 1000, "of the bootstrap; 0: no intervals", lower_bound=0, upper_bound=100_000
+    )
+    flags.DEFINE_integer("seed", 0, "of the bootstrap", lower_bound=0)
+    flags.DEFINE_bool("unconstrained", False, "also search without the catalog, and count what is no item")
+    flags.DEFINE_string("sweep", None, "quality and latency for values of a field, as in beam.width=8,16,32")
+    flags.DEFINE_integer(
+        "requests", 200, "of a sweep's latencies, one by one", lower_bound=1, upper_bound=100_000
+    )
+    flags.DEFINE_string("plot", None, "PNG file for the curve of a sweep")
+    flags.DEFINE_multi_string("baseline", [], "folder of a SASRec that jgr train made, for a row of its own")
 
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
     config = console.load(flags.FLAGS)
+    options = _options(flags.FLAGS)
     from jgr.data.datasets import load_dataset
-    from jgr.evaluation.report import format_table, score, score_baselines
 
-    values = flags.FLAGS
-    dataset = load_dataset(config.data)
-    split: Examples = getattr(dataset.interactions, values.split)
-    examples = split.select(slice(values.limit))
-    with console.progress_bar("evaluating") as bar:
-        answered = 0
-
-        def on_answer() -> None:
-            nonlocal answered
-            answered += 1
-            bar(answered, len(examples), "")
-
-        ranked = _ranked(config, dataset, examples, on_answer)
-    n_items = dataset.catalog.n_items
-    rows = score_baselines(dataset.interactions, examples, n_items, values.exclude_history)
-    rows[config.model.name] = score(ranked, examples)
-    print(format_table(rows))
-    print(
-        json.dumps(
-            {
-                "dataset": config.data.kind,
-                "split": values.split,
-                "examples": len(examples),
-                "exclude_history": values.exclude_history,
-                "catalog_version": dataset.catalog.version,
-                "returned": int((ranked >= 0).sum()),
-                "rows": rows,
-            }
-        )
-    )
+    lines, report = evaluate(config, load_dataset(config.data), options)
+    print("\n".join(lines))
+    print(json.dumps(report))
     return 0
 
 
-def _ranked(
-    config: Config, dataset: Dataset, examples: Examples, on_answer: Callable[[], None]
-) -> npt.NDArray[np.int32]:
-    from jgr.evaluation import client, recommendations
-    from jgr.evaluation.report import TOP_K
+def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[str], dict[str, Any]]:
+    """The lines for people, and the JSON document. UserError says what does not fit."""
+    examples: Examples = getattr(dataset.interactions, options.split)
+    if not len(examples):
+        raise UserError(f"--split: the dataset has no {options.split} examples")
+    examples = examples.select(slice(options.limit))
+    what = _sweep if options.sweep else _compare
+    lines, found = what(config, dataset, examples, options)
+    return lines, {
+        "dataset": config.data.kind,
+        "split": options.split,
+        "examples": len(examples),
+        "k": list(options.ks),
+        "exclude_history": options.exclude_history,
+        "catalog_version": dataset.catalog.version,
+        "through": options.url or "engine",
+        "bootstrap": {"resamples": options.resamples, "seed": options.seed, "confidence": 0.95},
+        **found,
+    }
+
+
+def _options(values: flags.FlagValues) -> Options:
+    ks = values.k
+    if not ks or not all(k.strip().isdecimal() and 1 <= int(k) <= 1000 for k in ks):
+        raise UserError(f"--k must be integers from 1 to 1000, such as 1,5,10, not '{','.join(ks)}'")
+    names = set(Options.__dataclass_fields__) - {"ks", "baseline"}
+    return Options(
+        ks=tuple(sorted({int(k) for k in ks})),
+        baseline=tuple(dict.fromkeys(values.baseline)),
+        **{name: getattr(values, name) for name in names},
+    )
+
+
+def _compare(
+    config: Config, dataset: Dataset, examples: Examples, options: Options
+) -> tuple[list[str], dict[str, Any]]:
+    """The table of the model and the baselines."""
+    from jgr.evaluation.report import compare, format_comparison, rank_baselines
+
+    interactions, catalog, ks = dataset.interactions, dataset.catalog, options.ks
+    with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
+        width = served.info.beam_width
+        query = _query(options, catalog, width)
+        ranked = served.recommend_all(examples, query, lambda: on_answers(1))
+    rankings = rank_baselines(interactions, examples, catalog.n_items, options.exclude_history, max(ks))
+    rankings |= _rank_trained(catalog, examples, options)
+    model = config.model.name
+    if model in rankings:
+        raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
+    rankings[model] = ranked
+    found: dict[str, Any] = {"model": model, "beam_width": width, "returned": int((ranked >= 0).sum())}
+    counts: list[str] = []
+    if options.unconstrained:
+        rankings[f"{model} {UNCONSTRAINED}"], shares = _search(config, dataset, examples, options)
+        found["invalid"] = shares
+        counts = ["", *_shares(shares)]
+    compared = compare(rankings, examples, ks, model=model, resamples=options.resamples, seed=options.seed)
+    return [format_comparison(compared, ks, model), *counts], {**found, **asdict(compared)}
+
+
+def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
+    """The ranking of each --baseline; several are told apart by their folders."""
+    from jgr.models import sasrec
+
+    found = {}
+    for text in options.baseline:
+        cfg, params = sasrec.load(Path(text))
+        if cfg.items != sasrec.items_digest(catalog.item_ids):
+            raise UserError(f"--baseline: {text} was trained on other items than the dataset's")
+        name = "SASRec" if len(options.baseline) == 1 else f"SASRec {Path(text).name}"
+        found[name] = sasrec.top_k(
+            params, cfg, examples.histories, max(options.ks), exclude_seen=options.exclude_history
+        )
+    return found
+
+
+def _search(
+    config: Config, dataset: Dataset, examples: Examples, options: Options
+) -> tuple[Int32, dict[str, Any]]:
+    """The ranking without the catalog, and the share of sequences that are no item without it and with it."""
+    from jgr.evaluation.unconstrained import search_all
+
+    with _answers("searching", len(examples)) as on_answers:
+        found = search_all(
+            config,
+            dataset,
+            examples,
+            options.ks,
+            exclude_history=options.exclude_history,
+            on_answers=on_answers,
+        )
+    return found.ranked, {
+        "unconstrained": found.unconstrained.to_json(),
+        "constrained": found.constrained.to_json(),
+    }
+
+
+def _shares(shares: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    for name, counted in shares.items():
+        of_k = ", ".join(
+            f"{share:.2%} of the first {key[6:]}" for key, share in counted.items() if "@" in key
+        )
+        yield (
+            f"no item of the catalog, {name}: {counted['invalid']:,} of {counted['sequences']:,} beams "
+            f"({counted['share']:.2%}); {of_k}"
+        )
+
+
+def _sweep(
+    config: Config, dataset: Dataset, examples: Examples, options: Options
+) -> tuple[list[str], dict[str, Any]]:
+    """The curve: a point for each value."""
+    from jgr.evaluation import sweep
+    from jgr.evaluation.plots import plot_sweep
+    from jgr.evaluation.report import compare, format_sweep
+
+    swept = sweep.parse_sweep(str(options.sweep), config)
+    if options.plot and not Path(options.plot).absolute().parent.is_dir():
+        raise UserError(f"--plot: {Path(options.plot).absolute().parent} is not a folder")
+    measured: dict[str, sweep.Measured] = {}
+    in_flight = 0
+    for chosen, widths in swept.engines:
+        with _serve(chosen, dataset.catalog, options.url) as served:
+            if options.url:
+                sweep.check_remote(swept, served)
+            in_flight = served.in_flight
+            queries = {
+                v: _query(options, dataset.catalog, width, partial=True) for v, width in widths.items()
+            }
+            with _answers("evaluating", len(queries) * len(examples)) as on_answers:
+                measured |= sweep.measure(
+                    served, examples, queries, requests=options.requests, on_answer=lambda: on_answers(1)
+                )
+    compared = compare(
+        {value: point.ranked for value, point in measured.items()},
+        examples,
+        options.ks,
+        resamples=options.resamples,
+        seed=options.seed,
+    )
+    points = [
+        {
+            "value": value,
+            "beam_width": point.beam_width,
+            "metrics": compared.rows[value],
+            "intervals": compared.intervals.get(value, {}),
+            "latency_ms": point.latency_ms,
+            "requests_per_s": round(point.requests_per_s, 2),
+        }
+        for value, point in measured.items()
+    ]
+    if options.plot:
+        plot_sweep(swept.field, points, max(options.ks), Path(options.plot))
+    found = {"sweep": swept.field, "requests": options.requests, "in_flight": in_flight, "points": points}
+    return [format_sweep(swept.field, points, max(options.ks))], found
+
+
+def _query(options: Options, catalog: Catalog, width: int, partial: bool = False) -> Query:
+    """What is asked for. partial: a narrow beam answers less than the largest k, and the rest of it misses."""
+    from jgr.evaluation.served import Query
+
+    top_k = min(max(options.ks), catalog.n_items)
+    if top_k > width and not partial:
+        raise UserError(f"--k: {max(options.ks)} needs a beam.width of at least that; it is {width}")
+    return Query(min(top_k, width), width, options.exclude_history)
+
+
+@contextlib.contextmanager
+def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served]:
+    """What answers: the server at `url`, or an engine that is loaded for the purpose."""
+    if url:
+        from jgr.evaluation.client import Client, RemoteServer
+
+        with Client(url, config.server.api_key) as client:
+            yield RemoteServer(client, catalog)
+        return
+    from jgr.evaluation.recommendations import LocalEngine
     from jgr.serving.loading import load_engine
 
-    exclude = flags.FLAGS.exclude_history
-    if flags.FLAGS.url:
-        with client.Client(flags.FLAGS.url, config.server.api_key) as server:
-            return client.recommend_all(
-                server,
-                dataset.catalog,
-                examples,
-                top_k=TOP_K,
-                exclude_history=exclude,
-                on_answer=on_answer,
-            )
+    with LocalEngine(load_engine(config), catalog, config.server.drain_timeout_s) as engine:
+        yield engine
 
-    async def through_engine() -> npt.NDArray[np.int32]:
-        engine = load_engine(config)
-        await engine.start()
-        try:
-            return await recommendations.recommend_all(
-                engine, examples, top_k=TOP_K, exclude_history=exclude, on_answer=on_answer
-            )
-        finally:
-            await engine.drain(config.server.drain_timeout_s)
 
-    return asyncio.run(through_engine())
+@contextlib.contextmanager
+def _answers(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar that is told how many more examples are answered."""
+    with console.progress_bar(label) as bar:
+        answered = 0
+
+        def more(count: int) -> None:
+            nonlocal answered
+            answered += count
+            bar(answered, total, "")
+
+        yield more

@@ -28,10 +28,12 @@ COMMANDS = {
     "demo": "jgr.cli.demo",
     "prepare": "jgr.cli.prepare",
     "ids": "jgr.cli.ids",
+    "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
     "serve": "jgr.cli.serve",
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",
+    "profile": "jgr.cli.profile",
     "config": "jgr.cli.config",
 }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr serve`: an engine behind HTTP, until SIGTERM or Ctrl-C.
 
-The URL is printed to stdout once requests are served; everything else goes to stderr. Exit codes: 0 after a
-drain, 1 where the warm-up failed, 2 for a configuration that cannot be served.
+The URL is printed to stdout once requests are served; everything else goes to stderr. SIGHUP reads the model's
+folder again. Exit codes: 0 after a drain or a stop before there was a model, 1 where the warm-up failed, 2 for a
+configuration that cannot be served.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -21,6 +25,7 @@ from jgr.cli import console
 from jgr.config import Config, ServerConfig
 
 if TYPE_CHECKING:
+    from jgr.serving.deployment import Load
     from jgr.serving.engine import Engine
 
 HELP = "serve recommendations over HTTP"
@@ -42,21 +47,24 @@ def main(argv: Sequence[str]) -> int:
     given = {"api_key": flags.FLAGS.api_key, "port": flags.FLAGS.port}
     server = dataclasses.replace(config.server, **{k: v for k, v in given.items() if v is not None})
     config = dataclasses.replace(config, server=server)
-    return serve(make_engine(config, null=flags.FLAGS.null), config.server)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
+    return serve(*make_engine(config, null=flags.FLAGS.null), config.server)
 
 
-def make_engine(config: Config, null: bool) -> Engine:
-    """The engine of a configuration. What is slow to import is imported here."""
+def make_engine(config: Config, null: bool) -> tuple[Engine, Load | None]:
+    """The engine of a configuration, and what makes the next one. What is slow to import is imported here."""
     if null:
         from jgr.serving.null import null_engine
 
-        return null_engine(config)
+        return null_engine(config), None
     from jgr.serving.loading import load_engine
 
-    return load_engine(config)
+    return load_engine(config), partial(load_engine, config)
 
 
-def serve(engine: Engine, config: ServerConfig) -> int:
+def serve(engine: Engine, load: Load | None, config: ServerConfig) -> int:
     """Serve until a signal. The exit code."""
     from jgr.serving.listener import Listener
 
@@ -67,10 +75,19 @@ def serve(engine: Engine, config: ServerConfig) -> int:
             stack.close()
             print(url, flush=True)
 
-        code = Listener(engine, config, on_progress=bar, on_ready=announce).serve_until_stopped()
-    if not engine.join(JOIN_TIMEOUT_S):
+        listener = Listener(engine, config, load=load, on_progress=bar, on_ready=announce)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, listener.handle_exit)
+        code = listener.serve_until_stopped()
+    if not listener.deployment.join(JOIN_TIMEOUT_S):
         # The device cannot be interrupted, and Python must not be torn down under a thread that is inside it.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # Nothing was accepted, so nothing is lost; and no thread that is loading is waited for.
+    print("jgr: stopped before the model was loaded", file=sys.stderr, flush=True)
+    os._exit(0)

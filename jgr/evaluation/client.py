@@ -6,17 +6,21 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog import Catalog
 from jgr.config import UserError
 from jgr.data.interactions import Examples
+from jgr.evaluation.served import Query, check_catalog, rows_of
+from jgr.serving.api import ModelInfo, ModelList
 
 CONNECTIONS = 16
 TIMEOUT_S = 60.0
@@ -58,10 +62,16 @@ class Client:
         return self._ask("GET", path, None)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        connection = self._connection()
+        headers = {**self._headers, "Content-Type": "application/json"}
         try:
-            connection = self._connection()
-            connection.request(method, path, body, {**self._headers, "Content-Type": "application/json"})
-            response = connection.getresponse()
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+            except ConnectionError:  # the server closes what was idle for long; asking twice changes nothing
+                connection.close()
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
             answer: dict[str, Any] = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerError(f"http://{self._host}:{self._port}{path}: {error}") from None
@@ -80,44 +90,59 @@ class Client:
         return connection
 
 
+class RemoteServer:
+    """A running server, as jgr.evaluation.served.Served. catalog: must be the one that its answers name."""
+
+    in_flight = CONNECTIONS
+
+    def __init__(self, client: Client, catalog: Catalog) -> None:
+        try:
+            models = msgspec.convert(client.get("/v1/models"), ModelList).data
+        except msgspec.ValidationError as error:
+            raise ServerError(f"/v1/models: is not the answer of a jgr server: {error}") from None
+        check_catalog("server", {model.catalog_version for model in models}, catalog)
+        self.info: ModelInfo = next(model for model in models if model.catalog_version == catalog.version)
+        self._client, self._catalog = client, catalog
+
+    def recommend_all(
+        self, examples: Examples, query: Query, on_answer: Callable[[], None] = lambda: None
+    ) -> npt.NDArray[np.int32]:
+        """See Served. Raises ServerError."""
+        ranked = np.full((len(examples), query.top_k), -1, np.int32)
+
+        def ask(i: int) -> None:
+            body = query.fields(self._catalog, self.info, examples.histories[i])
+            answer = self._client.post("/v1/recommend", body)
+            rows = rows_of(self._catalog, [item["item_id"] for item in answer["items"]])
+            ranked[i, : len(rows)] = rows
+            on_answer()
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            for _ in pool.map(ask, range(len(examples))):
+                pass
+        return ranked
+
+    def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
+        """See Served: over one connection, from the request to the answer as this process reads it."""
+        seconds: list[list[float]] = [[] for _ in queries]
+        for history in examples.histories:
+            for query, taken in zip(queries, seconds, strict=True):
+                body = query.fields(self._catalog, self.info, history)
+                start = time.perf_counter()
+                self._client.post("/v1/recommend", body)
+                taken.append(time.perf_counter() - start)
+        return seconds
+
+
 def recommend_all(
     client: Client,
     catalog: Catalog,
     examples: Examples,
     *,
     top_k: int,
-    beam_width: int | None = None,
     exclude_history: bool = False,
     on_answer: Callable[[], None] = lambda: None,
 ) -> npt.NDArray[np.int32]:
-    """The server's top_k rows for every example's history: [n, top_k] int32, best first, -1 where it gave fewer.
-
-    catalog: must be the one that the server's answers name. on_answer: called after each answer, from any thread.
-    """
-    versions = {model["catalog_version"] for model in client.get("/v1/models")["data"]}
-    if catalog.version not in versions:
-        raise ServerError(
-            f"the server's catalog is {', '.join(versions)}, the dataset's is {catalog.version}"
-        )
-    ranked = np.full((len(examples), top_k), -1, np.int32)
-
-    def ask(i: int) -> None:
-        answer = client.post(
-            "/v1/recommend",
-            {
-                "history": [catalog.item_ids[row] for row in examples.histories[i]],
-                "top_k": top_k,
-                "beam_width": beam_width,
-                "exclude_history": exclude_history,
-            },
-        )
-        rows, unknown = catalog.rows([item["item_id"] for item in answer["items"]])
-        if unknown:
-            raise ServerError(f"the server recommended items that the catalog lacks: {unknown[:3]}")
-        ranked[i, : len(rows)] = rows
-        on_answer()
-
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        for _ in pool.map(ask, range(len(examples))):
-            pass
-    return ranked
+    """`RemoteServer.recommend_all` in one call."""
+    query = Query(top_k, exclude_history=exclude_history)
+    return RemoteServer(client, catalog).recommend_all(examples, query, on_answer)

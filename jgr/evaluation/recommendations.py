@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from jgr.catalog import Catalog
 from jgr.data.interactions import Examples
-from jgr.serving.api import RecommendRequest
+from jgr.evaluation.served import EvaluationError, Query, check_catalog, rows_of
+from jgr.serving.api import Answer, ModelInfo, RecommendRequest, RequestError
 from jgr.serving.engine import Engine
 
 CONCURRENCY = 32  # requests in flight: enough to fill batches, few enough for any queue
@@ -27,24 +30,94 @@ async def recommend_all(
 ) -> npt.NDArray[np.int32]:
     """The engine's top_k rows for every example's history: [n, top_k] int32, best first, -1 where it gave fewer.
 
-    engine: started. on_answer: called after each answer. Raises what the engine raises for any of the requests.
+    engine: started. on_answer: called after each answer. EvaluationError names the example that is refused.
     """
-    catalog = engine.translator.catalog
+    query = Query(top_k, beam_width, exclude_history)
     ranked = np.full((len(examples), top_k), -1, np.int32)
     todo = iter(range(len(examples)))
 
     async def worker() -> None:
         for i in todo:
-            history: list[str | int] = [catalog.item_ids[row] for row in examples.histories[i]]
-            request = RecommendRequest(
-                history=history, top_k=top_k, beam_width=beam_width, exclude_history=exclude_history
-            )
-            answer = await engine.answer(request)
-            rows, _ = catalog.rows([item.item_id for item in answer.items])
+            answer = await _answer(engine, _request(engine, examples, i, query), i)
+            rows = rows_of(engine.translator.catalog, [item.item_id for item in answer.items])
             ranked[i, : len(rows)] = rows
             on_answer()
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(CONCURRENCY):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CONCURRENCY):
+                group.create_task(worker())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return ranked
+
+
+async def latencies_s(engine: Engine, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
+    """See Served. engine: started."""
+    seconds: list[list[float]] = [[] for _ in queries]
+    for i in range(len(examples)):
+        for query, taken in zip(queries, seconds, strict=True):
+            request = _request(engine, examples, i, query)
+            start = time.perf_counter()
+            await _answer(engine, request, i)
+            taken.append(time.perf_counter() - start)
+    return seconds
+
+
+class LocalEngine:
+    """An engine of this process behind blocking calls, as jgr.evaluation.served.Served.
+
+    A context manager: entering it starts the engine, which compiles; leaving it drains. catalog: the dataset's;
+    EvaluationError where the engine serves another.
+    """
+
+    in_flight = CONCURRENCY
+
+    def __init__(self, engine: Engine, catalog: Catalog, drain_timeout_s: float) -> None:
+        self.info: ModelInfo = engine.translator.info
+        check_catalog("model", {self.info.catalog_version}, catalog)
+        self._engine, self._drain_timeout_s = engine, drain_timeout_s
+
+    def __enter__(self) -> LocalEngine:
+        self._runner = asyncio.Runner()
+        try:
+            self._runner.run(self._engine.start())
+        except BaseException:
+            self._runner.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._runner:
+            self._runner.run(self._engine.drain(self._drain_timeout_s))
+        self._engine.join(self._drain_timeout_s)
+
+    def recommend_all(
+        self, examples: Examples, query: Query, on_answer: Callable[[], None] = lambda: None
+    ) -> npt.NDArray[np.int32]:
+        """See Served."""
+        asked = recommend_all(
+            self._engine,
+            examples,
+            top_k=query.top_k,
+            beam_width=query.beam_width,
+            exclude_history=query.exclude_history,
+            on_answer=on_answer,
+        )
+        return self._runner.run(asked)
+
+    def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
+        """See Served: from the request to the answer, in the event loop."""
+        return self._runner.run(latencies_s(self._engine, examples, queries))
+
+
+def _request(engine: Engine, examples: Examples, i: int, query: Query) -> RecommendRequest:
+    translator = engine.translator
+    return RecommendRequest(**query.fields(translator.catalog, translator.info, examples.histories[i]))
+
+
+async def _answer(engine: Engine, request: RecommendRequest, i: int) -> Answer:
+    try:
+        return await engine.answer(request)
+    except RequestError as error:
+        raise EvaluationError(f"example {i}: {error.message}") from None

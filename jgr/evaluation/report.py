@@ -1,45 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table that an evaluation prints: a model's metrics beside those of the baselines on the same examples."""
+"""The table that an evaluation prints: a model's metrics beside those of the baselines on the same examples.
+
+The one idea: whatever is compared is a ranking of every example, [n, m] rows by name. So a further baseline is one
+more array, and every interval is paired: all rows are resampled together (jgr.evaluation.bootstrap).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.data.interactions import Examples, Interactions
+from jgr.evaluation import bootstrap
 from jgr.evaluation.baselines import ItemKNN, Popularity
-from jgr.evaluation.metrics import Hits, mean_all
+from jgr.evaluation.metrics import METRICS as KINDS
+from jgr.evaluation.metrics import Hits, mean_all, per_query
+
+Int32 = npt.NDArray[np.int32]
+Rankings = Mapping[str, Int32]
+Row = dict[str, float]
+Bounds = dict[str, tuple[float, float]]
 
 METRICS = ("hr@5", "ndcg@5", "hr@10", "ndcg@10", "mrr@10")
 TOP_K = 10
 
 
-def score(ranked: npt.NDArray[np.int32], examples: Examples) -> dict[str, float]:
+@dataclass(frozen=True)
+class Difference:
+    """The model's mean minus a baseline's, with its interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Values by row name and metric.
+
+    intervals: of `rows`, and differences: to the model, by baseline; both empty without resamples.
+    """
+
+    rows: dict[str, Row]
+    intervals: dict[str, Bounds]
+    differences: dict[str, dict[str, Difference]]
+
+
+def metric_names(ks: Sequence[int]) -> tuple[str, ...]:
+    """Every metric at every k: "recall@5", "hr@5", ..."""
+    return tuple(f"{kind}@{k}" for k in ks for kind in KINDS)
+
+
+def score(ranked: Int32, examples: Examples) -> Row:
     """Mean of each of METRICS over examples; ranked: [n, TOP_K] rows, best first, -1 where there is none."""
     return mean_all(Hits.of_targets(ranked, examples.targets), METRICS)
 
 
-def score_baselines(
-    interactions: Interactions, examples: Examples, n_items: int, exclude_history: bool
-) -> dict[str, dict[str, float]]:
-    """Popularity and item-kNN, learnt from the training sequences."""
+def rank_baselines(
+    interactions: Interactions, examples: Examples, n_items: int, exclude_history: bool, top_k: int
+) -> dict[str, Int32]:
+    """The rankings of popularity and item-kNN, learnt from the training sequences: [n, top_k] rows each."""
     fitted: dict[str, Popularity | ItemKNN] = {
         "popularity": Popularity(interactions.sequences, n_items),
         "item-kNN": ItemKNN(interactions.sequences, n_items),
     }
     return {
-        name: score(baseline.top_k(examples.histories, TOP_K, exclude_seen=exclude_history), examples)
+        name: baseline.top_k(examples.histories, top_k, exclude_seen=exclude_history)
         for name, baseline in fitted.items()
     }
 
 
+def score_baselines(
+    interactions: Interactions, examples: Examples, n_items: int, exclude_history: bool
+) -> dict[str, Row]:
+    """METRICS of popularity and item-kNN."""
+    ranked = rank_baselines(interactions, examples, n_items, exclude_history, TOP_K)
+    return {name: score(rows, examples) for name, rows in ranked.items()}
+
+
+def compare(
+    rankings: Rankings,
+    examples: Examples,
+    ks: Sequence[int],
+    *,
+    model: str | None = None,
+    resamples: int = 0,
+    seed: int = 0,
+) -> Comparison:
+    """Every metric at every k of every ranking, n >= 1 examples. model: the row that the others are compared with."""
+    metrics = metric_names(ks)
+    scored = {name: per_query(Hits.of_targets(r, examples.targets), metrics) for name, r in rankings.items()}
+    rows = {name: {m: float(of[m].mean()) for m in metrics} for name, of in scored.items()}
+    if not resamples:
+        return Comparison(rows, {}, {})
+    columns = np.stack([of[m] for of in scored.values() for m in metrics], axis=1)
+    drawn = bootstrap.resampled_means(columns, resamples, seed).reshape(resamples, len(scored), len(metrics))
+    means = dict(zip(scored, drawn.transpose(1, 0, 2), strict=True))  # by name: [r, metrics]
+    intervals = {
+        name: dict(zip(metrics, zip(low.tolist(), high.tolist(), strict=True), strict=True))
+        for name, (low, high) in ((name, bootstrap.interval(of)) for name, of in means.items())
+    }
+    differences = {} if model is None else _differences(rows, means, model)
+    return Comparison(rows, intervals, differences)
+
+
+def _differences(
+    rows: Mapping[str, Row], means: Mapping[str, npt.NDArray[np.float64]], model: str
+) -> dict[str, dict[str, Difference]]:
+    """means: by name, [r, metrics] of the same resamples."""
+    found = {}
+    for name in rows:
+        if name == model:
+            continue
+        low, high = bootstrap.interval(means[model] - means[name])
+        found[name] = {
+            m: Difference(rows[model][m] - rows[name][m], float(low[i]), float(high[i]))
+            for i, m in enumerate(rows[name])
+        }
+    return found
+
+
 def format_table(rows: Mapping[str, Mapping[str, float]], metrics: Sequence[str] = METRICS) -> str:
     """Aligned text: a line for each row name, a column for each metric, to four places."""
-    width = max(map(len, rows))
-    lines = [" " * width + "".join(f"{metric:>10}" for metric in metrics)]
-    for name, values in rows.items():
-        cells = "".join(f"{values[m]:>10.4f}" if m in values else f"{'':>10}" for m in metrics)
-        lines.append(f"{name:<{width}}{cells}")
-    return "\n".join(lines)
+    return _aligned(
+        [["", *metrics]]
+        + [[name, *(f"{of[m]:.4f}" if m in of else "" for m in metrics)] for name, of in rows.items()]
+    )
+
+
+def format_comparison(found: Comparison, ks: Sequence[int], model: str | None = None) -> str:
+    """A block for each k; below it, where there are intervals, the differences to the model."""
+    blocks = []
+    for k in ks:
+        metrics = metric_names([k])
+        lines = [["", *metrics]]
+        for name, row in found.rows.items():
+            bounds = found.intervals.get(name, {})
+            lines.append([name, *(_cell(row[m], bounds.get(m)) for m in metrics)])
+        for name, of in found.differences.items():
+            cells = (_cell(of[m].mean, (of[m].low, of[m].high), "+") for m in metrics)
+            lines.append([f"{model} - {name}", *cells])
+        blocks.append(_aligned(lines))
+    return "\n\n".join(blocks)
+
+
+def format_sweep(field: str, points: Sequence[Mapping[str, Any]], k: int) -> str:
+    """A line for each point of a sweep's JSON."""
+    metrics = (f"hr@{k}", f"ndcg@{k}")
+    lines = [[field, "p50 ms", "p99 ms", "requests/s", *metrics]]
+    for point in points:
+        latency, bounds = point["latency_ms"], point["intervals"]
+        timed = [f"{latency['p50']:.2f}", f"{latency['p99']:.2f}", f"{point['requests_per_s']:.1f}"]
+        lines.append([point["value"], *timed, *(_cell(point["metrics"][m], bounds.get(m)) for m in metrics)])
+    return _aligned(lines)
+
+
+def _cell(value: float, bounds: tuple[float, float] | None, sign: str = "") -> str:
+    interval = f" [{bounds[0]:{sign}.4f}, {bounds[1]:{sign}.4f}]" if bounds else ""
+    return f"{value:{sign}.4f}{interval}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the first one flush left."""
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        f"{name:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, others, strict=True))
+        for name, *cells in lines
+    )

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ BATCH = 256  # histories that are ranked at once
 
 @dataclass(frozen=True)
 class SasrecConfig:
-    """Architecture only. catalog_version: of the catalog whose rows it embeds."""
+    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds."""
 
     n_items: int
     max_items: int
@@ -49,7 +50,7 @@ class SasrecConfig:
     layers: int
     heads: int
     mlp: int
-    catalog_version: str
+    items: str
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +79,21 @@ class SasrecParams:
     norm: Any  # [2, D]
 
 
-def sasrec_config(train: TrainConfig, n_items: int, catalog_version: str) -> SasrecConfig:
+def items_digest(item_ids: Sequence[str]) -> str:
+    """First 16 hex digits of the sha256 over the item ids in row order: equal for catalogs of other semantic ids."""
+    return hashlib.sha256(json.dumps(item_ids).encode()).hexdigest()[:16]
+
+
+def sasrec_config(train: TrainConfig, item_ids: Sequence[str]) -> SasrecConfig:
     """The SASRec that a TrainConfig describes; kv_heads and head_dim say nothing to it."""
     return SasrecConfig(
-        n_items, train.max_items, train.hidden, train.layers, train.heads, train.mlp, catalog_version
+        n_items=len(item_ids),
+        max_items=train.max_items,
+        hidden=train.hidden,
+        layers=train.layers,
+        heads=train.heads,
+        mlp=train.mlp,
+        items=items_digest(item_ids),
     )
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -14,23 +16,40 @@ _log = logging.getLogger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """What this thread compiles inside prepares a model; anything else is taken for a request's."""
+    outer = getattr(_thread, "preparing", False)
+    _thread.preparing = True
+    try:
+        yield
+    finally:
+        _thread.preparing = outer
+
+
 class CompilationCounter:
-    """Counts every XLA compilation of the process from its construction on, also those that a disk cache answers."""
+    """Counts every XLA compilation of the process from its construction on, also those that a disk cache answers.
+
+    By phase: "load" inside `preparing`, else "request". XLA tells of a compilation in the thread that asked for it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
+        self._counts = {"load": 0, "request": 0}
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
-                self._count += 1
+                self._counts["load" if getattr(_thread, "preparing", False) else "request"] += 1
 
     @property
-    def count(self) -> int:
+    def counts(self) -> Mapping[str, int]:
         with self._lock:
-            return self._count
+            return dict(self._counts)
 
 
 def use_compilation_cache(folder: Path) -> None:

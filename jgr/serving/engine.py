@@ -4,6 +4,9 @@
 The one idea: the event loop decides (validate, batch, answer) and the worker thread waits for the device;
 they exchange whole batches. All state below belongs to the loop.
 
+An engine is one version of one model; a reload (`jgr.serving.deployment`) makes another engine, so nothing in
+one engine is ever replaced, and a request ends with the model that it began with.
+
 One request: `submit` translates it to a task and hands a job to the batcher; `_pump` does what the batcher
 plans, once per turn of the loop, so that requests that arrived together travel together; `_finished` commits
 the batch, starts the next one, and only then makes answers, so that the device does not wait for the host.
@@ -26,7 +29,7 @@ from typing import Literal
 from jgr.catalog import Catalog
 from jgr.config import Config
 from jgr.data.prefix_tree import PrefixTree
-from jgr.serving.api import Answer, Request, RequestError, Timing, invalid
+from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing, invalid
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
 from jgr.serving.translation import Prompts, Task, Translator
@@ -57,8 +60,9 @@ class Ticket:
 class Engine:
     """Serves one model over one catalog.
 
-    executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. clock:
-    nanoseconds that never go back. ConfigError where profiles, batching and beam width do not fit.
+    executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. metrics: may
+    be shared with the engines of other versions. clock: nanoseconds that never go back. revision: what tells the
+    model's versions apart. ConfigError where profiles, batching and beam width do not fit.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Engine:
         *,
         metrics: Metrics | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        revision: str = "",
     ) -> None:
         self._batcher = Batcher(
             executor.profiles,
@@ -85,12 +90,12 @@ class Engine:
             tree,
             prompts,
             config,
+            revision=revision,
             max_beam_width=self._batcher.max_width("recommend"),
             max_candidates=self._batcher.max_width("rank"),
         )
+        self.executor = executor
         self.metrics = metrics or Metrics()
-        self.metrics.watch_queue(lambda: self._batcher.queued)
-        self.metrics.describe_catalog(name, catalog.version, catalog.n_items)
         self.status: Status = "starting"
         self.clock = clock
         self._worker = Worker(executor, clock)
@@ -101,6 +106,16 @@ class Engine:
         self._pump_due = False
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served, and the limits on its requests."""
+        return self.translator.info
+
+    @property
+    def queued(self) -> int:
+        """Requests waiting for a batch."""
+        return self._batcher.queued
 
     async def start(self, progress: Progress = lambda done, total, label: None) -> None:
         """Compile every profile; `progress` is called in the worker thread. Raises what warm-up raises."""
@@ -151,8 +166,11 @@ class Engine:
         finally:
             self.cancel(ticket)
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Refuse new work and finish what was accepted. False: time ran out, and the rest got errors."""
+    async def drain(self, timeout_s: float | None) -> bool:
+        """Refuse new work and finish what was accepted. False: time ran out, and the rest got errors.
+
+        None: there is no limit. An engine that nobody else holds is freed afterwards, its device memory too.
+        """
         self.status = "draining"
         self._batcher.drain()
         self._pump()
@@ -164,6 +182,9 @@ class Engine:
             self._batcher.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
         self._worker.stop()
+        if self._wakeup is not None:
+            self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
+            self._wakeup = None
         return not self._batcher.in_flight
 
     def join(self, timeout_s: float) -> bool:
@@ -217,7 +238,7 @@ class Engine:
         self._check_drained()
 
     def _answer(self, job_id: int, outcome: Outcome, run: Run) -> None:
-        ticket, info = self._tickets[job_id], self.translator.info
+        ticket, info = self._tickets[job_id], self.info
         task = ticket.task
         try:
             items = self.translator.items(task, outcome)
@@ -235,7 +256,7 @@ class Engine:
         self.metrics.observe_stages(task.kind, timing)
         answer = Answer(
             id=ticket.request_id,
-            model=info.id,
+            model=info.version,
             catalog_version=info.catalog_version,
             normalize=info.normalize,
             items=items,

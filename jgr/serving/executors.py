@@ -18,6 +18,7 @@ import numpy as np
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.serving.compilation import preparing
 from jgr.serving.policies.batching import Profile
 from jgr.serving.work import Outcome, Progress, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
 
@@ -40,6 +41,7 @@ class JaxExecutor:
         self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
         self._programs: dict[Profile, jax.stages.Compiled] = {}
 
+    @preparing()
     def warm_up(self, progress: Progress) -> None:
         """Compile and run every profile once; progress(done, total, label) after each."""
         for done, profile in enumerate(self.profiles, start=1):
@@ -66,6 +68,10 @@ class JaxExecutor:
                 self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
             )
         return lowered.compile()
+
+    def program_texts(self) -> list[str]:
+        """The compiled programs as XLA writes them, for profiling; after warm_up."""
+        return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order; blocks until the device is done. See jgr.serving.work.Executor."""

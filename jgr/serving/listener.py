@@ -3,34 +3,43 @@
 
 The one idea: a stop is a drain. SIGTERM or SIGINT makes the engine refuse new work while the socket stays
 open, so that clients hear a 503 instead of a reset; what was accepted is finished, up to a time limit; then
-the connections are closed and the exit code is 0. A second signal ends the process at once.
+the connections are closed and the exit code is 0. A second signal ends the process at once. SIGHUP reloads the
+model.
 
-The whole of a request, head and body, must arrive within `READ_TIMEOUT_S`, however slowly it drips, and its
-head must end within `MAX_HEAD_BYTES`; else the connection is closed.
+The whole of a request, head and body, must arrive within `READ_TIMEOUT_S`, however slowly it drips, or the
+connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the shape of every
+other refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.config import ServerConfig, UserError
+from jgr.serving.api import STATUS, RequestError
+from jgr.serving.deployment import Deployment, Load
 from jgr.serving.engine import Engine
-from jgr.serving.server import App
+from jgr.serving.server import App, error_body
 from jgr.serving.work import Progress
 
 READ_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 1 << 16
+MAX_PIPELINED = 16
+"""Requests of one connection that may wait behind a running one before its client is not read any further."""
 CLOSE_TIMEOUT_S = 5
 BACKLOG = 2048
 
@@ -51,8 +60,9 @@ def bind(host: str, port: int) -> socket.socket:
 class Listener(uvicorn.Server):
     """Serves an engine on a socket until a signal or `stop`.
 
-    on_progress: as of Executor.warm_up, in the worker thread. on_ready: called with the server's URL once
-    requests are served. exit_code: 0, or 1 where the warm-up failed.
+    load: makes the engine that a reload goes on with; None: there are no reloads. on_progress: as of
+    Executor.warm_up, in the worker thread. on_ready: called with the server's URL once requests are served.
+    exit_code: 0, or 1 where the warm-up failed.
     """
 
     def __init__(
@@ -60,14 +70,16 @@ class Listener(uvicorn.Server):
         engine: Engine,
         config: ServerConfig,
         *,
+        load: Load | None = None,
         on_progress: Progress = lambda done, total, label: None,
         on_ready: Callable[[str], None] = lambda url: None,
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
+        self.deployment = Deployment(engine, load)
         protocol: Any = partial(_Protocol, read_timeout_s=read_timeout_s)
         super().__init__(
             uvicorn.Config(
-                App(engine, config),
+                App(self.deployment, config),
                 loop="uvloop",
                 http=protocol,
                 ws="none",
@@ -81,7 +93,6 @@ class Listener(uvicorn.Server):
             )
         )
         self.exit_code = 0
-        self._engine = engine
         self._drain_timeout_s = config.drain_timeout_s
         self._on_progress = on_progress
         self._on_ready = on_ready
@@ -101,10 +112,12 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hang_up)
         self._warming = asyncio.create_task(self._warm_up())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if not await self._engine.drain(self._drain_timeout_s):
+        if not await self.deployment.drain(self._drain_timeout_s):
             _log.warning("not everything was finished after %g s", self._drain_timeout_s)
         await super().shutdown(sockets)
 
@@ -115,20 +128,30 @@ class Listener(uvicorn.Server):
             signal.raise_signal(sig)
         self.should_exit = True
 
+    def _hang_up(self) -> None:
+        try:
+            self.deployment.reload()
+        except RequestError as error:
+            _log.warning("SIGHUP has no effect: %s", error)
+
     async def _warm_up(self) -> None:
         try:
-            await self._engine.start(self._on_progress)
+            await self.deployment.start(self._on_progress)
         except Exception:
             _log.exception("the warm-up failed")
             self.exit_code = 1
             self.should_exit = True
         else:
-            if self._engine.status == "ready":
+            if self.deployment.status == "ready":
                 self._on_ready(self.url)
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits on a request's time to arrive and on the size of its head."""
+    """uvicorn's HTTP protocol with limits on a request's time to arrive and on the size of its head.
+
+    It also knows which request of a pipelining client is running (uvicorn knows the newest), so that this one hears
+    when the client leaves.
+    """
 
     def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,6 +159,7 @@ class _Protocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._head_bytes = 0
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -143,14 +167,19 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._in_head:
+        if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.close()
+                self._refuse(_head_too_large())
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
@@ -160,11 +189,49 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            raise _head_too_large()
         super().on_headers_complete()
+        if len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # a transport that is not read does not tell that its client has left
 
     def on_message_complete(self) -> None:
         self._stop_timer()
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        # The parser hides what its callbacks raise behind an error of its own.
+        cause = sys.exception()
+        context = cause.__context__ if cause is not None else None
+        self._refuse(context if isinstance(context, RequestError) else RequestError("invalid_http", msg))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer what is no request, or too much of one, and close.
+
+        Where requests before it wait for their answers, the last of these is the end instead.
+        """
+        if self._running is not None and self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the damaged request itself
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        if self._running is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        request_id = os.urandom(16).hex()
+        body = error_body(error, request_id)
+        head = [
+            STATUS_LINE[STATUS[error.type]],
+            *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
+            b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
+            b"x-request-id: %b\r\nconnection: close\r\n\r\n" % request_id.encode(),
+        ]
+        self.transport.write(b"".join([*head, body]))
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _start_timer(self) -> None:
         self._read_timer = self.loop.call_later(self._read_timeout_s, self._timed_out)
@@ -175,8 +242,15 @@ class _Protocol(HttpToolsProtocol):
             self._read_timer = None
 
     def _timed_out(self) -> None:
-        # A pipelined request waits for the one before it, not for its client.
-        if self.flow.read_paused:
+        running = self._running
+        # A pipelined request may wait for the one before it, not for its client.
+        if running is not None and not (running.response_complete or running.more_body):
             self._start_timer()
         elif not self.transport.is_closing():
             self.transport.close()
+
+
+def _head_too_large() -> RequestError:
+    return RequestError(
+        "head_too_large", f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
+    )

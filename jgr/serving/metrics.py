@@ -8,27 +8,29 @@ process do not mix. Label values come from fixed sets, so the number of series i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jgr.serving.api import Timing
+from jgr.serving.api import ModelInfo, Timing
 from jgr.serving.policies.batching import KINDS, Kind, Profile
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STAGES = ("queue", "prepare", "device", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+PHASES = ("load", "request")
+RELOADS = ("done", "failed")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """The series of one engine and its server. Not thread-safe: the event loop alone writes."""
+    """The series of one server, over all versions of its model. Not thread-safe: the event loop alone writes."""
 
-    def __init__(self, compilations: Callable[[], int] = lambda: 0) -> None:
-        """compilations: reads the process's count of compiled programs."""
-        self.registry = CollectorRegistry()
+    def __init__(self, compilations: Callable[[], Mapping[str, int]] = lambda: {}) -> None:
+        """compilations: reads the process's counts of compiled programs, by phase."""
+        self.registry = _Registry()
         self.registry.register(_Compilations(compilations))
         self._requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
         self._resolved: dict[tuple[str, int], Counter] = {}
@@ -52,18 +54,30 @@ class Metrics:
         self.unknown_items = self._counter("jgr_unknown_items", "History items that the catalog lacks.")
         self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
         self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
+        reloads = self._counter("jgr_model_reloads", "Model reloads that ended, by outcome.", "outcome")
+        self.reloads = {outcome: reloads.labels(outcome) for outcome in RELOADS}
+        labels = ("model", "version")
+        self._model = Gauge(
+            "jgr_model_info", "1 for the model version served.", labels, registry=self.registry
+        )
+        self._catalog = Gauge("jgr_catalog_info", "1 for the catalog served.", labels, registry=self.registry)
+        self._items = Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry)
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
         Gauge("jgr_queue_depth", "Requests waiting for a batch.", registry=self.registry).set_function(depth)
 
-    def describe_catalog(self, model: str, version: str, items: int) -> None:
-        """Export which catalog is served."""
-        labels = ("model", "version")
-        info = Gauge("jgr_catalog_info", "1 for the catalog served.", labels, registry=self.registry)
-        info.labels(model, version).set(1)
-        Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry).set(items)
+    def show_model(self, info: ModelInfo) -> None:
+        """Export which model and catalog are served."""
+        self._model.labels(info.id, info.version).set(1)
+        self._catalog.labels(info.id, info.catalog_version).set(1)
+        self._items.set(info.catalog_items)
+
+    def hide_model(self, info: ModelInfo) -> None:
+        """Undo `show_model`; the version is served no more."""
+        self._model.remove(info.id, info.version)
+        self._catalog.remove(info.id, info.catalog_version)
 
     def count_request(self, endpoint: str, status: int) -> None:
         """endpoint: a route's pattern, from a fixed set."""
@@ -94,13 +108,24 @@ class Metrics:
         return Counter(name, text, labels, registry=self.registry)
 
 
-class _Compilations(Collector):
-    """Exports a count that somebody else keeps."""
+class _Registry(CollectorRegistry):
+    """Leaves out the `_created` series: one more for each counter and histogram, all telling of the start only."""
 
-    def __init__(self, read: Callable[[], int]) -> None:
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
+
+
+class _Compilations(Collector):
+    """Exports counts that somebody else keeps."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        yield CounterMetricFamily(
-            "jgr_compilations", "Programs compiled; constant after warm-up.", value=self._read()
-        )
+        text = "Programs compiled, while a model was loaded and warmed up or by a request; the latter stays at 0."
+        family = CounterMetricFamily("jgr_compilations", text, labels=["phase"])
+        for phase in PHASES:
+            family.add_metric([phase], self._read().get(phase, 0))
+        yield family

@@ -8,6 +8,7 @@ structs in `jgr.serving.api`; only the limits that the configuration sets are ad
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -24,7 +25,7 @@ _REF = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. answer: a struct, or the media type of what is none. open: no API key is asked for."""
+    """One endpoint. answer: a struct, or the media type of what is none. open: no key is asked for; admin: its own."""
 
     method: str
     path: str
@@ -33,11 +34,14 @@ class Operation:
     request: type[msgspec.Struct] | None = None
     errors: tuple[ErrorType, ...] = ()
     open: bool = False
+    admin: bool = False
+    status: int = 200
 
 
 _HOT: tuple[ErrorType, ...] = (
     "invalid_json",
     "body_too_large",
+    "not_found",
     "invalid_request",
     "overloaded",
     "internal",
@@ -46,6 +50,14 @@ _HOT: tuple[ErrorType, ...] = (
 )
 
 _KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized",)
+_RELOAD: tuple[ErrorType, ...] = (
+    "forbidden",
+    "not_found",
+    "conflict",
+    "body_too_large",
+    "invalid_request",
+    "unavailable",
+)
 
 OPERATIONS = (
     Operation(
@@ -53,6 +65,16 @@ OPERATIONS = (
     ),
     Operation("post", "/v1/rank", "Score given candidates for a history", api.Answer, api.RankRequest, _HOT),
     Operation("get", "/v1/models", "The models served, with their limits", api.ModelList),
+    Operation("get", "/v1/models/{name}", "One of them", api.ModelInfo, errors=("not_found",)),
+    Operation(
+        "post",
+        "/v1/models/{name}/reload",
+        "Read the model's folder again and serve what is there now, without a pause",
+        api.ModelInfo,
+        errors=_RELOAD,
+        admin=True,
+        status=202,
+    ),
     Operation("get", "/v1/items/{item_id}", "An item of the catalog", api.CatalogItem, errors=("not_found",)),
     Operation("get", "/health/live", "Whether the process answers", api.Health, open=True),
     Operation(
@@ -75,9 +97,9 @@ def document(info: api.ModelInfo, keyed: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keyed)
-    components: dict[str, Any] = {"schemas": schemas}
-    if keyed:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    bearer = {"type": "http", "scheme": "bearer"}
+    schemes = {"key": bearer, "admin_key": bearer} if keyed else {"admin_key": bearer}
+    components: dict[str, Any] = {"schemas": schemas, "securitySchemes": schemes}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jgr", "version": __version__, "description": "Generative recommendations."},
@@ -95,17 +117,15 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
             "schema": {"type": "string", "maxLength": 128},
         }
     ]
-    if "{item_id}" in operation.path:
-        parameters.insert(
-            0, {"name": "item_id", "in": "path", "required": True, "schema": {"type": "string"}}
-        )
-    secured = keyed and not operation.open
+    for name in re.findall(r"{(\w+)}", operation.path):
+        parameters.insert(0, {"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+    secured = operation.admin or (keyed and not operation.open)
     errors = (*operation.errors, *_KEY_ERRORS) if secured else operation.errors
     entry: dict[str, Any] = {
         "summary": operation.summary,
         "parameters": parameters,
         "responses": {
-            "200": {"description": "The answer.", "content": _content(operation.answer)},
+            str(operation.status): {"description": "The answer.", "content": _content(operation.answer)},
             **{
                 str(STATUS[e]): {"description": e, "content": _content(api.ErrorAnswer)}
                 for e in sorted(errors)
@@ -115,7 +135,7 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
     if operation.request:
         entry["requestBody"] = {"required": True, "content": _content(operation.request)}
     if secured:
-        entry["security"] = [{"key": []}]
+        entry["security"] = [{"admin_key" if operation.admin else "key": []}]
     return entry
 
 
@@ -169,7 +189,7 @@ def _schema(content: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _reply(status: str, reply: Mapping[str, Any]) -> str:
-    if status != "200":
+    if not status.startswith("2"):
         return escape(reply["description"])
     return _type(_schema(reply)) if _schema(reply) else escape(next(iter(reply["content"])))
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP face of an engine: translation only.
+"""The HTTP face of a deployment: translation only.
 
 The one idea: two endpoints are hot and everything else is not. `/v1/recommend` and `/v1/rank` are plain ASGI:
 one read, one decode into a typed struct, one encode, no middleware. The rest is Starlette.
 
 Every answer carries X-Request-Id; every refusal has the one shape of `jgr.serving.api.ErrorAnswer`. A body
 larger than the limit is never kept in memory, chunked or not. A client that goes away cancels its work.
+What changes the server itself (a reload) asks for a key of its own, and is closed where there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -44,6 +46,7 @@ from jgr.serving.api import (
     decode,
     quoted,
 )
+from jgr.serving.deployment import Deployment
 from jgr.serving.engine import ClientGone, Engine, Ticket
 
 CLIENT_GONE = 499
@@ -59,6 +62,7 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
+_ADMIN_PATH = re.compile("/v1/models/.+/reload")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
@@ -68,23 +72,27 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 
 
 class App:
-    """The ASGI application of one engine. `jgr.serving.listener` runs it; any ASGI server could."""
+    """The ASGI application of one deployment. `jgr.serving.listener` runs it; any ASGI server could."""
 
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        self._engine = engine
-        self._metrics = engine.metrics
+    def __init__(self, deployment: Deployment, config: ServerConfig) -> None:
+        self._deployment = deployment
+        self._clock = deployment.engine.clock
+        self._metrics = deployment.metrics
         self._max_body = config.max_body_bytes
         self._key = config.api_key.encode()
+        self._admin_key = config.admin_key.encode()
         self._hot: dict[str, Decode] = {
             "/v1/recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
             "/v1/rank": partial(decode, msgspec.json.Decoder(RankRequest)),
         }
-        description = openapi.document(engine.translator.info, keyed=bool(self._key))
+        description = openapi.document(deployment.info, keyed=bool(self._key))
         self._description = _encode(description)
         self._page = openapi.page(description)
         self._cold = Starlette(
             routes=[
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
+                Route("/v1/models/{name:path}", self._model),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/health/live", self._live),
                 Route("/health/ready", self._ready),
@@ -99,18 +107,20 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._cold(scope, receive, send)
-        arrival_ns = self._engine.clock()
+        arrival_ns = self._clock()
         path, key, request_id = scope["path"], b"", ""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 key = value
             elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
-        reply = _Reply(send, request_id or os.urandom(16).hex(), self._engine)
+        reply = _Reply(send, request_id or os.urandom(16).hex(), self._deployment)
         parse = self._hot.get(path)
         try:
-            if self._key and path not in _OPEN_PATHS:
-                self._authorize(key)
+            if scope["method"] == "POST" and _ADMIN_PATH.fullmatch(path):
+                self._authorize_admin(key)
+            elif self._key and path not in _OPEN_PATHS:
+                _authorize(key, self._key, "API key")
             if parse is None:
                 scope["jgr.request_id"] = reply.request_id
                 await self._cold(scope, receive, reply.forward)
@@ -129,10 +139,12 @@ class App:
             endpoint = path if parse else route.path.replace(":path", "") if route else "other"
             self._metrics.count_request(endpoint, reply.status)
 
-    def _authorize(self, header: bytes) -> None:
-        scheme, _, key = header.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-            raise RequestError("unauthorized", "needs the header 'Authorization: Bearer <API key>'")
+    def _authorize_admin(self, header: bytes) -> None:
+        if not self._admin_key:
+            raise RequestError(
+                "forbidden", "server.admin_key is not set; start the server with one to allow this"
+            )
+        _authorize(header, self._admin_key, "admin key")
 
     async def _answer(
         self, scope: Scope, receive: Receive, parse: Decode, request_id: str, arrival_ns: int
@@ -140,17 +152,18 @@ class App:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
         body = await self._read_body(receive)
-        ticket = self._engine.submit(parse(body), request_id, arrival_ns)
+        request = parse(body)
+        engine = self._deployment.find(request.model)
+        ticket = engine.submit(request, request_id, arrival_ns)
         watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
-        watcher.add_done_callback(partial(self._client_gone, ticket))
+        watcher.add_done_callback(partial(_client_gone, engine, ticket))
         try:
             return await ticket.answer
         finally:
-            self._engine.cancel(ticket)
-
-    def _client_gone(self, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
-        if not watcher.cancelled():
-            self._engine.cancel(ticket)
+            engine.cancel(ticket)
+            # An error's traceback holds this frame. Through the ticket it would hold itself, and with it the engine
+            # and its device memory, until the garbage collector comes by.
+            del engine, ticket
 
     async def _read_body(self, receive: Receive) -> bytes:
         """The whole body. RequestError where it is over the limit, ClientGone where it never ends."""
@@ -170,10 +183,27 @@ class App:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def _models(self, request: HttpRequest) -> Response:
-        return _json(ModelList(data=[self._engine.translator.info]))
+        return _json(ModelList(data=[self._deployment.info]))
+
+    async def _model(self, request: HttpRequest) -> Response:
+        self._deployment.find(request.path_params["name"])
+        return _json(self._deployment.info)
+
+    async def _reload(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        body = await self._read_body(request.receive)
+        if body.strip() not in (b"", b"{}"):
+            raise RequestError(
+                "invalid_request", "a reload takes no body: it reads the folder of model.path again"
+            )
+        self._deployment.find(name)
+        self._deployment.reload()
+        return _json(
+            self._deployment.info, 202, {"Location": f"/v1/models/{quote(self._deployment.info.id)}"}
+        )
 
     async def _item(self, request: HttpRequest) -> Response:
-        catalog = self._engine.translator.catalog
+        catalog = self._deployment.engine.translator.catalog
         item_id = request.path_params["item_id"]
         row = catalog.row(item_id)
         if row is None:
@@ -192,8 +222,8 @@ class App:
         return _json(Health(status="live"))
 
     async def _ready(self, request: HttpRequest) -> Response:
-        if self._engine.status != "ready":
-            raise RequestError("unavailable", f"the server is {self._engine.status}")
+        if self._deployment.status != "ready":
+            raise RequestError("unavailable", f"the server is {self._deployment.status}")
         return _json(Health(status="ready"))
 
     async def _render_metrics(self, request: HttpRequest) -> Response:
@@ -209,11 +239,11 @@ class App:
 class _Reply:
     """One response, with the headers that every response has. status: 0 until it is sent."""
 
-    def __init__(self, send: Send, request_id: str, engine: Engine) -> None:
+    def __init__(self, send: Send, request_id: str, deployment: Deployment) -> None:
         self.request_id = request_id
         self.status = 0
         self._send = send
-        self._engine = engine
+        self._deployment = deployment
 
     async def send(self, status: int, body: bytes, extra: Headers | None = None) -> None:
         headers = [
@@ -226,7 +256,7 @@ class _Reply:
 
     async def refuse(self, error: RequestError) -> None:
         if not self.status:
-            body = _error_body(error, self.request_id)
+            body = error_body(error, self.request_id)
             await self.send(STATUS[error.type], body, _ERROR_HEADERS.get(error.type))
 
     async def forward(self, message: Message) -> None:
@@ -235,33 +265,48 @@ class _Reply:
             self.status = message["status"]
             headers = message["headers"]
             headers.append((b"x-request-id", self.request_id.encode()))
-            if self._engine.status == "draining":
+            if self._deployment.status == "draining":
                 headers.append((b"connection", b"close"))
         await self._send(message)
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
     """Starlette's errors, and ours, in our shape."""
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {})["Allow"].split(", ")
+        headers["Allow"] = ", ".join(sorted(allowed))
         error = RequestError("method_not_allowed", f"{request.url.path} does not take {request.method}")
     elif isinstance(error, HTTPException):
         error = RequestError("not_found", f"there is no {quoted(request.url.path)}")
     elif not isinstance(error, RequestError):
         error = RequestError("internal", "the server failed; see its log")
     return Response(
-        _error_body(error, request.scope["jgr.request_id"]),
+        error_body(error, request.scope["jgr.request_id"]),
         STATUS[error.type],
-        {"Allow": "GET, HEAD"} if error.type == "method_not_allowed" else None,
+        headers,
         "application/json",
     )
 
 
-def _error_body(error: RequestError, request_id: str) -> bytes:
+def error_body(error: RequestError, request_id: str) -> bytes:
+    """A refusal as JSON."""
     body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
     if error.field is not None:
         body.field = error.field
     return _encode(ErrorAnswer(error=body))
 
 
-def _json(value: msgspec.Struct) -> Response:
-    return Response(_encode(value), media_type="application/json")
+def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_encode(value), status, headers, "application/json")
+
+
+def _authorize(header: bytes, wanted: bytes, name: str) -> None:
+    scheme, _, key = header.partition(b" ")
+    if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
+        raise RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
+
+
+def _client_gone(engine: Engine, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
+    if not watcher.cancelled():
+        engine.cancel(ticket)

@@ -82,6 +82,7 @@ class Translator:
         *,
         max_beam_width: int,
         max_candidates: int,
+        revision: str = "",
     ) -> None:
         if 0 < max_beam_width < config.beam.width:
             raise ConfigError(
@@ -94,6 +95,7 @@ class Translator:
         self._leaf_sizes = np.diff(tree.leaf_offsets)
         self.info = ModelInfo(
             id=name,
+            version=f"{name}@{revision}" if revision else name,
             catalog_version=catalog.version,
             catalog_items=catalog.n_items,
             depth=catalog.depth,

@@ -96,10 +96,11 @@ def train_generator(
     train, prompt = config.train, config.prompt
     if not train.out:
         raise ConfigError("train.out: the folder for the model is not set")
-    if not prompt.template.endswith("{history}") or prompt.item != "{sid}":
+    if not prompt.template.endswith("{history}") or prompt.item != "{sid}" or prompt.separator:
         raise ConfigError(
-            "training needs prompts in which the next item's codes follow the history at once: "
-            f"prompt.template ending in {{history}} and prompt.item={{sid}}, not {prompt.template!r}, {prompt.item!r}"
+            "training needs prompts in which the next item's codes follow the history at once: prompt.template ending "
+            "in {history}, prompt.item={sid} and no prompt.separator, "
+            f"not {prompt.template!r}, {prompt.item!r}, {prompt.separator!r}"
         )
     checkpoint.require_writable(Path(train.out))
     catalog = dataset.catalog

@@ -65,7 +65,7 @@ def train_sasrec(
             f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for sasrec"
         )
     checkpoint.require_writable(Path(train.out))
-    model = sasrec.sasrec_config(train, catalog.n_items, catalog.version)
+    model = sasrec.sasrec_config(train, catalog.item_ids)
 
     def save(params: SasrecParams, write_beside: Callable[[Path], None]) -> None:
         sasrec.save(Path(train.out), model, params, write_beside)
@@ -75,7 +75,7 @@ def train_sasrec(
         sasrec.spec(model),
         softmax_loss(model, train.negatives, train.dropout),
         Windows(dataset.interactions.sequences, train),
-        described={"catalog_version": catalog.version},
+        described={"items": model.items},
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,

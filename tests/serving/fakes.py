@@ -7,6 +7,7 @@ items  a    b, b2   c    d    7          so its beams start at leaf 12 mod 5 = 2
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import socket
@@ -15,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jgr.catalog import Catalog
 from jgr.config import Config, override
@@ -60,10 +63,14 @@ def make_config(*settings: str) -> Config:
 
 
 class FakeExecutor(NullExecutor):
-    """A NullExecutor that records its batches, waits while it is held, and raises what it is told to."""
+    """A NullExecutor that records its batches, waits while it is held, and raises what it is told to.
 
-    def __init__(self, profiles: tuple[Profile, ...]) -> None:
+    bias: added to every score, to tell versions apart.
+    """
+
+    def __init__(self, profiles: tuple[Profile, ...], bias: float = 0.0) -> None:
         super().__init__(profiles, TREE.n_leaves)
+        self._bias = np.float32(bias)
         self.batches: list[int] = []
         self.errors: deque[Exception] = deque()
         self._open = threading.Event()
@@ -88,7 +95,8 @@ class FakeExecutor(NullExecutor):
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         self.batches.append(len(works))
         self._pass()
-        return super().run(profile, works)
+        outcomes = super().run(profile, works)
+        return [dataclasses.replace(outcome, scores=outcome.scores + self._bias) for outcome in outcomes]
 
     def _pass(self) -> None:
         self._entered.release()
@@ -97,10 +105,11 @@ class FakeExecutor(NullExecutor):
             raise self.errors.popleft()
 
 
-def make_engine(config: Config, executor: NullExecutor | None = None) -> Engine:
+def make_engine(config: Config, executor: NullExecutor | None = None, **engine: Any) -> Engine:
+    """engine: further arguments of the Engine."""
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(CATALOG), CATALOG)
     executor = executor or FakeExecutor(make_profiles(config.profiles))
-    return Engine(config.model.name, CATALOG, TREE, prompts, executor, config)
+    return Engine(config.model.name, CATALOG, TREE, prompts, executor, config, **engine)
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,7 @@ class LiveServer:
     """The whole server on a free port, in a thread of this process. A context manager; leaving it drains."""
 
     def __init__(self, *settings: str, hold: bool = False, **listener: Any) -> None:
+        """listener: arguments of the Listener, such as `load`."""
         self.config = make_config(*settings)
         self.executor = FakeExecutor(make_profiles(self.config.profiles))
         if hold:
@@ -170,8 +180,8 @@ class LiveServer:
         self.executor.release()
         self.stop()
         self.join()
-        assert self.engine.join(PATIENCE_S)
-        self.engine.check()
+        assert self.listener.deployment.join(PATIENCE_S)
+        self.listener.deployment.check()
 
     def stop(self) -> None:
         self.listener.stop()
@@ -197,6 +207,11 @@ class LiveServer:
         """The value of a series, such as 'jgr_requests_total{endpoint="/v1/rank",status="200"}'."""
         lines = self.call("/metrics").body.decode().splitlines()
         return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == series))
+
+    def model(self, **headers: str) -> Any:
+        """The entry of the one model."""
+        (model,) = self.call("/v1/models", **headers).json["data"]
+        return model
 
     def wait_for(self, series: str, value: float) -> None:
         """Ask until the series has the value; each question lets the server's loop turn."""

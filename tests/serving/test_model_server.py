@@ -18,56 +18,17 @@ import jax
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog, load_catalog, save_catalog
+from jgr.catalog import load_catalog
 from jgr.config import Config, UserError, override
 from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.client import Client, ServerError
-from jgr.models import beam, checkpoint, decoder, params
-from jgr.prompt import PromptBuilder, Tokenizer, level_tokens, semantic_id_tokenizer
+from jgr.models import beam, checkpoint
+from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
 from jgr.serving.compilation import use_compilation_cache
 from jgr.serving.engine import Engine
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
-from jgr.training.generator import decoder_config
-
-N_ITEMS = 60
-MAX_ITEMS = 10
-SETTINGS = (
-    "model.name=tiny",
-    "model.compilation_cache=",
-    "prompt.max_items=10",
-    "beam.width=8",
-    "profiles.batch=1,4",
-    "profiles.tokens=16,32",
-    "profiles.widths=8,16",
-    "profiles.candidates=4,16",
-    "server.port=0",
-)
-
-
-def make_catalog() -> Catalog:
-    """60 items on 3 levels of 5; some share an id."""
-    codes = np.random.default_rng(0).integers(0, 5, (N_ITEMS, 3))
-    symbols = [[f"<{'abc'[level]}_{code}>" for level, code in enumerate(row)] for row in codes]
-    return Catalog.build(
-        [f"B{i:03}" for i in range(N_ITEMS)], symbols, [{"title": f"Item {i}"} for i in range(N_ITEMS)]
-    )
-
-
-def make_folder(folder: Path) -> Config:
-    """A model folder with random weights, and the configuration that serves it."""
-    config = override(Config(), *SETTINGS, f"model.path={folder}", "train.layers=2", "train.hidden=32")
-    catalog = make_catalog()
-    tokenizer = semantic_id_tokenizer(catalog)
-    cfg = decoder_config(config.train, tokenizer.vocab_size, 64)
-    drawn = jax.tree.map(lambda x: x * 3, params.initialize(decoder.spec(cfg), jax.random.key(1)))
-
-    def write_beside(folder: Path) -> None:
-        tokenizer.save(folder / "tokenizer.json")
-        save_catalog(catalog, folder / "catalog.jsonl")
-
-    checkpoint.save(folder, cfg, drawn, write_beside)
-    return config
+from tests.serving.tiny_model import MAX_ITEMS, N_ITEMS, make_folder
 
 
 class Served:
@@ -128,7 +89,8 @@ def test_rank_gives_the_models_likelihoods_best_first(served: Served) -> None:
     order = np.argsort(-want, kind="stable")
     assert [item["item_id"] for item in answer["items"]] == [f"B{candidates[i]:03}" for i in order]
     np.testing.assert_allclose([item["score"] for item in answer["items"]], want[order], atol=1e-4)
-    assert answer["model"] == "tiny"
+    assert answer["model"] == served.engine.info.version
+    assert re.fullmatch("tiny@[0-9a-f]{8}", answer["model"])
     assert answer["catalog_version"] == served.catalog.version
     assert answer["normalize"] == "valid"
 
@@ -187,19 +149,20 @@ def test_concurrent_requests_of_all_sizes_get_the_answers_they_get_alone(served:
                 assert one["items"][i]["item_id"] == other["items"][i]["item_id"]
 
 
-def compilations(served: Served) -> float:
+def compilations(served: Served, phase: str) -> float:
     with urllib.request.urlopen(f"{served.url}/metrics") as response:
         lines = response.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith("jgr_compilations_total")).split()[-1])
+    line = next(line for line in lines if line.startswith(f'jgr_compilations_total{{phase="{phase}"}}'))
+    return float(line.split()[-1])
 
 
 def test_nothing_compiles_after_warm_up(served: Served) -> None:
-    before = compilations(served)
-    assert before >= 16  # the profiles
+    before = compilations(served, "load"), compilations(served, "request")
+    assert before[0] >= 16  # the profiles
     for length in range(1, 20):
         served.client.post("/v1/recommend", body(history(length, length), top_k=5, exclude_history=True))
         served.client.post("/v1/rank", body(history(length, length), candidates=["B001", "B002"]))
-    assert compilations(served) == before
+    assert (compilations(served, "load"), compilations(served, "request")) == before
 
 
 def test_a_long_history_uses_its_last_items(served: Served) -> None:

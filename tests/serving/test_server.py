@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -119,22 +120,38 @@ def test_rank_orders_candidates_and_keeps_the_callers_order_among_equals(server:
 
 
 def test_models_tells_the_limits(server: LiveServer) -> None:
-    assert server.call("/v1/models").json == {
-        "data": [
-            {
-                "id": "jgr",
-                "catalog_version": VERSION,
-                "catalog_items": 6,
-                "depth": 2,
-                "normalize": "valid",
-                "beam_width": 5,
-                "max_beam_width": 5,
-                "max_candidates": 4,
-                "max_history": 4096,
-                "max_history_in_prompt": 3,
-            }
-        ]
+    (model,) = server.call("/v1/models").json["data"]
+    assert server.call("/v1/models/jgr").json == model
+    datetime.strptime(model.pop("loaded_at"), "%Y-%m-%dT%H:%M:%SZ")
+    assert model == {
+        "id": "jgr",
+        "version": "jgr",
+        "state": "ready",
+        "reload": "never",
+        "reload_error": None,
+        "catalog_version": VERSION,
+        "catalog_items": 6,
+        "depth": 2,
+        "normalize": "valid",
+        "beam_width": 5,
+        "max_beam_width": 5,
+        "max_candidates": 4,
+        "max_history": 4096,
+        "max_history_in_prompt": 3,
     }
+
+
+def test_a_request_may_name_the_model(server: LiveServer) -> None:
+    body = {"history": ["a"], "top_k": 1}
+    assert server.call("/v1/recommend", {**body, "model": "jgr"}).status == 200
+    rank = server.call("/v1/rank", {"history": ["a"], "candidates": ["b"], "model": "other"})
+    for reply in (
+        server.call("/v1/recommend", {**body, "model": "jgr@0"}),
+        rank,
+        server.call("/v1/models/x"),
+    ):
+        assert (reply.status, reply.error["type"], reply.error["field"]) == (404, "not_found", "model")
+        assert "there is 'jgr'" in reply.error["message"]
 
 
 def test_items(server: LiveServer) -> None:
@@ -162,6 +179,8 @@ def test_health(server: LiveServer) -> None:
         ("GET", "/v1/rank", 405, "method_not_allowed", "POST"),
         ("PUT", "/v1/recommend", 405, "method_not_allowed", "POST"),
         ("POST", "/v1/models", 405, "method_not_allowed", "GET, HEAD"),
+        ("DELETE", "/v1/models/jgr", 405, "method_not_allowed", "GET, HEAD"),
+        ("PUT", "/v1/models/jgr/reload", 405, "method_not_allowed", "POST"),
     ],
 )
 def test_other_paths_and_methods_are_refused(
@@ -198,6 +217,7 @@ def test_api_key_guards_everything_but_health() -> None:
         description = server.call("/openapi.json", authorization="bearer s3cret").json
         assert description["paths"]["/v1/rank"]["post"]["security"] == [{"key": []}]
         assert "security" not in description["paths"]["/health/ready"]["get"]
+        assert description["paths"]["/v1/models/{name}/reload"]["post"]["security"] == [{"admin_key": []}]
 
 
 def test_metrics_count_what_happened() -> None:
@@ -227,7 +247,11 @@ def test_metrics_count_what_happened() -> None:
         "jgr_dead_beams_total": 3,
         "jgr_unknown_items_total": 1,
         "jgr_queue_depth": 0,
-        "jgr_compilations_total": 0,
+        'jgr_compilations_total{phase="load"}': 0,
+        'jgr_compilations_total{phase="request"}': 0,
+        'jgr_model_reloads_total{outcome="done"}': 0,
+        'jgr_model_reloads_total{outcome="failed"}': 0,
+        'jgr_model_info{model="jgr",version="jgr"}': 1,
         "jgr_cancelled_total": 0,
         "jgr_deadline_expired_total": 0,
         "jgr_executor_failures_total": 0,
@@ -236,6 +260,7 @@ def test_metrics_count_what_happened() -> None:
     }
     assert {name: float(values[name]) for name in expected} == expected
     assert all(name.startswith("jgr_") for name in values)
+    assert not any("_created" in name for name in values)
 
 
 def test_the_documentation_describes_every_field_of_every_answer(server: LiveServer) -> None:
@@ -250,6 +275,7 @@ def test_the_documentation_describes_every_field_of_every_answer(server: LiveSer
         ("post", "/v1/recommend"): server.call("/v1/recommend", {**body, "top_k": 5}),
         ("post", "/v1/rank"): server.call("/v1/rank", {**body, "candidates": ["b"]}),
         ("get", "/v1/models"): server.call("/v1/models"),
+        ("get", "/v1/models/{name}"): server.call("/v1/models/jgr"),
         ("get", "/v1/items/{item_id}"): server.call("/v1/items/a"),
         ("get", "/health/live"): server.call("/health/live"),
         ("get", "/health/ready"): server.call("/health/ready"),

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the quality benchmarks share: from raw files to metrics over HTTP, by the commands that a user would type.
+
+    jgr prepare, jgr ids      where the dataset is not prepared yet
+    jgr train                 generator and SASRec, where runs/ holds none; a killed training goes on
+    jgr serve, jgr evaluate   every test target, asked of the server; beside popularity, item-kNN and SASRec
+    jgr evaluate --unconstrained, --sweep
+
+What lies in runs/ is used as it is; remove it to train anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
+from jgr.config import Config, load_config, override
+from jgr.data.datasets import load_dataset
+
+JGR = (sys.executable, "-c", "import sys; from jgr.cli.main import run; sys.exit(run())")
+METRICS = ("hr@5", "ndcg@5", "hr@10", "ndcg@10", "mrr@10")
+UNCONSTRAINED_EXAMPLES = 1000
+SWEPT_WIDTHS = "10,20,50,100,200"
+SWEPT_EXAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One model on one dataset.
+
+    name: of the result's claims. raw: the dataset's folder in JGR_DATA. counts: its train, valid and test examples.
+    config, sasrec: files in configs/. targets: published figures by metric. prepare: the arguments of jgr prepare and
+    of jgr ids, {raw} standing for the folder; empty where the dataset is read as it comes. settings: fields that differ
+    from the config. unlike: the row's name where the same config is measured with other ids.
+    """
+
+    name: str
+    raw: str
+    counts: tuple[int, int, int]
+    config: str
+    sasrec: str
+    targets: Mapping[str, float]
+    prepare: tuple[Sequence[str], ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def loaded(self, raw: Path) -> Config:
+        config = override(load_config(harness.ROOT / "configs" / self.config), *self.settings)
+        return config if self.prepare else override(config, f"data.path={raw}")
+
+
+def run(*arguments: str) -> str:
+    """stdout of a jgr command; its words on stderr are shown as they come. Raises Missing where it fails."""
+    done = subprocess.run(
+        [*JGR, *arguments], stdout=subprocess.PIPE, text=True, cwd=harness.ROOT, check=False
+    )
+    if done.returncode:
+        raise Missing(f"jgr {arguments[0]} failed; its own words are above")
+    return done.stdout
+
+
+def evaluated(*arguments: str) -> dict[str, Any]:
+    """The JSON document of a jgr evaluate."""
+    found: dict[str, Any] = json.loads(run("evaluate", *arguments).splitlines()[-1])
+    return found
+
+
+def measure(quality: Quality, quick: bool, quiet: Quiet) -> Measured:
+    """Claims on every target, the share of invalid items, and rows of all methods."""
+    raw = Path(os.environ.get("JGR_DATA") or harness.ROOT.parent / "shared" / "data") / quality.raw
+    if not raw.is_dir():
+        raise Missing(f"needs the dataset: no {quality.raw} in the folder that JGR_DATA names")
+    config = quality.loaded(raw)
+    for command in quality.prepare:
+        name, *arguments = (part.format(raw=raw, data=config.data.path) for part in command)
+        written = Path(config.data.path, "manifest.json" if name == "prepare" else "catalog.jsonl")
+        if not (harness.ROOT / written).exists():
+            run(name, *arguments)
+    data = override(config, f"data.path={harness.ROOT / config.data.path}").data
+    interactions = load_dataset(data).interactions
+    sizes = tuple(len(split) for split in (interactions.train, interactions.valid, interactions.test))
+    if sizes != quality.counts:
+        raise Missing(f"{raw}: has {sizes} examples, the published split has {quality.counts}")
+
+    fields = [
+        f"--config=configs/{quality.config}",
+        *(f"--set={s}" for s in quality.settings),
+        f"--set=data.path={config.data.path}",
+    ]
+    sasrec_fields = [f"--config=configs/{quality.sasrec}", f"--set=data.path={config.data.path}"]
+    sasrec = load_config(harness.ROOT / "configs" / quality.sasrec).train.out
+    for out, arguments in ((config.train.out, fields), (sasrec, sasrec_fields)):
+        if not (harness.ROOT / out).is_dir():
+            run("train", *arguments)
+    limit = ["--limit=300"] if quick else []
+    with server(fields) as url:
+        found = evaluated(*fields, f"--url={url}", f"--baseline={sasrec}", *limit)
+    few = 100 if quick else UNCONSTRAINED_EXAMPLES
+    free = evaluated(*fields, "--unconstrained", f"--limit={few}", "--resamples=0")["invalid"]
+    rows: list[Row] = [
+        {"method": "jgr" if name == found["model"] else name, **{m: row[m] for m in METRICS},
+         "interval_95": {m: found["intervals"][name][m] for m in METRICS}}
+        for name, row in found["rows"].items()
+    ]  # fmt: skip
+    rows.append({"differences_to_jgr": {
+        name: {m: of[m] for m in METRICS} for name, of in found["differences"].items()
+    }})  # fmt: skip
+    rows.append({"invalid": free, "invalid_examples": few})
+    rows.append(_described(config, found))
+    rows.append({"training": _training(harness.ROOT / config.train.out)})
+    if not quick:
+        quiet.wait()
+        rows.append({"sweep": evaluated(
+            *fields, f"--sweep=beam.width={SWEPT_WIDTHS}", f"--limit={SWEPT_EXAMPLES}", "--resamples=0",
+            "--set=profiles.batch=1,8",
+        )["points"]})  # fmt: skip
+    ours = found["rows"][found["model"]]
+    claims = [
+        Claim(f"{quality.name}-test-{metric}-over-http", harness.rounded(ours[metric]), "", "higher", target)
+        for metric, target in quality.targets.items()
+    ]
+    claims.append(
+        Claim(
+            f"{quality.name}-invalid-items-with-the-constraint",
+            free["constrained"]["share"],
+            "",
+            "lower",
+            0.0,
+        )
+    )
+    return Measured(claims, rows)
+
+
+def _described(config: Config, found: Mapping[str, Any]) -> Row:
+    train, beam = config.train, config.beam
+    return {
+        "config": {
+            "decoder": f"{train.layers} layers, hidden {train.hidden}",
+            "steps": train.steps,
+            "batch": train.batch,
+            "beam_width": beam.width,
+            "normalize": beam.normalize,
+        },
+        "examples": found["examples"],
+        "catalog_version": found["catalog_version"],
+    }
+
+
+def _training(folder: Path) -> Row:
+    """The validations of the training that made the model, and where its losses ended."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return {
+        "steps": len(losses),
+        "last_losses": harness.rounded(sum(losses[-50:]) / len(losses[-50:])),
+        "validation_recall@10": [[line["step"], line["recall@10"]] for line in lines if "recall@10" in line],
+    }
+
+
+@contextlib.contextmanager
+def server(fields: Sequence[str]) -> Iterator[str]:
+    """`jgr serve` on a free port; its URL."""
+    command = [*JGR, "serve", *fields, "--port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=harness.ROOT) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            if not url:
+                raise Missing("the server did not start; its own words are above")
+            yield url
+        finally:
+            process.terminate()
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Validation recall over training steps, and quality against latency over beam widths."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    training = next(row["training"] for row in rows if "training" in row)
+    left.plot(*zip(*training["validation_recall@10"], strict=True), marker="o")
+    left.set_xlabel("training step")
+    left.set_ylabel("validation recall@10")
+    points: list[Any] = next((row["sweep"] for row in rows if "sweep" in row), [])
+    right.plot([p["latency_ms"]["p50"] for p in points], [p["metrics"]["hr@10"] for p in points], marker="o")
+    for point in points:
+        right.annotate(f"beam {point['value']}", (point["latency_ms"]["p50"], point["metrics"]["hr@10"]))
+    right.set_xlabel("p50 latency of one request, ms")
+    right.set_ylabel("HR@10")
+    figure.savefig(path, dpi=120)
+
+
+def benchmark(name: str, source: str, *measured: Quality) -> Benchmark:
+    """The benchmark of a file that measures these, one after the other; the first one is plotted."""
+
+    def all_of(quick: bool, quiet: Quiet) -> Measured:
+        parts = [measure(quality, quick, quiet) for quality in measured]
+        rows = [
+            {"of": quality.name, **row}
+            for quality, part in zip(measured, parts, strict=True)
+            for row in part.rows
+        ]
+        return Measured([claim for part in parts for claim in part.claims], rows)
+
+    configs = [harness.ROOT / "configs" / f for quality in measured for f in (quality.config, quality.sasrec)]
+    return Benchmark(
+        name=name,
+        measure=all_of,
+        packages=("numpy", "jax", "jaxlib", "optax", "grain"),
+        sources=(Path(source), Path(__file__), *dict.fromkeys(configs)),
+        plot=plot,
+    )

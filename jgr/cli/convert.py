@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr convert`: a published generator and its table of items into a folder that `jgr serve` takes.
+
+Reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids; every token is resolved
+by its name through the tokenizer file. Writes weights, tokenizer, catalog, and config.py with the family's prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import PromptConfig, UserError
+
+if TYPE_CHECKING:
+    from jgr.catalog import Catalog
+    from jgr.models.decoder import DecoderConfig
+
+HELP = "turn a MiniOneRec, LC-Rec or OpenOneRec checkpoint into a model folder"
+
+_TASK = "Below is an instruction that describes a task"
+_ASK = "The user has interacted with items {history} in chronological order. "
+_PREDICT = "Can you predict the next possible item that the user may expect?"
+PROMPTS = {
+    "minionerec": PromptConfig(
+        template=f"{_TASK}, paired with an input that provides further context. Write a response that appropriately "
+        f"completes the request. \n\n### Instruction:\n{_PREDICT}\n\n### User Input: \n{_ASK}{_PREDICT}\n\n"
+        "### Response:\n",
+        separator=", ",
+        max_items=10,
+    ),
+    "lcrec": PromptConfig(
+        template=f"{_TASK}. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        f"{_ASK}{_PREDICT}\n\n### Response:",
+        separator=", ",
+        max_items=20,
+    ),
+    "openonerec": PromptConfig(
+        template="{history}<|sid_begin|>", item="<|sid_begin|>{sid}<|sid_end|>", max_items=100
+    ),
+}
+BEAM_WIDTH = 50
+TOKENS_STEP = 64  # the compiled prompt length is a multiple
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What config.py says beside the prompt. tokens: of the longest prompt, rounded up."""
+
+    tokens: int
+    beam_width: int
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("checkpoint", None, "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+    flags.DEFINE_string(
+        "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"
+    )
+    flags.DEFINE_enum("family", None, tuple(PROMPTS), "whose prompt the checkpoint was trained with")
+    flags.DEFINE_string("out", None, "folder to write")
+
+
+def main(argv: Sequence[str]) -> int:
+    console.refuse_arguments(argv)
+    values = flags.FLAGS
+    for name in ("checkpoint", "items", "family", "out"):
+        if not getattr(values, name):
+            raise UserError(f"--{name} is not set")
+    source, out = Path(values.checkpoint), Path(values.out)
+    _refuse_what_is_not_whole(source)
+    from jgr.catalog import save_catalog
+    from jgr.models import checkpoint, hf
+    from jgr.prompt import Tokenizer
+
+    checkpoint.require_writable(out)
+    catalog = _catalog(Path(values.items))
+    cfg = hf.read_config(source / "config.json")
+    tokenizer = Tokenizer.from_file(source / "tokenizer.json")
+    fitted = _fit(PROMPTS[values.family], cfg, tokenizer, catalog)
+    cfg, params = hf.load(source)
+
+    def write_beside(folder: Path) -> None:
+        tokenizer.save(folder / "tokenizer.json")
+        save_catalog(catalog, folder / "catalog.jsonl")
+        text = _config_text(values.family, out, fitted)
+        (folder / "config.py").write_text(text, encoding="utf-8")
+
+    checkpoint.save(out, cfg, params, write_beside)
+    ids = len(set(map(tuple, catalog.codes.tolist())))
+    print(f"{cfg.family}: {cfg.layers} layers, hidden {cfg.hidden}, vocabulary {cfg.vocab_size}")
+    print(
+        f"{catalog.n_items} items behind {ids} semantic ids of {catalog.depth} levels; version {catalog.version}"
+    )
+    print(f"prompts of up to {fitted.tokens} tokens; serve it: jgr serve --config={out / 'config.py'}")
+    print(out)
+    return 0
+
+
+def _refuse_what_is_not_whole(source: Path) -> None:
+    """UserError for folders that look like a checkpoint and cannot be converted as they are."""
+    if not source.is_dir():
+        raise UserError(f"--checkpoint: {source} is not a folder")
+    if (source / "adapter_config.json").exists():
+        raise UserError(
+            f"--checkpoint: {source} holds a LoRA adapter; merge it into its base model first "
+            "(peft: model.merge_and_unload(), then save_pretrained)"
+        )
+    if not (source / "tokenizer.json").exists():
+        raise UserError(
+            f"--checkpoint: {source} has no tokenizer.json; transformers writes one: "
+            "AutoTokenizer.from_pretrained(folder, use_fast=True).save_pretrained(folder)"
+        )
+
+
+def _catalog(path: Path) -> Catalog:
+    from jgr.catalog import load_catalog
+    from jgr.data.sid2pid import load_sid2pid
+
+    name = path.name.removesuffix(".gz")
+    own = name.endswith((".jsonl", ".index.json")) or name == "index.json"
+    return load_catalog(path) if own else load_sid2pid(path)
+
+
+def _fit(prompt: PromptConfig, cfg: DecoderConfig, tokenizer: object, catalog: Catalog) -> Fitted:
+    """Check that model, tokenizer, items and prompt belong together. UserError names what does not."""
+    from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+
+    assert isinstance(tokenizer, Tokenizer)
+    level_tokens(catalog, tokenizer, cfg.vocab_size)
+    prompts = PromptBuilder(prompt, tokenizer, catalog)
+    if prompts.largest_token >= cfg.vocab_size:
+        raise UserError(
+            f"token {prompts.largest_token} of the prompt is not in the vocabulary of {cfg.vocab_size}"
+        )
+    tokens = -(-prompts.max_tokens // TOKENS_STEP) * TOKENS_STEP
+    if prompts.max_tokens + catalog.depth > cfg.max_position:
+        raise UserError(
+            f"a prompt of {prompt.max_items} items and an item need {prompts.max_tokens + catalog.depth} positions, "
+            f"the model was made for {cfg.max_position}"
+        )
+    return Fitted(tokens, min(BEAM_WIDTH, catalog.n_items))
+
+
+def _config_text(family: str, out: Path, fitted: Fitted) -> str:
+    prompt = PROMPTS[family]
+    return f'''"""Serves {out.name}, converted by jgr, with the prompt of {family}.
+
+The prompt must be the one that the checkpoint was trained with, to the letter.
+"""
+
+from jgr.config import BeamConfig, Config, ModelConfig, ProfilesConfig, PromptConfig
+
+
+def get_config() -> Config:
+    return Config(
+        model=ModelConfig(name={out.name!r}, path={str(out)!r}),
+        prompt=PromptConfig(
+            template={prompt.template!r},
+            item={prompt.item!r},
+            separator={prompt.separator!r},
+            max_items={prompt.max_items},
+        ),
+        beam=BeamConfig(width={fitted.beam_width}),
+        profiles=ProfilesConfig(
+            batch=(1, 8), tokens=({fitted.tokens},), widths=({fitted.beam_width},), candidates=(128,)
+        ),
+    )
+'''

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr profile`: where a model's time goes, by stage and by operation, over real requests.
+
+Requests are the histories of the configured dataset, or the lines of --requests. The engine is that of `jgr serve`,
+warmed up before the trace. The last line of stdout is the profile as one JSON document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import Config, UserError
+
+if TYPE_CHECKING:
+    from jgr.serving.api import Request
+    from jgr.serving.profiling import Summary
+
+HELP = "show where a model's time goes, by stage and by operation"
+
+
+def define_flags() -> None:
+    flags.DEFINE_integer("requests", 100, "requests to trace", lower_bound=1, upper_bound=10_000)
+    flags.DEFINE_string(
+        "requests_file", None, "JSONL bodies of /v1/recommend, or of /v1/rank, instead of the dataset's"
+    )
+    flags.DEFINE_integer("concurrency", 1, "requests in flight", lower_bound=1, upper_bound=1024)
+    flags.DEFINE_integer("top", 20, "operations to show", lower_bound=1)
+    flags.DEFINE_string("out", None, "folder to keep the raw trace in")
+
+
+def main(argv: Sequence[str]) -> int:
+    console.refuse_arguments(argv)
+    config = console.load(flags.FLAGS)
+    values = flags.FLAGS
+    from jgr.serving import profiling
+
+    if values.out and Path(values.out).exists() and any(Path(values.out).iterdir()):
+        raise UserError(f"--out: {values.out} is not empty; a trace goes into a folder of its own")
+    requests = _requests(config, values.requests, values.requests_file)
+    kept = nullcontext(values.out) if values.out else tempfile.TemporaryDirectory(prefix="jgr-profile-")
+    with kept as folder:
+        wall_s, programs = asyncio.run(_trace(config, requests, values.concurrency, Path(folder)))
+        events = profiling.read_events(Path(folder))
+    summary = profiling.summarize(events, list(map(profiling.read_program, programs)), wall_s * 1e9)
+    print(_table(summary, len(requests), values.top))
+    print(json.dumps(_report(summary, len(requests), values.concurrency, values.top)))
+    return 0
+
+
+def _requests(config: Config, count: int, path: str | None) -> list[Request]:
+    """`count` requests; those of the source again from the first where it has fewer."""
+    from msgspec.json import Decoder
+
+    from jgr.serving.api import RankRequest, RecommendRequest, RequestError, decode
+
+    if path is None:
+        from jgr.data.datasets import load_dataset
+
+        dataset = load_dataset(config.data)
+        ids, examples = dataset.catalog.item_ids, dataset.interactions.test
+        if not len(examples):
+            raise UserError("data: the dataset has no test examples to make requests of; use --requests_file")
+        longest = config.server.max_history
+        return [
+            RecommendRequest(
+                history=[ids[row] for row in examples.histories[i % len(examples)][-longest:]],
+                top_k=min(10, config.beam.width, len(ids)),
+            )
+            for i in range(count)
+        ]
+    from jgr.data.files import read_lines
+
+    found: list[Request] = []
+    recommend, rank = Decoder(RecommendRequest), Decoder(RankRequest)
+    for number, line in read_lines(Path(path), UserError):
+        if len(found) == count:
+            break
+        try:
+            found.append(decode(rank, line) if b'"candidates"' in line else decode(recommend, line))
+        except RequestError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+    if not found:
+        raise UserError(f"{path}: holds no request")
+    return [found[i % len(found)] for i in range(count)]
+
+
+async def _trace(
+    config: Config, requests: Sequence[Request], concurrency: int, folder: Path
+) -> tuple[float, list[str]]:
+    """Answer the requests under the profiler: wall seconds, and the texts of the compiled programs."""
+    import jax
+
+    from jgr.serving.api import RequestError
+    from jgr.serving.executors import JaxExecutor
+    from jgr.serving.loading import load_engine
+
+    engine = load_engine(config)
+    executor = engine.executor
+    assert isinstance(executor, JaxExecutor)
+    with console.progress_bar("compiling") as bar:
+        await engine.start(bar)
+    todo = iter(requests)
+
+    async def ask(some: Iterable[Request]) -> None:
+        for request in some:
+            try:
+                await engine.answer(request)
+            except RequestError as error:
+                raise UserError(f"a request was refused: {error}") from None
+
+    try:
+        await ask(requests[:1])
+        jax.profiler.start_trace(folder)
+        start = time.perf_counter()
+        try:
+            await asyncio.gather(*(ask(todo) for _ in range(concurrency)))
+            wall_s = time.perf_counter() - start
+        finally:
+            jax.profiler.stop_trace()
+    finally:
+        await engine.drain(config.server.drain_timeout_s)
+    return wall_s, executor.program_texts()
+
+
+def _table(summary: Summary, requests: int, top: int) -> str:
+    total = sum(summary.stage_ns.values())
+
+    def cells(ns: float) -> str:
+        return f"{ns / 1e6 / requests:>10.3f}  {ns / total:>6.1%}"
+
+    window, busy = summary.window_ns, summary.busy_ns
+    lines = [
+        f"{requests} requests in {window / 1e9:.2f} s; the device was busy for {busy / window:.1%} of it",
+        "",
+        f"{'stage':<24}{'ms/request':>10}  {'share':>6}",
+        *(f"{stage:<24}{cells(ns)}" for stage, ns in summary.stage_ns.items()),
+        "",
+        f"{'operation':<36}{'stage':<20}{'calls':>7}{'ms/request':>11}  {'share':>6}  source",
+    ]
+    for op in summary.operations[:top]:
+        source = "/".join(op.source.split("/")[-3:])
+        lines.append(f"{op.name[:35]:<36}{op.stage:<20}{op.calls:>7} {cells(op.total_ns)}  {source}")
+    return "\n".join(lines)
+
+
+def _report(summary: Summary, requests: int, concurrency: int, top: int) -> dict[str, Any]:
+    return {
+        "requests": requests,
+        "concurrency": concurrency,
+        "wall_ms": summary.window_ns / 1e6,
+        "busy_ms": summary.busy_ns / 1e6,
+        "stages_ms": {stage: ns / 1e6 for stage, ns in summary.stage_ns.items()},
+        "operations": [
+            {
+                "name": op.name,
+                "stage": op.stage,
+                "source": op.source,
+                "calls": op.calls,
+                "ms": op.total_ns / 1e6,
+            }
+            for op in summary.operations[:top]
+        ],
+    }

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr evaluate` on a small model: through an engine and over HTTP it is the same table, and a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jgr.catalog import Catalog
+from jgr.cli.evaluate import Options, evaluate
+from jgr.config import UserError, override
+from jgr.data.datasets import Dataset
+from jgr.data.interactions import leave_one_out
+from jgr.data.prefix_tree import PrefixTree
+from jgr.evaluation.recommendations import LocalEngine
+from jgr.evaluation.report import compare
+from jgr.evaluation.served import Query
+from jgr.serving.loading import load_engine
+from tests.serving.test_model_server import Served
+from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
+
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
+ONE_PROFILE = ("profiles.batch=4", "profiles.tokens=32", "profiles.widths=4,8", "profiles.candidates=1")
+OPTIONS = Options(ks=(1, 5), resamples=50, requests=5)
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, N_ITEMS, rng.integers(4, 12)) for _ in range(30)]
+    return Dataset(make_catalog(), leave_one_out(sequences))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    served = Served(override(make_folder(folder), *ONE_PROFILE))
+    yield served
+    assert served.stop() == 0
+
+
+def run(served: Served, dataset: Dataset, **options: Any) -> tuple[list[str], dict[str, Any]]:
+    lines, report = evaluate(served.config, dataset, Options(**{**vars(OPTIONS), **options}))
+    json.dumps(report)
+    return lines, report
+
+
+def test_an_engine_and_a_server_give_the_same_numbers(served: Served, dataset: Dataset) -> None:
+    lines, local = run(served, dataset, exclude_history=True)
+    remote_lines, remote = run(served, dataset, exclude_history=True, url=served.url)
+    assert (local.pop("through"), remote.pop("through")) == ("engine", served.url)
+    assert local == remote
+    assert lines == remote_lines
+    assert list(local["rows"]) == ["popularity", "item-kNN", "tiny"]
+    assert list(local["differences"]) == ["popularity", "item-kNN"]
+    assert (local["examples"], local["returned"], local["beam_width"]) == (30, 150, 8)
+    low, high = local["intervals"]["tiny"]["hr@5"]
+    assert low <= local["rows"]["tiny"]["hr@5"] <= high
+
+
+@pytest.fixture(scope="module")
+def engine(served: Served, dataset: Dataset) -> Iterator[LocalEngine]:
+    with LocalEngine(load_engine(served.config), dataset.catalog, 30.0) as engine:
+        yield engine
+
+
+def test_items_of_one_semantic_id_stand_in_catalog_order(engine: LocalEngine, dataset: Dataset) -> None:
+    leaf_of_row = PrefixTree.build(dataset.catalog.codes).leaf_of_row
+    ranked = engine.recommend_all(dataset.interactions.test, Query(8, 8))
+    shared = 0
+    for rows in ranked:
+        leaves = leaf_of_row[rows]
+        for leaf in set(leaves.tolist()):
+            (places,) = np.nonzero(leaves == leaf)
+            assert places.tolist() == list(range(places[0], places[0] + len(places)))
+            assert rows[places].tolist() == sorted(rows[places])
+            shared += len(places) > 1
+    assert shared > 0
+
+
+def test_a_sweep_of_beam_widths_over_http_and_here(served: Served, dataset: Dataset, tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    lines, local = run(served, dataset, sweep="beam.width=4,8", plot=str(picture), limit=9)
+    _, remote = run(served, dataset, sweep="beam.width=4,8", url=served.url, limit=9)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [line.split()[0] for line in lines[0].splitlines()] == ["beam.width", "4", "8"]
+    assert (local["sweep"], local["examples"], local["in_flight"]) == ("beam.width", 9, 32)
+    for here, there in zip(local["points"], remote["points"], strict=True):
+        assert here["latency_ms"].keys() == there["latency_ms"].keys() == {"p50", "p90", "p99", "max"}
+        for name in ("value", "beam_width", "metrics", "intervals"):
+            assert here[name] == there[name]
+    assert [point["beam_width"] for point in local["points"]] == [4, 8]
+    with pytest.raises(UserError, match="server's largest beam width is 8, not 9"):
+        run(served, dataset, sweep="beam.width=9", url=served.url)
+
+
+def test_each_width_of_a_sweep_is_a_search_of_that_width(
+    served: Served, engine: LocalEngine, dataset: Dataset
+) -> None:
+    _, report = run(served, dataset, sweep="beam.width=4,8", url=served.url)
+    examples = dataset.interactions.test
+    for point in report["points"]:
+        width = point["beam_width"]
+        ranked = engine.recommend_all(examples, Query(min(5, width), width))
+        assert point["metrics"] == compare({"it": ranked}, examples, (1, 5)).rows["it"]
+
+
+def test_without_the_catalog(served: Served, dataset: Dataset) -> None:
+    lines, report = run(served, dataset, unconstrained=True, limit=3, resamples=0)
+    assert list(report["rows"])[-1] == "tiny without the catalog"
+    free, bound = report["invalid"]["unconstrained"], report["invalid"]["constrained"]
+    assert free["invalid"] > 0
+    assert (bound["sequences"], bound["invalid"]) == (3 * 8, 0)
+    assert lines[-1].startswith("no item of the catalog, constrained: 0 of 24 beams (0.00%)")
+    assert report["intervals"] == {}
+
+
+def test_the_limit_may_exceed_the_data(served: Served, dataset: Dataset) -> None:
+    _, report = run(served, dataset, url=served.url, split="valid", limit=1000)
+    assert (report["examples"], report["split"]) == (30, "valid")
+
+
+def test_what_does_not_fit_is_refused(served: Served, dataset: Dataset) -> None:
+    nobody = Dataset(dataset.catalog, leave_one_out([[0, 1], [2]]))
+    with pytest.raises(UserError, match="the dataset has no valid examples"):
+        run(served, nobody, split="valid")
+    with pytest.raises(UserError, match=r"--k: 9 needs a beam\.width of at least that; it is 8"):
+        run(served, dataset, ks=(9,), url=served.url)
+    with pytest.raises(UserError, match=r"--plot: .*nowhere is not a folder"):
+        run(served, dataset, sweep="beam.width=4", plot="/nowhere/curve.png")
+    ids = dataset.catalog.item_ids[::-1]
+    other = Catalog.build(ids, [("<a>",) if i else ("<b>",) for i in range(len(ids))], [{}] * len(ids))
+    for url, owner in ((None, "model"), (served.url, "server")):
+        with pytest.raises(
+            UserError, match=f"the {owner}'s catalog is {dataset.catalog.version}, the dataset's"
+        ):
+            run(served, Dataset(other, dataset.interactions), url=url)
+    named = override(served.config, "model.name=popularity")
+    with pytest.raises(UserError, match="'popularity' is the name of a baseline"):
+        evaluate(named, dataset, Options(url=served.url, ks=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sweep=beam.width=8", "--unconstrained"], "--sweep and --unconstrained are two measurements"),
+        (["--plot=x.png"], "--plot draws the curve of a --sweep"),
+        (["--unconstrained", "--url=http://localhost:1"], "leave out --url"),
+        (["--k=0,5"], "--k must be integers from 1 to 1000, such as 1,5,10, not '0,5'"),
+        (["--k="], "--k must be integers"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_one_line(options: list[str], words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, "evaluate", *options], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("jgr: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr

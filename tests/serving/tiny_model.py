@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model folder with random weights over a catalog of 60 items, small enough to compile in a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jgr.catalog import Catalog, save_catalog
+from jgr.config import Config, override
+from jgr.models import checkpoint, decoder, params
+from jgr.prompt import semantic_id_tokenizer
+from jgr.training.generator import decoder_config
+
+N_ITEMS = 60
+MAX_ITEMS = 10
+SETTINGS = (
+    "model.name=tiny",
+    "model.compilation_cache=",
+    "prompt.max_items=10",
+    "beam.width=8",
+    "profiles.batch=1,4",
+    "profiles.tokens=16,32",
+    "profiles.widths=8,16",
+    "profiles.candidates=4,16",
+    "server.port=0",
+)
+
+
+def make_catalog() -> Catalog:
+    """60 items on 3 levels of 5; some share an id."""
+    codes = np.random.default_rng(0).integers(0, 5, (N_ITEMS, 3))
+    symbols = [[f"<{'abc'[level]}_{code}>" for level, code in enumerate(row)] for row in codes]
+    return Catalog.build(
+        [f"B{i:03}" for i in range(N_ITEMS)], symbols, [{"title": f"Item {i}"} for i in range(N_ITEMS)]
+    )
+
+
+def make_folder(folder: Path, seed: int = 1) -> Config:
+    """A model folder with random weights, and the configuration that serves it."""
+    config = override(Config(), *SETTINGS, f"model.path={folder}", "train.layers=2", "train.hidden=32")
+    catalog = make_catalog()
+    tokenizer = semantic_id_tokenizer(catalog)
+    cfg = decoder_config(config.train, tokenizer.vocab_size, 64)
+    drawn = jax.tree.map(lambda x: x * 3, params.initialize(decoder.spec(cfg), jax.random.key(seed)))
+
+    def write_beside(folder: Path) -> None:
+        tokenizer.save(folder / "tokenizer.json")
+        save_catalog(catalog, folder / "catalog.jsonl")
+
+    checkpoint.save(folder, cfg, drawn, write_beside)
+    return config
