@@ -38,9 +38,9 @@ class Quality:
     """One model on one dataset.
 
     name: of the result's claims. raw: the dataset's folder in JGR_DATA. counts: its train, valid and test examples.
-    config, sasrec: files in configs/. targets: published figures by metric. prepare: the arguments of jgr prepare and
-    of jgr ids, {raw} standing for the folder; empty where the dataset is read as it comes. settings: fields that differ
-    from the config. unlike: the row's name where the same config is measured with other ids.
+    config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this split.
+    prepare: the arguments of jgr prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the
+    dataset is read as it comes. settings: fields that differ from the config.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Quality:
     config: str
     sasrec: str
     targets: Mapping[str, float]
+    published: Mapping[str, tuple[float, float]]
     prepare: tuple[Sequence[str], ...] = ()
     settings: tuple[str, ...] = ()
 
@@ -113,6 +114,7 @@ def measure(quality: Quality, quick: bool, quiet: Quiet) -> Measured:
     rows.append({"differences_to_jgr": {
         name: {m: of[m] for m in METRICS} for name, of in found["differences"].items()
     }})  # fmt: skip
+    rows.append({"published": {name: list(figures) for name, figures in quality.published.items()}})
     rows.append({"invalid": free, "invalid_examples": few})
     rows.append(_described(config, found))
     rows.append({"training": _training(harness.ROOT / config.train.out)})

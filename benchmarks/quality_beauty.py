@@ -13,6 +13,7 @@ from benchmarks.quality import Quality, benchmark
 
 PREPARE = ("prepare", "--source=amazon-beauty", "--raw={raw}", "--out={data}")
 COUNTS = (131_413, 22_363, 22_363)
+PUBLISHED = {"SASRec": (0.0605, 0.0318), "TIGER": (0.0648, 0.0384)}
 BEAUTY = Quality(
     name="beauty",
     raw="amazon-beauty",
@@ -20,6 +21,7 @@ BEAUTY = Quality(
     config="beauty.py",
     sasrec="sasrec_beauty.py",
     targets={"recall@10": 0.0605, "ndcg@10": 0.0318},
+    published=PUBLISHED,
     prepare=(
         PREPARE,
         ("ids", "--data={data}", "--method=balanced", "--sizes=128,128,128", "--collisions=reassign"),
@@ -32,6 +34,7 @@ GIVEN = Quality(
     config="beauty.py",
     sasrec="sasrec_beauty.py",
     targets={"recall@10": 0.0605, "ndcg@10": 0.0318},
+    published=PUBLISHED,
     prepare=(
         PREPARE,
         ("ids", "--data={data}", "--table={raw}/item_sids.tsv.gz", "--column=rkmeans_zcr_cf"),

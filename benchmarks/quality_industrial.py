@@ -17,6 +17,12 @@ INDUSTRIAL = Quality(
     config="industrial.py",
     sasrec="sasrec_industrial.py",
     targets={"hr@10": 0.1321, "ndcg@10": 0.0908},
+    published={
+        "SASRec": (0.1088, 0.0806),
+        "HSTU": (0.1163, 0.0958),
+        "TIGER": (0.1321, 0.0908),
+        "LC-Rec": (0.1332, 0.0952),
+    },
 )
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes README's table of measurements from benchmarks/results, so that no figure is typed by hand.
+"""Writes README's tables of measurements and of quality from benchmarks/results, so that no figure is typed by hand.
 
     python -m tools.readme_table
 
-The table stands between two marker comments; a test fails when it differs from what the result files say.
+Each table stands between two marker comments; a test fails when it differs from what the result files say.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- measured: written by python -m tools.readme_table -->"
 END = "<!-- end of measured -->"
+QUALITY_BEGIN = "<!-- quality: written by python -m tools.readme_table -->"
+QUALITY_END = "<!-- end of quality -->"
+METHODS = ("popularity", "item-kNN", "SASRec", "jgr")
 
 Result = Mapping[str, Any]
 
@@ -51,23 +54,53 @@ def table(results: Sequence[Result]) -> str:
                     f"`{result['command']}`",
                 )
             )
+    return _markdown(rows)
+
+
+def quality_table(results: Sequence[Result]) -> str:
+    """HR@10 / NDCG@10 of every quality result: a row for each dataset, our methods, and what others have published."""
+    rows = [("test split", *(f"{method}, ours" for method in METHODS[:-1]), METHODS[-1], "published")]
+    for result in results:
+        by_name: dict[str, list[Mapping[str, Any]]] = {}
+        for row in result["rows"]:
+            if "of" in row:  # those of benchmarks/quality.py
+                by_name.setdefault(row["of"], []).append(row)
+        for name, parts in by_name.items():
+            ours = {part["method"]: (part["hr@10"], part["ndcg@10"]) for part in parts if "method" in part}
+            published = next(part["published"] for part in parts if "published" in part)
+            others = "; ".join(f"{method} {_pair(figures)}" for method, figures in published.items())
+            rows.append((name.replace("-", " "), *(_pair(ours[method]) for method in METHODS), others))
+    return _markdown(rows)
+
+
+def _pair(figures: Sequence[float]) -> str:
+    return " / ".join(f"{figure:.4f}".removeprefix("0") for figure in figures)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def replace_table(text: str, new: str) -> str:
-    """`text` with `new` between its markers. MarkerError where they are not there."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before + after:
-        raise MarkerError(f"must hold {BEGIN!r} and {END!r}, once each and in this order")
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
+def replace_table(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
+    """`text` with `new` between two markers. MarkerError where they are not there."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in rest or end in before + after:
+        raise MarkerError(f"must hold {begin!r} and {end!r}, once each and in this order")
+    return f"{before}{begin}\n{new}\n{end}{after}"
+
+
+def written(text: str, results: Sequence[Result]) -> str:
+    """README's text with both tables as the results have them. MarkerError."""
+    text = replace_table(text, table(results))
+    return replace_table(text, quality_table(results), QUALITY_BEGIN, QUALITY_END)
 
 
 def main() -> int:
     try:
         text = README.read_text()
-        README.write_text(replace_table(text, table(load_results())))
+        README.write_text(written(text, load_results()))
     except (OSError, MarkerError) as error:
         print(f"readme_table: {README.name}: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ Letters: n items, b histories, k places.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -67,10 +67,12 @@ class ItemKNN:
     def _scores(self, histories: Ragged) -> Float64:
         n = len(self._by_popularity)
         query, item = _distinct(histories, n)
-        lists = Ragged(np.zeros(0, np.int32), self._offsets[item], self._offsets[item + 1])
-        place, owner = lists.positions()
-        cells = query[owner] * n + self._neighbours[place]
-        found = np.bincount(cells, self._similarity[place], minlength=len(histories) * n)
+        begin, end = self._offsets[item], self._offsets[item + 1]
+        found = np.zeros(len(histories) * n)
+        for entries in _bounded(end - begin):
+            place, owner = Ragged(np.zeros(0, np.int32), begin[entries], end[entries]).positions()
+            cells = query[entries][owner] * n + self._neighbours[place]
+            found += np.bincount(cells, self._similarity[place], minlength=len(found))
         return found.reshape(len(histories), n).astype(np.float64, copy=False)
 
 
@@ -87,22 +89,27 @@ def _co_occurrence(sequences: Ragged, n_items: int) -> tuple[Int64, Int64, Int64
     users_of = np.bincount(item, minlength=n_items)
     sizes = np.bincount(user, minlength=len(sequences))
     begin = np.cumsum(sizes) - sizes
-    # Each entry meets every entry of its own user; batches of entries bound the memory.
-    ends = np.cumsum(sizes[user])
     cells, both = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    at = 0
-    while at < len(user):
-        done = ends[at - 1] if at else 0
-        upto = max(at + 1, int(np.searchsorted(ends, done + _PAIRS_PER_BATCH, side="right")))
-        mine = user[at:upto]
+    for entries in _bounded(sizes[user]):  # each entry meets every entry of its own user
+        mine = user[entries]
         partner, entry = Ragged(np.zeros(0, np.int32), begin[mine], begin[mine] + sizes[mine]).positions()
-        left, right = item[at:upto][entry], item[partner]
+        left, right = item[entries][entry], item[partner]
         new, times = np.unique((left * n_items + right)[left != right], return_counts=True)
         cells, inverse = np.unique(np.concatenate([cells, new]), return_inverse=True)
         both = np.bincount(inverse, np.concatenate([both, times]), minlength=len(cells)).astype(np.int64)
-        at = upto
     left, right = np.divmod(cells, n_items)
     return users_of, np.searchsorted(left, np.arange(n_items + 1)), right, both
+
+
+def _bounded(pairs: Int64) -> Iterator[slice]:
+    """Slices over entries that cost so many pairs each: at most _PAIRS_PER_BATCH together, or a single entry."""
+    ends = np.cumsum(pairs)
+    at = 0
+    while at < len(pairs):
+        done = ends[at - 1] if at else 0
+        upto = max(at + 1, int(np.searchsorted(ends, done + _PAIRS_PER_BATCH, side="right")))
+        yield slice(at, upto)
+        at = upto
 
 
 def _top_k(

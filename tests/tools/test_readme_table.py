@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tools.readme_table import BEGIN, END, README, MarkerError, load_results, replace_table, table
+from tools.readme_table import (
+    BEGIN,
+    END,
+    README,
+    MarkerError,
+    load_results,
+    quality_table,
+    replace_table,
+    table,
+    written,
+)
 
 RESULT = {
     "command": "python -m benchmarks.x",
@@ -30,7 +40,7 @@ RESULT = {
 
 def test_readme_holds_what_the_result_files_give() -> None:
     text = README.read_text()
-    assert text == replace_table(text, table(load_results())), "run: python -m tools.readme_table"
+    assert text == written(text, load_results()), "run: python -m tools.readme_table"
 
 
 def test_a_row_for_each_claim() -> None:
@@ -42,6 +52,29 @@ def test_a_row_for_each_claim() -> None:
         r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
         r"| error | 2.3e-05 | ≤ 1e-05, **missed** | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
         r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, not committed | `python -m benchmarks.x` |",
+    ]
+
+
+def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:
+    def row(method: str, hr: float, ndcg: float) -> dict[str, object]:
+        return {"of": "some-set", "method": method, "hr@10": hr, "ndcg@10": ndcg}
+
+    ours = [
+        row("popularity", 0.01, 0.005),
+        row("item-kNN", 0.1, 0.05),
+        row("SASRec", 0.2, 0.1),
+        row("jgr", 0.3, 0.15),
+    ]
+    others = {"of": "some-set", "published": {"SASRec": [0.2392, 0.1259], "TIGER": [1.0, 0.5]}}
+    results = [
+        {**RESULT, "rows": [{"other": 1}]},
+        {**RESULT, "rows": [*ours, others, {"of": "some-set", "sweep": []}]},
+    ]
+    assert quality_table(results).split("\n") == [
+        "| test split | popularity, ours | item-kNN, ours | SASRec, ours | jgr | published |",
+        "|---|---|---|---|---|---|",
+        "| some set | .0100 / .0050 | .1000 / .0500 | .2000 / .1000 | .3000 / .1500 | "
+        "SASRec .2392 / .1259; TIGER 1.0000 / .5000 |",
     ]
 
 
