@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_VERSION := 0.13.8
 
-.PHONY: demo test test-quick lint types lock clean
+.PHONY: demo test test-quick compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -18,6 +18,20 @@ test: lint types
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
+
+# Compiles for a GPU without one. The plugin lives in a folder of its own, so that tests run without it.
+GPU := build/gpu-compile-$(notdir $(VENV))
+
+compile-gpu: $(GPU)/.installed
+	PYTHONPATH=$(GPU) JAX_PLATFORMS=cpu $(BIN)/python -m tools.compile_gpu
+
+$(GPU)/.installed: $(STAMP) $(wildcard requirements/gpu-compile-*.txt)
+	rm -rf $(GPU)
+	lock=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
+	toolkit=$$(command -v ptxas >/dev/null || echo "-r requirements/gpu-compile-toolkit.txt") && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
+		--target $(GPU) -r requirements/gpu-compile-$$lock.txt $$toolkit
+	@touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

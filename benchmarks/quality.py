@@ -39,6 +39,7 @@ class Quality:
 
     name: of the result's claims. raw: the dataset's folder in JGR_DATA. counts: its train, valid and test examples.
     config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this split.
+    exclude_history: whether these were measured without the items of the history.
     prepare: the arguments of jgr prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the
     dataset is read as it comes. settings: fields that differ from the config.
     """
@@ -50,6 +51,7 @@ class Quality:
     sasrec: str
     targets: Mapping[str, float]
     published: Mapping[str, tuple[float, float]]
+    exclude_history: bool
     prepare: tuple[Sequence[str], ...] = ()
     settings: tuple[str, ...] = ()
 
@@ -101,8 +103,10 @@ def measure(quality: Quality, quick: bool, quiet: Quiet) -> Measured:
     for out, arguments in ((config.train.out, fields), (sasrec, sasrec_fields)):
         if not (harness.ROOT / out).is_dir():
             run("train", *arguments)
+    if quality.exclude_history:
+        fields.append("--exclude_history")
     limit = ["--limit=300"] if quick else []
-    with server(fields) as url:
+    with server([field for field in fields if field != "--exclude_history"]) as url:
         found = evaluated(*fields, f"--url={url}", f"--baseline={sasrec}", *limit)
     few = 100 if quick else UNCONSTRAINED_EXAMPLES
     free = evaluated(*fields, "--unconstrained", f"--limit={few}", "--resamples=0")["invalid"]
@@ -152,6 +156,7 @@ def _described(config: Config, found: Mapping[str, Any]) -> Row:
             "normalize": beam.normalize,
         },
         "examples": found["examples"],
+        "exclude_history": found["exclude_history"],
         "catalog_version": found["catalog_version"],
     }
 

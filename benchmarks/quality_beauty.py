@@ -22,6 +22,7 @@ BEAUTY = Quality(
     sasrec="sasrec_beauty.py",
     targets={"recall@10": 0.0605, "ndcg@10": 0.0318},
     published=PUBLISHED,
+    exclude_history=True,
     prepare=(
         PREPARE,
         ("ids", "--data={data}", "--method=balanced", "--sizes=128,128,128", "--collisions=reassign"),
@@ -35,6 +36,7 @@ GIVEN = Quality(
     sasrec="sasrec_beauty.py",
     targets={"recall@10": 0.0605, "ndcg@10": 0.0318},
     published=PUBLISHED,
+    exclude_history=True,
     prepare=(
         PREPARE,
         ("ids", "--data={data}", "--table={raw}/item_sids.tsv.gz", "--column=rkmeans_zcr_cf"),
@@ -43,6 +45,7 @@ GIVEN = Quality(
         "data.path=runs/data/beauty_given",
         "model.path=runs/beauty_given",
         "train.out=runs/beauty_given",
+        "train.steps=1200",
     ),
 )
 

@@ -23,6 +23,7 @@ INDUSTRIAL = Quality(
         "TIGER": (0.1321, 0.0908),
         "LC-Rec": (0.1332, 0.0952),
     },
+    exclude_history=False,
 )
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ ML1M = Quality(
     sasrec="sasrec_ml1m.py",
     targets={"hr@10": 0.2392, "ndcg@10": 0.1259},
     published={"SASRec": (0.2392, 0.1259), "gSASRec": (0.3003, 0.1726)},
+    exclude_history=True,
     prepare=(
         ("prepare", "--source=movielens-1m-sasrec", "--raw={raw}", "--out={data}"),
         ("ids", "--data={data}", "--method=balanced", "--sizes=64,64", "--collisions=reassign"),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr bench`: measurements that a user makes of their own system.
 
-`jgr bench serve` sends requests to a running server at a rate, or as a trace file says, without waiting for answers,
-and reports goodput and latencies. People read the lines; the last line of stdout is one JSON document.
+`jgr bench ops` times the ops on this device against its own roofline. `jgr bench serve` sends requests to a running
+server at a rate, or as a trace file says, without waiting for answers, and reports goodput and latencies. People read
+the lines; the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import Config, UserError
 
-HELP = "measure a system: jgr bench serve is an open-loop load client"
+HELP = "measure a system: jgr bench serve is an open-loop load client, jgr bench ops times the kernels"
 
 DEFAULT_DURATION_S = 10.0
 MAX_CONNECTIONS = 512
@@ -39,6 +40,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", 10, "items wanted", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "of arrivals, histories and candidates", lower_bound=0)
     flags.DEFINE_float("slo_ms", 100.0, "answers within this time count as goodput", lower_bound=0.0)
+
+    flags.DEFINE_string("op", "", "jgr bench ops: only ops and cases whose 'name case' contains this")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -147,6 +150,17 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _ops(values: flags.FlagValues) -> None:
+    from jgr.cli import bench_ops
+
+    report = bench_ops.measure(values.op)
+    print("\n".join(bench_ops.lines(report)))
+    print(json.dumps(report))
+    if not report["rows"]:
+        raise UserError(f"no op has a case to time whose name contains --op={values.op}")
+
+
 BENCHMARKS: Mapping[str, tuple[str, Callable[[flags.FlagValues], None]]] = {
     "serve": ("open-loop load on a running server: goodput and latencies", _serve),
+    "ops": ("time of every op, and its share of this device's roofline", _ops),
 }

@@ -129,14 +129,14 @@ def _compare(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
     """The table of the model and the baselines."""
-    from jgr.evaluation.report import compare, format_comparison, rank_baselines
+    from jgr.evaluation.report import compare, format_comparison
 
-    interactions, catalog, ks = dataset.interactions, dataset.catalog, options.ks
+    catalog, ks = dataset.catalog, options.ks
     with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
         query = _query(options, catalog, width)
         ranked = served.recommend_all(examples, query, lambda: on_answers(1))
-    rankings = rank_baselines(interactions, examples, catalog.n_items, options.exclude_history, max(ks))
+    rankings = _baselines(dataset, examples, options)
     rankings |= _rank_trained(catalog, examples, options)
     model = config.model.name
     if model in rankings:
@@ -166,6 +166,14 @@ def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dic
             params, cfg, examples.histories, max(options.ks), exclude_seen=options.exclude_history
         )
     return found
+
+
+def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[str, Int32]:
+    """The rankings that the model is compared with, by name: [n, largest k] rows, -1 where there is none."""
+    from jgr.evaluation.report import rank_baselines
+
+    n_items, top_k = dataset.catalog.n_items, max(options.ks)
+    return rank_baselines(dataset.interactions, examples, n_items, options.exclude_history, top_k)
 
 
 def _search(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an op picks its implementation: a named one runs or raises, "auto" takes the first that supports the call.
+"""How an op picks its implementation: a named one runs or raises, "auto" takes the first that fits the call.
 
-The choice is made at trace time from shapes, dtypes and platform, by asking `supports`, never by catching exceptions.
+The choice is made at trace time from shapes, dtypes and the platform that the program is for, by asking, never by
+catching exceptions. A named implementation may run on any platform: interpreted kernels on a CPU, kernels that are
+compiled here for a GPU elsewhere.
 """
 
 from __future__ import annotations
@@ -11,27 +13,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op. supports(*args, **kwargs) gives the reason why it cannot run, or None."""
+    """One way to compute an op.
+
+    supports(*args, **kwargs) gives the reason why it cannot run, or None. platforms: where "auto" may take it
+    ("cpu", "gpu", "tpu"); None: everywhere.
+    """
 
     name: str
     call: Callable[..., Any]
     supports: Callable[..., str | None] = lambda *args, **kwargs: None
+    platforms: frozenset[str] | None = None
+
+
+def target_platform() -> str:
+    """What the program being traced is for: the abstract device's platform, the default device's, or the backend's."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    device = getattr(jax.config, "jax_default_device", None)
+    if abstract is not None and abstract.platform is not None:
+        platform = str(abstract.platform)
+    elif device is not None:
+        platform = device if isinstance(device, str) else str(device.platform)
+    else:
+        platform = jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def dispatch(
     op: str, implementations: Sequence[Implementation], implementation: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `op` by the named implementation, or by the first in order that supports the arguments ("auto").
+    """Run `op` by the named implementation, or by the first in order that fits platform and arguments ("auto").
 
     Raises ValueError for an unknown name, and for a named implementation that does not support the arguments.
     """
     if implementation == "auto":
-        chosen = next(i for i in implementations if i.supports(*args, **kwargs) is None)
+        chosen = _first_that_fits(op, implementations, *args, **kwargs)
     else:
         named = {i.name: i for i in implementations}
         if implementation not in named:
@@ -44,3 +66,32 @@ def dispatch(
             raise ValueError(f"{op}: implementation {implementation!r} cannot run: {reason}")
     _log.debug("%s runs as %s", op, chosen.name)  # at trace time, so once per compiled program
     return chosen.call(*args, **kwargs)
+
+
+def _first_that_fits(
+    op: str, implementations: Sequence[Implementation], *args: Any, **kwargs: Any
+) -> Implementation:
+    platform = target_platform()
+    for candidate in implementations:
+        if candidate.platforms is not None and platform not in candidate.platforms:
+            continue
+        reason = candidate.supports(*args, **kwargs)
+        if reason is None:
+            return candidate
+        _log.debug("%s does not run as %s: %s", op, candidate.name, reason)
+    raise ValueError(f"{op}: no implementation fits {platform} and these arguments")
+
+
+GPU = frozenset({"gpu"})
+NEVER: frozenset[str] = frozenset()
+"""Platforms of a kernel for GPUs, and of one that runs only when it is named."""
+
+
+def kernel(
+    call: Callable[..., Any], interpreted: Callable[..., Any], supports: Callable[..., str | None]
+) -> tuple[Implementation, Implementation]:
+    """The two faces of a Pallas kernel: "pallas" on GPUs, and "pallas_interpret", step by step on any platform."""
+    return (
+        Implementation("pallas", call, supports, GPU),
+        Implementation("pallas_interpret", interpreted, supports, NEVER),
+    )

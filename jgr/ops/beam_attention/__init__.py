@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import jax
 
-from jgr.ops.beam_attention import reference, xla
-from jgr.ops.dispatch import Implementation, dispatch
+from jgr.ops.beam_attention import pallas_triton, reference, xla
+from jgr.ops.beam_attention.reorder import parent_major, reorder_beam_kv
+from jgr.ops.dispatch import Implementation, dispatch, kernel
+
+__all__ = ["beam_attention", "parent_major", "reorder_beam_kv"]
 
 IMPLEMENTATIONS = (
+    *kernel(pallas_triton.beam_attention, pallas_triton.interpreted, pallas_triton.supports),
     Implementation("xla", xla.beam_attention),
     Implementation("reference", reference.beam_attention),
 )
@@ -21,7 +25,8 @@ def beam_attention(
     lengths: jax.Array,
     beam_k: jax.Array,
     beam_v: jax.Array,
-    ancestors: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
     *,
     implementation: str = "auto",
 ) -> jax.Array:
@@ -34,9 +39,11 @@ def beam_attention(
         beam_k, beam_v: [B, S, W, K, d], slot s holds the keys and values of the s-th generated token of row w.
         ancestors: [B, S, W] int32; beam w's s-th token stands in row ancestors[b, s, w] of slot s (XGR-4, the table
             variant: beams are re-ordered by moving indices, not keys and values). The last slot is the query's own.
+            None: in row w of every slot (the direct variant, see reorder_beam_kv).
+        widths: [B] int32, beams of each request; the rows beyond are dead. None: W.
 
     Returns:
-        [B, W, H, d] in q's dtype.
+        [B, W, H, d] in q's dtype; zeros in dead rows.
     """
     out: jax.Array = dispatch(
         "beam_attention",
@@ -49,5 +56,6 @@ def beam_attention(
         beam_k,
         beam_v,
         ancestors,
+        widths,
     )
     return out

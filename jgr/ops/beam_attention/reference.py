@@ -14,12 +14,16 @@ def beam_attention(
     lengths: jax.Array,
     beam_k: jax.Array,
     beam_v: jax.Array,
-    ancestors: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
 ) -> jax.Array:
     """See jgr.ops.beam_attention."""
     batch, width, heads, dim = q.shape
     _, kv_heads, tokens, _ = context_k.shape
     slots = beam_k.shape[1]
+
+    if ancestors is None:
+        ancestors = jnp.broadcast_to(jnp.arange(width), (batch, slots, width))
 
     def whole(context: jax.Array, own: jax.Array) -> jax.Array:  # [B, W, H, T + S, d]
         rows = jnp.take_along_axis(own, ancestors[:, :, :, None, None], axis=2).transpose(0, 2, 3, 1, 4)
@@ -33,4 +37,7 @@ def beam_attention(
     scores = scores / jnp.sqrt(jnp.float32(dim))
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
     values = jnp.where(visible[:, None, None, :, None], whole(context_v, beam_v), 0.0)
-    return jnp.einsum("bwhs,bwhsd->bwhd", weights, values).astype(q.dtype)
+    out = jnp.einsum("bwhs,bwhsd->bwhd", weights, values).astype(q.dtype)
+    if widths is not None:
+        out = jnp.where((jnp.arange(width) < widths[:, None])[:, :, None, None], out, 0)
+    return out

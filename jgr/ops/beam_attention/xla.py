@@ -20,7 +20,8 @@ def beam_attention(
     lengths: jax.Array,
     beam_k: jax.Array,
     beam_v: jax.Array,
-    ancestors: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
 ) -> jax.Array:
     """See jgr.ops.beam_attention."""
     batch, width, heads, dim = q.shape
@@ -45,8 +46,7 @@ def beam_attention(
         return jnp.moveaxis(x.reshape(batch, kv_heads, width, groups, *x.shape[3:]), 2, 1)
 
     # Own stage: [B, S, W, K, G].
-    own_k = jnp.take_along_axis(beam_k, ancestors[:, :, :, None, None], axis=2).astype(jnp.float32)
-    own_v = jnp.take_along_axis(beam_v, ancestors[:, :, :, None, None], axis=2).astype(jnp.float32)
+    own_k, own_v = (x.astype(jnp.float32) for x in (_rows(beam_k, ancestors), _rows(beam_v, ancestors)))
     own_scores = (q5.astype(jnp.float32)[:, None] * own_k[:, :, :, :, None]).sum(axis=-1)
 
     # Merge. The query's own slot is always there, so the total is never empty, even for a prompt of length 0.
@@ -57,4 +57,14 @@ def beam_attention(
     out = by_beam(shared_out) * rescale[..., None] + (own_weights[..., None] * own_v[:, :, :, :, None]).sum(
         axis=1
     )
-    return (out / total[..., None]).reshape(batch, width, heads, dim).astype(q.dtype)
+    out = (out / total[..., None]).reshape(batch, width, heads, dim).astype(q.dtype)
+    if widths is not None:
+        out = jnp.where(
+            (jnp.arange(width) < widths[:, None])[:, :, None, None], out, jnp.zeros((), out.dtype)
+        )
+    return out
+
+
+def _rows(own: jax.Array, ancestors: jax.Array | None) -> jax.Array:
+    """[B, S, W, K, d], each beam's own slots."""
+    return own if ancestors is None else jnp.take_along_axis(own, ancestors[..., None, None], axis=2)

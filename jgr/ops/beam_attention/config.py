@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the beam attention kernel cuts its work (XGR-6): tile sizes, and how many programs share a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+H200_CORES = 132
+
+
+class Shape(NamedTuple):
+    """What the choice may depend on. rows: beams x query heads of one key/value head; itemsize: bytes of a value."""
+
+    batch: int
+    kv_heads: int
+    rows: int
+    tokens: int
+    dim: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tiles of the kernel.
+
+    block_rows: rows of one program; block_tokens: prompt tokens of one step of its loop; splits: programs that share
+    the prompt of the same rows, merged by a second kernel where there is more than one; merge_rows: rows of one of
+    its programs; warps, stages: Triton's num_warps and num_stages.
+    """
+
+    block_rows: int = 64
+    block_tokens: int = 64
+    splits: int = 1
+    merge_rows: int = 16
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("block_rows", "block_tokens", "merge_rows", "warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, not {value}")
+        if self.block_rows < 16 or self.block_tokens < 16:
+            raise ValueError(f"block_rows and block_tokens must be at least 16: {self}")
+        if self.splits < 1 or self.stages < 1:
+            raise ValueError(f"splits and stages must be at least 1: {self}")
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def choose_config(shape: Shape, cores: int = H200_CORES) -> Config:
+    """The heuristic: the largest tiles that spill no register, and as many programs as there are cores.
+
+    Both rules come from compiling for an H200 (`make compile-gpu`), not from timing on one.
+    """
+    split_tokens = 256  # what is saved by a shorter part is lost in its merge
+    most_splits = max(1, -(-shape.tokens // split_tokens))
+    if shape.itemsize > 2:
+        block_rows, block_tokens, warps, stages = (16, 32, 8, 1) if shape.dim > 128 else (32, 32, 4, 2)
+    elif shape.dim > 128:
+        block_rows, block_tokens, warps, stages = 64, 32, 8, 2
+    else:
+        fills = shape.batch * shape.kv_heads * -(-shape.rows // 128) * most_splits >= cores
+        block_rows, block_tokens, warps, stages = (128, 64, 8, 2) if fills else (64, 64, 4, 2)
+    if shape.rows < block_rows:
+        block_rows, warps = max(16, power_of_two(shape.rows)), min(warps, 4 if shape.dim <= 128 else 8)
+    programs = shape.batch * shape.kv_heads * -(-shape.rows // block_rows)
+    splits = min(max(1, cores // programs), most_splits)
+    return Config(block_rows, block_tokens, splits, warps=warps, stages=stages)

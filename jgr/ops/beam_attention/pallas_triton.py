@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staged beam attention as a GPU kernel (XGR-5): the beams of a request are the rows of one matmul with its prompt.
+
+One program owns `block_rows` rows (beam, query head of its key/value head). Its own stage, the few generated tokens
+of each beam, seeds an online softmax; a loop over the prompt's blocks, bounded by the request's length, goes on from
+there. So there is no merge, and no case in which a row sees nothing. Where rows are too few to fill the device, several
+programs share a prompt (`splits`): they leave (output, log-sum-exp) of their parts, and a second kernel seeds from the
+own stage and merges them.
+
+Invariants: rows past the last one repeat it, so no store needs a mask; what stands at or beyond a request's length is
+never loaded; scores and accumulators are float32 in units of log2.
+
+Letters: B batch, W beams, H heads, K key/value heads, G = H / K, T prompt tokens, S slots, d head size, R block_rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jgr.ops.beam_attention.config import Config, Shape, choose_config
+
+_NOTHING = -1e30  # a running maximum before the first score; finite, so that differences are never NaN
+_MAX_SLOTS = 8
+_MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
+
+Chunks = tuple[tuple[int, int], ...]
+Running = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
+"""Of an online softmax: maximum [R], sum [R], and the weighted values of each chunk of the head [R, size]."""
+
+
+def chunks(dim: int) -> Chunks:
+    """A head as (start, size) pieces whose sizes are powers of two, as a block in the kernel must be: 96 = 64 + 32."""
+    sizes = [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
+    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
+def supports(
+    q: jax.Array,
+    context_k: jax.Array,
+    context_v: jax.Array,
+    lengths: jax.Array,
+    beam_k: jax.Array,
+    beam_v: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
+) -> str | None:
+    """Why the kernel cannot run, or None."""
+    dim = q.shape[-1]
+    if dim % 16 or dim > 256:
+        return f"the head size is {dim}, not a multiple of 16 up to 256"
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"queries are {q.dtype}"
+    if not all(x.dtype == q.dtype for x in (context_k, context_v, beam_k, beam_v)):
+        return f"keys and values are not all {q.dtype}, as the queries are"
+    if context_k.shape[2] == 0:
+        return "the prompt has room for no token"
+    if beam_k.shape[1] > _MAX_SLOTS:
+        return f"{beam_k.shape[1]} slots; the kernel unrolls at most {_MAX_SLOTS}"
+    if max(math.prod(x.shape) for x in (q, context_k, beam_k)) > _MAX_ELEMENTS:
+        return "an array has more elements than an int32 can count"
+    return None
+
+
+class _Static(NamedTuple):
+    """What both kernels know at trace time."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    dim: int
+    config: Config
+    interpret: bool
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def pieces(self) -> Chunks:
+        return chunks(self.dim)
+
+    @property
+    def scale(self) -> float:
+        return math.log2(math.e) / math.sqrt(self.dim)
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.width * self.groups // self.config.block_rows)
+
+
+class _Rows(NamedTuple):
+    """Of a program: the beam of each row [R], and its row in [W * H] of q and out."""
+
+    beam: jax.Array
+    head: jax.Array
+
+
+def _rows(block: Any, block_rows: int, width: int, groups: int, heads: int, kv_head: Any) -> _Rows:
+    row = jnp.minimum(block * block_rows + jnp.arange(block_rows), width * groups - 1)
+    beam = row // groups
+    return _Rows(beam, beam * heads + kv_head * groups + row % groups)
+
+
+def _dot(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
+    # One pass of TF32, a GPU's default for float32, keeps three digits; exact products do without tensor cores and
+    # spill registers. A CPU knows neither.
+    tf32 = a.dtype == jnp.float32 and not interpret
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if tf32 else None
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _own_stage(
+    q: list[jax.Array],
+    rows: _Rows,
+    kv_head: Any,
+    own_k_ref: Any,  # [S * W * K, d]
+    own_v_ref: Any,
+    ancestors_ref: Any,  # [S, W]
+    static: _Static,
+) -> Running:
+    """The softmax over each row's own slots; too few keys for a matmul."""
+    pieces, (slots, width) = static.pieces, ancestors_ref.shape
+    index = [(s * width + ancestors_ref[s, rows.beam]) * static.kv_heads + kv_head for s in range(slots)]
+    scores = []
+    for at in index:
+        parts = [
+            (q[c].astype(jnp.float32) * own_k_ref[at, pl.ds(*pieces[c])].astype(jnp.float32)).sum(axis=1)
+            for c in range(len(pieces))
+        ]
+        scores.append(functools.reduce(jnp.add, parts) * static.scale)
+    top = functools.reduce(jnp.maximum, scores)
+    weights = [jnp.exp2(score - top) for score in scores]
+    out = tuple(
+        functools.reduce(
+            jnp.add,
+            [
+                w[:, None] * own_v_ref[at, pl.ds(*piece)].astype(jnp.float32)
+                for w, at in zip(weights, index, strict=True)
+            ],
+        )
+        for piece in pieces
+    )
+    return top, functools.reduce(jnp.add, weights), out
+
+
+def _shared_stage(
+    q: list[jax.Array],
+    k_ref: Any,  # [T, d]
+    v_ref: Any,
+    start: Any,
+    stop: Any,
+    running: Running,
+    static: _Static,
+) -> Running:
+    """Go on with an online softmax over the prompt's tokens start .. stop - 1, start a multiple of the block."""
+    pieces, block_tokens = static.pieces, static.config.block_tokens
+
+    def step(i: Any, running: Running, masked: bool) -> Running:
+        top, total, out = running
+        at = pl.ds(i * block_tokens, block_tokens)
+        real = i * block_tokens + jnp.arange(block_tokens) < stop
+
+        def load(ref: Any, piece: tuple[int, int]) -> jax.Array:
+            if not masked:
+                return ref[at, pl.ds(*piece)]  # type: ignore[no-any-return]
+            return plt.load(ref.at[at, pl.ds(*piece)], mask=real[:, None], other=0.0)
+
+        parts = [_dot(q[c], load(k_ref, piece).T, static.interpret) for c, piece in enumerate(pieces)]
+        scores = functools.reduce(jnp.add, parts) * static.scale
+        if masked:
+            scores = jnp.where(real[None, :], scores, _NOTHING)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        weights = jnp.exp2(scores - new_top[:, None])
+        values = (load(v_ref, piece) for piece in pieces)
+        new_out = tuple(
+            o * shrink[:, None] + _dot(weights.astype(v.dtype), v, static.interpret)
+            for o, v in zip(out, values, strict=True)
+        )
+        return new_top, total * shrink + weights.sum(axis=1), new_out
+
+    whole = jnp.maximum(stop // block_tokens, start // block_tokens)
+    running = jax.lax.fori_loop(start // block_tokens, whole, functools.partial(step, masked=False), running)
+    return jax.lax.fori_loop(  # type: ignore[no-any-return]
+        whole, pl.cdiv(stop, block_tokens), functools.partial(step, masked=True), running
+    )
+
+
+def _empty(block_rows: int, pieces: Chunks) -> Running:
+    return (
+        jnp.full((block_rows,), _NOTHING, jnp.float32),
+        jnp.zeros((block_rows,), jnp.float32),
+        tuple(jnp.zeros((block_rows, size), jnp.float32) for _, size in pieces),
+    )
+
+
+def _store(out_ref: Any, rows: _Rows, running: Running, alive: jax.Array, pieces: Chunks) -> None:
+    _, total, out = running
+    for o, piece in zip(out, pieces, strict=True):
+        value = jnp.where(alive[:, None], o / total[:, None], 0.0)
+        out_ref[rows.head, pl.ds(*piece)] = value.astype(out_ref.dtype)
+
+
+def _attend(
+    lengths_ref: Any,  # [B]
+    widths_ref: Any,  # [B]
+    q_ref: Any,  # [W * H, d]
+    k_ref: Any,  # [T, d]
+    v_ref: Any,  # [T, d]
+    own_k_ref: Any,  # [S * W * K, d]
+    own_v_ref: Any,
+    ancestors_ref: Any,  # [S, W]
+    out_ref: Any,  # [W * H, d]
+    lse_ref: Any = None,  # [W * H] where the prompt is split
+    *,
+    static: _Static,
+) -> None:
+    """Both stages, or with lse_ref the shared stage over one of `splits` parts of the prompt."""
+    config, pieces = static.config, static.pieces
+    block, request = pl.program_id(0), pl.program_id(2)
+    kv_head, split = pl.program_id(1) // config.splits, pl.program_id(1) % config.splits
+    rows = _rows(block, config.block_rows, static.width, static.groups, static.heads, kv_head)
+    width = widths_ref[request]
+    # A block of dead beams reads no prompt; so requests of few beams cost little beside one of many.
+    length = jnp.minimum(lengths_ref[request], k_ref.shape[0])
+    length = jnp.where(block * config.block_rows // static.groups < width, length, 0)
+    q = [q_ref[rows.head, pl.ds(*piece)] for piece in pieces]
+    start: Any
+    stop: Any
+    if lse_ref is None:
+        running = _own_stage(q, rows, kv_head, own_k_ref, own_v_ref, ancestors_ref, static)
+        start, stop = 0, length
+    else:
+        running = _empty(config.block_rows, pieces)
+        part = pl.cdiv(pl.cdiv(length, config.splits), config.block_tokens) * config.block_tokens
+        start = split * part
+        stop = jnp.maximum(start, jnp.minimum(start + part, length))
+    top, total, out = _shared_stage(q, k_ref, v_ref, start, stop, running, static)
+    if lse_ref is not None:
+        lse_ref[rows.head] = jnp.where(total > 0, top + jnp.log2(total), _NOTHING)
+        total = jnp.where(total > 0, total, 1.0)  # a part without tokens: zeros, of no weight in the merge
+    _store(out_ref, rows, (top, total, out), rows.beam < width, pieces)
+
+
+def _merge(
+    widths_ref: Any,  # [B]
+    q_ref: Any,  # [W * H, d]
+    own_k_ref: Any,  # [S * W * K, d]
+    own_v_ref: Any,
+    ancestors_ref: Any,  # [S, W]
+    part_ref: Any,  # [splits, W * H, d] float32
+    lse_ref: Any,  # [splits, W * H] float32
+    out_ref: Any,  # [W * H, d]
+    *,
+    static: _Static,
+) -> None:
+    """The own stage, and the parts of the prompt merged into it by their log-sum-exps."""
+    pieces = static.pieces
+    block, kv_head, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    rows = _rows(block, static.config.merge_rows, static.width, static.groups, static.heads, kv_head)
+    q = [q_ref[rows.head, pl.ds(*piece)] for piece in pieces]
+    top, total, out = _own_stage(q, rows, kv_head, own_k_ref, own_v_ref, ancestors_ref, static)
+    for split in range(static.config.splits):
+        lse = lse_ref[split, rows.head]
+        new_top = jnp.maximum(top, lse)
+        shrink, weight = jnp.exp2(top - new_top), jnp.exp2(lse - new_top)
+        total = total * shrink + weight
+        out = tuple(
+            o * shrink[:, None] + weight[:, None] * part_ref[split, rows.head, pl.ds(*piece)]
+            for o, piece in zip(out, pieces, strict=True)
+        )
+        top = new_top
+    _store(out_ref, rows, (top, total, out), rows.beam < widths_ref[request], pieces)
+
+
+def run(
+    q: jax.Array,
+    context_k: jax.Array,
+    context_v: jax.Array,
+    lengths: jax.Array,
+    beam_k: jax.Array,
+    beam_v: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See jgr.ops.beam_attention. config: default the heuristic's. interpret: on any platform, slowly."""
+    batch, width, heads, dim = q.shape
+    kv_heads, tokens = context_k.shape[1:3]
+    slots = beam_k.shape[1]
+    rows = width * heads // kv_heads
+    if config is None:
+        config = choose_config(Shape(batch, kv_heads, rows, tokens, dim, q.dtype.itemsize))
+    if tokens < config.block_tokens:  # a prompt shorter than a block: the loop loads whole blocks
+        missing = ((0, 0), (0, 0), (0, config.block_tokens - tokens), (0, 0))
+        lengths, tokens = jnp.minimum(lengths, tokens), config.block_tokens
+        context_k, context_v = jnp.pad(context_k, missing), jnp.pad(context_v, missing)
+    static = _Static(width, heads, kv_heads, dim, config, interpret)
+    if ancestors is None:
+        ancestors = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, slots, width))
+    if widths is None:
+        widths = jnp.full((batch,), width, jnp.int32)
+    q = q.reshape(batch, width * heads, dim)
+    beam_k, beam_v = (x.reshape(batch, slots * width * kv_heads, dim) for x in (beam_k, beam_v))
+    parameters = plt.CompilerParams(num_warps=config.warps, num_stages=config.stages)
+
+    whole = pl.BlockSpec()
+    queries = pl.BlockSpec((None, width * heads, dim), lambda r, h, b: (b, 0, 0))
+    prompt = pl.BlockSpec((None, None, tokens, dim), lambda r, h, b: (b, h // config.splits, 0, 0))
+    own = pl.BlockSpec((None, slots * width * kv_heads, dim), lambda r, h, b: (b, 0, 0))
+    table = pl.BlockSpec((None, slots, width), lambda r, h, b: (b, 0, 0))
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+
+    split = config.splits > 1
+    part = pl.BlockSpec((None, None, width * heads, dim), lambda r, h, b: (h % config.splits, b, 0, 0))
+    part_lse = pl.BlockSpec((None, None, width * heads), lambda r, h, b: (h % config.splits, b, 0))
+    parts = jax.ShapeDtypeStruct((config.splits, *q.shape), jnp.float32)
+    lses = jax.ShapeDtypeStruct((config.splits, *q.shape[:2]), jnp.float32)
+    attend = pl.pallas_call(
+        functools.partial(_attend, static=static),
+        grid=(static.row_blocks, kv_heads * config.splits, batch),
+        in_specs=[whole, whole, queries, prompt, prompt, own, own, table],
+        out_specs=(part, part_lse) if split else queries,
+        out_shape=(parts, lses) if split else out,
+        compiler_params=parameters,
+        interpret=interpret,
+        name="beam_attention",
+    )
+    result: Any = attend(lengths, widths, q, context_k, context_v, beam_k, beam_v, ancestors)
+    if split:
+        all_parts = pl.BlockSpec((config.splits, None, width * heads, dim), lambda r, h, b: (0, b, 0, 0))
+        all_lses = pl.BlockSpec((config.splits, None, width * heads), lambda r, h, b: (0, b, 0))
+        merge = pl.pallas_call(
+            functools.partial(_merge, static=static),
+            grid=(-(-rows // config.merge_rows), kv_heads, batch),
+            in_specs=[whole, queries, own, own, table, all_parts, all_lses],
+            out_specs=queries,
+            out_shape=out,
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            interpret=interpret,
+            name="beam_attention_merge",
+        )
+        result = merge(widths, q, beam_k, beam_v, ancestors, *result)
+    return result.reshape(batch, width, heads, dim)  # type: ignore[no-any-return]
+
+
+def beam_attention(
+    q: jax.Array,
+    context_k: jax.Array,
+    context_v: jax.Array,
+    lengths: jax.Array,
+    beam_k: jax.Array,
+    beam_v: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
+) -> jax.Array:
+    """See jgr.ops.beam_attention."""
+    return run(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths)
+
+
+def interpreted(
+    q: jax.Array,
+    context_k: jax.Array,
+    context_v: jax.Array,
+    lengths: jax.Array,
+    beam_k: jax.Array,
+    beam_v: jax.Array,
+    ancestors: jax.Array | None,
+    widths: jax.Array | None = None,
+) -> jax.Array:
+    """See jgr.ops.beam_attention; the kernel step by step."""
+    return run(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths, interpret=True)

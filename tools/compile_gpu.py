@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every GPU kernel and the engine's whole programs for an H200, on a machine without one.
+
+    make compile-gpu          with the CUDA plugin of both jax lines
+
+XLA's compiler needs only a description of the device. What passes here has gone through Triton, LLVM and ptxas for
+sm_90a, fits into shared memory and spills no register; what it computes is checked elsewhere, in interpret mode. Cases
+come from the ops' own lists (tag "compile"). Two controls, one of tiles too large for shared memory and one for the
+registers, must be refused: if the compiler takes them, the check checks nothing and fails.
+
+Exit codes: 0 all compiled and both controls refused, 1 not so, 2 the plugin is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from jgr.data.prefix_tree import PrefixTree
+from jgr.models import beam, decoder, params
+from jgr.models.decoder import DecoderConfig
+from jgr.ops.beam_attention import cases as beam_cases
+from jgr.ops.beam_attention import pallas_triton
+from jgr.ops.beam_attention.config import Config
+from jgr.ops.testing import OpCases, all_ops
+
+FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
+  core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0" dnn_version: "9.10.0"
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
+"""
+_ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+
+QWEN3_0_6B = DecoderConfig(
+    family="qwen3",
+    vocab_size=176_384,  # Qwen3's own and three levels of 8192 codes
+    hidden=1024,
+    layers=28,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    mlp=3072,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=True,
+    max_position=40_960,
+)
+
+
+class Program(NamedTuple):
+    """Something to compile: a function of arrays, and their shapes. refused: a part of the error that must come."""
+
+    name: str
+    case: str
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    refused: str = ""
+
+
+class Outcome(NamedTuple):
+    """temp_bytes: scratch memory of the whole program. error: empty where all is as it must be."""
+
+    name: str
+    case: str
+    seconds: float
+    temp_bytes: int
+    kernels: str
+    error: str
+
+
+def lower(
+    call: Callable[..., Any], arguments: Sequence[Any], place: Callable[[Any], Any] = lambda x: x
+) -> Any:
+    """Trace and lower for an H200; needs no plugin. place: adds the sharding that compiling needs."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_ABSTRACT)):
+        traced = jax.jit(call).trace(*jax.tree.map(place, tuple(arguments)))
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def compiler() -> Callable[[Program], Any]:
+    """Compiles a program for an H200. Raises RuntimeError where the plugin is missing."""
+    device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
+    sharding = SingleDeviceSharding(device)
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return lambda program: lower(program.call, program.arguments, placed).compile()
+
+
+def kernels(ops: Sequence[OpCases]) -> Iterator[Program]:
+    """The cases that the ops want compiled, as "auto" runs them on a GPU."""
+    for op in ops:
+        for case in op.tagged("compile"):
+            shapes = op.shapes(case, jnp.dtype(case.shape.get("dtype", "bfloat16")))
+            call = functools.partial(_by_name, op.call, tuple(shapes), op.options(case))
+            yield Program(op.name, case.name, call, tuple(shapes.values()))
+
+
+def _by_name(op: Callable[..., Any], names: Sequence[str], options: dict[str, Any], *arrays: Any) -> Any:
+    return op(**dict(zip(names, arrays, strict=True)), **options)
+
+
+def controls() -> Iterator[Program]:
+    """Tiles of the beam attention kernel that cannot be right."""
+    case = next(case for case in beam_cases.OP.cases if case.name == "qwen3_0.6b_1k_w512")
+    shapes = beam_cases.OP.shapes(case, jnp.bfloat16)
+    for name, config, error in (
+        ("shared_memory", Config(256, 256, warps=8, stages=4), "Shared memory size limit exceeded"),
+        ("registers", Config(128, 128, warps=4, stages=2), "register spilling"),
+    ):
+        call = functools.partial(_by_name, pallas_triton.run, tuple(shapes), {"config": config})
+        yield Program("control", name, call, tuple(shapes.values()), error)
+
+
+def engine() -> Iterator[Program]:
+    """`recommend` and `rank` of a Qwen3-0.6B in bfloat16, without its weights; 20,000 items, three levels of 8192."""
+    codes = np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32)
+    tree = PrefixTree.build(codes)
+    level_tokens = tuple(151_680 + 8192 * level + np.arange(8192, dtype=np.int32) for level in range(3))
+    weights = params.abstract(decoder.spec(QWEN3_0_6B), jnp.bfloat16)
+    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, level_tokens, w), weights)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def prompts(batch: int, tokens: int) -> tuple[Any, ...]:
+        return weights, tables, ints(batch, tokens), ints(batch)
+
+    listed, flags = ints(8, 3, 8192), jax.ShapeDtypeStruct((8,), jnp.bool_)
+    bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tree.codes)
+    filters = beam.Filters(listed, listed, ints(8, 3), flags, ints(8), bits)
+    # A batch, whose prompts are not split, and a single request, whose prompt is.
+    recommend = functools.partial(beam.recommend, cfg=QWEN3_0_6B, width=256)
+    yield Program("recommend", "qwen3_0.6b_b8_t512_w256", recommend, (*prompts(8, 512), ints(8), filters))
+    rank = functools.partial(beam.rank, cfg=QWEN3_0_6B)
+    yield Program("rank", "qwen3_0.6b_b1_t1024_c128", rank, (*prompts(1, 1024), ints(1, 128)))
+
+
+def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) -> Outcome:
+    """Compile, and say what came of it."""
+    before, start = set(dump.glob("*")), time.perf_counter()
+    error, temp_bytes = "", 0
+    try:
+        analysis = compile_(program).memory_analysis()
+        temp_bytes = analysis.temp_size_in_bytes if analysis is not None else 0
+    except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
+        error = " ".join(str(e).split()) or type(e).__name__
+    seconds = time.perf_counter() - start
+    if program.refused:
+        found = "was compiled" if not error else error
+        error = "" if program.refused in error else f"must be refused with '{program.refused}', but: {found}"
+    used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before)
+    return Outcome(program.name, program.case, seconds, temp_bytes, used, error)
+
+
+def _kernels(files: set[Path]) -> str:
+    """Registers and shared memory of the Pallas kernels in a program's dump; jax 0.11 dumps no PTX to count from."""
+    shared: dict[str, int] = {}
+    for path in files:
+        if path.name.endswith("thunk_sequence.txt"):
+            found = re.findall(r"kCustomKernel.*?\] (\S+) grid.*shared_memory: (\d+)", path.read_text())
+            shared |= {name: int(size) for name, size in found}
+    registers: dict[str, str] = {}
+    ptxas = shutil.which("ptxas")
+    for path in files if ptxas and shared else ():
+        if path.suffix == ".ptx" and any(f".entry {name}" in path.read_text() for name in shared):
+            arguments = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
+            said = subprocess.run(arguments, capture_output=True, text=True, check=False).stderr
+            registers |= dict(re.findall(r"entry function '(\S+)'.*?Used (\d+) registers", said, re.DOTALL))
+    return ", ".join(
+        f"{name} {registers[name] + ' regs ' if name in registers else ''}{size / 1024:.0f} KiB"
+        for name, size in sorted(shared.items())
+        if "fusion" not in name  # XLA's own
+    )
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    rows = [("program", "case", "s", "temp MB", "registers and shared memory")]
+    rows += [
+        (
+            o.name,
+            o.case,
+            f"{o.seconds:.1f}",
+            f"{o.temp_bytes / 1e6:.1f}",
+            (o.error and f"FAILED: {o.error}") or o.kernels,
+        )
+        for o in outcomes
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    return "\n".join("  ".join([*map(str.ljust, row[:4], widths), row[4]]).rstrip() for row in rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    del argv
+    jax.config.update("jax_platforms", "cpu")
+    wanted = flags.FLAGS.only
+    with tempfile.TemporaryDirectory() as folder:
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{given} {FAIL_ON_SPILLS} --xla_dump_to={folder}"
+        try:
+            compile_ = compiler()
+        except RuntimeError as e:
+            print(f"compile_gpu: no CUDA plugin of jax {jax.__version__} is installed: {e}", file=sys.stderr)
+            return 2
+        programs = [*kernels(all_ops()), *controls(), *engine()]
+        chosen = [p for p in programs if wanted in f"{p.name} {p.case}"]
+        outcomes = [attempt(program, compile_, Path(folder)) for program in chosen]
+    print(f"jax {jax.__version__}, for an H200\n{table(outcomes)}")
+    failed = [o for o in outcomes if o.error]
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} as they must be")
+    return 1 if failed or not outcomes else 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("only", "", "compile only programs whose 'name case' contains this")
+    app.run(main)
