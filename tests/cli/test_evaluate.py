@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 from jgr.catalog import Catalog
-from jgr.cli.evaluate import Options, evaluate
-from jgr.config import UserError, override
+from jgr.cli.evaluate import Options, _rank_trained, evaluate
+from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
 from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.recommendations import LocalEngine
 from jgr.evaluation.report import compare
 from jgr.evaluation.served import Query
+from jgr.models import sasrec
 from jgr.serving.loading import load_engine
+from jgr.training.sasrec import train_sasrec
 from tests.serving.test_model_server import Served
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
@@ -162,3 +164,26 @@ def test_flags_that_contradict_each_other_are_one_line(options: list[str], words
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jgr: ") and done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path: Path) -> None:
+    folder = str(tmp_path / "sasrec")
+    config = override(
+        Config(), f"train.out={folder}", "train.model=sasrec", "train.steps=3", "train.batch=4", "train.hidden=16"
+    )  # fmt: skip
+    train_sasrec(config, dataset)
+    _, report = run(served, dataset, baseline=(folder,))
+    test, (cfg, weights) = dataset.interactions.test, sasrec.load(Path(folder))
+    ranked = sasrec.top_k(weights, cfg, test.histories, 5, exclude_seen=False)
+    assert report["rows"]["SASRec"]["hr@5"] == pytest.approx(
+        np.mean((ranked == test.targets[:, None]).any(axis=1))
+    )
+    assert list(report["differences"]) == ["popularity", "item-kNN", "SASRec"]
+
+    ids = [f"other{i}" for i in range(N_ITEMS)]
+    symbols = [[f"<c_{i}>"] for i in range(N_ITEMS)]
+    other = Dataset(Catalog.build(ids, symbols, [{} for _ in ids]), dataset.interactions)
+    with pytest.raises(UserError, match="was trained on other items"):
+        _rank_trained(other.catalog, test, Options(baseline=(folder,)))
+    with pytest.raises(UserError, match="is not the config of a SASRec"):
+        run(served, dataset, baseline=(str(tmp_path),))
