@@ -4,7 +4,7 @@
     jgr prepare, jgr ids      where the dataset is not prepared yet
     jgr train                 generator and SASRec, where runs/ holds none; a killed training goes on
     jgr serve, jgr evaluate   every test target, asked of the server; beside popularity, item-kNN and SASRec
-    jgr evaluate --unconstrained, --sweep
+    jgr evaluate --unconstrained
 
 What lies in runs/ is used as it is; remove it to train anew.
 """
@@ -29,8 +29,6 @@ from jgr.data.datasets import load_dataset
 JGR = (sys.executable, "-c", "import sys; from jgr.cli.main import run; sys.exit(run())")
 METRICS = ("hr@5", "ndcg@5", "hr@10", "ndcg@10", "mrr@10")
 UNCONSTRAINED_EXAMPLES = 1000
-SWEPT_WIDTHS = "10,20,50,100,200"
-SWEPT_EXAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def evaluated(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def measure(quality: Quality, quick: bool, quiet: Quiet) -> Measured:
+def measure(quality: Quality, quick: bool) -> Measured:
     """Claims on every target, the share of invalid items, and rows of all methods."""
     raw = Path(os.environ.get("JGR_DATA") or harness.ROOT.parent / "shared" / "data") / quality.raw
     if not raw.is_dir():
@@ -122,12 +120,6 @@ def measure(quality: Quality, quick: bool, quiet: Quiet) -> Measured:
     rows.append({"invalid": free, "invalid_examples": few})
     rows.append(_described(config, found))
     rows.append({"training": _training(harness.ROOT / config.train.out)})
-    if not quick:
-        quiet.wait()
-        rows.append({"sweep": evaluated(
-            *fields, f"--sweep=beam.width={SWEPT_WIDTHS}", f"--limit={SWEPT_EXAMPLES}", "--resamples=0",
-            "--set=profiles.batch=1,8",
-        )["points"]})  # fmt: skip
     ours = found["rows"][found["model"]]
     claims = [
         Claim(f"{quality.name}-test-{metric}-over-http", harness.rounded(ours[metric]), "", "higher", target)
@@ -188,28 +180,28 @@ def server(fields: Sequence[str]) -> Iterator[str]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Validation recall over training steps, and quality against latency over beam widths."""
-    import matplotlib.pyplot as plt
+    """Validation recall over training steps, a line for each model."""
+    from matplotlib.figure import Figure
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    training = next(row["training"] for row in rows if "training" in row)
-    left.plot(*zip(*training["validation_recall@10"], strict=True), marker="o")
-    left.set_xlabel("training step")
-    left.set_ylabel("validation recall@10")
-    points: list[Any] = next((row["sweep"] for row in rows if "sweep" in row), [])
-    right.plot([p["latency_ms"]["p50"] for p in points], [p["metrics"]["hr@10"] for p in points], marker="o")
-    for point in points:
-        right.annotate(f"beam {point['value']}", (point["latency_ms"]["p50"], point["metrics"]["hr@10"]))
-    right.set_xlabel("p50 latency of one request, ms")
-    right.set_ylabel("HR@10")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for row in rows:
+        if "training" in row:
+            axes.plot(
+                *zip(*row["training"]["validation_recall@10"], strict=True), marker="o", label=row["of"]
+            )
+    axes.set_xlabel("training step")
+    axes.set_ylabel("validation recall@10")
+    axes.legend()
     figure.savefig(path, dpi=120)
 
 
 def benchmark(name: str, source: str, *measured: Quality) -> Benchmark:
-    """The benchmark of a file that measures these, one after the other; the first one is plotted."""
+    """The benchmark of a file that measures these, one after the other;
+    nothing is timed."""
 
     def all_of(quick: bool, quiet: Quiet) -> Measured:
-        parts = [measure(quality, quick, quiet) for quality in measured]
+        parts = [measure(quality, quick) for quality in measured]
         rows = [
             {"of": quality.name, **row}
             for quality, part in zip(measured, parts, strict=True)
