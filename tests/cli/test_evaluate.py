@@ -114,6 +114,7 @@ def test_each_width_of_a_sweep_is_a_search_of_that_width(
         assert point["metrics"] == compare({"it": ranked}, examples, (1, 5)).rows["it"]
 
 
+@pytest.mark.slow
 def test_without_the_catalog(served: Served, dataset: Dataset) -> None:
     lines, report = run(served, dataset, unconstrained=True, limit=3, resamples=0)
     assert list(report["rows"])[-1] == "tiny without the catalog"
