@@ -130,7 +130,7 @@ class Ours:
         self._executor.warm_up(lambda done, total, label: None)
 
     def recommend(self, prompt: Int32, width: int) -> Beams:
-        work = RecommendWork(prompt, width, np.zeros(0, np.int32))
+        work = RecommendWork(prompt, width)
         (outcome,) = self._executor.run(Profile("recommend", 1, len(prompt), width), [work])
         assert isinstance(outcome, RecommendOutcome)
         return Beams(outcome.leaves, outcome.scores)

@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import importlib.machinery
 import math
+import sys
 import traceback
 import types
 from dataclasses import dataclass, field
@@ -59,9 +60,11 @@ class CatalogConfig:
     """The items that may be recommended."""
 
     path: str = ""  # .jsonl[.gz], or .index.json[.gz] with its .item.json[.gz] beside it
+    segments: str = "segments"  # the metadata field with an item's segments: a name or a list of names
+    segment_rows: int = 32  # combinations of segments that stay on the device
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check(self, segment_rows=1)
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,11 @@ class BeamConfig:
 
     width: int = 32  # beams of a request that names no width
     normalize: Literal["valid", "full"] = "valid"  # log-softmax over legal tokens, or the whole vocabulary
+    approximate: int = 0  # most children that a beam may have at a step; 0: all, the exact search
+    items_per_id: int = 50  # items of an answer that may share a semantic id; the catalog's first of them
 
     def __post_init__(self) -> None:
-        _check(self, width=1)
+        _check(self, width=1, approximate=0, items_per_id=1)
 
 
 @dataclass(frozen=True)
@@ -131,12 +136,14 @@ class ServerConfig:
     max_body_bytes: int = 1 << 20
     max_history: int = 4096  # items
     max_candidates: int = 1000  # items
+    max_filter_items: int = 4096  # items of a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # items of a history that the catalog lacks
     drain_timeout_s: float = 30.0  # after SIGTERM
     default_deadline_ms: float | None = None  # of a request that names none; None: no deadline
 
     def __post_init__(self) -> None:
         _check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
+        _check(self, max_filter_items=0)
         same = bool(self.api_key) and self.api_key == self.admin_key
         _require(not same, "server.admin_key must not be server.api_key, which clients have")
         _require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
@@ -238,11 +245,12 @@ def load_config(path: str | Path) -> Config:
         raise ConfigError(f"{path}: there is no such config file")
     module = types.ModuleType("jgr_config_file")
     module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses of the file look their annotations up there
     try:
         _ConfigFile(module.__name__, str(path)).exec_module(module)
         get_config = getattr(module, "get_config", None)
         config = get_config() if callable(get_config) else None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         line = _line_in(path, e)
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
         raise ConfigError(f"{path}{f', line {line}' if line else ''}: {kind}{e}") from e
@@ -297,7 +305,7 @@ class _ConfigFile(importlib.machinery.SourceFileLoader):
         raise OSError("without the file's time there is no cache")
 
 
-def _line_in(path: Path, error: Exception) -> int | None:
+def _line_in(path: Path, error: BaseException) -> int | None:
     """The last line of `path` that ran when `error` was raised, or the one that does not parse."""
     if isinstance(error, SyntaxError):
         return error.lineno

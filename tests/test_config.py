@@ -175,3 +175,25 @@ def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "x.py")
     with pytest.raises(ConfigError, match="no such config file"):
         load_config(tmp_path)
+
+
+def test_a_config_file_that_exits_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"config\.py, line 2: SystemExit: 0"):
+        load_config(path)
+
+
+def test_a_config_file_may_define_dataclasses(tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from jgr.config import Config\n"
+        "@dataclass\n"
+        "class Mine:\n"
+        "    size: int = 1\n"
+        "def get_config() -> Config:\n"
+        "    return Config()\n"
+    )
+    assert load_config(path) == Config()

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.data.child_bitmaps import wide_children
 from jgr.data.prefix_tree import PrefixTree
+from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, Tokens
 from jgr.models import beam, decoder, hf
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hf"
@@ -29,7 +31,7 @@ LAYOUTS = ("p0_up_", "p0_ip_", "p1_up_", "p1_ip_")
 Array = npt.NDArray[Any]
 Model = tuple[decoder.DecoderConfig, decoder.DecoderParams]
 
-_prefill = jax.jit(decoder.prefill, static_argnames=("cfg", "keep_layers"))
+_prefill = jax.jit(decoder.prefill, static_argnames=("cfg", "keep_layers", "layout"))
 _score_leaves = jax.jit(beam.score_leaves, static_argnames=("cfg", "normalize"))
 
 
@@ -62,12 +64,24 @@ Named = Iterator[tuple[str, Any, Array]]
 
 
 def _run(
-    model: Model, ids: Array, positions: Array, mask: Array | None, lengths: Array
+    model: Model,
+    ids: Array,
+    positions: Array,
+    lengths: Array,
+    segments: Tokens | None = None,
+    layout: Layout = CAUSAL,
 ) -> tuple[decoder.Prefill, Array]:
     cfg, params = model
     tokens, counts = ids.astype(np.int32), lengths.astype(np.int32)
     out = _prefill(
-        params, cfg, tokens, counts, positions=positions.astype(np.int32), mask=mask, keep_layers=True
+        params,
+        cfg,
+        tokens,
+        counts,
+        positions=positions.astype(np.int32),
+        segments=segments,
+        layout=layout,
+        keep_layers=True,
     )
     return out, np.asarray(decoder.logits(params, out.hidden))
 
@@ -77,15 +91,14 @@ def _forward(model: Model, arrays: dict[str, Array]) -> Named:
         z = {k.removeprefix(case + "_"): v for k, v in arrays.items() if k.startswith(case + "_")}
         batch, tokens = z["input_ids"].shape
         keep = z.get("attention_mask", np.ones((batch, tokens))).astype(bool)
-        causal = np.tril(np.ones((tokens, tokens), bool))
-        mask, lengths = None, np.full(batch, tokens)
+        segments, lengths = None, np.full(batch, tokens)
         if case == "rpad":
-            lengths = keep.sum(1)  # by length, without any mask
+            lengths = keep.sum(1)  # by length, without segments
         elif case == "lpad":
-            mask = causal & keep[:, None, :]
+            segments = _segments(np.where(keep, 0, -1), np.zeros_like(keep), np.full(keep.shape, Kind.USER))
         elif case == "packed":
-            mask = causal & (z["segment_ids"][:, :, None] == z["segment_ids"][:, None, :])
-        out, logits = _run(model, z["input_ids"], z["position_ids"], mask, lengths)
+            segments = _segments(z["segment_ids"], np.zeros_like(keep), np.full(keep.shape, Kind.USER))
+        out, logits = _run(model, z["input_ids"], z["position_ids"], lengths, segments)
         yield f"{case}_embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
         for name, got in (("final", out.hidden), ("logits", logits)):
             yield f"{case}_{name}", np.asarray(got)[keep], z[name][keep]
@@ -96,13 +109,23 @@ def _forward(model: Model, arrays: dict[str, Array]) -> Named:
                 yield f"{case}_{name}", ours, theirs
 
 
+def _segments(request: Array, segment: Array, kind: Array) -> Tokens:
+    """[B, T] each; what is earlier goes by index. Rope's positions are given apart."""
+    order = np.broadcast_to(np.arange(request.shape[1]), request.shape)
+    return Tokens(*(x.astype(np.int32) for x in (request, segment, kind, order, order)))
+
+
 def _bipartite(model: Model, arrays: dict[str, Array]) -> Named:
     tree, tables = _item_tables(arrays["items"], model[1])
     leaves = tree.leaf_of_row[None]
     for layout in LAYOUTS:
         z = {k.removeprefix(layout): v for k, v in arrays.items() if k.startswith(layout)}
         length = np.array([len(z["input_ids"])], np.int32)
-        out, logits = _run(model, z["input_ids"][None], z["position_ids"][None], z["mask"][None], length)
+        segment = z["segment_ids"][None]
+        kinds = np.array([Kind.USER, *[Kind.ITEM] * 4, Kind.INSTRUCTION])[segment]
+        segments = _segments(np.zeros_like(segment), segment, kinds)
+        which = USER_PREFIX if layout.endswith("_up_") else ITEM_PREFIX
+        out, logits = _run(model, z["input_ids"][None], z["position_ids"][None], length, segments, which)
         yield f"{layout}embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
         assert out.layers is not None
         for name, got in (
@@ -139,9 +162,9 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
 
     def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
         n = len(tokens)
-        widths, excluded = np.full(n, width, np.int32), np.full((n, 1), tables.n_leaves, np.int32)
+        widths = np.full(n, width, np.int32)
         beams = beam.recommend(
-            params, tables, tokens, lengths, widths, excluded, cfg=cfg, width=width, normalize=normalize
+            params, tables, tokens, lengths, widths, cfg=cfg, width=width, normalize=normalize
         )
         codes = np.asarray(beams.codes)
         chosen = [np.asarray(t)[codes[..., level]] for level, t in enumerate(tables.tokens)]
@@ -183,13 +206,16 @@ def _unconstrained_tables(
 ) -> beam.CatalogTables:
     """No constraint, as tables: one node a level with the whole vocabulary below it (node indices are clamped)."""
     every = jnp.arange(cfg.vocab_size, dtype=jnp.int32)
+    offsets = np.array([0, cfg.vocab_size], np.int32)
+    nodes, bitmaps = wide_children(offsets, np.asarray(every), cfg.vocab_size)
     return beam.CatalogTables(
-        offsets=(jnp.array([0, cfg.vocab_size], jnp.int32),) * depth,
+        offsets=(jnp.asarray(offsets),) * depth,
         codes=(every,) * depth,
+        wide_nodes=(jnp.asarray(nodes),) * depth,
+        wide_bitmaps=(jnp.asarray(bitmaps),) * depth,
         paths=jnp.zeros((1, depth), jnp.int32),
         tokens=(every,) * depth,
         head=(decoder.head_rows(params),) * depth,
-        max_degrees=(cfg.vocab_size,) * depth,
     )
 
 

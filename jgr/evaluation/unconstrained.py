@@ -171,7 +171,7 @@ def search_all(
             found.ranked[i, : len(rows)] = rows
         bound = beam.recommend(
             params, tables, tokens, lengths, np.full(batch, width, np.int32),
-            np.full((batch, 1), tree.n_leaves, np.int32), cfg=cfg, width=width, normalize=config.beam.normalize,
+            cfg=cfg, width=width, normalize=config.beam.normalize,
         )  # fmt: skip
         codes, scores = np.asarray(bound.codes)[:n], np.asarray(bound.scores)[:n]
         sequences = np.stack([tokens_of[level][codes[..., level]] for level in range(catalog.depth)], axis=-1)

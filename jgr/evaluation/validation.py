@@ -61,9 +61,8 @@ def generator_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfi
             for row, i in enumerate(chosen):
                 padded[row, : lengths[row]] = prompts[i]
             widths = np.full(BATCH, config.beam.width, np.int32)
-            nothing = np.full((BATCH, 1), tree.n_leaves, np.int32)
             found = beam.recommend(
-                params, tables, padded, lengths, widths, nothing,
+                params, tables, padded, lengths, widths,
                 cfg=cfg, width=config.beam.width, normalize=config.beam.normalize,
             )  # fmt: skip
             leaves, alive = np.asarray(found.leaves), ~np.isneginf(np.asarray(found.scores))

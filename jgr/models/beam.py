@@ -5,16 +5,18 @@
     rank:       prefill -> the same decodes with the candidates in the beams' place -> their log-likelihoods
 
 The number of phases is the catalog's depth, fixed at trace time, so the host dispatches once and hears leaves and
-scores only. The output head is multiplied for the level's columns alone; with normalize="full" once more for the
-log-sum-exp over the whole vocabulary, so that scores compare with an unconstrained model's.
+scores only. The output head is multiplied for the level's columns alone, or for the beams' children where they are few;
+with normalize="full" once more for the log-sum-exp over the whole vocabulary, so that scores compare with an
+unconstrained model's.
 
-Letters: B batch, T tokens, W beams, C candidates, V_l vocabulary of level l, N_l tree nodes at depth l, D hidden.
+Letters: B batch, T tokens, W beams, C candidates, V_l vocabulary of level l, N_l tree nodes at depth l, D hidden,
+E most nodes that a request's filter lists in a level.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.data.child_bitmaps import bitmap_words, wide_children
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import decoder
 from jgr.models.decoder import BeamKV, ContextKV, DecoderConfig, DecoderParams
-from jgr.ops.constrained_topk import BeamStep, constrained_topk
-from jgr.ops.constrained_topk.xla import children_of
+from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, packed_capacity
+from jgr.ops.constrained_topk.children import legal_words, nodes_of
+from jgr.ops.constrained_topk.xla import columns, largest_legal, legal_logsumexp
 
 Normalize = Literal["valid", "full"]
 
@@ -37,18 +41,19 @@ class CatalogTables:
     """The catalog on the device.
 
     offsets: per level [N_l + 1] int32; codes: per level [N_{l+1}] int32 (XGR-8).
+    wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.data.child_bitmaps).
     paths: [leaves, depth] int32, the node at depth 1..depth of each leaf.
     tokens: per level [V_l] int32, the model's token of each code.
-    head: per level [V_l, D], the output rows of those tokens.
-    max_degrees: per level, the most children a node has (static).
+    head: per level [V_l, D], the output rows of those tokens; zeros behind them (constrained_topk.xla.columns).
     """
 
     offsets: tuple[Any, ...]
     codes: tuple[Any, ...]
+    wide_nodes: tuple[Any, ...]
+    wide_bitmaps: tuple[Any, ...]
     paths: Any
     tokens: tuple[Any, ...]
     head: tuple[Any, ...]
-    max_degrees: tuple[int, ...] = field(metadata={"static": True})
 
     @property
     def depth(self) -> int:
@@ -58,20 +63,59 @@ class CatalogTables:
     def n_leaves(self) -> int:
         return int(self.codes[-1].shape[0])
 
+    def level(self, level: int) -> TreeLevel:
+        return TreeLevel(
+            self.offsets[level], self.codes[level], self.wide_nodes[level], self.wide_bitmaps[level]
+        )
+
 
 def catalog_tables(
     tree: PrefixTree, level_tokens: tuple[npt.NDArray[np.int32], ...], params: DecoderParams
 ) -> CatalogTables:
     """Place a prefix tree beside a model. level_tokens: per level [V_l], the model's token of each code."""
     tokens = tuple(jnp.asarray(t) for t in level_tokens)
+    sizes = [len(t) for t in level_tokens]
+    wide = [wide_children(*level) for level in zip(tree.offsets, tree.codes, sizes, strict=True)]
+    heads = [decoder.head_rows(params)[t] for t in tokens]
     return CatalogTables(
         offsets=tuple(jnp.asarray(o) for o in tree.offsets),
         codes=tuple(jnp.asarray(c) for c in tree.codes),
+        wide_nodes=tuple(jnp.asarray(nodes) for nodes, _ in wide),
+        wide_bitmaps=tuple(jnp.asarray(bitmaps) for _, bitmaps in wide),
         paths=jnp.asarray(tree.paths),
         tokens=tokens,
-        head=tuple(decoder.head_rows(params)[t] for t in tokens),
-        max_degrees=tree.max_degrees,
+        head=tuple(
+            jnp.pad(head, ((0, columns(v) - v), (0, 0))) for head, v in zip(heads, sizes, strict=True)
+        ),
     )
+
+
+class Filters(NamedTuple):
+    """What each request leaves of the catalog, as jgr.data.item_filters finds it.
+
+    children: [B, depth, E] int32, nodes of depth l + 1 that are listed at level l; parents: [B, depth, E] int32, the
+    nodes above them; counts: [B, depth] int32, how many there are.
+    only: [B] bool; True: only listed nodes may be taken, False: they may not.
+    segment: [B] int32, rows of `segments`; 0: every item. segments: per level [R, N_{l+1} / 32 rounded up, + 1] uint32,
+    row 0 all ones; or None where the catalog has no segments.
+    """
+
+    children: Any
+    parents: Any
+    counts: Any
+    only: Any
+    segment: Any
+    segments: tuple[Any, ...] | None = None
+
+    def step(self, level: int) -> StepFilter:
+        return StepFilter(
+            self.children[:, level],
+            self.parents[:, level],
+            self.counts[:, level],
+            self.only,
+            self.segment,
+            None if self.segments is None else self.segments[level],
+        )
 
 
 class Beams(NamedTuple):
@@ -102,26 +146,29 @@ def _prompt(
     return last, out.context
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize"))
+@functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate"))
 def recommend(
     params: DecoderParams,
     tables: CatalogTables,
     tokens: jax.Array,
     lengths: jax.Array,
     widths: jax.Array,
-    excluded: jax.Array,
+    filters: Filters | None = None,
     *,
     cfg: DecoderConfig,
     width: int,
     normalize: Normalize = "valid",
+    approximate: int = 0,
 ) -> Beams:
     """The best items of every request by beam search over the semantic ids that exist.
 
     Args:
         tokens: [B, T] int32 prompts, right padded; lengths: [B] int32.
         widths: [B] int32, each request's beam width, at most `width`; row b is exactly a search of widths[b] beams.
-        excluded: [B, E] int32 leaves that must not be returned, n_leaves where unused. They are dropped at the last
-            step, before the beams are chosen, and do not change the scores of the others.
+        filters: what may be returned, None: everything. A node below which nothing may be returned is never taken,
+            at any level, and the scores of the others are what they are without a filter: the search is that of the
+            tree of what may be returned, with the normalizer of the whole tree.
+        approximate: a beam may have at most so many children at each step; 0: exact.
     """
     batch = tokens.shape[0]
     hidden, context = _prompt(params, cfg, tokens, lengths)
@@ -131,8 +178,6 @@ def recommend(
     ancestors = jnp.zeros((batch, 0, 1), jnp.int32)
     beams: BeamKV | None = None
     rows = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    banned = jnp.zeros((batch, tables.n_leaves), bool)
-    banned = banned.at[jnp.arange(batch)[:, None], excluded].set(True, mode="drop")
     for level in range(tables.depth):
         if level > 0:
             beams = decoder.empty_beam_kv(cfg, batch, width, context.k.dtype) if beams is None else beams
@@ -141,15 +186,16 @@ def recommend(
             hidden, beams = decoder.decode(params, cfg, chosen, context, lengths, beams, ancestors)
         with jax.named_scope(f"beam_step_{level + 1}"):
             step: BeamStep = constrained_topk(
-                _level_logits(tables, level, hidden),
+                hidden,
+                tables.head[level],
                 scores,
                 nodes,
-                tables.offsets[level],
-                tables.codes[level],
-                max_degree=tables.max_degrees[level],
+                tables.level(level),
                 width=width,
                 normalizer=_normalizer(params, hidden, normalize),
-                banned=banned if level == tables.depth - 1 else None,
+                filters=None if filters is None else filters.step(level),
+                packed=0 if level == 0 else packed_capacity(width, len(tables.tokens[level])),
+                approximate=approximate,
             )
             scores = jnp.where(rows < widths[:, None], step.scores, -jnp.inf)
             nodes = step.nodes
@@ -222,7 +268,7 @@ def score_leaves(
 def _children_logsumexp(
     tables: CatalogTables, level: int, level_logits: jax.Array, nodes: jax.Array
 ) -> jax.Array:
-    codes = tables.codes[level]
-    child, own = children_of(nodes, tables.offsets[level], codes.shape[0], tables.max_degrees[level])
-    values = jnp.take_along_axis(level_logits, codes[child], axis=-1)
-    return jax.nn.logsumexp(jnp.where(own, values, -jnp.inf), axis=-1)
+    tree_level = tables.level(level)
+    words = bitmap_words(level_logits.shape[-1])
+    legal = legal_words(tree_level, nodes_of(tree_level, nodes, jnp.ones(nodes.shape, bool)), words)
+    return legal_logsumexp(level_logits, legal, largest_legal(level_logits, legal))

@@ -21,10 +21,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
-from jgr.ops.prefill_attention import prefill_attention
+from jgr.ops.segment_attention import Causal, segment_attention
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -210,7 +211,8 @@ def prefill(
     lengths: jax.Array,
     *,
     positions: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    segments: Tokens | None = None,
+    layout: Layout = CAUSAL,
     keep_layers: bool = False,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
@@ -220,14 +222,18 @@ def prefill(
 
     Args:
         tokens: [B, T] int32; row b holds lengths[b] tokens, then padding of any valid token id.
-        positions: [B, T] int32 for rope, default 0..T-1. The default mask is causal by index, not by position.
-        mask: [B, T, T] bool in place of the causal one.
+        positions: [B, T] int32 for rope, default the segments' or 0..T-1. Plain prompts are causal by index.
+        segments, layout: what the tokens, [B, T] each, are part of, and what sees what; default plain causal prompts.
+            Prompts made of segments have no gradients.
         keep_layers: also return every layer's output (before the final norm).
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
     """
+    if positions is None and segments is not None:
+        positions = segments.position
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cos, sin = _rotations(cfg, positions)
+    described = Causal(lengths) if segments is None else segments
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
@@ -239,7 +245,7 @@ def prefill(
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-            out = prefill_attention(q, k, v, lengths, mask, implementation=attention)
+            out = segment_attention(q, k, v, described, layout, implementation=attention)
             h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)

@@ -31,7 +31,7 @@ from jgr.data.interactions import Ragged
 from jgr.models import checkpoint
 from jgr.models.params import CheckpointError, Spec
 from jgr.ops.dense import dense
-from jgr.ops.prefill_attention import prefill_attention
+from jgr.ops.segment_attention import Causal, segment_attention
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -159,7 +159,8 @@ def encode(
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         x = _norm(h, layer.attention_norm)
         k, v = (heads(dense(x, w)).transpose(0, 2, 1, 3) for w in (layer.wk, layer.wv))
-        out = prefill_attention(heads(dense(x, layer.wq)), k, v, lengths, None)
+        q = heads(dense(x, layer.wq))
+        out = segment_attention(q, k, v, Causal(lengths), implementation="xla")  # the form with gradients
         h = h + drop(dense(out.reshape(h.shape), layer.wo), attention_key)
         x = jax.nn.relu(dense(_norm(h, layer.mlp_norm), layer.w1) + layer.b1)
         return h + drop(dense(x, layer.w2) + layer.b2, mlp_key), None

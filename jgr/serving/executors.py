@@ -19,11 +19,9 @@ from jgr.models import beam
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.serving.compilation import preparing
+from jgr.serving.device_filters import DeviceFilters
 from jgr.serving.policies.batching import Profile
 from jgr.serving.work import Outcome, Progress, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
-
-MAX_EXCLUDED = 512
-"""Leaves that one request can have dropped on the device; the engine filters what goes beyond."""
 
 
 class JaxExecutor:
@@ -36,9 +34,16 @@ class JaxExecutor:
         tables: CatalogTables,
         profiles: tuple[Profile, ...],
         normalize: Normalize,
+        *,
+        approximate: int = 0,
+        listed: int = 1,
+        segment_rows: int = 0,
     ) -> None:
+        """approximate: see beam.recommend. listed, segment_rows: what filters may hold; see DeviceFilters."""
         self.profiles = profiles
         self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
+        self._approximate = approximate
+        self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
 
     @preparing()
@@ -62,6 +67,7 @@ class JaxExecutor:
                 cfg=self._cfg,
                 width=profile.width,
                 normalize=self._normalize,
+                approximate=self._approximate,
             )
         else:
             lowered = beam.rank.lower(
@@ -85,7 +91,7 @@ class JaxExecutor:
         scores = np.asarray(out)
         return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]
 
-    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[np.ndarray[Any, Any], ...]:
+    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[Any, ...]:
         """The profile's arrays; rows without a work are one padding token long and have no beams."""
         tokens = np.zeros((profile.batch, profile.tokens), np.int32)
         lengths = np.ones(profile.batch, np.int32)
@@ -99,13 +105,12 @@ class JaxExecutor:
                 leaves[i, : len(work.leaves)] = work.leaves
             return tokens, lengths, leaves
         widths = np.zeros(profile.batch, np.int32)
-        excluded = np.full((profile.batch, MAX_EXCLUDED), self._tables.n_leaves, np.int32)
+        filters = []
         for i, work in enumerate(works):
             assert isinstance(work, RecommendWork)
             widths[i] = work.beam_width
-            dropped = work.excluded[-MAX_EXCLUDED:]
-            excluded[i, : len(dropped)] = dropped
-        return tokens, lengths, widths, excluded
+            filters.append(work.filter)
+        return tokens, lengths, widths, self._filters.lay_out(profile.batch, filters)
 
 
 def _width(work: Work) -> int:
@@ -113,7 +118,7 @@ def _width(work: Work) -> int:
 
 
 def _smallest_work(profile: Profile) -> Work:
-    prompt, none = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    prompt = np.zeros(1, np.int32)
     if profile.kind == "recommend":
-        return RecommendWork(prompt, beam_width=1, excluded=none)
+        return RecommendWork(prompt, beam_width=1)
     return RankWork(prompt, leaves=np.zeros(1, np.int32))

@@ -69,7 +69,19 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
         catalog.n_items,
         len(profiles),
     )
-    executor = JaxExecutor(cfg, params, catalog_tables(tree, tokens, params), profiles, config.beam.normalize)
+    largest_batch = max(profile.batch for profile in profiles)
+    executor = JaxExecutor(
+        cfg,
+        params,
+        catalog_tables(tree, tokens, params),
+        profiles,
+        config.beam.normalize,
+        approximate=config.beam.approximate,
+        listed=config.server.max_history + config.server.max_filter_items,
+        segment_rows=max(config.catalog.segment_rows, largest_batch)
+        if any(config.catalog.segments in metadata for metadata in catalog.metadata)
+        else 0,
+    )
     if metrics is None:
         counter = CompilationCounter()
         metrics = Metrics(lambda: counter.counts)

@@ -36,12 +36,12 @@ class NullExecutor:
         return [self._rank(w) if isinstance(w, RankWork) else self._recommend(w) for w in works]
 
     def _recommend(self, work: RecommendWork) -> RecommendOutcome:
-        """Beam j holds leaf (sum of the prompt + j) mod n_leaves, score -j; excluded leaves are skipped."""
+        """Beam j holds leaf (sum of the prompt + j) mod n_leaves, score -j; filtered leaves are skipped."""
         start = int(work.prompt.sum()) % self._n_leaves
-        count = min(work.beam_width + len(work.excluded), self._n_leaves)
+        count = min(work.beam_width, self._n_leaves) if work.filter.is_empty else self._n_leaves
         leaves = (start + np.arange(count, dtype=np.int32)) % self._n_leaves
-        if len(work.excluded):
-            leaves = leaves[~np.isin(leaves, work.excluded)]
+        if not work.filter.is_empty:
+            leaves = leaves[work.filter.enters(leaves)]
         leaves = leaves[: work.beam_width].astype(np.int32)
         return RecommendOutcome(leaves, -np.arange(len(leaves), dtype=np.float32))
 

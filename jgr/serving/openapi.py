@@ -94,6 +94,10 @@ def document(info: api.ModelInfo, keyed: bool) -> dict[str, Any]:
     for request in ("RecommendRequest", "RankRequest"):
         schemas[request]["properties"]["history"]["maxItems"] = info.max_history
     schemas["RankRequest"]["properties"]["candidates"]["maxItems"] = info.max_candidates
+    filters = schemas["Filters"]["properties"]
+    for items in (filters["exclude"], filters["deny"], *filters["allow"]["anyOf"]):
+        if items.get("type") == "array":
+            items["maxItems"] = info.max_filter_items
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keyed)

@@ -4,12 +4,14 @@
 The one idea: everything that knows item ids stands here, and everything behind it knows rows, leaves and
 tokens only. Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
 
-Items that share a semantic id share a leaf. So a leaf is excluded on the device only where the history holds
-all of its items; the remaining items of the history are dropped here, when leaves become items again.
+Items that share a semantic id share a leaf. So the search enters a leaf as long as one of its items may be returned;
+the others are dropped here, when leaves become items again.
 """
 
 from __future__ import annotations
 
+import difflib
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,9 +20,11 @@ import numpy.typing as npt
 
 from jgr.catalog import Catalog
 from jgr.config import Config, ConfigError
+from jgr.data.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.data.prefix_tree import PrefixTree
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
+    Filters,
     Item,
     ModelInfo,
     RankRequest,
@@ -36,7 +40,6 @@ from jgr.serving.work import Outcome, RankOutcome, RankWork, RecommendOutcome, R
 Int32 = npt.NDArray[np.int32]
 
 MAX_LISTED_IDS = 10
-_NONE = np.zeros(0, np.int32)
 
 
 class Prompts(Protocol):
@@ -92,7 +95,8 @@ class Translator:
         self._tree = tree
         self._prompts = prompts
         self._reject_unknown = config.server.unknown_items == "reject"
-        self._leaf_sizes = np.diff(tree.leaf_offsets)
+        self._items_per_id = config.beam.items_per_id
+        self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
         self.info = ModelInfo(
             id=name,
             version=f"{name}@{revision}" if revision else name,
@@ -104,6 +108,8 @@ class Translator:
             max_beam_width=max_beam_width,
             max_candidates=min(config.server.max_candidates, max_candidates),
             max_history=config.server.max_history,
+            max_filter_items=config.server.max_filter_items,
+            segments=list(self._filters.segments),
             max_history_in_prompt=config.prompt.max_items,
         )
 
@@ -129,11 +135,47 @@ class Translator:
         if request.top_k > info.catalog_items:
             raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
         rows, unknown = self._history(request)
-        excluded = self._excluded(rows) if request.exclude_history else _NONE
-        work = RecommendWork(self._prompts.build(rows), width, excluded)
+        chosen, unknown_filtered = self._filter(request, rows)
+        work = RecommendWork(self._prompts.build(rows), width, chosen)
         usage = self._usage(work, rows, unknown)
         usage.beam_width = width
+        if request.filters is not None:
+            usage.unknown_filter_items = unknown_filtered
         return Task(request, work, usage, rows)
+
+    def _filter(self, request: RecommendRequest, history: Int32) -> tuple[ItemFilter, int]:
+        """What may be returned, and how many ids of the request's filters the catalog lacks."""
+        hidden = history if request.exclude_history else history[:0]
+        filters = request.filters
+        if filters is None:
+            return (self._filters.choose(hidden, None, ()) if len(hidden) else NO_FILTER), 0
+        self._check_filters(filters)
+        denied, unknown = self.catalog.rows(_texts([*filters.exclude, *filters.deny]))
+        allowed = None
+        if filters.allow is not None:
+            allowed, unknown_allowed = self.catalog.rows(_texts(filters.allow))
+            unknown += unknown_allowed
+        chosen = self._filters.choose(np.concatenate([hidden, denied]), allowed, filters.segments)
+        if not chosen.n_items:
+            raise invalid("filters", "filters: nothing of the catalog is left to recommend")
+        return chosen, len(unknown)
+
+    def _check_filters(self, filters: Filters) -> None:
+        count, limit = 0, self.info.max_filter_items
+        for name in ("exclude", "deny", "allow"):
+            count += len(getattr(filters, name) or ())
+            if count > limit:
+                raise invalid(
+                    f"filters.{name}",
+                    f"filters.{name}: the filters have more than {limit} items, all lists together",
+                )
+        known = self._filters.segments
+        for at, name in enumerate(filters.segments):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                there = f"the nearest is {quoted(near[0])}" if near else "the catalog has none"
+                field = f"filters.segments[{at}]"
+                raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 
     def _rank(self, request: RankRequest) -> Task:
         limit, count = self.info.max_candidates, len(request.candidates)
@@ -185,23 +227,17 @@ class Translator:
             unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
         )
 
-    def _excluded(self, rows: Int32) -> Int32:
-        """The leaves whose items are all among `rows`, ascending."""
-        leaves, counts = np.unique(self._tree.leaf_of_row[np.unique(rows)], return_counts=True)
-        whole: Int32 = leaves[counts == self._leaf_sizes[leaves]]
-        return whole
-
     def _recommended(self, task: Task, outcome: RecommendOutcome) -> list[Item]:
-        request = task.request
-        assert isinstance(request, RecommendRequest)
-        hidden = set(task.rows.tolist()) if request.exclude_history else set()
+        request, work = task.request, task.work
+        assert isinstance(request, RecommendRequest) and isinstance(work, RecommendWork)
+        task.usage.dead_beams = work.beam_width - len(outcome.leaves)
         items: list[Item] = []
         for leaf, score in zip(outcome.leaves.tolist(), outcome.scores.tolist(), strict=True):
-            for row in self._tree.rows_of(leaf).tolist():
-                if row not in hidden:
-                    items.append(self._item(row, score, len(items) + 1, request.include_metadata))
-                if len(items) == request.top_k:
-                    return items
+            kept = (row for row in self._tree.rows_of(leaf).tolist() if work.filter.keeps(row))
+            for row in itertools.islice(kept, min(self._items_per_id, request.top_k - len(items))):
+                items.append(self._item(row, score, len(items) + 1, request.include_metadata))
+            if len(items) == request.top_k:
+                break
         return items
 
     def _ranked(self, task: Task, outcome: RankOutcome) -> list[Item]:

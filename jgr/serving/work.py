@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from jgr.data.item_filters import NO_FILTER, ItemFilter
 from jgr.serving.policies.batching import Profile
 
 Int32 = npt.NDArray[np.int32]
@@ -18,11 +19,11 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class RecommendWork:
-    """prompt: [t] int32 tokens; excluded: [e] int32 leaves that must not be returned."""
+    """prompt: [t] int32 tokens; filter: what may be returned."""
 
     prompt: Int32
     beam_width: int
-    excluded: Int32
+    filter: ItemFilter = NO_FILTER
 
 
 @dataclass(frozen=True, eq=False)

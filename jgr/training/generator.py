@@ -70,7 +70,13 @@ def next_item_loss(
         lengths = before.shape[0] + depth * (rows >= 0).sum(axis=1)
         drop = None if dropout_rate == 0 else lambda x, k: dropout(x, k, dropout_rate)
         hidden = decoder.prefill(
-            weights, model, tokens, lengths, dropout=drop, key=None if drop is None else key
+            weights,
+            model,
+            tokens,
+            lengths,
+            dropout=drop,
+            key=None if drop is None else key,
+            attention="xla",  # the form with gradients
         ).hidden
         logits = decoder.logits(weights, hidden[:, first_target - 1 : -1])
         targets = tokens[:, first_target:]

@@ -105,6 +105,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return override(config, "profiles.tokens=32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exclude_history", [False, True])
 def test_both_searches_of_a_model(config: Config, exclude_history: bool) -> None:
     catalog, rng = make_catalog(), np.random.default_rng(0)

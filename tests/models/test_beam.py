@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jgr.data.item_filters import ItemFilter, ItemFilters
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params
+from jgr.ops.constrained_topk import packed_capacity
 
 CFG = decoder.DecoderConfig(
     family="qwen3", vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48,
@@ -51,11 +54,9 @@ def prompts(lengths: list[int], padded: int, seed: int = 0, filler: int = 0) -> 
     return tokens, np.array(lengths, np.int32)
 
 
-def search(weights, tables, tokens, lengths, widths, width, normalize="valid", excluded=None) -> beam.Beams:
-    if excluded is None:
-        excluded = np.full((len(tokens), 1), tables.n_leaves, np.int32)
+def search(weights, tables, tokens, lengths, widths, width, normalize="valid", filters=None) -> beam.Beams:
     out = beam.recommend(
-        weights, tables, tokens, lengths, np.asarray(widths, np.int32), excluded,
+        weights, tables, tokens, lengths, np.asarray(widths, np.int32), filters,
         cfg=CFG, width=width, normalize=normalize,
     )  # fmt: skip
     return beam.Beams(*(np.asarray(x) for x in out))
@@ -152,17 +153,136 @@ def test_rank_is_independent_of_company_and_order(weights) -> None:
     np.testing.assert_allclose(swapped[0][::-1], both[0], atol=ATOL)
 
 
-def test_excluded_leaves_are_dropped_and_the_others_keep_their_scores(weights) -> None:
-    shop = world(weights, 40, 2)
-    tokens, lengths = prompts([6], 6)
-    width = 48
-    free = search(weights, shop.tables, tokens, lengths, [width], width)
-    gone = free.leaves[:, :5]
-    left = search(weights, shop.tables, tokens, lengths, [width], width, excluded=gone)
-    n = shop.tree.n_leaves - 5
-    np.testing.assert_array_equal(left.leaves[0, :n], free.leaves[0, 5 : 5 + n])
-    np.testing.assert_allclose(left.scores[0, :n], free.scores[0, 5 : 5 + n], atol=1e-6)
-    assert np.isneginf(left.scores[0, n:]).all()
+def device_filters(
+    chosen: list[ItemFilter], depth: int, capacity: int, segments: ItemFilters
+) -> beam.Filters:
+    """As an executor lays them out; every combination that is named has a row."""
+    batch = len(chosen)
+    children, parents = np.zeros((2, batch, depth, capacity), np.int32)
+    counts, segment = np.zeros((batch, depth), np.int32), np.zeros(batch, np.int32)
+    every = [segments.combination([name]) for name in segments.segments]
+    rows = [[np.full_like(words, 2**32 - 1)] for words in every[0].node_words]
+    for row, one in enumerate(chosen):
+        for level in range(depth if one.children else 0):
+            counts[row, level] = n = len(one.children[level])
+            children[row, level, :n], parents[row, level, :n] = one.children[level], one.parents[level]
+        if one.segment is not None:
+            segment[row] = len(rows[0])
+            for level, words in enumerate(one.segment.node_words):
+                rows[level].append(words)
+    while len(rows[0]) < 4:
+        for level_rows in rows:
+            level_rows.append(np.zeros_like(level_rows[0]))
+    only = np.array([one.only for one in chosen])
+    return beam.Filters(children, parents, counts, only, segment, tuple(np.stack(r) for r in rows))
+
+
+FILTERED = dict(n_items=70, depth=3, width=5, prompts=3, tokens=8)
+
+
+@pytest.fixture(scope="module")
+def filtered(weights):
+    """A small world, its prompts, and each prompt's logits after every node: per level [prompts, nodes, vocabulary]."""
+    small = world(weights, FILTERED["n_items"], FILTERED["depth"])
+    tokens, lengths = prompts([8, 5, 3], FILTERED["tokens"])
+    logits = []
+    for level in range(FILTERED["depth"]):
+        _, first = np.unique(small.tree.paths[:, level - 1], return_index=True) if level else ([0], [0])
+        rows = []
+        for prompt, length in zip(tokens, lengths, strict=True):
+            after = np.zeros((len(first), 8 + 3), np.int32)
+            for i, leaf in enumerate(first):
+                path = [
+                    int(small.tables.tokens[k][small.tree.codes[k][small.tree.paths[leaf, k]]])
+                    for k in range(level)
+                ]
+                after[i, : length + level] = [*prompt[:length], *path]
+            out = prefill(weights, CFG, after, np.full(len(first), length + level, np.int32))
+            rows.append(np.asarray(decoder.logits(weights, out.hidden[:, length + level - 1]), np.float64))
+        logits.append(np.stack(rows))
+    return small, tokens, lengths, logits, weights
+
+
+def beam_search_by_hand(filtered, prompt: int, width: int, leaves: set[int], normalize: str) -> list[tuple]:
+    """(score, leaf), best first: beam search over the nodes above `leaves`, scores normalised by the whole tree."""
+    tree, tables = filtered[0]
+    beams = [(0.0, 0)]
+    for level in range(tree.depth):
+        reachable = {int(tree.paths[leaf, level]) for leaf in leaves}
+        found = []
+        for at, (score, node) in enumerate(beams):
+            row = filtered[3][level][prompt, node]
+            children = np.arange(tree.offsets[level][node], tree.offsets[level][node + 1])
+            legal = row[np.asarray(tables.tokens[level])[tree.codes[level][children]]]
+            over = legal if normalize == "valid" else row
+            norm = np.log(np.exp(over - over.max()).sum()) + over.max()
+            found += [
+                (score + x - norm, at, int(child))
+                for child, x in zip(children, legal, strict=True)
+                if int(child) in reachable
+            ]
+        beams = [(score, child) for score, _, child in sorted(found, key=lambda f: (-f[0], *f[1:]))[:width]]
+    return beams
+
+
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_filter_is_a_search_of_the_tree_that_it_leaves(
+    filtered, normalize: str, data: st.DataObject
+) -> None:
+    """With fewer beams than leaves: none of them is lost to a subtree in which nothing is left."""
+    (tree, tables), tokens, lengths, _, weights = filtered
+    rows = np.arange(FILTERED["n_items"], dtype=np.int32)
+    named = {"odd": rows[rows % 2 == 1], "few": rows[:9], "most": rows[rows % 7 > 0]}
+    filters, chosen, left, widths = ItemFilters(tree, named), [], [], []
+    for _ in range(FILTERED["prompts"]):
+        keep = data.draw(st.sampled_from([0, 1, 4, 20, 60]))
+        some = np.array(data.draw(st.permutations(range(len(rows)))), np.int32)
+        kind = data.draw(st.sampled_from(["none", "deny", "allow", "segment", "all"]))
+        denied = some[keep:] if kind in ("deny", "all") else some[:0]
+        allowed = some[: keep + 10] if kind in ("allow", "all") and data.draw(st.booleans()) else None
+        names = (
+            data.draw(st.lists(st.sampled_from(list(named)), max_size=2))
+            if kind in ("segment", "all")
+            else []
+        )
+        one = filters.choose(denied, allowed, names)
+        chosen.append(one)
+        left.append({int(tree.leaf_of_row[row]) for row in rows.tolist() if one.keeps(row)})
+        widths.append(data.draw(st.integers(1, FILTERED["width"])))
+    laid_out = device_filters(chosen, tree.depth, len(rows), filters)
+    beams = search(weights, tables, tokens, lengths, widths, FILTERED["width"], normalize, laid_out)
+    for row, width in enumerate(widths):
+        want = beam_search_by_hand(filtered, row, width, left[row], normalize)
+        alive = np.isfinite(beams.scores[row])
+        np.testing.assert_allclose(beams.scores[row][alive], [score for score, _ in want], atol=ATOL)
+        leaves = beams.leaves[row][alive].tolist()
+        assert len(set(leaves)) == len(leaves) and set(leaves) <= left[row]
+        if len(want) < 2 or np.diff([score for score, _ in want]).max() < -SEPARATE:
+            assert leaves == [leaf for _, leaf in want]
+        # Where everything that is left fits into the beams, all of it is found.
+        if len(left[row]) <= width:
+            assert set(leaves) == left[row]
+
+
+def test_few_children_are_gathered_and_score_the_same() -> None:
+    """Levels of 130 tokens with few children a node: the packed form, at the last level at least."""
+    cfg = dataclasses.replace(CFG, vocab_size=400)
+    weights = jax.tree.map(lambda x: x * 4, params.initialize(decoder.spec(cfg), jax.random.key(0)))
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 130, (150, 3)).astype(np.int32))
+    tables = beam.catalog_tables(
+        tree, tuple((4 + 130 * level + np.arange(130)).astype(np.int32) for level in range(3)), weights
+    )
+    width, (tokens, lengths) = 32, prompts([7], 8)
+    assert np.sort(np.diff(tree.offsets[2]))[::-1][:width].sum() <= packed_capacity(width, 130)
+    beams = beam.recommend(
+        weights, tables, tokens, lengths, np.array([width], np.int32), cfg=cfg, width=width
+    )
+    scores = beam.rank(weights, tables, tokens, lengths, beams.leaves, cfg=cfg)
+    alive = np.isfinite(np.asarray(beams.scores))
+    assert alive.all()
+    np.testing.assert_allclose(np.asarray(beams.scores)[alive], np.asarray(scores)[alive], atol=ATOL)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_recommend_answers_items_best_first(server: LiveServer) -> None:
             "unknown_items": 0,
             "unknown_item_ids": [],
             "beam_width": 5,
+            "dead_beams": 0,
         },
     }
     assert times.keys() == {"queue", "prepare", "device", "total"}
@@ -76,6 +77,7 @@ def test_only_the_last_items_of_a_history_are_in_the_prompt(server: LiveServer) 
         "unknown_items": 0,
         "unknown_item_ids": [],
         "beam_width": 0,
+        "dead_beams": 0,
     }
 
 
@@ -137,6 +139,8 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
         "max_beam_width": 5,
         "max_candidates": 4,
         "max_history": 4096,
+        "max_filter_items": 4096,
+        "segments": [],
         "max_history_in_prompt": 3,
     }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One beam step over the catalog's prefix tree (XGR-2, 7, 8): the best continuations that exist, and no others."""
+"""One beam step over the catalog's prefix tree (XGR-2, 7, 8, 10): the best continuations that exist, and no others."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import NamedTuple
 import jax
 
 from jgr.ops.constrained_topk import reference, xla
+from jgr.ops.constrained_topk.children import StepFilter, TreeLevel
 from jgr.ops.dispatch import Implementation, dispatch
+
+__all__ = ["BeamStep", "StepFilter", "TreeLevel", "constrained_topk", "packed_capacity"]
 
 IMPLEMENTATIONS = (
     Implementation("xla", xla.constrained_topk),
     Implementation("reference", reference.constrained_topk),
 )
+
+DENSE_OVER_PACKED = 64
+"""How much more a gathered output row costs than a column of the matmul, as measured (docs/architecture.md)."""
 
 
 class BeamStep(NamedTuple):
@@ -25,32 +31,41 @@ class BeamStep(NamedTuple):
     codes: jax.Array
 
 
+def packed_capacity(beams: int, vocabulary: int) -> int:
+    """Children, of all beams of a request, up to which gathering their output rows beats the matmul; 0: never."""
+    capacity = beams * vocabulary // DENSE_OVER_PACKED
+    return capacity if capacity >= 2 * beams else 0
+
+
 def constrained_topk(
-    logits: jax.Array,
+    hidden: jax.Array,
+    head: jax.Array,
     beam_scores: jax.Array,
     nodes: jax.Array,
-    offsets: jax.Array,
-    codes: jax.Array,
+    level: TreeLevel,
     *,
-    max_degree: int,
     width: int,
     normalizer: jax.Array | None = None,
-    banned: jax.Array | None = None,
+    filters: StepFilter | None = None,
+    packed: int = 0,
+    approximate: int = 0,
     implementation: str = "auto",
 ) -> BeamStep:
-    """The `width` best (beam, child) pairs by beam score + log-probability of the child. Exact.
+    """The `width` best (beam, child) pairs by beam score + log-probability of the child. Exact unless `approximate`.
 
     Args:
-        logits: [B, W, V] float32, the columns of this level's vocabulary.
+        hidden: [B, W, D], the beams' last hidden states; head: [V, D], the output rows of the level's columns.
         beam_scores: [B, W] float32, -inf for dead beams, which stay dead.
-        nodes: [B, W] int32, each beam's node in the prefix tree; clamped to the table.
-        offsets: [N + 1] int32; node n's children are offsets[n] .. offsets[n + 1] - 1 in the next level.
-        codes: [C] int32, the column of each child.
-        max_degree: static bound of the number of children of a node.
+        nodes: [B, W] int32, each beam's node in the prefix tree, clamped to the table. With filters, the nodes of a
+            request's live beams are distinct.
+        level: the children of the level's nodes.
         normalizer: [B, W] float32, what to subtract from the logits ("full": the log-sum-exp over the whole
             vocabulary). None: the log-sum-exp over the node's children ("valid").
-        banned: [B, C] bool; children that must not be taken. They still count in the normalizer, so that a filter
-            removes items and leaves the scores of the others alone.
+        filters: which children may be taken. The others still count in the normalizer, so that a filter removes items
+            and leaves the scores of the rest alone.
+        packed: static; where no request's beams have more children than this, only their output rows are gathered,
+            and the matmul with the whole head is left out. 0: never.
+        approximate: static; at most so many children of one beam are taken (K < BW in XGR-2). 0: exact.
 
     Returns:
         A BeamStep. Equal scores: the lower beam first, then the lower child.
@@ -59,14 +74,15 @@ def constrained_topk(
         "constrained_topk",
         IMPLEMENTATIONS,
         implementation,
-        logits,
+        hidden,
+        head,
         beam_scores,
         nodes,
-        offsets,
-        codes,
-        max_degree=max_degree,
+        level,
         width=width,
         normalizer=normalizer,
-        banned=banned,
+        filters=filters,
+        packed=packed,
+        approximate=approximate,
     )
     return BeamStep(*step)

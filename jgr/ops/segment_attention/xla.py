@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segment attention over the pairs of (query block, key block) in which something is seen, by an online softmax.
+
+The pairs are a list: of a causal prompt without context known when the program is traced, otherwise computed in it, so
+that a loop of that many turns visits no other block. A turn's scores are the only ones that exist. The mask is computed
+for pairs in which not everything is seen. Reverse-mode gradients exist where the list is known when traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgr.layouts import CAUSAL, Layout, Tokens
+from jgr.ops.segment_attention.visibility import (
+    ALL,
+    NOTHING,
+    Causal,
+    Context,
+    Keys,
+    Queries,
+    is_triangle,
+    pad_tokens,
+    prepare,
+    relation,
+    visible,
+)
+
+_MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weight instead of not-a-number
+
+
+class Running(NamedTuple):
+    """Of an online softmax: weighted values [n, B, K, R, d], maximum and sum [n, B, K, R], float32."""
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+Pairs = tuple[Any, Any, Any]
+"""Query block, key block, and whether a mask is needed, of each pair; int32 [P]."""
+
+
+def _block(tokens: int) -> int:
+    """Measured on CPUs: smaller blocks leave out more of what is not seen, larger ones are faster matmuls."""
+    most = 128 if tokens < 1024 else 256
+    return -(-tokens // -(-tokens // most))  # of equal size, so that the last is not mostly padding
+
+
+def _causal_pairs(blocks: int) -> Pairs:
+    """Blocks of one size, so that the mask is only needed where they are the same."""
+    i, j = np.tril_indices(blocks)
+    return i.astype(np.int32), j.astype(np.int32), i == j
+
+
+def _seen_pairs(queries: Queries, keys: Keys, query_block: int, key_block: int) -> tuple[Pairs, jax.Array]:
+    """The pairs that see each other in any row of the batch, and how many they are."""
+    related = relation(queries, keys, query_block, key_block)
+    seen, masked = (related != NOTHING).any(0), (related != ALL).any(0)
+    (at,) = jnp.nonzero(seen.ravel(), size=seen.size, fill_value=0)
+    return (at // seen.shape[1], at % seen.shape[1], masked.ravel()[at]), seen.sum(dtype=jnp.int32)
+
+
+def _visit(
+    q: jax.Array,  # [n, B, K, R, d], R = G x block, scaled
+    k: jax.Array,  # [B, K, S, d]
+    v: jax.Array,
+    queries: Queries,
+    keys: Keys,
+    query_block: int,
+    key_block: int,
+) -> Callable[[Running, Pairs], Running]:
+    groups = q.shape[3] // query_block
+
+    def step(running: Running, pair: Pairs) -> Running:
+        i, j, masked = pair
+
+        def of_keys(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, j * key_block, key_block, axis)
+
+        def mask(scores: jax.Array) -> jax.Array:
+            rows = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, i * query_block, query_block, 1)[:, :, None],
+                queries,
+            )
+            seen = visible(rows, jax.tree.map(lambda x: of_keys(x, 1)[:, None], keys))
+            return jnp.where(jnp.tile(seen, (1, groups, 1))[:, None], scores, _MASKED)
+
+        scores = jnp.einsum("bktd,bksd->bkts", q[i], of_keys(k, 2), preferred_element_type=jnp.float32)
+        scores = jax.lax.cond(masked, mask, lambda scores: scores, scores)
+        old = jax.tree.map(lambda x: x[i], running)
+        top = jnp.maximum(old.top, scores.max(-1))
+        shrink = jnp.exp(old.top - top)
+        weights = jnp.exp(scores - top[..., None])
+        out = jnp.einsum(
+            "bkts,bksd->bktd", weights.astype(v.dtype), of_keys(v, 2), preferred_element_type=jnp.float32
+        )
+        new = Running(old.out * shrink[..., None] + out, top, old.total * shrink + weights.sum(-1))
+        return jax.tree.map(lambda x, y: x.at[i].set(y), running, new)  # type: ignore[no-any-return]
+
+    return step
+
+
+def run(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: Tokens | Causal,
+    layout: Layout | jax.Array = CAUSAL,
+    *,
+    keys: Tokens | None = None,
+    context: Context | None = None,
+    window: jax.Array | None = None,
+    override: jax.Array | None = None,
+    block: int | None = None,
+) -> jax.Array:
+    """See jgr.ops.segment_attention. block: tokens of a block of queries, and of keys."""
+    batch, count, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    queries, sources = prepare(k, v, count, tokens, layout, keys, context, window, override)
+    all_keys: Any = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(s.keys for s in sources))
+    k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
+    v = jnp.where(all_keys.request[:, None, :, None] >= 0, v, jnp.zeros((), v.dtype))
+    query_block = block or _block(count)
+    key_block = block or _block(k.shape[2])
+
+    queries, all_keys = pad_tokens(queries, query_block), pad_tokens(all_keys, key_block)
+    blocks = queries.request.shape[1] // query_block
+    q = jnp.pad(q * jnp.asarray(dim**-0.5, q.dtype), ((0, 0), (0, -count % query_block), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, query_block, kv_heads, heads // kv_heads, dim)
+    q = q.transpose(1, 0, 3, 4, 2, 5).reshape(blocks, batch, kv_heads, -1, dim)
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % key_block), (0, 0))) for x in (k, v))
+
+    step = _visit(q, k, v, queries, all_keys, query_block, key_block)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    running = Running(jnp.zeros(q.shape, jnp.float32), zeros + _MASKED, zeros)
+    if is_triangle(tokens, context, window, override):
+        running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, _causal_pairs(blocks))
+    else:
+        pairs, number = _seen_pairs(queries, all_keys, query_block, key_block)
+        running = jax.lax.fori_loop(
+            0, number, lambda at, r: step(r, jax.tree.map(lambda x: x[at], pairs)), running
+        )
+    saw = running.top > 0.5 * _MASKED
+    out = jnp.where(saw[..., None], running.out / jnp.where(saw, running.total, 1.0)[..., None], 0.0)
+    out = out.astype(q.dtype).reshape(blocks, batch, kv_heads, heads // kv_heads, query_block, dim)
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, dim)
+    real = queries.request >= 0
+    return jnp.where(real[:, :, None, None], out, jnp.zeros((), out.dtype))[:, :count]
+
+
+def segment_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: Tokens | Causal,
+    layout: Layout | jax.Array = CAUSAL,
+    *,
+    keys: Tokens | None = None,
+    context: Context | None = None,
+    window: jax.Array | None = None,
+    override: jax.Array | None = None,
+) -> jax.Array:
+    """See jgr.ops.segment_attention."""
+    return run(q, k, v, tokens, layout, keys=keys, context=context, window=window, override=override)
