@@ -247,10 +247,11 @@ def _seen(prompt: Prompt, bits: npt.NDArray[np.int32], ranked: bool, cached: int
     ends = np.cumsum(lengths)
     new = np.clip(ends - cached, 0, lengths)  # queries of each segment
     table = (bits[kinds][:, None] >> (16 if ranked else 0)) >> kinds & 1 == 1
+    whole = np.diag(table) & (not ranked)  # segments of a kind that sees all of its own
     np.fill_diagonal(table, False)
     if ranked:
         table = np.tril(table, -1)
-    own = new * (lengths - new) + new * (new + 1) / 2
+    own = np.where(whole, new * lengths, new * (lengths - new) + new * (new + 1) / 2)
     return float(own.sum() + new @ (table @ lengths))
 
 
