@@ -13,11 +13,14 @@ UV_VERSION := 0.13.8
 demo: $(STAMP)
 	$(BIN)/jgr demo
 
+# Two processes, whole files to each: what a file's fixtures start is started once.
+WORKERS := -n 2 --dist loadfile
+
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 # Compiles for a GPU without one. The plugin lives in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))

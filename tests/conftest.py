@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ os.environ.setdefault("NPROC", "16")
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 _NEEDS = ("data", "gpu")
 _SELECTED = pytest.StashKey[Counter[str]]()
-_RAN = pytest.StashKey[Counter[str]]()
 
 
 @pytest.fixture
@@ -43,18 +43,32 @@ def _can_run(item: pytest.Item) -> bool:
 @pytest.hookimpl(trylast=True)  # after -m and -k: what they leave out is not counted as missing
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[_SELECTED] = Counter(need for i in items for need in _NEEDS if i.get_closest_marker(need))
-    config.stash[_RAN] = Counter()
     missing = [item for item in items if not _can_run(item)]
     config.hook.pytest_deselected(items=missing)
     items[:] = [item for item in items if _can_run(item)]
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    item.config.stash[_RAN].update(need for need in _NEEDS if item.get_closest_marker(need))
+    item.user_properties.extend(("needs", need) for need in _NEEDS if item.get_closest_marker(need))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # one of pytest-xdist's: its memory ends with it
+        session.config.workeroutput["selected"] = dict(session.config.stash.get(_SELECTED, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker selects from all tests; each test is reported here by the worker that ran it."""
+    node.config.stash[_SELECTED] = Counter(getattr(node, "workeroutput", {}).get("selected", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    selected, ran = config.stash.get(_SELECTED, Counter()), config.stash.get(_RAN, Counter())
+    selected = config.stash.get(_SELECTED, Counter())
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    ran = Counter(
+        value for r in reports if r.when == "call" for key, value in r.user_properties if key == "needs"
+    )
     found = "found" if _DATA.is_dir() else "not found; set JGR_DATA"
     terminalreporter.write_line(f"data tests: {ran['data']} of {selected['data']} ran (data: {found})")
     if selected["gpu"]:
