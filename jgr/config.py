@@ -182,6 +182,7 @@ class TrainConfig:
     adam_b2: float = 0.98
     clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
+    average: float = 0.0  # of a moving average of the weights, how much of it a step keeps; 0: no average
     negatives: int = 0  # items that a step's softmax is sampled from, for sasrec; 0: all items
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
@@ -199,12 +200,13 @@ class TrainConfig:
         _check(
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
+        _check(self, average=0)
         _check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         _check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
         _require(self.clip_norm > 0, f"train.clip_norm must be above 0, not {self.clip_norm}")
         _require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
-        for name in ("dropout", "adam_b2"):
+        for name in ("dropout", "adam_b2", "average"):
             value = getattr(self, name)
             _require(value < 1, f"train.{name} must be below 1, not {value}")
         fits = self.heads % self.kv_heads == 0

@@ -51,7 +51,7 @@ Array = np.ndarray[Any, Any]
 CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 COMPILED = {
     "reference": jax.jit(reference.segment_attention, compiler_options=CHEAP),
-    "xla": jax.jit(functools.partial(xla.run, block=8), compiler_options=CHEAP),
+    "xla": jax.jit(functools.partial(xla.run, blocks=xla.Blocks(8)), compiler_options=CHEAP),
     "pallas_interpret": jax.jit(
         functools.partial(pallas_triton.run, tiles=TILES, interpret=True), compiler_options=CHEAP
     ),
@@ -432,7 +432,7 @@ def test_gradients_of_causal_prompts() -> None:
         return (form(*arrays, lengths) * weight).sum()
 
     def blocks_of_16(*arrays: Any) -> jax.Array:
-        return xla.run(*arrays, block=16)
+        return xla.run(*arrays, blocks=xla.Blocks(16))
 
     def gradients(form: Any) -> Any:
         return jax.jit(jax.grad(functools.partial(loss, form), (0, 1, 2)), compiler_options=CHEAP)(q, k, v)

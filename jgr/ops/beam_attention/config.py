@@ -6,7 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jgr.ops import tuning
+
 H200_CORES = 132
+SPLIT_TOKENS = 256
+"""The fewest prompt tokens of a program that shares its prompt; what a shorter part saves is lost in the merge."""
 
 
 class Shape(NamedTuple):
@@ -52,13 +56,33 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def choose_config(shape: Shape, cores: int = H200_CORES) -> Config:
-    """The heuristic: the largest tiles that spill no register, and as many programs as there are cores.
+def choose_config(shape: Shape) -> Config:
+    """What was measured to be fastest on this kind of device, else the heuristic's."""
+    return tuning.choose("beam_attention", shape, candidates(shape), heuristic(shape))
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """The heuristic's tiles and smaller ones, which spill no more, with more and fewer programs per prompt."""
+    largest = heuristic(shape)
+    splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= max(1, -(-shape.tokens // SPLIT_TOKENS))]
+    smaller = [
+        Config(rows, tokens, n, warps=largest.warps if rows > 64 else min(4, largest.warps), stages=stages)
+        for rows in (16, 32, 64, 128)
+        if rows <= largest.block_rows
+        for tokens in (16, 32, 64)
+        if tokens <= largest.block_tokens
+        for n in splits
+        for stages in range(1, largest.stages + 1)
+    ]
+    return [largest, *(config for config in smaller if config != largest)]
+
+
+def heuristic(shape: Shape, cores: int = H200_CORES) -> Config:
+    """The largest tiles that spill no register, and as many programs as there are cores.
 
     Both rules come from compiling for an H200 (`make compile-gpu`), not from timing on one.
     """
-    split_tokens = 256  # what is saved by a shorter part is lost in its merge
-    most_splits = max(1, -(-shape.tokens // split_tokens))
+    most_splits = max(1, -(-shape.tokens // SPLIT_TOKENS))
     if shape.itemsize > 2:
         block_rows, block_tokens, warps, stages = (16, 32, 8, 1) if shape.dim > 128 else (32, 32, 4, 2)
     elif shape.dim > 128:

@@ -9,6 +9,7 @@ for pairs in which not everything is seen. Reverse-mode gradients exist where th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.layouts import CAUSAL, Layout, Tokens
+from jgr.ops import tuning
 from jgr.ops.segment_attention.visibility import (
     ALL,
     NOTHING,
@@ -45,10 +47,39 @@ Pairs = tuple[Any, Any, Any]
 """Query block, key block, and whether a mask is needed, of each pair; int32 [P]."""
 
 
-def _block(tokens: int) -> int:
-    """Measured on CPUs: smaller blocks leave out more of what is not seen, larger ones are faster matmuls."""
-    most = 128 if tokens < 1024 else 256
-    return -(-tokens // -(-tokens // most))  # of equal size, so that the last is not mostly padding
+class Shape(NamedTuple):
+    """What the choice of blocks may depend on. rows: query heads of one key/value head; triangle: plain causal."""
+
+    batch: int
+    kv_heads: int
+    rows: int
+    queries: int
+    keys: int
+    dim: int
+    itemsize: int
+    triangle: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """most: tokens of a block of queries, and of keys, at most."""
+
+    most: int
+
+    def of(self, tokens: int) -> int:
+        """Of equal size, so that the last is not mostly padding."""
+        return -(-tokens // -(-tokens // self.most))
+
+
+def candidates(shape: Shape) -> list[Blocks]:
+    """Smaller blocks leave out more of what is not seen, larger ones are faster matmuls."""
+    sizes = (32, 64, 96, 128, 192, 256, 384, 512)
+    return [Blocks(n) for i, n in enumerate(sizes) if i == 0 or sizes[i - 1] < shape.keys]
+
+
+def heuristic(shape: Shape) -> Blocks:
+    most = 128 if shape.queries < 1024 else 256
+    return [blocks for blocks in candidates(shape) if blocks.most <= most][-1]
 
 
 def _causal_pairs(blocks: int) -> Pairs:
@@ -116,30 +147,35 @@ def run(
     context: Context | None = None,
     window: jax.Array | None = None,
     override: jax.Array | None = None,
-    block: int | None = None,
+    blocks: Blocks | None = None,
 ) -> jax.Array:
-    """See jgr.ops.segment_attention. block: tokens of a block of queries, and of keys."""
+    """See jgr.ops.segment_attention. blocks: default what was measured or the heuristic says."""
     batch, count, heads, dim = q.shape
     kv_heads = k.shape[1]
     queries, sources = prepare(k, v, count, tokens, layout, keys, context, window, override)
     all_keys: Any = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(s.keys for s in sources))
     k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
     v = jnp.where(all_keys.request[:, None, :, None] >= 0, v, jnp.zeros((), v.dtype))
-    query_block = block or _block(count)
-    key_block = block or _block(k.shape[2])
+    triangle = is_triangle(tokens, context, window, override)
+    if blocks is None:
+        shape = Shape(
+            batch, kv_heads, heads // kv_heads, count, k.shape[2], dim, q.dtype.itemsize, int(triangle)
+        )
+        blocks = tuning.choose("segment_attention", shape, candidates(shape), heuristic(shape))
+    query_block, key_block = blocks.of(count), blocks.of(k.shape[2])
 
     queries, all_keys = pad_tokens(queries, query_block), pad_tokens(all_keys, key_block)
-    blocks = queries.request.shape[1] // query_block
+    query_blocks = queries.request.shape[1] // query_block
     q = jnp.pad(q * jnp.asarray(dim**-0.5, q.dtype), ((0, 0), (0, -count % query_block), (0, 0), (0, 0)))
-    q = q.reshape(batch, blocks, query_block, kv_heads, heads // kv_heads, dim)
-    q = q.transpose(1, 0, 3, 4, 2, 5).reshape(blocks, batch, kv_heads, -1, dim)
+    q = q.reshape(batch, query_blocks, query_block, kv_heads, heads // kv_heads, dim)
+    q = q.transpose(1, 0, 3, 4, 2, 5).reshape(query_blocks, batch, kv_heads, -1, dim)
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % key_block), (0, 0))) for x in (k, v))
 
     step = _visit(q, k, v, queries, all_keys, query_block, key_block)
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     running = Running(jnp.zeros(q.shape, jnp.float32), zeros + _MASKED, zeros)
-    if is_triangle(tokens, context, window, override):
-        running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, _causal_pairs(blocks))
+    if triangle:
+        running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, _causal_pairs(query_blocks))
     else:
         pairs, number = _seen_pairs(queries, all_keys, query_block, key_block)
         running = jax.lax.fori_loop(
@@ -147,7 +183,7 @@ def run(
         )
     saw = running.top > 0.5 * _MASKED
     out = jnp.where(saw[..., None], running.out / jnp.where(saw, running.total, 1.0)[..., None], 0.0)
-    out = out.astype(q.dtype).reshape(blocks, batch, kv_heads, heads // kv_heads, query_block, dim)
+    out = out.astype(q.dtype).reshape(query_blocks, batch, kv_heads, heads // kv_heads, query_block, dim)
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, -1, heads, dim)
     real = queries.request >= 0
     return jnp.where(real[:, :, None, None], out, jnp.zeros((), out.dtype))[:, :count]

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the decision trees by which ops choose their configuration (XGR-6; see jgr.ops.tuning).
+
+    python -m tools.tune sweep segment_attention sweep.json    on the device; needs jax only
+    python -m tools.tune fit sweep.json                        anywhere; needs scikit-learn
+
+A sweep draws shapes from a seed, log-spaced, and times every candidate of each. The tree is fitted on three quarters of
+the shapes. The others say what it costs to trust it: regret is the time of the chosen candidate over the fastest's,
+less one. The tree and both regrets go to jgr/ops/tuned; the sweep, named like the tree, to benchmarks/results/tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgr.cli.bench_ops import seconds_per_call
+from jgr.ops import segment_attention, tuning
+from jgr.ops.beam_attention import config as beam_config
+from jgr.ops.beam_attention import pallas_triton as beam_kernel
+from jgr.ops.beam_attention.cases import OP as BEAM_ATTENTION
+from jgr.ops.segment_attention import xla as segment_xla
+from jgr.ops.segment_attention.cases import OP as SEGMENT_ATTENTION
+from jgr.ops.segment_attention.cases import causal
+from jgr.ops.testing import Case
+
+SHAPES = 120
+HELD_OUT = 4
+"""Every so-manieth shape is not fitted on."""
+DEPTH = 8
+SEED = 20
+AT_LEAST_S = 0.03
+
+
+class Tunable(NamedTuple):
+    """draw: a shape's features and the case that has it. call: the op with a configuration, as a function of arrays."""
+
+    shape: type[Any]
+    draw: Callable[[np.random.Generator], tuple[Any, Case]]
+    op: Any
+    candidates: Callable[[Any], Sequence[Any]]
+    heuristic: Callable[[Any], Any]
+    call: Callable[[Any], Callable[..., jax.Array]]
+
+
+def _between(rng: np.random.Generator, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _draw_segment_attention(rng: np.random.Generator) -> tuple[segment_xla.Shape, Case]:
+    batch, tokens = int(rng.choice([1, 2, 4, 8])), _between(rng, 32, 2048)
+    kv_heads, rows, dim = (
+        int(rng.choice([2, 4, 8])),
+        int(rng.choice([1, 2, 4])),
+        int(rng.choice([32, 64, 128])),
+    )
+    case = Case("drawn", dict(**causal(*[tokens] * batch), heads=kv_heads * rows, kv_heads=kv_heads, dim=dim))
+    return segment_xla.Shape(batch, kv_heads, rows, tokens, tokens, dim, 4, 1), case
+
+
+def _draw_beam_attention(rng: np.random.Generator) -> tuple[beam_config.Shape, Case]:
+    batch, tokens, width = int(rng.choice([1, 2, 4, 8])), _between(rng, 128, 6000), _between(rng, 32, 512)
+    kv_heads, groups = int(rng.choice([2, 4, 8])), int(rng.choice([1, 2, 4]))
+    dim = int(rng.choice([64, 128]))
+    case = Case(
+        "drawn",
+        dict(
+            tokens=tokens,
+            lengths=(tokens,) * batch,
+            width=width,
+            slots=2,
+            heads=kv_heads * groups,
+            kv_heads=kv_heads,
+            dim=dim,
+        ),
+    )
+    return beam_config.Shape(batch, kv_heads, width * groups, tokens, dim, 2), case
+
+
+def _segment_call(blocks: segment_xla.Blocks) -> Callable[..., jax.Array]:
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        return segment_xla.run(q, k, v, segment_attention.Causal(lengths), blocks=blocks)
+
+    return call
+
+
+TUNABLES: Mapping[str, Tunable] = {
+    "segment_attention": Tunable(
+        segment_xla.Shape,
+        _draw_segment_attention,
+        SEGMENT_ATTENTION,
+        segment_xla.candidates,
+        segment_xla.heuristic,
+        _segment_call,
+    ),
+    "beam_attention": Tunable(
+        beam_config.Shape,
+        _draw_beam_attention,
+        BEAM_ATTENTION,
+        beam_config.candidates,
+        beam_config.heuristic,
+        lambda config: functools.partial(beam_kernel.run, config=config),
+    ),
+}
+DTYPES = {"segment_attention": jnp.float32, "beam_attention": jnp.bfloat16}
+
+
+def sweep(name: str, shapes: int = SHAPES) -> dict[str, Any]:
+    """Seconds of every candidate of so many shapes, JSON-able."""
+    tunable, rng, rows = TUNABLES[name], np.random.default_rng(SEED), []
+    for number in range(shapes):
+        shape, case = tunable.draw(rng)
+        arrays = tunable.op.draw(case, DTYPES[name])
+        seconds = []
+        for candidate in tunable.candidates(shape):
+            call = jax.jit(tunable.call(candidate))
+            run = functools.partial(call, **arrays)
+            seconds.append([list(astuple(candidate)), seconds_per_call(run, AT_LEAST_S)])
+        rows.append({"shape": list(shape), "seconds": seconds})
+        print(f"{number + 1} of {shapes}: {shape}", file=sys.stderr)
+    return {"op": name, "device": tuning.target_device(), "jax": jax.__version__, "seed": SEED, "rows": rows}
+
+
+@dataclass(frozen=True)
+class Regret:
+    """Over the held-out shapes: mean and largest time lost, as shares of the fastest candidate's."""
+
+    mean: float
+    largest: float
+
+
+def split(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The shapes to fit on, and those held out."""
+    return [r for i, r in enumerate(rows) if i % HELD_OUT], list(rows[::HELD_OUT])
+
+
+def regret(rows: Sequence[Any], pick: Callable[[Sequence[int]], tuple[Any, ...]]) -> Regret:
+    """pick: a shape's candidate, as a tuple."""
+    lost = []
+    for row in rows:
+        seconds = {tuple(candidate): s for candidate, s in row["seconds"]}
+        lost.append(seconds[pick(row["shape"])] / min(seconds.values()) - 1)
+    return Regret(sum(lost) / len(lost), max(lost))
+
+
+def regrets(found: Mapping[str, Any], tree: tuning.Tree) -> dict[str, Regret]:
+    """Of the tree and of the heuristic, over the held-out shapes of a sweep."""
+    tunable = TUNABLES[found["op"]]
+    _, held_out = split(found["rows"])
+
+    def heuristics(row: Sequence[int]) -> tuple[Any, ...]:
+        return astuple(tunable.heuristic(tunable.shape(*row)))
+
+    def trees(row: Sequence[int]) -> tuple[Any, ...]:
+        shape = tunable.shape(*row)
+        return astuple(tuning.best(tree, shape, tunable.candidates(shape), tunable.heuristic(shape)))
+
+    return {"tree": regret(held_out, trees), "heuristic": regret(held_out, heuristics)}
+
+
+def fit(found: Mapping[str, Any]) -> tuning.Tree:
+    """Predicts log(seconds) less the shape's mean: what all candidates of a shape share decides nothing."""
+    from sklearn.tree import DecisionTreeRegressor
+
+    rows, _ = split(found["rows"])
+    features, target = [], []
+    for row in rows:
+        logs = [math.log(s) for _, s in row["seconds"]]
+        features += [[*row["shape"], *candidate] for candidate, _ in row["seconds"]]
+        target += [x - sum(logs) / len(logs) for x in logs]
+    tree = (
+        DecisionTreeRegressor(max_depth=DEPTH, min_samples_leaf=3, random_state=0).fit(features, target).tree_
+    )
+    shapes = np.array([row["shape"] for row in rows])
+    return tuning.Tree(
+        low=tuple(shapes.min(axis=0).tolist()),
+        high=tuple(shapes.max(axis=0).tolist()),
+        feature=tuple(max(-1, f) for f in tree.feature.tolist()),
+        threshold=tuple(tree.threshold.tolist()),
+        left=tuple(tree.children_left.tolist()),
+        right=tuple(tree.children_right.tolist()),
+        value=tuple(round(v, 4) for v in tree.value.ravel().tolist()),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Decision trees for kernel configurations.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    sweeping = commands.add_parser("sweep", help="time every candidate of an op on this device")
+    sweeping.add_argument("op", choices=sorted(TUNABLES))
+    sweeping.add_argument("--shapes", type=int, default=SHAPES)
+    sweeping.add_argument("file", type=Path)
+    fitting = commands.add_parser("fit", help="fit a tree to a sweep and store it")
+    fitting.add_argument("file", type=Path)
+    given = parser.parse_args()
+    if given.command == "sweep":
+        given.file.write_text(json.dumps(sweep(given.op, given.shapes)))
+        return 0
+    found = json.loads(given.file.read_text())
+    tree = fit(found)
+    lost = regrets(found, tree)
+    path = tuning.FOLDER / f"{found['op']}.{found['device']}.json"
+    report = {name: vars(value) for name, value in lost.items()}
+    path.write_text(json.dumps({"regret_on_held_out_shapes": report, "tree": vars(tree)}) + "\n")
+    print(json.dumps({"tree": str(path), **report}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
