@@ -12,13 +12,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
+hypothesis.settings.load_profile("jgr")
 # Before jax is imported, here or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The size of XLA's thread pool. With fewer threads than virtual devices, collectives that are in flight
-# together wait for each other for ever; 16 covers the most devices a test asks for.
-os.environ.setdefault("NPROC", "16")
 # Two of jax's strict settings stay off: dtype promotion, because optax raises floats to int32 step counts;
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 

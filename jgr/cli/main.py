@@ -91,8 +91,9 @@ def _load(name: str) -> Command:
     if name.startswith("-"):
         raise UserError(f"the command comes before its flags: jgr <command> {name}; run 'jgr' for the list")
     if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-        raise UserError(f"there is no command '{name}'; the nearest is '{nearest}'; run 'jgr' for the list")
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ";"
+        raise UserError(f"there is no command '{name}'{hint} run 'jgr' for the list")
     return cast(Command, importlib.import_module(COMMANDS[name]))
 
 

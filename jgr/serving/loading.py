@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import jax
@@ -39,7 +40,7 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
         raise ConfigError(f"there is no device to serve on: {error}") from None
     if config.model.compilation_cache:
-        use_compilation_cache(Path(config.model.compilation_cache).expanduser())
+        use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
     folder = Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
     files = ModelFiles(folder)
     cfg, params = checkpoint.load(folder, config.model.dtype)

@@ -30,6 +30,15 @@ def test_alone_it_lists_every_command_in_a_line(argv: list[str]) -> None:
     assert all(len(line) <= 110 for line in done.stdout.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("trian", "; did you mean 'train'? run 'jgr' for the list"), ("xyz", "; run 'jgr' for the list")],
+)
+def test_a_command_that_is_not(name: str, hint: str) -> None:
+    done = _jgr(name)
+    assert (done.returncode, done.stderr) == (2, f"jgr: there is no command '{name}'{hint}\n")
+
+
 def test_every_command_module_is_registered_and_whole() -> None:
     modules = {f"jgr.cli.{m.name}" for m in pkgutil.iter_modules(jgr.cli.__path__)}
     assert set(COMMANDS.values()) == modules - {"jgr.cli.main", "jgr.cli.console", "jgr.cli.bench_ops"}

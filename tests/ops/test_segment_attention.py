@@ -452,6 +452,8 @@ def test_what_is_refused() -> None:
         segment_attention(q, k, v, lengths, ITEM_PREFIX)
     with pytest.raises(ValueError, match="cannot run: the head size is 24"):
         segment_attention(*values(tokens, dim=24), tokens, implementation="pallas_interpret")
+    with pytest.raises(ValueError, match="no implementation 'cuda'"):
+        segment_attention(q, k, v, lengths, implementation="cuda")
     with pytest.raises(ValueError, match="2 kinds, 1 lengths"):
         describe([Kind.USER, Kind.ITEM], [3])
 
