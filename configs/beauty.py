@@ -35,7 +35,6 @@ def get_config() -> Config:
             warmup_steps=100,
             weight_decay=0.1,
             dropout=0.3,
-            average=0.995,
             max_items=20,
             checkpoint_every=100,
             evaluate_every=200,

@@ -30,7 +30,6 @@ def get_config() -> Config:
             learning_rate=2e-3,
             weight_decay=0.1,
             dropout=0.3,
-            average=0.99,
             max_items=10,
             checkpoint_every=120,
             evaluate_every=120,

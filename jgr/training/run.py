@@ -84,7 +84,7 @@ def train_to_best(
                 return False
             if not np.isfinite(float(loss)):
                 raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
-            recall = validate(state.result) if validate is not None and to_validate else None
+            recall = validate(state.params) if validate is not None and to_validate else None
             folder.save(done, state, recall)
             if recall is not None:
                 note = f", {RECALL} {recall:.4f}"
@@ -103,6 +103,6 @@ def train_to_best(
             shutil.copy(folder.metrics, out)
             plot_curves(out / "metrics.jsonl", out / "curves.png")
 
-        save(jax.device_get(state.result), write_beside)
+        save(jax.device_get(state.params), write_beside)
     shutil.rmtree(running)
     return Path(train.out)

@@ -34,17 +34,11 @@ END_OF_SCHEDULE = 0.01
 
 
 class State(NamedTuple):
-    """Everything that a step changes. average: of the parameters over the last steps, where train.average > 0."""
+    """Everything that a step changes."""
 
     params: PyTree
     optimizer: Any
     step: jax.Array
-    average: PyTree | None = None
-
-    @property
-    def result(self) -> PyTree:
-        """The parameters to validate and to keep."""
-        return self.params if self.average is None else self.average
 
 
 def _schedule(train: TrainConfig) -> optax.Schedule:
@@ -98,8 +92,7 @@ class Trainer:
     def initial(self) -> State:
         """Fresh parameters drawn from train.seed."""
         drawn = params.initialize(self._specs, jax.random.key(self._train.seed))
-        average = jax.tree.map(jnp.copy, drawn) if self._train.average > 0 else None
-        return self.place(State(drawn, self._optimizer.init(drawn), jnp.zeros((), jnp.int32), average))
+        return self.place(State(drawn, self._optimizer.init(drawn), jnp.zeros((), jnp.int32)))
 
     def place(self, state: State) -> State:
         """The state on every device of the mesh."""
@@ -134,15 +127,7 @@ class Trainer:
         targets = jnp.maximum(targets, 1.0)
         gradients = jax.tree.map(lambda g: g / targets, gradients)
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        new = optax.apply_updates(state.params, updates)
-        return State(new, optimizer, state.step + 1, self._averaged(state, new)), nats / targets
-
-    def _averaged(self, state: State, new: PyTree) -> PyTree | None:
-        if state.average is None:
-            return None
-        # Early on a mean over the steps so far, or the first draw would weigh on it for long.
-        decay = jnp.minimum(self._train.average, (1 + state.step) / (10 + state.step))
-        return jax.tree.map(lambda old, x: decay * old + (1 - decay) * x, state.average, new)  # type: ignore[no-any-return]
+        return State(optax.apply_updates(state.params, updates), optimizer, state.step + 1), nats / targets
 
 
 def fit(

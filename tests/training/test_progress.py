@@ -23,8 +23,7 @@ from jgr.training.generator import train_generator
 from tests.training.test_trainer import rule_config, rule_dataset
 
 SETTINGS = (
-    "train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2", "train.batch=10",
-    "train.average=0.9",
+    "train.steps=12", "train.checkpoint_every=4", "train.warmup_steps=2", "train.dropout=0.2", "train.batch=10"
 )  # fmt: skip
 
 # Trains, and kills its own process with SIGKILL as soon as step 10 is done: two steps after a checkpoint.

@@ -239,21 +239,6 @@ def test_the_gradient_is_clipped_before_the_optimizer() -> None:
     np.testing.assert_allclose(adam.mu, 0.1 * 1e-3 / 2, rtol=1e-5)
 
 
-def test_the_average_of_the_weights_is_a_mean_at_first_and_a_moving_one_later() -> None:
-    train = dataclasses.replace(TRAIN, average=0.4, steps=20, warmup_steps=0)
-    trainer = Trainer(
-        train, {"w": params.Spec((3,), ("w",))}, lambda p, rows, key: (jnp.sum(p["w"]), jnp.asarray(1.0))
-    )
-    state = trainer.initial()
-    want = np.array(state.params["w"])
-    for step in range(20):
-        state, _ = trainer.step(state, np.zeros((4, 2), np.int32))
-        decay = min(0.4, (1 + step) / (10 + step))
-        want = decay * want + (1 - decay) * np.array(state.params["w"])
-    np.testing.assert_allclose(state.result["w"], want, rtol=1e-5)
-    assert not np.allclose(state.result["w"], state.params["w"], rtol=1e-4)
-
-
 def rule_dataset() -> Dataset:
     """30 items on a ring; every user walks it, so the next item is always the next on the ring."""
     symbols = [[f"<a_{i // 6}>", f"<b_{i % 6}>"] for i in range(30)]
