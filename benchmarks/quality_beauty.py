@@ -45,7 +45,7 @@ GIVEN = Quality(
         "data.path=runs/data/beauty_given",
         "model.path=runs/beauty_given",
         "train.out=runs/beauty_given",
-        "train.steps=1600",
+        "train.steps=1200",
     ),
 )
 

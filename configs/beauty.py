@@ -29,7 +29,7 @@ def get_config() -> Config:
         data=DataConfig(kind="prepared", path="runs/data/beauty"),
         train=TrainConfig(
             out=OUT,
-            steps=1600,
+            steps=2000,
             batch=256,
             learning_rate=2e-3,
             warmup_steps=100,
