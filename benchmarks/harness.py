@@ -22,7 +22,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,24 +104,28 @@ def interleave(
     rounds: int,
     quiet: Quiet,
     sleep: Callable[[float], None] = time.sleep,
+    once: Collection[str] = (),
 ) -> dict[str, list[T]]:
     """Run A B C, A B C, ...: whatever drifts hits all alike. The results of each, one for each round.
 
     A round before them is not kept, and neither is one in which other processes took part of the machine.
+    once: variants whose calls take many seconds; they are in the first round that is kept, and in no other.
     """
-    for run in variants.values():
-        run()
+    for name, run in variants.items():
+        if name not in once:
+            run()
     kept: list[dict[str, T]] = []
     while len(kept) < rounds:
         start = quiet.wait()
         results = {}
         for name, run in variants.items():
-            sleep(_SETTLE_S)
-            results[name] = run()
+            if not kept or name not in once:
+                sleep(_SETTLE_S)
+                results[name] = run()
         if quiet.was_quiet_since(start):
             kept.append(results)
         note(f"round {len(kept)} of {rounds}: {', '.join(variants)}")
-    return {name: [results[name] for results in kept] for name in variants}
+    return {name: [results[name] for results in kept if name in results] for name in variants}
 
 
 def timed(

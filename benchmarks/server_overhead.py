@@ -154,7 +154,7 @@ def _serve(core: int, ready: Connection) -> None:
     from jgr.serving.listener import Listener
     from jgr.serving.null import null_engine
 
-    listener = Listener(null_engine(CONFIG, N_ITEMS), CONFIG.server, on_ready=ready.send)
+    listener = Listener(null_engine(CONFIG, N_ITEMS), CONFIG, on_ready=ready.send)
     raise SystemExit(listener.serve_until_stopped())
 
 

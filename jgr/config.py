@@ -62,9 +62,11 @@ class CatalogConfig:
     path: str = ""  # .jsonl[.gz], or .index.json[.gz] with its .item.json[.gz] beside it
     segments: str = "segments"  # the metadata field with an item's segments: a name or a list of names
     segment_rows: int = 32  # combinations of segments that stay on the device
+    max_versions: int = 4  # catalogs that the server keeps: the active one, the one before it, and uploads
+    max_upload_bytes: int = 256 << 20  # of a catalog sent to POST /v1/catalogs
 
     def __post_init__(self) -> None:
-        _check(self, segment_rows=1)
+        _check(self, segment_rows=1, max_versions=3, max_upload_bytes=1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes any free port
     api_key: str = field(default="", repr=False)  # empty: no authorization is asked for
-    admin_key: str = field(default="", repr=False)  # of POST /v1/models/{name}/reload; empty: refused to all
+    admin_key: str = field(
+        default="", repr=False
+    )  # of what changes the server: reloads, catalogs; empty: refused to all
     max_body_bytes: int = 1 << 20
     max_history: int = 4096  # items
     max_candidates: int = 1000  # items
@@ -168,7 +172,8 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    model: Literal["generator", "sasrec"] = "generator"  # a decoder over semantic ids; SASRec over items
+    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec over items.
+    model: Literal["generator", "onerec", "sasrec"] = "generator"
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
@@ -182,7 +187,6 @@ class TrainConfig:
     adam_b2: float = 0.98
     clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
-    average: float = 0.0  # of a moving average of the weights, how much of it a step keeps; 0: no average
     negatives: int = 0  # items that a step's softmax is sampled from, for sasrec; 0: all items
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
@@ -200,13 +204,12 @@ class TrainConfig:
         _check(
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
-        _check(self, average=0)
         _check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         _check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
         _require(self.clip_norm > 0, f"train.clip_norm must be above 0, not {self.clip_norm}")
         _require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
-        for name in ("dropout", "adam_b2", "average"):
+        for name in ("dropout", "adam_b2"):
             value = getattr(self, name)
             _require(value < 1, f"train.{name} must be below 1, not {value}")
         fits = self.heads % self.kv_heads == 0

@@ -33,8 +33,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from jgr.data.prefix_tree import PrefixTree
-from jgr.models import beam, decoder, params
-from jgr.models.decoder import DecoderConfig
+from jgr.models import beam, params, shapes
+from jgr.models.generators import generator
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
 from jgr.ops.beam_attention.config import Config
@@ -57,21 +57,6 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
 _ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-
-QWEN3_0_6B = DecoderConfig(
-    family="qwen3",
-    vocab_size=176_384,  # Qwen3's own and three levels of 8192 codes
-    hidden=1024,
-    layers=28,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    mlp=3072,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    tied=True,
-    max_position=40_960,
-)
 
 
 class Program(NamedTuple):
@@ -141,27 +126,38 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """`recommend` and `rank` of a Qwen3-0.6B in bfloat16, without its weights; 20,000 items, three levels of 8192."""
-    codes = np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32)
-    tree = PrefixTree.build(codes)
-    level_tokens = tuple(151_680 + 8192 * level + np.arange(8192, dtype=np.int32) for level in range(3))
-    weights = params.abstract(decoder.spec(QWEN3_0_6B), jnp.bfloat16)
-    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, level_tokens, w), weights)
-
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    def prompts(batch: int, tokens: int) -> tuple[Any, ...]:
-        return weights, tables, ints(batch, tokens), ints(batch)
-
-    listed, flags = ints(8, 3, 8192), jax.ShapeDtypeStruct((8,), jnp.bool_)
-    bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tree.codes)
-    filters = beam.Filters(listed, listed, ints(8, 3), flags, ints(8), bits)
+    """`recommend` and `rank` in bfloat16, without the weights; 20,000 items, three levels of 8192."""
     # A batch, whose prompts are not split, and a single request, whose prompt is.
-    recommend = functools.partial(beam.recommend, cfg=QWEN3_0_6B, width=256)
-    yield Program("recommend", "qwen3_0.6b_b8_t512_w256", recommend, (*prompts(8, 512), ints(8), filters))
-    rank = functools.partial(beam.rank, cfg=QWEN3_0_6B)
-    yield Program("rank", "qwen3_0.6b_b1_t1024_c128", rank, (*prompts(1, 1024), ints(1, 128)))
+    yield _recommend("qwen3-0.6b", batch=8, tokens=512, width=256)
+    weights, tables = _model("qwen3-0.6b")
+    rank = functools.partial(beam.rank, cfg=shapes.named("qwen3-0.6b"))
+    arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
+    yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
+    yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
+
+
+def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
+    """With every kind of filter."""
+    weights, tables = _model(name)
+    listed, flags = _ints(batch, 3, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
+    filters = beam.Filters(listed, listed, _ints(batch, 3), flags, _ints(batch), bits)
+    call = functools.partial(beam.recommend, cfg=shapes.named(name), width=width)
+    arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
+    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+
+
+def _model(name: str) -> tuple[Any, beam.CatalogTables]:
+    """Shapes of weights and catalog."""
+    cfg = shapes.named(name)
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32))
+    weights = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
+    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg), w), weights)
+    return weights, tables
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) -> Outcome:

@@ -142,12 +142,10 @@ def _bipartite(model: Model, arrays: dict[str, Array]) -> Named:
                 model[1],
                 tables,
                 out.hidden[:, -1:],
-                out.context,
-                length,
+                decoder.State(out.context, jnp.asarray(length), jnp.asarray(start)),
                 leaves,
                 cfg=model[0],
                 normalize=normalize,
-                start=start,
             )
             yield layout + name, scores[0], z[name]
 
@@ -215,7 +213,7 @@ def _unconstrained_tables(
         wide_bitmaps=(jnp.asarray(bitmaps),) * depth,
         paths=jnp.zeros((1, depth), jnp.int32),
         tokens=(every,) * depth,
-        head=(decoder.head_rows(params),) * depth,
+        head=(params.output_rows,) * depth,
     )
 
 

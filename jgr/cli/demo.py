@@ -75,9 +75,7 @@ def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
 
     served, stopped = threading.Event(), threading.Event()
     with console.progress_bar("compiling") as bar:
-        listener = Listener(
-            load_engine(config), config.server, on_progress=bar, on_ready=lambda url: served.set()
-        )
+        listener = Listener(load_engine(config), config, on_progress=bar, on_ready=lambda url: served.set())
 
         def run() -> None:
             listener.serve_until_stopped()

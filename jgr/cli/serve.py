@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
-from jgr.config import Config, ServerConfig
+from jgr.config import Config
 
 if TYPE_CHECKING:
     from jgr.serving.deployment import Load
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
-    return serve(*make_engine(config, null=flags.FLAGS.null), config.server)
+    return serve(*make_engine(config, null=flags.FLAGS.null), config)
 
 
 def make_engine(config: Config, null: bool) -> tuple[Engine, Load | None]:
@@ -64,7 +64,7 @@ def make_engine(config: Config, null: bool) -> tuple[Engine, Load | None]:
     return load_engine(config), partial(load_engine, config)
 
 
-def serve(engine: Engine, load: Load | None, config: ServerConfig) -> int:
+def serve(engine: Engine, load: Load | None, config: Config) -> int:
     """Serve until a signal. The exit code."""
     from jgr.serving.listener import Listener
 

@@ -25,8 +25,8 @@ from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples
 from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.served import EvaluationError
-from jgr.models import beam, checkpoint, decoder
-from jgr.models.decoder import BeamKV, DecoderConfig, DecoderParams
+from jgr.models import beam, checkpoint
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
 
 Int32 = npt.NDArray[np.int32]
@@ -39,43 +39,41 @@ _SPAN = np.int64(1) << 31  # more than any token
 
 @functools.partial(jax.jit, static_argnames=("cfg", "depth", "width"))
 def search(
-    params: DecoderParams,
+    params: GeneratorParams,
     tokens: jax.Array,
     lengths: jax.Array,
     *,
-    cfg: DecoderConfig,
+    cfg: GeneratorConfig,
     depth: int,
     width: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Beam search for `depth` tokens after prompts [B, T], over the whole vocabulary.
+    """Beam search for `depth` tokens after prompts [B, T], over all tokens that the model may give.
 
     Returns the sequences [B, W, depth] int32, best first, and their log-likelihoods [B, W] float32, -inf where there
     are fewer sequences than beams. Exact; equal scores: the lower beam first, then the lower token.
     """
     batch = tokens.shape[0]
-    out = decoder.prefill(params, cfg, tokens, lengths)
-    hidden = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+    model = generator(cfg)
+    hidden, state = model.begin(params, cfg, tokens, lengths)
     scores = jnp.zeros((batch, 1), jnp.float32)
     sequences = jnp.zeros((batch, 0, 1), jnp.int32)
     ancestors = jnp.zeros((batch, 0, 1), jnp.int32)
     rows = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-    beams: BeamKV = decoder.empty_beam_kv(cfg, batch, width, out.context.k.dtype)
     for level in range(depth):
         if level > 0:
             ancestors = jnp.concatenate([ancestors, rows[:, None]], axis=1)
-            hidden, beams = decoder.decode(
-                params, cfg, sequences[:, -1], out.context, lengths, beams, ancestors
-            )
+            hidden, state = model.advance(params, cfg, sequences[:, -1], state, ancestors)
         # The best `width` of all are among the best `width` of each beam.
-        each = min(width, cfg.vocab_size)
-        values, chosen = jax.lax.top_k(jax.nn.log_softmax(decoder.logits(params, hidden)), each)
+        logits, first = model.next_logits(params, cfg, hidden, level)
+        each = min(width, logits.shape[-1])
+        values, chosen = jax.lax.top_k(jax.nn.log_softmax(logits), each)
         flat = (scores[..., None] + values).reshape(batch, -1)
         flat = jnp.pad(flat, ((0, 0), (0, max(0, width - flat.shape[1]))), constant_values=-jnp.inf)
         scores, at = jax.lax.top_k(flat, width)
         at = jnp.where(jnp.isneginf(scores), 0, at)
         parents, chosen = at // each, jnp.take_along_axis(chosen.reshape(batch, -1), at, axis=1)
         sequences = jnp.take_along_axis(sequences, parents[:, None], axis=2)
-        sequences = jnp.concatenate([sequences, chosen[:, None]], axis=1)
+        sequences = jnp.concatenate([sequences, first + chosen[:, None]], axis=1)
         ancestors = jnp.take_along_axis(ancestors, parents[:, None], axis=2)
     return sequences.transpose(0, 2, 1), scores
 

@@ -17,7 +17,7 @@ from jgr.data.interactions import Examples
 from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.metrics import Hits, mean_all
 from jgr.models import beam, sasrec
-from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.models.sasrec import SasrecConfig, SasrecParams
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
 
@@ -38,7 +38,7 @@ def validation_examples(config: Config, dataset: Dataset) -> Examples:
     return examples.select(np.sort(chosen))
 
 
-def generator_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, DecoderParams], float]:
+def generator_recall(config: Config, dataset: Dataset) -> Callable[[GeneratorConfig, GeneratorParams], float]:
     """recall@10 of a generator that `train_generator` makes of this configuration and dataset."""
     catalog, examples = dataset.catalog, validation_examples(config, dataset)
     tokenizer = semantic_id_tokenizer(catalog)
@@ -50,7 +50,7 @@ def generator_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfi
     order = np.argsort([len(prompt) for prompt in prompts], kind="stable")
     quantum = -(-builder.max_tokens // 4)
 
-    def recall(cfg: DecoderConfig, params: DecoderParams) -> float:
+    def recall(cfg: GeneratorConfig, params: GeneratorParams) -> float:
         tables = beam.catalog_tables(tree, tokens, params)
         ranked = np.full((len(examples), TOP_K), -1, np.int32)
         for at in range(0, len(order), BATCH):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation and ranking over a catalog's semantic ids, each as one program (XGR-1, XGR-2, XGR-13, XGR-18).
 
-    recommend:  prefill -> step 1 over the root's children -> (decode -> step) x (depth - 1) -> leaves and scores
-    rank:       prefill -> the same decodes with the candidates in the beams' place -> their log-likelihoods
+    recommend:  begin -> step 1 over the root's children -> (advance -> step) x (depth - 1) -> leaves and scores
+    rank:       begin -> the same advances with the candidates in the beams' place -> their log-likelihoods
 
-The number of phases is the catalog's depth, fixed at trace time, so the host dispatches once and hears leaves and
+begin (the prompt) and advance (one more token a beam) are the generator's: see jgr.models.generators. The number of
+phases is the catalog's depth, fixed at trace time, so the host dispatches once and hears leaves and
 scores only. The output head is multiplied for the level's columns alone, or for the beams' children where they are few;
 with normalize="full" once more for the log-sum-exp over the whole vocabulary, so that scores compare with an
 unconstrained model's.
@@ -26,13 +27,13 @@ import numpy.typing as npt
 
 from jgr.data.child_bitmaps import bitmap_words, wide_children
 from jgr.data.prefix_tree import PrefixTree
-from jgr.models import decoder
-from jgr.models.decoder import BeamKV, ContextKV, DecoderConfig, DecoderParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, packed_capacity
 from jgr.ops.constrained_topk.children import legal_words, nodes_of
 from jgr.ops.constrained_topk.xla import columns, largest_legal, legal_logsumexp
 
 Normalize = Literal["valid", "full"]
+MIN_CLASS = 64
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +45,8 @@ class CatalogTables:
     wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.data.child_bitmaps).
     paths: [leaves, depth] int32, the node at depth 1..depth of each leaf.
     tokens: per level [V_l] int32, the model's token of each code.
-    head: per level [V_l, D], the output rows of those tokens; zeros behind them (constrained_topk.xla.columns).
+    head: per level [V_l, D], the output rows of those tokens, and rows of no code behind them, as many as
+        constrained_topk.xla.columns wants.
     """
 
     offsets: tuple[Any, ...]
@@ -69,24 +71,42 @@ class CatalogTables:
         )
 
 
+def growth_class(n: int) -> int:
+    """The size that n entries are padded to: 64, then four sizes in every doubling, so at most a quarter more."""
+    step = 1 << max(0, (n - 1).bit_length() - 3)
+    return max(MIN_CLASS, -(-n // step) * step)
+
+
 def catalog_tables(
-    tree: PrefixTree, level_tokens: tuple[npt.NDArray[np.int32], ...], params: DecoderParams
+    tree: PrefixTree,
+    level_tokens: tuple[npt.NDArray[np.int32], ...],
+    params: GeneratorParams,
+    *,
+    growing: bool = False,
 ) -> CatalogTables:
-    """Place a prefix tree beside a model. level_tokens: per level [V_l], the model's token of each code."""
-    tokens = tuple(jnp.asarray(t) for t in level_tokens)
-    sizes = [len(t) for t in level_tokens]
+    """Place a prefix tree beside a model. level_tokens: per level [V_l], the model's token of each code.
+
+    growing: pad every table to its growth class, so that catalogs of about one size share compiled programs.
+    """
+
+    def place(x: npt.NDArray[Any], fill: int = 0, more: int = 0) -> jax.Array:
+        size = growth_class(len(x) - more) + more if growing else len(x)
+        wider = [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)]
+        return jnp.asarray(np.pad(x, wider, constant_values=fill))
+
+    tokens = [np.pad(t, (0, columns(len(t)) - len(t))) for t in level_tokens]  # what the head is padded to
+    sizes = [len(padded if growing else t) for padded, t in zip(tokens, level_tokens, strict=True)]
     wide = [wide_children(*level) for level in zip(tree.offsets, tree.codes, sizes, strict=True)]
-    heads = [decoder.head_rows(params)[t] for t in tokens]
     return CatalogTables(
-        offsets=tuple(jnp.asarray(o) for o in tree.offsets),
-        codes=tuple(jnp.asarray(c) for c in tree.codes),
-        wide_nodes=tuple(jnp.asarray(nodes) for nodes, _ in wide),
-        wide_bitmaps=tuple(jnp.asarray(bitmaps) for _, bitmaps in wide),
-        paths=jnp.asarray(tree.paths),
-        tokens=tokens,
-        head=tuple(
-            jnp.pad(head, ((0, columns(v) - v), (0, 0))) for head, v in zip(heads, sizes, strict=True)
-        ),
+        offsets=tuple(
+            place(o, fill=o[-1], more=1) for o in tree.offsets
+        ),  # nodes that are none have no children
+        codes=tuple(place(c) for c in tree.codes),
+        wide_nodes=tuple(place(nodes, fill=np.iinfo(np.int32).max) for nodes, _ in wide),
+        wide_bitmaps=tuple(place(bitmaps) for _, bitmaps in wide),
+        paths=place(tree.paths),
+        tokens=tuple(jnp.asarray(t[:size]) for t, size in zip(tokens, sizes, strict=True)),
+        head=tuple(params.output_rows[t] for t in tokens),
     )
 
 
@@ -126,36 +146,29 @@ class Beams(NamedTuple):
     codes: jax.Array
 
 
-def _normalizer(params: DecoderParams, hidden: jax.Array, normalize: Normalize) -> jax.Array | None:
-    """[..., D] -> [...] log-sum-exp over the whole vocabulary, or None: the children's own."""
+def _normalizer(
+    params: GeneratorParams, cfg: GeneratorConfig, hidden: jax.Array, level: int, normalize: Normalize
+) -> jax.Array | None:
+    """[..., D] -> [...] log-sum-exp over all tokens that may follow, legal or not, or None: the children's own."""
     if normalize == "valid":
         return None
-    return jax.nn.logsumexp(decoder.logits(params, hidden), axis=-1)
+    return jax.nn.logsumexp(generator(cfg).next_logits(params, cfg, hidden, level)[0], axis=-1)
 
 
 def _level_logits(tables: CatalogTables, level: int, hidden: jax.Array) -> jax.Array:
     return jnp.einsum("bwd,vd->bwv", hidden, tables.head[level], preferred_element_type=jnp.float32)
 
 
-def _prompt(
-    params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
-) -> tuple[jax.Array, ContextKV]:
-    """The prompt's last hidden state [B, 1, D] and its shared keys and values."""
-    out = decoder.prefill(params, cfg, tokens, lengths)
-    last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
-    return last, out.context
-
-
 @functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate"))
 def recommend(
-    params: DecoderParams,
+    params: GeneratorParams,
     tables: CatalogTables,
     tokens: jax.Array,
     lengths: jax.Array,
     widths: jax.Array,
     filters: Filters | None = None,
     *,
-    cfg: DecoderConfig,
+    cfg: GeneratorConfig,
     width: int,
     normalize: Normalize = "valid",
     approximate: int = 0,
@@ -171,19 +184,18 @@ def recommend(
         approximate: a beam may have at most so many children at each step; 0: exact.
     """
     batch = tokens.shape[0]
-    hidden, context = _prompt(params, cfg, tokens, lengths)
+    model = generator(cfg)
+    hidden, state = model.begin(params, cfg, tokens, lengths)
     scores = jnp.zeros((batch, 1), jnp.float32)
     nodes = jnp.zeros((batch, 1), jnp.int32)
     codes = jnp.zeros((batch, 0, 1), jnp.int32)
     ancestors = jnp.zeros((batch, 0, 1), jnp.int32)
-    beams: BeamKV | None = None
     rows = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     for level in range(tables.depth):
         if level > 0:
-            beams = decoder.empty_beam_kv(cfg, batch, width, context.k.dtype) if beams is None else beams
             ancestors = jnp.concatenate([ancestors, rows[:, None]], axis=1)
             chosen = tables.tokens[level - 1][codes[:, -1]]
-            hidden, beams = decoder.decode(params, cfg, chosen, context, lengths, beams, ancestors)
+            hidden, state = model.advance(params, cfg, chosen, state, ancestors)
         with jax.named_scope(f"beam_step_{level + 1}"):
             step: BeamStep = constrained_topk(
                 hidden,
@@ -192,7 +204,7 @@ def recommend(
                 nodes,
                 tables.level(level),
                 width=width,
-                normalizer=_normalizer(params, hidden, normalize),
+                normalizer=_normalizer(params, cfg, hidden, level, normalize),
                 filters=None if filters is None else filters.step(level),
                 packed=0 if level == 0 else packed_capacity(width, len(tables.tokens[level])),
                 approximate=approximate,
@@ -207,55 +219,48 @@ def recommend(
 
 @functools.partial(jax.jit, static_argnames=("cfg", "normalize"))
 def rank(
-    params: DecoderParams,
+    params: GeneratorParams,
     tables: CatalogTables,
     tokens: jax.Array,
     lengths: jax.Array,
     leaves: jax.Array,
     *,
-    cfg: DecoderConfig,
+    cfg: GeneratorConfig,
     normalize: Normalize = "valid",
 ) -> jax.Array:
     """Log-likelihood [B, C] float32 of given leaves [B, C] int32; the prompt is computed once for all of them.
 
     The score of a leaf is the score that `recommend` would give it.
     """
-    hidden, context = _prompt(params, cfg, tokens, lengths)
-    return score_leaves(params, tables, hidden, context, lengths, leaves, cfg=cfg, normalize=normalize)
+    hidden, state = generator(cfg).begin(params, cfg, tokens, lengths)
+    return score_leaves(params, tables, hidden, state, leaves, cfg=cfg, normalize=normalize)
 
 
 def score_leaves(
-    params: DecoderParams,
+    params: GeneratorParams,
     tables: CatalogTables,
     hidden: jax.Array,
-    context: ContextKV,
-    lengths: jax.Array,
+    state: Any,
     leaves: jax.Array,
     *,
-    cfg: DecoderConfig,
+    cfg: GeneratorConfig,
     normalize: Normalize,
-    start: jax.Array | None = None,
 ) -> jax.Array:
-    """Log-likelihood [B, C] of leaves [B, C] after a prompt given by its last hidden state [B, 1, D] and context.
-
-    start: [B] int32, the position that follows the prompt; default lengths.
-    """
+    """Log-likelihood [B, C] of leaves [B, C] after a prompt given by what the generator's `begin` returns."""
+    model = generator(cfg)
     batch, candidates = leaves.shape
     paths = tables.paths[jnp.clip(leaves, 0, tables.n_leaves - 1)]  # [B, C, depth]
     rows = jnp.broadcast_to(jnp.arange(candidates, dtype=jnp.int32), (batch, candidates))
-    beams = decoder.empty_beam_kv(cfg, batch, candidates, context.k.dtype)
     scores = jnp.zeros((batch, candidates), jnp.float32)
     nodes = jnp.zeros((batch, 1), jnp.int32)
     for level in range(tables.depth):
         if level > 0:
             chosen = tables.tokens[level - 1][tables.codes[level - 1][nodes]]
             ancestors = jnp.broadcast_to(rows[:, None], (batch, level, candidates))
-            hidden, beams = decoder.decode(
-                params, cfg, chosen, context, lengths, beams, ancestors, start=start
-            )
+            hidden, state = model.advance(params, cfg, chosen, state, ancestors)
         with jax.named_scope(f"score_{level + 1}"):
             level_logits = _level_logits(tables, level, hidden)
-            normalizer = _normalizer(params, hidden, normalize)
+            normalizer = _normalizer(params, cfg, hidden, level, normalize)
             if normalizer is None:
                 normalizer = _children_logsumexp(tables, level, level_logits, nodes)
             nodes = paths[:, :, level]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model folder: config.json beside either safetensors (Hugging Face) or params/ (Orbax, our own).
 
-folder/config.json        the architecture, in Hugging Face's spelling in both cases
+folder/config.json        the architecture, in Hugging Face's spelling where it has one for it
 folder/params/            Orbax, or
 folder/*.safetensors      single or sharded
 folder/tokenizer.json     the tokenizers library's file
@@ -20,32 +20,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgr.models import hf
-from jgr.models.decoder import DecoderConfig, DecoderParams, spec
+from jgr.models import hf, lazy_decoder
+from jgr.models.decoder import DecoderConfig
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
+from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.params import CheckpointError, PyTree, abstract, check
 
 SPARE_BYTES = 1 << 20
 """What a checkpoint needs beside its arrays, amply."""
 
+_TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
+    DecoderConfig: hf.to_config,
+    LazyConfig: lazy_decoder.to_config,
+}
 
-def load(folder: Path, dtype: Any = jnp.float32) -> tuple[DecoderConfig, DecoderParams]:
-    """Read a model folder of either kind; the weights are cast to dtype. Raises CheckpointError."""
+
+def load(folder: Path, dtype: Any = jnp.float32) -> tuple[GeneratorConfig, GeneratorParams]:
+    """Read a model folder of any kind; the weights are cast to dtype. Raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder (model.path)")
     if (folder / "params").is_dir():
-        cfg = hf.read_config(folder / "config.json")
-        return cfg, restore(folder / "params", spec(cfg), dtype)
+        cfg = hf.parse_file(folder / "config.json", _parse)
+        return cfg, restore(folder / "params", generator(cfg).spec(cfg), dtype)
     return hf.load(folder, dtype)
+
+
+def _parse(raw: Mapping[str, Any]) -> GeneratorConfig:
+    own = raw.get("model_type") == lazy_decoder.MODEL_TYPE
+    return lazy_decoder.parse_config(raw) if own else hf.parse_config(raw)
 
 
 def save(
     folder: Path,
-    cfg: DecoderConfig,
-    params: DecoderParams,
+    cfg: GeneratorConfig,
+    params: GeneratorParams,
     write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """`write` for a decoder."""
-    write(folder, hf.to_config(cfg), params, write_beside)
+    """`write` for a generator."""
+    write(folder, _TO_CONFIG[type(cfg)](cfg), params, write_beside)
 
 
 def write(

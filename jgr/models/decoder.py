@@ -6,7 +6,8 @@
     logits = rmsnorm(h) head^T
 
 `prefill` runs whole prompts and returns the ContextKV that all beams share; `decode` runs one token a beam against it
-and the short BeamKV. Layers are scanned: compile time does not grow with depth. Weights are stored [in, out].
+and the short BeamKV. Layers are scanned: compile time does not grow with depth. Weights are stored [in, out]. What the
+beam search asks of a generator (jgr.models.generators) stands at the end.
 
 Letters: B batch, T tokens, W beams, S decode steps so far, L layers, D hidden, H heads, K key/value heads,
 d head size, F mlp, V vocabulary.
@@ -14,13 +15,16 @@ d head size, F mlp, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
+from jgr.config import PromptConfig
 from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
@@ -95,6 +99,12 @@ class DecoderParams:
     layers: LayerParams
     norm: Any  # [D]
     head: Any = None  # [V, D]; None when tied to embed
+
+    @property
+    def output_rows(self) -> jax.Array:
+        """[V, D], the output matrix."""
+        rows: jax.Array = self.embed if self.head is None else self.head
+        return rows
 
 
 class ContextKV(NamedTuple):
@@ -309,12 +319,48 @@ def decode(
         return rms_norm(h, params.norm, cfg.norm_eps), beams
 
 
-def head_rows(params: DecoderParams) -> jax.Array:
-    """[V, D], the output matrix."""
-    rows: jax.Array = params.embed if params.head is None else params.head
-    return rows
-
-
 def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
     """[..., D] -> [..., V] float32."""
-    return jnp.einsum("...d,vd->...v", hidden, head_rows(params), preferred_element_type=jnp.float32)
+    return jnp.einsum("...d,vd->...v", hidden, params.output_rows, preferred_element_type=jnp.float32)
+
+
+class State(NamedTuple):
+    """A prompt and what follows it: ContextKV, lengths [B], `decode`'s start, and the BeamKV, None at first."""
+
+    context: ContextKV
+    lengths: jax.Array
+    start: jax.Array | None = None
+    beams: BeamKV | None = None
+
+
+def begin(
+    params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, State]:
+    """See jgr.models.generators.Generator."""
+    out = prefill(params, cfg, tokens, lengths)
+    last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
+    return last, State(out.context, lengths)
+
+
+def advance(
+    params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, state: State, ancestors: jax.Array
+) -> tuple[jax.Array, State]:
+    """See jgr.models.generators.Generator."""
+    context, lengths, start, beams = state
+    if beams is None:
+        batch, width = tokens.shape
+        beams = empty_beam_kv(cfg, batch, width, context.k.dtype)
+    hidden, beams = decode(params, cfg, tokens, context, lengths, beams, ancestors, start=start)
+    return hidden, State(context, lengths, start, beams)
+
+
+def next_logits(
+    params: DecoderParams, cfg: DecoderConfig, hidden: jax.Array, level: int
+) -> tuple[jax.Array, int]:
+    """See jgr.models.generators.Generator."""
+    return logits(params, hidden), 0
+
+
+def misfit(cfg: DecoderConfig, prompt: PromptConfig, level_tokens: Sequence[npt.NDArray[np.int32]]) -> str:
+    """See jgr.models.generators.Generator. A decoder reads whatever is made of its tokens."""
+    return ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -26,6 +26,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams
 from jgr.models.params import CheckpointError, Spec
 
 Array = npt.NDArray[Any]
+Config = TypeVar("Config")
 
 _FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
 _ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -62,6 +63,11 @@ _LAYER_KEYS: dict[str, tuple[str, bool]] = {
 
 def read_config(path: Path) -> DecoderConfig:
     """Read a Hugging Face config.json. Raises CheckpointError naming the field that is missing or not supported."""
+    return parse_file(path, parse_config)
+
+
+def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Config:
+    """What `parse` makes of a config.json; the CheckpointErrors that it raises name the file besides."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -71,7 +77,7 @@ def read_config(path: Path) -> DecoderConfig:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     try:
-        return parse_config(raw)
+        return parse(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -266,6 +266,37 @@ class CatalogItem(Struct, kw_only=True):
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
 
 
+CatalogState = Literal["active", "activating", "previous", "idle"]
+
+
+class CatalogInfo(Struct, kw_only=True):
+    """A catalog that the server holds."""
+
+    version: Annotated[str, Meta(description="Content hash: equal catalogs have equal versions.")]
+    items: Annotated[int, Meta(description="Items in it.")]
+    state: Annotated[
+        CatalogState,
+        Meta(description="active: takes requests. previous: what a rollback goes back to."),
+    ]
+    uploaded_at: Annotated[
+        str | None, Meta(description="UTC, RFC 3339. null: it came with a start or a reload.")
+    ]
+
+
+class CatalogList(Struct, kw_only=True):
+    """The catalogs of this server, oldest first."""
+
+    data: Annotated[list[CatalogInfo], Meta(description="One entry a catalog.")]
+    activation: Annotated[
+        ReloadState,
+        Meta(
+            description="The last activation or rollback. It runs until the new catalog is served and the old one's "
+            "requests are finished; a failed one changed nothing."
+        ),
+    ]
+    activation_error: Annotated[str | None, Meta(description="Why the last activation failed; else null.")]
+
+
 class Health(Struct, kw_only=True):
     """The server is well."""
 

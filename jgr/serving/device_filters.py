@@ -88,6 +88,10 @@ class DeviceFilters:
             free = len(self._row_of) + 1
             row = free if free <= self._rows else self._row_of.popitem(last=False)[1]
             assert self._segments is not None
-            self._segments = _put(self._segments, row, wanted[key].node_words)
+            words = tuple(
+                np.pad(new, (0, level.shape[1] - len(new)))  # where the tables are larger than the tree
+                for new, level in zip(wanted[key].node_words, self._segments, strict=True)
+            )
+            self._segments = _put(self._segments, row, words)
             self._row_of[key] = row
         return {key: self._row_of[key] for key in wanted}

@@ -57,12 +57,24 @@ class Ticket:
     submitted_ns: int
 
 
+@dataclass(frozen=True)
+class Rebuild:
+    """How a model is served over another catalog. check: raises UserError where that cannot be.
+
+    engine: the catalog's engine, not started; as `check`, besides. Both take long and run in a thread of their own.
+    """
+
+    check: Callable[[Catalog], None]
+    engine: Callable[[Catalog], Engine]
+
+
 class Engine:
     """Serves one model over one catalog.
 
     executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. metrics: may
     be shared with the engines of other versions. clock: nanoseconds that never go back. revision: what tells the
-    model's versions apart. ConfigError where profiles, batching and beam width do not fit.
+    model's versions apart. rebuild: None where the catalog cannot be changed. ConfigError where profiles, batching and
+    beam width do not fit.
     """
 
     def __init__(
@@ -77,6 +89,7 @@ class Engine:
         metrics: Metrics | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         revision: str = "",
+        rebuild: Rebuild | None = None,
     ) -> None:
         self._batcher = Batcher(
             executor.profiles,
@@ -95,6 +108,7 @@ class Engine:
             max_candidates=self._batcher.max_width("rank"),
         )
         self.executor = executor
+        self.rebuild = rebuild
         self.metrics = metrics or Metrics()
         self.status: Status = "starting"
         self.clock = clock

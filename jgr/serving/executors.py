@@ -17,7 +17,7 @@ import numpy as np
 
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Normalize
-from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.serving.compilation import preparing
 from jgr.serving.device_filters import DeviceFilters
 from jgr.serving.policies.batching import Profile
@@ -29,8 +29,8 @@ class JaxExecutor:
 
     def __init__(
         self,
-        cfg: DecoderConfig,
-        params: DecoderParams,
+        cfg: GeneratorConfig,
+        params: GeneratorParams,
         tables: CatalogTables,
         profiles: tuple[Profile, ...],
         normalize: Normalize,
@@ -43,15 +43,42 @@ class JaxExecutor:
         self.profiles = profiles
         self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
         self._approximate = approximate
+        self._listed, self._segment_rows = listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
 
+    def over(self, tables: CatalogTables, segment_rows: int) -> JaxExecutor:
+        """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
+        other = JaxExecutor(
+            self._cfg,
+            self._params,
+            tables,
+            self.profiles,
+            self._normalize,
+            approximate=self._approximate,
+            listed=self._listed,
+            segment_rows=segment_rows,
+        )
+        if other._shapes() == self._shapes():
+            other._programs = self._programs
+        return other
+
+    @property
+    def to_compile(self) -> int:
+        """Profiles without a program."""
+        return len(self.profiles) - len(self._programs)
+
+    def _shapes(self) -> Any:
+        """What the programs depend on besides the model and the profiles."""
+        return self._segment_rows, [(x.shape, x.dtype) for x in jax.tree.leaves(self._tables)]
+
     @preparing()
     def warm_up(self, progress: Progress) -> None:
-        """Compile and run every profile once; progress(done, total, label) after each."""
+        """Compile and run every profile that has no program yet; progress(done, total, label) after each."""
         for done, profile in enumerate(self.profiles, start=1):
-            self._programs[profile] = self.compile(profile)
-            self.run(profile, [_smallest_work(profile)])
+            if profile not in self._programs:
+                self._programs[profile] = self.compile(profile)
+                self.run(profile, [_smallest_work(profile)])
             label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
             progress(done, len(self.profiles), label)
 

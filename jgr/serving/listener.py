@@ -6,9 +6,9 @@ open, so that clients hear a 503 instead of a reset; what was accepted is finish
 the connections are closed and the exit code is 0. A second signal ends the process at once. SIGHUP reloads the
 model.
 
-The whole of a request, head and body, must arrive within `READ_TIMEOUT_S`, however slowly it drips, or the
-connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the shape of every
-other refusal.
+The whole of a request, head and body, must arrive within `READ_TIMEOUT_S` (a catalog: `UPLOAD_TIMEOUT_S`), however
+slowly it drips, or the connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the
+shape of every other refusal.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from jgr.config import ServerConfig, UserError
+from jgr.config import Config, UserError
 from jgr.serving.api import STATUS, RequestError
 from jgr.serving.deployment import Deployment, Load
 from jgr.serving.engine import Engine
-from jgr.serving.server import App, error_body
+from jgr.serving.server import UPLOAD_PATH, App, error_body
 from jgr.serving.work import Progress
 
 READ_TIMEOUT_S = 10.0
+UPLOAD_TIMEOUT_S = 600.0
+"""For the body of a catalog; who sends one has the admin key, or hears so before."""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
@@ -68,7 +70,7 @@ class Listener(uvicorn.Server):
     def __init__(
         self,
         engine: Engine,
-        config: ServerConfig,
+        config: Config,
         *,
         load: Load | None = None,
         on_progress: Progress = lambda done, total, label: None,
@@ -79,7 +81,7 @@ class Listener(uvicorn.Server):
         protocol: Any = partial(_Protocol, read_timeout_s=read_timeout_s)
         super().__init__(
             uvicorn.Config(
-                App(self.deployment, config),
+                App(self.deployment, config.server, config.catalog),
                 loop="uvloop",
                 http=protocol,
                 ws="none",
@@ -93,10 +95,10 @@ class Listener(uvicorn.Server):
             )
         )
         self.exit_code = 0
-        self._drain_timeout_s = config.drain_timeout_s
+        self._drain_timeout_s = config.server.drain_timeout_s
         self._on_progress = on_progress
         self._on_ready = on_ready
-        self._socket = bind(config.host, config.port)
+        self._socket = bind(config.server.host, config.server.port)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._warming: asyncio.Task[None]
@@ -193,6 +195,9 @@ class _Protocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
         super().on_headers_complete()
+        if self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH:
+            self._stop_timer()
+            self._start_timer(UPLOAD_TIMEOUT_S)
         if len(self.pipeline) < MAX_PIPELINED:
             self.flow.resume_reading()  # a transport that is not read does not tell that its client has left
 
@@ -233,8 +238,8 @@ class _Protocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _start_timer(self) -> None:
-        self._read_timer = self.loop.call_later(self._read_timeout_s, self._timed_out)
+    def _start_timer(self, timeout_s: float | None = None) -> None:
+        self._read_timer = self.loop.call_later(timeout_s or self._read_timeout_s, self._timed_out)
 
     def _stop_timer(self) -> None:
         if self._read_timer is not None:

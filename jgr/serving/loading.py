@@ -1,28 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to an engine with a model behind it: read, check that the parts fit, place on the device."""
+"""From a configuration to an engine with a model behind it: read, check that the parts fit, place on the device.
+
+A model is read once; engines over different catalogs share its weights, and its compiled programs where the catalogs'
+tables are of one growth class.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
 from jgr.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError
+from jgr.data.item_filters import catalog_segments
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import checkpoint
 from jgr.models.beam import catalog_tables
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
 from jgr.serving.compilation import CompilationCounter, preparing, use_compilation_cache
-from jgr.serving.engine import Engine
+from jgr.serving.engine import Engine, Rebuild
 from jgr.serving.executors import JaxExecutor
 from jgr.serving.metrics import Metrics
 from jgr.serving.model_files import ModelFiles
 from jgr.serving.policies.batching import Profile, make_profiles
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model in memory, and what it was loaded for."""
+
+    cfg: GeneratorConfig
+    params: GeneratorParams
+    tokenizer: Tokenizer | None
+    revision: str
+    folder: Path
+    profiles: tuple[Profile, ...]
+
+
+class Fitted(NamedTuple):
+    """What an engine needs of a catalog that fits its model."""
+
+    tokens: tuple[npt.NDArray[np.int32], ...]
+    prompts: PromptBuilder
+    has_segments: bool
 
 
 @preparing()
@@ -33,10 +64,19 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
     the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
     weights, a semantic id's token that the model's vocabulary lacks, a prompt that no profile takes.
     """
+    model = _load_model(config)
+    catalog = load_catalog(config.catalog.path or model.folder / "catalog.jsonl")
+    if metrics is None:
+        counter = CompilationCounter()
+        metrics = Metrics(lambda: counter.counts)
+    return make_engine(model, config, catalog, metrics)
+
+
+def _load_model(config: Config) -> Model:
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
     try:
-        device = jax.devices()[0]
+        jax.devices()
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
         raise ConfigError(f"there is no device to serve on: {error}") from None
     if config.model.compilation_cache:
@@ -44,51 +84,82 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
     folder = Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
     files = ModelFiles(folder)
     cfg, params = checkpoint.load(folder, config.model.dtype)
-    catalog = load_catalog(config.catalog.path or folder / "catalog.jsonl")
-    tokenizer = (
-        Tokenizer.from_file(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    )
-    tokens = level_tokens(catalog, tokenizer, cfg.vocab_size)
-    prompts = PromptBuilder(config.prompt, tokenizer, catalog)
-    if prompts.largest_token >= cfg.vocab_size:
-        raise ConfigError(
-            f"prompt: token {prompts.largest_token} is not in the model's vocabulary of {cfg.vocab_size}"
-        )
-    profiles = make_profiles(config.profiles)
-    _check_lengths(config, prompts, catalog, profiles, cfg.max_position)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(path) if path.exists() else None
+    return Model(cfg, params, tokenizer, files.revision(), folder, make_profiles(config.profiles))
+
+
+@preparing()
+def make_engine(
+    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: JaxExecutor | None = None
+) -> Engine:
+    """An engine for a catalog, not yet started. like: an executor of the model, whose programs are used if they fit.
+
+    UserError where the catalog does not fit the model.
+    """
+    fitted = _fit(model, config, catalog)
     tree = PrefixTree.build(catalog.codes)
-    revision = files.revision()
+    tables = catalog_tables(tree, fitted.tokens, model.params, growing=True)
+    largest_batch = max(profile.batch for profile in model.profiles)
+    segment_rows = max(config.catalog.segment_rows, largest_batch) if fitted.has_segments else 0
+    if like is not None:
+        executor = like.over(tables, segment_rows)
+    else:
+        executor = JaxExecutor(
+            model.cfg,
+            model.params,
+            tables,
+            model.profiles,
+            config.beam.normalize,
+            approximate=config.beam.approximate,
+            listed=config.server.max_history + config.server.max_filter_items,
+            segment_rows=segment_rows,
+        )
     _log.info(
         "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
         config.model.name,
-        revision,
-        cfg.family,
-        cfg.layers,
-        cfg.hidden,
-        device.device_kind,
+        model.revision,
+        model.cfg.family,
+        model.cfg.layers,
+        model.cfg.hidden,
+        jax.devices()[0].device_kind,
         catalog.version,
         catalog.n_items,
-        len(profiles),
+        executor.to_compile,
     )
-    largest_batch = max(profile.batch for profile in profiles)
-    executor = JaxExecutor(
-        cfg,
-        params,
-        catalog_tables(tree, tokens, params),
-        profiles,
-        config.beam.normalize,
-        approximate=config.beam.approximate,
-        listed=config.server.max_history + config.server.max_filter_items,
-        segment_rows=max(config.catalog.segment_rows, largest_batch)
-        if any(config.catalog.segments in metadata for metadata in catalog.metadata)
-        else 0,
-    )
-    if metrics is None:
-        counter = CompilationCounter()
-        metrics = Metrics(lambda: counter.counts)
     return Engine(
-        config.model.name, catalog, tree, prompts, executor, config, metrics=metrics, revision=revision
+        config.model.name,
+        catalog,
+        tree,
+        fitted.prompts,
+        executor,
+        config,
+        metrics=metrics,
+        revision=model.revision,
+        rebuild=Rebuild(
+            partial(_check, model, config),
+            partial(make_engine, model, config, metrics=metrics, like=executor),
+        ),
     )
+
+
+def _check(model: Model, config: Config, catalog: Catalog) -> None:
+    _fit(model, config, catalog)
+
+
+def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
+    """UserError where the model cannot serve the catalog."""
+    tokens = level_tokens(catalog, model.tokenizer, model.cfg.vocab_size)
+    prompts = PromptBuilder(config.prompt, model.tokenizer, catalog)
+    if prompts.largest_token >= model.cfg.vocab_size:
+        raise ConfigError(
+            f"prompt: token {prompts.largest_token} is not in the model's vocabulary of {model.cfg.vocab_size}"
+        )
+    misfit = generator(model.cfg).misfit(model.cfg, config.prompt, tokens)
+    if misfit:
+        raise ConfigError(f"{model.folder}: {misfit}")
+    _check_lengths(config, prompts, catalog, model.profiles, model.cfg.max_position)
+    return Fitted(tokens, prompts, bool(catalog_segments(catalog, config.catalog.segments)))
 
 
 def _check_lengths(

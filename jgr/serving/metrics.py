@@ -21,7 +21,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STAGES = ("queue", "prepare", "device", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 PHASES = ("load", "request")
-RELOADS = ("done", "failed")
+OUTCOMES = ("done", "failed")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -55,7 +55,13 @@ class Metrics:
         self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
         self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
         reloads = self._counter("jgr_model_reloads", "Model reloads that ended, by outcome.", "outcome")
-        self.reloads = {outcome: reloads.labels(outcome) for outcome in RELOADS}
+        activations = self._counter(
+            "jgr_catalog_activations", "Catalog activations and rollbacks that ended, by outcome.", "outcome"
+        )
+        self.changes = {
+            kind: {outcome: counter.labels(outcome) for outcome in OUTCOMES}
+            for kind, counter in (("model", reloads), ("catalog", activations))
+        }
         labels = ("model", "version")
         self._model = Gauge(
             "jgr_model_info", "1 for the model version served.", labels, registry=self.registry

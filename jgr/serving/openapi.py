@@ -25,13 +25,16 @@ _REF = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. answer: a struct, or the media type of what is none. open: no key is asked for; admin: its own."""
+    """One endpoint. answer, request: a struct, or the media type of what is none.
+
+    open: no key is asked for; admin: one of its own.
+    """
 
     method: str
     path: str
     summary: str
     answer: type[msgspec.Struct] | str
-    request: type[msgspec.Struct] | None = None
+    request: type[msgspec.Struct] | str | None = None
     errors: tuple[ErrorType, ...] = ()
     open: bool = False
     admin: bool = False
@@ -50,7 +53,7 @@ _HOT: tuple[ErrorType, ...] = (
 )
 
 _KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized",)
-_RELOAD: tuple[ErrorType, ...] = (
+_CHANGE: tuple[ErrorType, ...] = (
     "forbidden",
     "not_found",
     "conflict",
@@ -71,7 +74,36 @@ OPERATIONS = (
         "/v1/models/{name}/reload",
         "Read the model's folder again and serve what is there now, without a pause",
         api.ModelInfo,
-        errors=_RELOAD,
+        errors=_CHANGE,
+        admin=True,
+        status=202,
+    ),
+    Operation("get", "/v1/catalogs", "The catalogs held, and which is served", api.CatalogList),
+    Operation(
+        "post",
+        "/v1/catalogs",
+        "Upload a catalog, a line of JSON an item, to be activated later",
+        api.CatalogInfo,
+        "application/x-ndjson",
+        errors=_CHANGE,
+        admin=True,
+        status=201,
+    ),
+    Operation(
+        "post",
+        "/v1/catalogs/{version}/activate",
+        "Serve a catalog, without a pause",
+        api.CatalogInfo,
+        errors=_CHANGE,
+        admin=True,
+        status=202,
+    ),
+    Operation(
+        "post",
+        "/v1/catalogs/rollback",
+        "Serve the catalog before the active one, without a pause",
+        api.CatalogInfo,
+        errors=_CHANGE,
         admin=True,
         status=202,
     ),
@@ -88,7 +120,7 @@ OPERATIONS = (
 
 def document(info: api.ModelInfo, keyed: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 description of a server with the limits of `info`. keyed: it asks for an API key."""
-    types: list[Any] = [op.request for op in OPERATIONS if op.request]
+    types: list[Any] = [op.request for op in OPERATIONS if not isinstance(op.request, str | None)]
     types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
     _, schemas = msgspec.json.schema_components([*types, api.ErrorAnswer], ref_template=_REF + "{name}")
     for request in ("RecommendRequest", "RankRequest"):
@@ -163,9 +195,7 @@ def page(description: Mapping[str, Any]) -> str:
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
-            takes = (
-                f" Takes {_type(_schema(operation['requestBody']))}." if "requestBody" in operation else ""
-            )
+            takes = f" Takes {_body(operation['requestBody'])}." if "requestBody" in operation else ""
             replies = operation["responses"].items()
             answers = ", ".join(f"{status} {_reply(status, reply)}" for status, reply in replies)
             parts.append(f"<p>{escape(operation['summary'])}.{takes} Answers {answers}.</p>")
@@ -195,7 +225,11 @@ def _schema(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def _reply(status: str, reply: Mapping[str, Any]) -> str:
     if not status.startswith("2"):
         return escape(reply["description"])
-    return _type(_schema(reply)) if _schema(reply) else escape(next(iter(reply["content"])))
+    return _body(reply)
+
+
+def _body(content: Mapping[str, Any]) -> str:
+    return _type(_schema(content)) if _schema(content) else escape(next(iter(content["content"])))
 
 
 def _type(schema: Mapping[str, Any]) -> str:

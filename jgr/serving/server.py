@@ -6,7 +6,7 @@ one read, one decode into a typed struct, one encode, no middleware. The rest is
 
 Every answer carries X-Request-Id; every refusal has the one shape of `jgr.serving.api.ErrorAnswer`. A body
 larger than the limit is never kept in memory, chunked or not. A client that goes away cancels its work.
-What changes the server itself (a reload) asks for a key of its own, and is closed where there is none.
+What changes the server itself (a reload, a catalog) asks for a key of its own, and is closed where there is none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from urllib.parse import quote
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from jgr.config import ServerConfig
+from jgr.config import CatalogConfig, ServerConfig
 from jgr.serving import metrics, openapi
 from jgr.serving.api import (
     STATUS,
@@ -46,9 +47,11 @@ from jgr.serving.api import (
     decode,
     quoted,
 )
+from jgr.serving.catalogs import Catalogs
 from jgr.serving.deployment import Deployment
 from jgr.serving.engine import ClientGone, Engine, Ticket
 
+UPLOAD_PATH = "/v1/catalogs"
 CLIENT_GONE = 499
 """What the request counter shows for a client that left; nothing is sent."""
 RETRY_AFTER_S = 1
@@ -62,7 +65,7 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
-_ADMIN_PATH = re.compile("/v1/models/.+/reload")
+_ADMIN_PATH = re.compile("/v1/(models/.+/reload|catalogs(/.*)?)")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
@@ -74,8 +77,9 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 class App:
     """The ASGI application of one deployment. `jgr.serving.listener` runs it; any ASGI server could."""
 
-    def __init__(self, deployment: Deployment, config: ServerConfig) -> None:
+    def __init__(self, deployment: Deployment, config: ServerConfig, catalogs: CatalogConfig) -> None:
         self._deployment = deployment
+        self._catalogs = Catalogs(deployment, catalogs)
         self._clock = deployment.engine.clock
         self._metrics = deployment.metrics
         self._max_body = config.max_body_bytes
@@ -93,6 +97,10 @@ class App:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
                 Route("/v1/models/{name:path}", self._model),
+                Route(UPLOAD_PATH, self._list_catalogs),
+                Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
+                Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
+                Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/health/live", self._live),
                 Route("/health/ready", self._ready),
@@ -201,6 +209,24 @@ class App:
         return _json(
             self._deployment.info, 202, {"Location": f"/v1/models/{quote(self._deployment.info.id)}"}
         )
+
+    async def _list_catalogs(self, request: HttpRequest) -> Response:
+        return _json(self._catalogs.listing())
+
+    async def _upload_catalog(self, request: HttpRequest) -> Response:
+        try:
+            return _json(await self._catalogs.upload(request.stream()), 201)
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _activate(self, request: HttpRequest) -> Response:
+        return self._accepted(self._catalogs.activate(request.path_params["version"]))
+
+    async def _roll_back(self, request: HttpRequest) -> Response:
+        return self._accepted(self._catalogs.rollback())
+
+    def _accepted(self, info: msgspec.Struct) -> Response:
+        return _json(info, 202, {"Location": "/v1/catalogs"})
 
     async def _item(self, request: HttpRequest) -> Response:
         catalog = self._deployment.engine.translator.catalog

@@ -24,7 +24,9 @@ from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.models import checkpoint, decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.training import lazy
 from jgr.training.run import Progress, train_to_best
 from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
@@ -92,7 +94,7 @@ def train_generator(
     config: Config,
     dataset: Dataset,
     progress: Progress = lambda done, total, note: None,
-    validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
+    validate: Callable[[GeneratorConfig, GeneratorParams], float] | None = None,
 ) -> Path:
     """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, curves.
 
@@ -116,9 +118,20 @@ def train_generator(
     item_tokens = np.stack([t[catalog.codes[:, level]] for level, t in enumerate(tokens)], axis=1)
     # What is trained on is up to max_items + 1 items; what is served is at most the prompt and one item more.
     trained = len(prompts.prefix) + (train.max_items + 1) * catalog.depth
-    model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
+    model: GeneratorConfig
+    if train.model == "onerec":
+        model = lazy.lazy_config(
+            train, tokenizer.vocab_size, tokens, max(train.max_items, config.prompt.max_items)
+        )
+        loss = lazy.next_item_loss(model, item_tokens, train.dropout)
+    else:
+        model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
+        loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout)
+    misfit = generator(model).misfit(model, prompt, tokens)
+    if misfit:
+        raise ConfigError(misfit)
 
-    def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
+    def save(params: GeneratorParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
             tokenizer.save(folder / "tokenizer.json")
             save_catalog(catalog, folder / "catalog.jsonl")
@@ -128,8 +141,8 @@ def train_generator(
 
     return train_to_best(
         train,
-        decoder.spec(model),
-        next_item_loss(model, prompts.prefix, item_tokens, train.dropout),
+        generator(model).spec(model),
+        loss,
         Windows(dataset.interactions.sequences, train),
         described={"prompt": asdict(prompt), "catalog_version": catalog.version},
         validate=None if validate is None else lambda params: validate(model, params),

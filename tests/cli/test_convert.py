@@ -16,8 +16,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from jgr.catalog import CatalogError
-from jgr.config import load_config, override
+from jgr.catalog import CatalogError, load_catalog
+from jgr.config import Config, load_config, override
 from jgr.data.sid2pid import load_sid2pid
 from jgr.models import checkpoint, decoder, hf, params
 from jgr.models.decoder import DecoderConfig
@@ -25,6 +25,7 @@ from jgr.prompt import PromptBuilder, Tokenizer
 from jgr.serving.api import RecommendRequest
 from jgr.serving.loading import load_engine
 
+prefill = jax.jit(decoder.prefill, static_argnames="cfg")
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['convert', *sys.argv[1:]]))"
 
 
@@ -67,6 +68,55 @@ def arguments(source: Path, items: Path, out: Path, family: str) -> list[str]:
     return [f"--checkpoint={source}", f"--items={items}", f"--family={family}", f"--out={out}"]
 
 
+def by_hand(source: Path, prompt: str, ids: list[list[str]]) -> list[float]:
+    """Each id's log-likelihood: the prompt through the published tokenizer, the published weights, one token at a time,
+    softmax over what may follow."""
+    tokenizer, (cfg, original) = (
+        tokenizers.Tokenizer.from_file(str(source / "tokenizer.json")),
+        hf.load(source),
+    )
+    start, known = tokenizer.encode(prompt).ids, {}
+
+    def logits(names: list[str]) -> np.ndarray:
+        if tuple(names) not in known:
+            tokens = [*start, *map(tokenizer.token_to_id, names)]
+            padded = np.array([tokens + [0] * (len(ids[0]) - len(names))], np.int32)
+            hidden = prefill(original, cfg, padded, np.array([len(tokens)])).hidden[0, len(tokens) - 1]
+            known[tuple(names)] = np.asarray(decoder.logits(original, hidden), np.float64)
+        return known[tuple(names)]
+
+    scores = []
+    for one in ids:
+        score = 0.0
+        for level, name in enumerate(one):
+            legal = {other[level] for other in ids if other[:level] == one[:level]}
+            row = logits(one[:level])
+            over = sum(np.exp(row[tokenizer.token_to_id(n)]) for n in legal)
+            score += float(row[tokenizer.token_to_id(name)] - np.log(over))
+        scores.append(score)
+    return scores
+
+
+def recommend(config: Config, history: list[str], top_k: int) -> list[tuple[str, float]]:
+    """What the engine answers."""
+    config = override(
+        config,
+        "model.compilation_cache=",
+        "profiles.batch=1",
+        "profiles.candidates=1",
+        f"profiles.widths={top_k}",
+    )
+
+    async def ask() -> list[tuple[str, float]]:
+        engine = load_engine(config)
+        await engine.start()
+        answer = await engine.answer(RecommendRequest(history=history, top_k=top_k))
+        await engine.drain(10)
+        return [(item.item_id, item.score) for item in answer.items]
+
+    return asyncio.run(ask())
+
+
 def test_minionerec(tmp_path: Path, minionerec: tuple[Path, Path]) -> None:
     source, index = minionerec
     out = tmp_path / "converted"
@@ -78,64 +128,53 @@ def test_minionerec(tmp_path: Path, minionerec: tuple[Path, Path]) -> None:
     assert cfg == theirs
     tokens = np.arange(24).reshape(2, 12).astype(np.int32)
     ours, expected = (
-        decoder.logits(w, decoder.prefill(w, cfg, tokens, np.array([12, 12])).hidden)
-        for w in (weights, original)
+        decoder.logits(w, prefill(w, cfg, tokens, np.array([12, 12])).hidden) for w in (weights, original)
     )
     np.testing.assert_array_equal(ours, expected)
 
     config = load_config(out / "config.py")
     assert (config.model.path, config.beam.width, config.prompt.max_items) == (str(out), 3, 10)
-    config = override(config, "model.compilation_cache=", "profiles.batch=1", "profiles.candidates=1")
-
-    async def ask() -> list[tuple[str, float]]:
-        engine = load_engine(config)
-        await engine.start()
-        answer = await engine.answer(RecommendRequest(history=["10", "12"], top_k=3))
-        await engine.drain(10)
-        return [(item.item_id, item.score) for item in answer.items]
-
-    # By hand: the prompt through the tokenizer of the published folder, greedy token names, softmax over what is legal.
-    tokenizer = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
     text = config.prompt.template.format(history="<a_1><b_0>, <a_0><b_0>")
-    prompt = tokenizer.encode(text).ids
-
-    def logits(*more: str) -> np.ndarray:
-        ids = [*prompt, *map(tokenizer.token_to_id, more)]
-        hidden = decoder.prefill(original, cfg, np.array([ids], np.int32), np.array([len(ids)])).hidden
-        return np.asarray(decoder.logits(original, hidden), np.float64)[0, -1]
-
-    def log_softmax(scores: np.ndarray, names: list[str], name: str) -> float:
-        values = {n: scores[tokenizer.token_to_id(n)] for n in names}
-        return float(values[name] - np.log(sum(np.exp(v) for v in values.values())))
-
-    scores = {}
-    for item_id, (a, b) in INDEX.items():
-        legal = ["<b_0>", "<b_2>"] if a == "<a_1>" else ["<b_0>"]
-        scores[item_id] = log_softmax(logits(), ["<a_0>", "<a_1>"], a) + log_softmax(logits(a), legal, b)
-    best = sorted(scores, key=lambda item_id: -scores[item_id])
-    found = asyncio.run(ask())
-    assert [item_id for item_id, _ in found] == best
+    scores = by_hand(source, text, list(INDEX.values()))
+    best = sorted(range(3), key=lambda i: -scores[i])
+    found = recommend(config, ["10", "12"], 3)
+    assert [item_id for item_id, _ in found] == [list(INDEX)[i] for i in best]
     np.testing.assert_allclose([score for _, score in found], [scores[i] for i in best], atol=1e-4)
 
 
 def test_openonerec(tmp_path: Path) -> None:
-    table = tmp_path / "sid2pid.json"
-    table.write_text(json.dumps({
+    """Names from one tokenizer file to answers: ids as they are published, several items behind one, padded rows."""
+    published_table = {
         str((1 * 8192 + 2) * 8192 + 3): [{"pid": 7, "count": 5}, {"pid": 8, "count": 1}],
         "0.2.8191": [{"pid": 9, "count": 3}],
-    }))  # fmt: skip
-    names = ["<s_a_0>", "<s_a_1>", "<s_b_2>", "<s_c_3>", "<s_c_8191>", "<|sid_begin|>", "<|sid_end|>"]
+        "1.2.0": [{"pid": 10, "count": 4}],
+        "1.5.3": [{"pid": 11, "count": 2}],
+    }
+    table = tmp_path / "sid2pid.json"
+    table.write_text(json.dumps(published_table))
+    ids = [(1, 2, 3), (0, 2, 8191), (1, 2, 0), (1, 5, 3)]
+    names_of = [[f"<s_{level}_{code}>" for level, code in zip("abc", one, strict=True)] for one in ids]
+    names = [*dict.fromkeys(name for one in names_of for name in one), "<|sid_begin|>", "<|sid_end|>"]
     source, out = published(tmp_path / "hf", "qwen3", names), tmp_path / "converted"
     done = convert(*arguments(source, table, out, "openonerec"))
     assert done.returncode == 0, done.stderr
-    assert "3 items behind 2 semantic ids of 3 levels" in done.stdout
-    engine = load_engine(override(load_config(out / "config.py"), "model.compilation_cache="))
-    catalog = engine.translator.catalog
-    assert catalog.item_ids == ("7", "9", "8")  # most popular first
+    assert "5 items behind 4 semantic ids of 3 levels" in done.stdout
+    config = load_config(out / "config.py")
+    catalog = load_catalog(out / "catalog.jsonl")
+    assert catalog.item_ids == ("7", "10", "9", "11", "8")  # most popular first
     tokenizer = Tokenizer.from_file(source / "tokenizer.json")
-    prompts = PromptBuilder(load_config(out / "config.py").prompt, tokenizer, catalog)
+    prompts = PromptBuilder(config.prompt, tokenizer, catalog)
     expected = ["<|sid_begin|>", "<s_a_1>", "<s_b_2>", "<s_c_3>", "<|sid_end|>", "<|sid_begin|>"]
     assert prompts.build(np.array([0], np.int32)).tolist() == [tokenizer.token_id(name) for name in expected]
+
+    text = "".join(f"<|sid_begin|>{''.join(names_of[i])}<|sid_end|>" for i in (1, 0)) + "<|sid_begin|>"
+    scores = by_hand(source, text, names_of)
+    best = sorted(range(4), key=lambda i: -scores[i])
+    items = [["7", "8"], ["9"], ["10"], ["11"]]
+    want = [(item_id, scores[i]) for i in best for item_id in items[i]]
+    found = recommend(override(config, "profiles.tokens=64", "prompt.max_items=4"), ["9", "7"], 5)
+    assert [item_id for item_id, _ in found] == [item_id for item_id, _ in want]
+    np.testing.assert_allclose([score for _, score in found], [score for _, score in want], atol=1e-4)
 
 
 @pytest.mark.parametrize(

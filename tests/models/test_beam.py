@@ -360,3 +360,23 @@ def test_the_prompt_is_computed_once_for_all_candidates(weights) -> None:
     # Were the prompt repeated per candidate, the difference would grow a thousandfold; only attention reads it.
     assert 0 < flops(1000, 48) - flops(1000, 24) < 1000 * prompt_flops / 10
     assert flops(1000, 48) < flops(1, 48) * 1000 / 10
+
+
+@given(st.integers(1, 20_000_000))
+def test_growth_classes_are_few_and_not_much_larger(n: int) -> None:
+    size = beam.growth_class(n)
+    assert n <= size <= max(64, n + n // 4)
+    assert beam.growth_class(size) == size
+    assert len({beam.growth_class(x) for x in range(size, 2 * size + 1, max(1, size // 16))}) <= 6
+
+
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+def test_tables_with_room_to_grow_give_the_same(weights, normalize) -> None:
+    small = world(weights, 40, 3)
+    level_tokens = tuple((4 + LEVEL * level + np.arange(LEVEL)).astype(np.int32) for level in range(3))
+    grown = beam.catalog_tables(small.tree, level_tokens, weights, growing=True)
+    assert grown.n_leaves == 64 > small.tables.n_leaves
+    tokens, lengths = prompts([9, 4], 12)
+    plain, roomy = (search(weights, t, tokens, lengths, [8, 5], 8, normalize) for t in (small.tables, grown))
+    for one, other in zip(plain, roomy, strict=True):
+        np.testing.assert_array_equal(one, other)

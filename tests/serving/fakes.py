@@ -162,9 +162,7 @@ class LiveServer:
             self.executor.hold()
         self.engine = make_engine(self.config, self.executor)
         self.ready = threading.Event()
-        self.listener = Listener(
-            self.engine, self.config.server, on_ready=lambda url: self.ready.set(), **listener
-        )
+        self.listener = Listener(self.engine, self.config, on_ready=lambda url: self.ready.set(), **listener)
         self.port = int(self.listener.url.rpartition(":")[2])
         self._thread = threading.Thread(target=self.listener.serve_until_stopped)
         self._hold = hold

@@ -84,7 +84,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         patch.setattr(tiny_model, "make_catalog", make_catalog)
         config = override(tiny_model.make_folder(tmp_path_factory.mktemp("model") / "tiny"), *SETTINGS)
     ready = threading.Event()
-    listener = Listener(load_engine(config), config.server, on_ready=lambda url: ready.set())
+    listener = Listener(load_engine(config), config, on_ready=lambda url: ready.set())
     thread = threading.Thread(target=listener.serve_until_stopped)
     thread.start()
     assert ready.wait(300)

@@ -36,7 +36,7 @@ class Served:
         self.config = config
         self.engine: Engine = load_engine(config)
         self._ready = threading.Event()
-        listener = Listener(self.engine, config.server, on_ready=lambda url: self._ready.set())
+        listener = Listener(self.engine, config, on_ready=lambda url: self._ready.set())
         self._listener, self._thread = listener, threading.Thread(target=listener.serve_until_stopped)
         self._thread.start()
         assert self._ready.wait(300)

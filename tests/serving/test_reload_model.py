@@ -34,7 +34,7 @@ ADMIN = {"Authorization": "Bearer 4dm1n"}
 class Switchable:
     """Two model folders, and a server that reads whichever the link `now` names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *settings: str) -> None:
         self.folder = folder
         make_folder(folder / "a", seed=1)
         config = make_folder(folder / "b", seed=2)
@@ -47,11 +47,12 @@ class Switchable:
             "profiles.tokens=32",
             "profiles.widths=8",
             "profiles.candidates=4",
+            *settings,
         )
         ready = threading.Event()
         self._listener = Listener(
             load_engine(self.config),
-            self.config.server,
+            self.config,
             load=partial(load_engine, self.config),
             on_ready=lambda url: ready.set(),
         )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device memory of `recommend` for a Qwen3-4B in bfloat16, over beam widths and prompt lengths, explained (XGR-3).
+
+Nothing runs: the whole program is compiled for an H200 as tools/compile_gpu.py does, which takes the CUDA plugin and no
+GPU. (A CPU's program would say nothing of it: there XLA computes bfloat16 in float32 and copies the weights.) The
+compiler's own buffer assignment says what lies where: the places of every value that has the shape of the prompt's or
+of the beams' keys and values are joined, and must be as large as the formula, to the byte. So the prompt is there once,
+whatever the beam width.
+
+    prompt KV = 2 x layers x KV heads x head size x 2 bytes x tokens
+    beam KV   = the same x beam width x (phases - 2): of the last step's slot one layer lives at a time
+    the rest  = hidden states and the widest intermediate of the larger of prefill and decode; see `activations`
+
+The paper's figures are of a server under load (RPS 4) on one NPU of 64 GB; ours are of one request's program.
+
+    PYTHONPATH=build/gpu-compile-.venv python -m benchmarks.beam_memory [--quick]      after make compile-gpu
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness, work
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
+from jgr.data.prefix_tree import PrefixTree
+from jgr.models import beam, decoder, params, shapes
+from jgr.models.decoder import DecoderConfig
+from tools import compile_gpu
+from tools.compile_gpu import Program
+
+MODEL = "qwen3-4b"
+DEPTH, N_ITEMS = shapes.LEVELS, 20_000
+ITEMSIZE = 2
+PAPER_GB = {(1024, 512): (10.6, 46.3), (3072, 256): (12.0, 30.0)}
+"""(prompt tokens, beam width): xGR's own peak, and that of the engine it compares with."""
+
+_ALLOCATION = re.compile(r"allocation (\d+): ")
+_VALUE = re.compile(r" value: <\d+ (\S+) .*?@\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
+
+
+class Value(NamedTuple):
+    """An array of the compiled program: where it lies, and its type, such as "bf16[36,1,8,1024,128]"."""
+
+    allocation: int
+    name: str
+    size: int
+    offset: int
+    type: str
+
+
+def read_values(text: str) -> list[Value]:
+    """The values of XLA's dump of a buffer assignment."""
+    found, allocation = [], -1
+    for line in text.splitlines():
+        if opened := _ALLOCATION.match(line):
+            allocation = int(opened[1])
+        elif value := _VALUE.match(line):
+            shape = value[4].partition("{")[0]
+            found.append(Value(allocation, value[1], int(value[2]), int(value[3]), shape))
+        elif line.startswith("Total bytes used"):
+            break
+    return found
+
+
+def occupied(values: Iterable[Value]) -> int:
+    """Bytes of all places that these values have at any time."""
+    total, end, last = 0, 0, -1
+    for value in sorted(values, key=lambda v: (v.allocation, v.offset)):
+        end = end if value.allocation == last else 0
+        total += max(0, value.offset + value.size - max(end, value.offset))
+        end, last = max(end, value.offset + value.size), value.allocation
+    return total
+
+
+def qwen3() -> DecoderConfig:
+    """The model that is measured."""
+    cfg = shapes.named(MODEL)
+    assert isinstance(cfg, DecoderConfig)
+    return cfg
+
+
+def activations(cfg: DecoderConfig, tokens: int, width: int) -> int:
+    """About what a step needs besides keys and values: hidden states, and the gate and up of the MLP.
+
+    Of prefill, or of a decode step with its level's logits in float32, whichever is more.
+    """
+    row = ITEMSIZE * (2 * cfg.hidden + 2 * cfg.mlp)
+    return max(tokens * row, width * (row + 4 * shapes.LEVEL_SIZE))
+
+
+def program(cfg: DecoderConfig, tokens: int, width: int) -> Program:
+    """`recommend` for one prompt, without weights."""
+    codes = np.random.default_rng(0).integers(0, shapes.LEVEL_SIZE, (N_ITEMS, DEPTH), np.int32)
+    tree, level_tokens = PrefixTree.build(codes), shapes.level_tokens(cfg)
+    weights = params.abstract(decoder.spec(cfg), jnp.bfloat16)
+    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, level_tokens, w), weights)
+    prompt, number = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = functools.partial(beam.recommend, cfg=cfg, width=width)
+    return Program("recommend", "", call, (weights, tables, prompt, number, number))
+
+
+def make_row(cfg: DecoderConfig, tokens: int, width: int, analysis: Any, values: Sequence[Value]) -> Row:
+    """analysis: the program's memory analysis."""
+    prompt_type = f"[{cfg.layers},1,{cfg.kv_heads},{tokens},{cfg.head_dim}]"
+    beam_type = re.compile(rf"\w+\[{cfg.layers},1,\d+,{width},{cfg.kv_heads},{cfg.head_dim}\]")
+    arrays = [v for v in values if not v.type.startswith("(")]  # a tuple is a table of addresses
+    prompt = [v for v in arrays if v.type.endswith(prompt_type)]
+    beams = [v for v in arrays if beam_type.fullmatch(v.type)]
+    weights = ITEMSIZE * params.count(decoder.spec(cfg))
+    explained = {
+        "weights": weights,
+        "catalog_and_inputs": analysis.argument_size_in_bytes - weights,
+        "prompt_kv": work.kv_bytes(cfg, tokens, ITEMSIZE),
+        "beam_kv": work.kv_bytes(cfg, width * (DEPTH - 2), ITEMSIZE),
+        "activations": activations(cfg, tokens, width),
+    }
+    kv = {v.name for v in (*prompt, *beams)}
+    temporary = [v for v in arrays if v.name not in kv]
+    scratch = {v.allocation for v in (*prompt, *beams)}
+    largest = sorted({(v.size, v.type) for v in temporary if v.allocation in scratch}, reverse=True)[:5]
+    peak = analysis.peak_memory_in_bytes
+    return {
+        "prompt_tokens": tokens,
+        "beam_width": width,
+        "peak_bytes": peak,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "explained_bytes": explained,
+        "found_kv_bytes": {"prompt_kv": occupied(prompt), "beam_kv": occupied(beams)},
+        "unexplained": harness.rounded(abs(peak - sum(explained.values())) / peak, 3),
+        "largest_others": [f"{kind}: {size} bytes" for size, kind in largest],
+    }
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    wrong = sum(
+        abs(row["found_kv_bytes"][name] - row["explained_bytes"][name])
+        for row in rows
+        for name in ("prompt_kv", "beam_kv")
+    )
+    found = [
+        Claim("kv-bytes-beside-the-formula", wrong, "bytes", "lower", 0),
+        Claim("memory-unexplained", 100 * max(row["unexplained"] for row in rows), "%", "lower", 5.0),
+    ]
+    for row in rows:
+        point = (row["prompt_tokens"], row["beam_width"])
+        if point in PAPER_GB:
+            gb = harness.rounded(row["peak_bytes"] / 1e9)
+            name = f"memory-of-a-4b-model-prompt-{point[0]}-beam-{point[1]}"
+            found.append(Claim(name, gb, "GB", "lower", PAPER_GB[point][0]))
+    return found
+
+
+def measure_point(
+    cfg: DecoderConfig, tokens: int, width: int, compile_: Callable[[Program], Any], dump: Path
+) -> Row:
+    """dump: the folder that XLA dumps to."""
+    before = set(dump.glob("*"))
+    analysis = compile_(program(cfg, tokens, width)).memory_analysis()
+    written = set(dump.glob("*buffer-assignment.txt")) - before
+    (path,) = [path for path in written if "recommend" in path.name]
+    return make_row(cfg, tokens, width, analysis, read_values(path.read_text()))
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    del quiet  # nothing is timed
+    cfg = qwen3()
+    lengths, widths = ((1024,), (512,)) if quick else ((1024, 2048, 3072), (128, 256, 512))
+    with tempfile.TemporaryDirectory() as folder:
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{given} --xla_dump_to={folder}"  # read when XLA's first backend starts
+        try:
+            compile_ = compile_gpu.compiler()
+        except RuntimeError as e:
+            raise Missing(f"needs the CUDA plugin: make compile-gpu, then see the docstring ({e})") from None
+        rows = [measure_point(cfg, t, w, compile_, Path(folder)) for t in lengths for w in widths]
+    paper = [
+        {"prompt_tokens": t, "beam_width": w, "paper_gb": ours, "paper_baseline_gb": other}
+        for (t, w), (ours, other) in PAPER_GB.items()
+    ]
+    return Measured(claims(rows), [*rows, *paper])
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    harness.main(
+        Benchmark(
+            name="beam_memory",
+            measure=measure,
+            packages=("jax", "jaxlib", "numpy"),
+            sources=(Path(__file__), Path(work.__file__), Path(compile_gpu.__file__)),
+            device="compiled",
+        )
+    )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam search for three tokens: jgr against `transformers`, `vllm` and a PyTorch form that shares the prompt's KV.
+
+All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py), get the same prompts as tokens,
+compute in float32 on two cores, and run in turns, call by call; peers in processes of their own. A time is that of one
+request on a warm process, from tokens to sequences and scores (see harness.timed). Three searches:
+
+- unconstrained: all 25,000 tokens at each step; scores are log-likelihoods.
+- full: constrained to 12,000 items; scores are log-likelihoods over the whole vocabulary, as `transformers` has them
+  (it masks after its log_softmax) and vLLM.
+- valid: constrained to the same items, and normalized over the legal continuations; only jgr and the PyTorch form.
+
+How each peer is used, and how it is constrained, stands in benchmarks/peers/*_peer.py. A peer that returns other beams
+is reported with the number that it has in common with ours. `transformers` wider than 8 beams is timed once.
+
+    JGR_PEERS_TORCH=PYTHON JGR_PEERS_VLLM=PYTHON python -m benchmarks.beam_vs_peers [--quick]
+
+Each PYTHON is that of a virtual environment with benchmarks/peers/requirements-*.txt.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
+from benchmarks.peers import client, workload
+from benchmarks.peers.client import PYTORCH, TRANSFORMERS, VLLM, Peer, Present
+from benchmarks.peers.workload import DEPTH, Beams, Catalog, Int32, agreement
+from jgr.evaluation import unconstrained
+from jgr.models import beam, hf
+from jgr.models.beam import Normalize
+from jgr.serving.executors import JaxExecutor
+from jgr.serving.policies.batching import Profile
+from jgr.serving.work import RecommendOutcome, RecommendWork
+
+THREADS = 2
+AT_LEAST_S = 0.3
+KINDS = (PYTORCH, TRANSFORMERS, VLLM)
+MODES = ("unconstrained", "full", "valid")
+SEARCHES: Mapping[str, Sequence[str]] = {  # of each peer
+    "pytorch": MODES,
+    "transformers": ("unconstrained", "full"),
+    "vllm": ("unconstrained", "full"),
+}
+WRONG = ("vllm", "full")  # known to return wrong beams, which is no fault of ours
+
+
+class Found(NamedTuple):
+    """ms: of one call; beams: what it returned."""
+
+    ms: float
+    beams: Beams
+
+
+class Ours:
+    """jgr's programs for the shapes that are compared, compiled."""
+
+    def __init__(self, folder: Path, catalog: Catalog, shapes: Sequence[tuple[int, int]]) -> None:
+        self._cfg, self._weights = hf.load(folder)
+        self._sequences = catalog.sequences
+        tables = beam.catalog_tables(catalog.tree, catalog.level_tokens, self._weights)
+        profiles = tuple(Profile("recommend", 1, tokens, width) for tokens, width in shapes)
+        self._executors = {mode: self._executor(tables, profiles, mode) for mode in ("full", "valid")}
+        self._free = {shape: self._search(*shape) for shape in shapes}
+
+    def _executor(self, tables: beam.CatalogTables, profiles: tuple[Profile, ...], mode: Any) -> JaxExecutor:
+        normalize: Normalize = mode
+        executor = JaxExecutor(self._cfg, self._weights, tables, profiles, normalize)
+        executor.warm_up(lambda done, total, label: harness.note(f"compiled {mode} {label}"))
+        return executor
+
+    def _search(self, tokens: int, width: int) -> jax.stages.Compiled:
+        prompts = np.zeros((1, tokens), np.int32), np.ones(1, np.int32)
+        lowered = unconstrained.search.lower(self._weights, *prompts, cfg=self._cfg, depth=DEPTH, width=width)
+        return lowered.compile()
+
+    def run(self, mode: str, prompt: Int32, width: int) -> Found:
+        return Found(*harness.timed(functools.partial(self.search, mode, prompt, width), AT_LEAST_S))
+
+    def search(self, mode: str, prompt: Int32, width: int) -> Beams:
+        if mode == "unconstrained":
+            lengths = np.array([len(prompt)], np.int32)
+            out = self._free[len(prompt), width](self._weights, prompt[None], lengths)
+            sequences, scores = (np.asarray(x)[0] for x in out)
+            return Beams(sequences, scores)
+        profile = Profile("recommend", 1, len(prompt), width)
+        (outcome,) = self._executors[mode].run(profile, [RecommendWork(prompt, width)])
+        assert isinstance(outcome, RecommendOutcome)
+        return Beams(self._sequences[outcome.leaves], outcome.scores)
+
+
+def ask(peer: Peer, mode: str, prompt: Int32, width: int) -> Found:
+    reply = peer.ask(op="beams", mode=mode, prompts=[prompt.tolist()], width=width, at_least_s=AT_LEAST_S)
+    sequences = np.array(reply["sequences"], np.int32).reshape(-1, DEPTH)
+    return Found(reply["ms"], Beams(sequences, np.array(reply["scores"], np.float32)))
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    rng = np.random.default_rng(0)
+    catalog = workload.make_catalog(rng)
+    lengths, widths, rounds = ((512,), (8,), 1) if quick else ((512, 1024), (8, 32, 128, 256), 5)
+    shapes = [(tokens, width) for tokens in lengths for width in widths]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workload.export(folder, catalog)
+        present = client.start_all(KINDS, folder, THREADS, stack)
+        ours = Ours(folder, catalog, shapes)
+        rows = []
+        for tokens, width in shapes:
+            prompt = workload.draw_prompt(catalog, tokens, rng)
+            rows += _rows(tokens, width, _variants(ours, present, prompt, width), rounds, quiet)
+    rows += _about_peers(present)
+    return Measured(claims(rows), rows)
+
+
+def _variants(ours: Ours, present: Present, prompt: Int32, width: int) -> dict[str, Callable[[], Found]]:
+    """Named "<search> <who>"."""
+    found: dict[str, Callable[[], Found]] = {}
+    for mode in MODES:
+        found[f"{mode} jgr"] = functools.partial(ours.run, mode, prompt, width)
+        for name, peer in present.peers.items():
+            if mode in SEARCHES[name]:
+                found[f"{mode} {name}"] = functools.partial(ask, peer, mode, prompt, width)
+    return found
+
+
+def _rows(
+    tokens: int, width: int, variants: Mapping[str, Callable[[], Found]], rounds: int, quiet: Quiet
+) -> list[Row]:
+    slow = [name for name in variants if name.endswith(" transformers") and width > 8]
+    done = harness.interleave(variants, rounds, quiet, once=slow)
+    rows = []
+    for mode in MODES:
+        of_mode = {name.split()[1]: found for name, found in done.items() if name.startswith(f"{mode} ")}
+        rows.append({"search": mode, "prompt_tokens": tokens, "beam_width": width, **make_row(of_mode)})
+    return rows
+
+
+def make_row(found: Mapping[str, Sequence[Found]]) -> Row:
+    """What everyone found, jgr's first; a peer's rounds are compared with jgr's of the same number."""
+    times = {name: harness.spread(f.ms for f in runs) for name, runs in found.items()}
+    peers = [name for name in found if name != "jgr"]
+    row: Row = {"time_ms": times, "time_over_jgr": {}, "agreement": {}}
+    for name in peers:
+        ratio = times[name]["median"] / times["jgr"]["median"]
+        row["time_over_jgr"][name] = harness.rounded(ratio, 3)
+        pairs = zip(found["jgr"], found[name], strict=False)  # a slow peer has fewer
+        agreed = [agreement(ours.beams, theirs.beams) for ours, theirs in pairs]
+        errors = [a.max_score_error for a in agreed if np.isfinite(a.max_score_error)]
+        row["agreement"][name] = {
+            "same": all(a.same for a in agreed),
+            "in_common": min(a.common for a in agreed),
+            "returned": min(a.returned for a in agreed),
+            "max_score_error": harness.rounded(max(errors), 2) if len(errors) == len(agreed) else None,
+        }
+    return row
+
+
+def _about_peers(present: Present) -> list[Row]:
+    """Versions of those that ran, and why the others did not."""
+    ran: list[Row] = [{"peer": name, "versions": peer.versions} for name, peer in present.peers.items()]
+    return ran + [{"peer": name, "missing": why} for name, why in present.missing.items()]
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    points = [row for row in rows if "search" in row]
+    missing = sum("missing" in row for row in rows)
+    agreed = [
+        found for row in points for name, found in row["agreement"].items() if (name, row["search"]) != WRONG
+    ]
+    differ = sum(not found["same"] for found in agreed)
+    errors = [found["max_score_error"] for found in agreed if found["max_score_error"] is not None]
+    least = min(ratio for row in points for ratio in row["time_over_jgr"].values())
+    found = [
+        Claim("beam-search-peers-missing", missing, "", "lower", 0),
+        Claim("beam-searches-that-differ-from-a-peer", differ, "", "lower", 0),
+        Claim("score-difference-from-a-peer", max(errors), "", "lower", workload.MAX_SCORE_ERROR),
+        Claim("least-time-of-any-peer-over-jgr", least, "x", "higher", 1.0),
+    ]
+    targets = {("transformers", "unconstrained"): 40.0, ("transformers", "full"): 40.0, ("vllm", "full"): 8.0}
+    targets |= {("vllm", "unconstrained"): 8.0, ("pytorch", "valid"): 1.5}
+    for row in points:
+        if (row["prompt_tokens"], row["beam_width"]) == (512, 128):
+            for (name, mode), target in targets.items():
+                if row["search"] == mode and name in row["time_over_jgr"]:
+                    words = f"time-of-{name}-over-jgr-{mode}-prompt-512-beam-128"
+                    found.append(Claim(words, row["time_over_jgr"][name], "x", "higher", target))
+    return found
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Median time over beam width; a line of panels for each search, a panel for each prompt length."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    points = [row for row in rows if "search" in row]
+    lengths = sorted({row["prompt_tokens"] for row in points})
+    size = (4.5 * len(lengths), 3.0 * len(MODES))
+    figure, axes = pyplot.subplots(len(MODES), len(lengths), figsize=size, sharey=True, squeeze=False)
+    for i, mode in enumerate(MODES):
+        for axis, length in zip(axes[i], lengths, strict=True):
+            panel = [row for row in points if (row["search"], row["prompt_tokens"]) == (mode, length)]
+            widths = [row["beam_width"] for row in panel]
+            for name in panel[0]["time_ms"]:
+                times = [row["time_ms"][name]["median"] for row in panel]
+                axis.plot(widths, times, marker="o", label=name)
+            axis.set(xscale="log", yscale="log", xticks=widths, xticklabels=widths)
+            axis.set_title(f"{mode}, prompt of {length} tokens")
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
+        axes[i][0].set_ylabel("ms for one request")
+        axes[i][0].legend()
+    figure.supxlabel("beam width")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+SOURCES = (Path(__file__), *sorted(client.HERE.glob("*.py")), *sorted(client.HERE.glob("requirements-*.txt")))
+
+if __name__ == "__main__":
+    # Before XLA counts the cores; peers inherit it.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    jax.config.update("jax_platforms", "cpu")
+    harness.main(
+        Benchmark(
+            name="beam_vs_peers",
+            measure=measure,
+            packages=("jax", "jaxlib", "numpy"),
+            sources=SOURCES,
+            plot=plot,
+        )
+    )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model must give to be searched: five functions, and a config by whose type they are found.
+
+The beam search knows a generator only by these. `begin` reads the prompt once for all beams; `advance` adds one token a
+beam; the state between them is the generator's own, and holds nothing that is reordered: beams are told apart by the
+table of ancestors.
+
+Letters: B batch, T tokens, W beams, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import PromptConfig
+from jgr.models import decoder, lazy_decoder
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.lazy_decoder import LazyConfig, LazyParams
+from jgr.models.params import PyTree
+
+GeneratorConfig = DecoderConfig | LazyConfig
+"""Each with family, vocab_size, hidden, layers, and max_position: tokens of a prompt and an item, at most."""
+GeneratorParams = DecoderParams | LazyParams
+"""Each with output_rows [V, D]: the row of a token, whatever the level that it belongs to."""
+
+
+class Generator(Protocol):
+    """The module of a generator."""
+
+    def spec(self, cfg: Any) -> PyTree:
+        """The declaration of every parameter."""
+
+    def begin(self, params: Any, cfg: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
+        """Prompts [B, T] int32, right padded, of lengths [B] -> what precedes the first token [B, 1, D], and a state.
+
+        Times output_rows, the hidden state gives the logits of the next token.
+        """
+
+    def advance(
+        self, params: Any, cfg: Any, tokens: jax.Array, state: Any, ancestors: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """The s-th generated token [B, W] int32 of every beam -> hidden [B, W, D], and the state of s + 1 tokens.
+
+        ancestors: [B, s + 1, W] int32, in which row each of a beam's tokens was given; the last is the beam itself.
+        """
+
+    def next_logits(self, params: Any, cfg: Any, hidden: jax.Array, level: int) -> tuple[jax.Array, int]:
+        """[..., D] -> the logits [..., V'] float32 of all tokens that the model may give at a level, and the first.
+
+        The tokens are first, first + 1, ...
+        """
+
+    def misfit(self, cfg: Any, prompt: PromptConfig, level_tokens: Sequence[npt.NDArray[np.int32]]) -> str:
+        """Why the model cannot read such prompts or generate these tokens of a catalog's levels; empty: it can."""
+
+
+_GENERATORS: dict[type, Generator] = {DecoderConfig: decoder, LazyConfig: lazy_decoder}
+
+
+def generator(cfg: GeneratorConfig) -> Generator:
+    """The functions of the model that a config describes."""
+    return _GENERATORS[type(cfg)]
