@@ -115,10 +115,18 @@ class ContextKV(NamedTuple):
 
 
 class BeamKV(NamedTuple):
-    """k, v: [L, B, S, W, K, d]; slot s holds each row's s-th generated token. Short-lived."""
+    """k, v: of each step [L, B, W, K, d], each row's s-th generated token. Short-lived, and never copied whole: a step
+    adds its own arrays to those before it."""
 
-    k: jax.Array
-    v: jax.Array
+    k: tuple[jax.Array, ...] = ()
+    v: tuple[jax.Array, ...] = ()
+
+    def of_layer(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """One layer's steps and one more, [B, S + 1, W, K, d]; self and the last of them [B, W, K, d] each."""
+        return jnp.stack([*self.k, k], axis=1), jnp.stack([*self.v, v], axis=1)
+
+    def plus(self, k: jax.Array, v: jax.Array) -> BeamKV:
+        return BeamKV((*self.k, k), (*self.v, v))
 
 
 def spec(cfg: DecoderConfig) -> DecoderParams:
@@ -268,12 +276,6 @@ def prefill(
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), layers)
 
 
-def empty_beam_kv(cfg: DecoderConfig, batch: int, width: int, dtype: Any) -> BeamKV:
-    """BeamKV of no steps."""
-    shape = (cfg.layers, batch, 0, width, cfg.kv_heads, cfg.head_dim)
-    return BeamKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
 def decode(
     params: DecoderParams,
     cfg: DecoderConfig,
@@ -299,24 +301,26 @@ def decode(
         hidden [B, W, D] after the final norm, and the BeamKV of s + 1 steps.
     """
     start = lengths if start is None else start
-    positions = jnp.broadcast_to((start + beams.k.shape[2])[:, None], tokens.shape)
+    positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
     cos, sin = _rotations(cfg, positions)
 
-    def layer_step(h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]) -> tuple[jax.Array, BeamKV]:
+    def layer_step(
+        h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         layer, shared, own = xs
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
-            own = BeamKV(jnp.concatenate([own.k, k[:, None]], 1), jnp.concatenate([own.v, v[:, None]], 1))
+            own_k, own_v = own.of_layer(k, v)
             out = beam_attention(
-                q, shared.k, shared.v, lengths, own.k, own.v, ancestors, implementation=attention
+                q, shared.k, shared.v, lengths, own_k, own_v, ancestors, implementation=attention
             )
             h = h + out.reshape(*h.shape[:-1], -1) @ layer.wo
         with jax.named_scope("mlp"):
-            return h + _mlp(cfg, layer, h), own
+            return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):
-        h, beams = jax.lax.scan(layer_step, params.embed[tokens], (params.layers, context, beams))
-        return rms_norm(h, params.norm, cfg.norm_eps), beams
+        h, new = jax.lax.scan(layer_step, params.embed[tokens], (params.layers, context, beams))
+        return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
 
 
 def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
@@ -325,12 +329,12 @@ def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """A prompt and what follows it: ContextKV, lengths [B], `decode`'s start, and the BeamKV, None at first."""
+    """A prompt and what follows it: ContextKV, lengths [B], `decode`'s start, and the beams' own."""
 
     context: ContextKV
     lengths: jax.Array
     start: jax.Array | None = None
-    beams: BeamKV | None = None
+    beams: BeamKV = BeamKV()
 
 
 def begin(
@@ -347,9 +351,6 @@ def advance(
 ) -> tuple[jax.Array, State]:
     """See jgr.models.generators.Generator."""
     context, lengths, start, beams = state
-    if beams is None:
-        batch, width = tokens.shape
-        beams = empty_beam_kv(cfg, batch, width, context.k.dtype)
     hidden, beams = decode(params, cfg, tokens, context, lengths, beams, ancestors, start=start)
     return hidden, State(context, lengths, start, beams)
 

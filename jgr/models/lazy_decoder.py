@@ -198,11 +198,11 @@ class Context(NamedTuple):
 
 
 class State(NamedTuple):
-    """The history; bos's keys and values, which the self-attention has for a prompt; the beams' own, None at first."""
+    """The history; bos's keys and values, which the self-attention has for a prompt; the beams' own."""
 
     context: Context
     bos: ContextKV  # [L, B, K, 1, d]
-    beams: BeamKV | None = None
+    beams: BeamKV = BeamKV()
 
 
 def read_history(params: LazyParams, cfg: LazyConfig, tokens: jax.Array, lengths: jax.Array) -> Context:
@@ -318,26 +318,19 @@ def advance(
     params: LazyParams, cfg: LazyConfig, tokens: jax.Array, state: State, ancestors: jax.Array
 ) -> tuple[jax.Array, State]:
     """See jgr.models.generators.Generator."""
-    batch, width = tokens.shape
-    one = jnp.ones(batch, jnp.int32)
-    beams = state.beams
-    if beams is None:
-        none = jnp.zeros((cfg.layers, batch, 0, width, cfg.kv_heads, cfg.head_dim), state.bos.k.dtype)
-        beams = BeamKV(none, none)
+    one = jnp.ones(tokens.shape[0], jnp.int32)
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, own: tuple[ContextKV, BeamKV]
-    ) -> tuple[jax.Array, BeamKV]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         bos, earlier = own
-        kept = BeamKV(
-            *(jnp.concatenate([x, new[:, None]], 1) for x, new in zip(earlier, (k, v), strict=True))
-        )
-        return beam_attention(q, bos.k, bos.v, one, kept.k, kept.v, ancestors), kept
+        return beam_attention(q, bos.k, bos.v, one, *earlier.of_layer(k, v), ancestors), (k, v)
 
     with jax.named_scope("decode"):
-        h, beams = _blocks(params, cfg, params.embed[tokens], state.context, attend, (state.bos, beams))
-        norm = params.norms[beams.k.shape[2]]
-        return rms_norm(h, norm, cfg.norm_eps), state._replace(beams=beams)
+        own = (state.bos, state.beams)
+        h, new = _blocks(params, cfg, params.embed[tokens], state.context, attend, own)
+        beams = state.beams.plus(*new)
+        return rms_norm(h, params.norms[len(beams.k)], cfg.norm_eps), state._replace(beams=beams)
 
 
 def forward(
