@@ -10,6 +10,8 @@ names and titles are looked up once, at the edge.
 - Row order is the file's order and has a meaning: items that share a semantic id are returned in this order.
 - The version names the content (ids, their order, semantic ids, metadata) and not the file format: it is the
   sha256 of what `save_catalog` writes to a plain `.jsonl`, so `sha256sum catalog.jsonl` shows it too.
+- For millions of items the same content stands in arrays (jgr.data.catalog_columns): `item_ids` and `metadata` are
+  then sequences that decode what is asked for.
 
 Letters: n items, depth = number of levels.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import UserError
+from jgr.data import catalog_columns
+from jgr.data.catalog_columns import Columns
 from jgr.data.files import MAX_LINE_BYTES, read_lines, read_whole, writing
+from jgr.data.text_table import ItemIds, Metadata, TextTable
 
 Int32 = npt.NDArray[np.int32]
 Symbol = str | int
@@ -38,6 +44,8 @@ Symbol = str | int
 MAX_DEPTH = 8
 MAX_NAME_CHARS = 512
 MAX_TOKEN = 2**31 - 1
+LARGE_FILE_BYTES = 1 << 26
+"""A larger `.jsonl` is read into arrays: a Python object for each item would take ten times its size."""
 
 _SYMBOL_KEYS: dict[str, type] = {"token_ids": int, "semantic_id": str}
 _LINE_KEYS = {"item_id", "metadata", *_SYMBOL_KEYS}
@@ -61,10 +69,10 @@ class Catalog:
     version: first 16 hex digits of the sha256 of the content.
     """
 
-    item_ids: tuple[str, ...]
+    item_ids: Sequence[str]
     codes: Int32
     symbols: tuple[tuple[Symbol, ...], ...]
-    metadata: tuple[dict[str, Any], ...]
+    metadata: Sequence[dict[str, Any]]
     version: str
 
     @property
@@ -80,20 +88,25 @@ class Catalog:
         return tuple(len(level) for level in self.symbols)
 
     @cached_property
-    def _row_of(self) -> dict[str, int]:
-        return {item_id: row for row, item_id in enumerate(self.item_ids)}
+    def _find(self) -> Callable[[Sequence[str]], Int32]:
+        """Rows of item ids, -1 for an unknown one."""
+        if isinstance(self.item_ids, ItemIds):
+            return self.item_ids.find
+        row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}
+        return lambda item_ids: np.array([row_of.get(item_id, -1) for item_id in item_ids], np.int32)
 
     def row(self, item_id: str) -> int | None:
         """The row of an item, None if the catalog has no such item."""
-        return self._row_of.get(item_id)
+        row = int(self._find([item_id])[0])
+        return row if row >= 0 else None
 
     def rows(self, item_ids: Sequence[str]) -> tuple[Int32, list[str]]:
         """The rows of the known ids, in the order given and as often as given, and the unknown ids."""
-        found = [self._row_of.get(item_id, -1) for item_id in item_ids]
-        rows = np.array(found, np.int32)
-        if -1 not in found:
-            return rows, []
-        return rows[rows >= 0], [item_id for item_id, row in zip(item_ids, found, strict=True) if row < 0]
+        found = self._find(item_ids)
+        known = found >= 0
+        if known.all():
+            return found, []
+        return found[known], [item_ids[i] for i in np.flatnonzero(~known).tolist()]
 
     @classmethod
     def build(
@@ -112,9 +125,26 @@ class Catalog:
             raise CatalogError(f"item_ids, symbols_per_item and metadata differ in length: {sizes}")
         return _assemble(item_ids, symbols_per_item, metadata, lambda i: f"item {i}")
 
+    @classmethod
+    def of_arrays(
+        cls,
+        item_ids: TextTable,
+        codes: Int32,
+        symbols: Sequence[Sequence[Symbol]],
+        metadata: TextTable | None = None,
+    ) -> Catalog:
+        """Make a catalog of n >= 1 items without a Python object for each; it keeps the arrays.
+
+        codes: [n, depth] int32. symbols: as in the catalog, each level's distinct, in code order and all in use.
+        metadata: lines of canonical JSON (sorted keys, no spaces). CatalogError names the field and item.
+        """
+        return _of_arrays(item_ids, codes, symbols, metadata, lambda row: f"item {row}")
+
 
 def load_catalog(path: str | Path) -> Catalog:
     """Read a catalog file, gzipped if its name ends in `.gz`. CatalogError names the file, and line or item.
+
+    `*.catalog`: a folder of arrays (jgr.data.catalog_columns), which are mapped and must not change.
 
     `*.jsonl`: a line an item, `{"item_id", "token_ids" | "semantic_id", "metadata"?}`; `token_ids` are the
     model's own ids, `semantic_id` token names. An integer item_id is read as its decimal text.
@@ -128,16 +158,23 @@ def load_catalog(path: str | Path) -> Catalog:
         return _load_jsonl(path)
     if name == "index.json" or name.endswith(".index.json"):
         return _load_index(path)
+    if name.endswith(catalog_columns.SUFFIX):
+        return _load_columns(path)
     raise CatalogError(
-        f"{path}: a catalog file is named *.jsonl, index.json or *.index.json, each also with .gz"
+        f"{path}: a catalog file is named *.jsonl, index.json or *.index.json, each also with .gz, or *.catalog"
     )
 
 
 def save_catalog(catalog: Catalog, path: str | Path) -> None:
-    """Write `*.jsonl` or `*.jsonl.gz` atomically; loading it gives an equal catalog of the same version."""
+    """Write `*.jsonl`, `*.jsonl.gz` or a new folder `*.catalog`, atomically.
+
+    Loading it gives an equal catalog of the same version.
+    """
     path = Path(path)
+    if path.name.endswith(catalog_columns.SUFFIX):
+        return catalog_columns.write(path, _columns(catalog), CatalogError)
     if not path.name.removesuffix(".gz").endswith(".jsonl"):
-        raise CatalogError(f"{path}: a catalog is saved as *.jsonl or *.jsonl.gz")
+        raise CatalogError(f"{path}: a catalog is saved as *.jsonl, *.jsonl.gz or *.catalog")
     columns = [
         [names[code] for code in catalog.codes[:, lv].tolist()] for lv, names in enumerate(catalog.symbols)
     ]
@@ -147,9 +184,24 @@ def save_catalog(catalog: Catalog, path: str | Path) -> None:
 
 
 def _load_jsonl(path: Path) -> Catalog:
+    if path.is_file() and path.stat().st_size > LARGE_FILE_BYTES:
+        return load_columns(path)
     item_ids: list[str] = []
     symbols: list[list[Symbol]] = []
     metadata: list[dict[str, Any]] = []
+    kind = ""
+    for _, found, item_id, path_of_item, fields in _entries(path):
+        kind = found
+        item_ids.append(item_id)
+        symbols.append(path_of_item)
+        metadata.append(fields)
+    if not item_ids:
+        raise CatalogError(f"{path}: the catalog is empty")
+    return _assemble(item_ids, symbols, metadata, lambda i: f"{path}:{i + 1}", _SYMBOL_KEYS[kind])
+
+
+def _entries(path: Path) -> Iterator[tuple[int, str, Any, Any, Any]]:
+    """Line number, key of the symbols, item id, symbols and metadata of each line; their types are not checked."""
     kind = ""
     for number, line in read_lines(path, CatalogError):
         try:
@@ -166,12 +218,8 @@ def _load_jsonl(path: Path) -> Catalog:
             wanted = kind or "token_ids or semantic_id"
             raise CatalogError(f"{path}:{number}: needs item_id and {wanted} (one kind in the whole file)")
         item_id = entry["item_id"]
-        item_ids.append(str(item_id) if type(item_id) is int else item_id)
-        symbols.append(entry[kind])
-        metadata.append(entry.get("metadata", {}))
-    if not item_ids:
-        raise CatalogError(f"{path}: the catalog is empty")
-    return _assemble(item_ids, symbols, metadata, lambda i: f"{path}:{i + 1}", _SYMBOL_KEYS[kind])
+        given = str(item_id) if type(item_id) is int else item_id
+        yield number, kind, given, entry[kind], entry.get("metadata", {})
 
 
 def _load_index(path: Path) -> Catalog:
@@ -187,6 +235,110 @@ def _load_index(path: Path) -> Catalog:
         raise CatalogError(f"{items_path}: describes none of the items of {path.name}")
     metadata = [items.get(item_id, {}) for item_id in item_ids]
     return _assemble(item_ids, list(index.values()), metadata, lambda i: f"{path}: item {item_ids[i]!r}", str)
+
+
+def load_columns(path: str | Path) -> Catalog:
+    """As load_catalog of `*.jsonl[.gz]`, into arrays: for files of millions of lines. Takes about the file's size."""
+    path = Path(path)
+    gathered = _Gathered()
+    for number, kind, item_id, symbols, metadata in _entries(path):
+        try:
+            gathered.add(_SYMBOL_KEYS[kind], item_id, symbols, metadata)
+        except (ValueError, OverflowError) as cause:
+            raise CatalogError(f"{path}:{number}: {cause}") from None
+    if not gathered.levels:
+        raise CatalogError(f"{path}: the catalog is empty")
+    return gathered.catalog(lambda row: f"{path}:{row + 1}")
+
+
+class _Gathered:
+    """Items one by one into arrays. Codes count a level's symbols as they come, until `catalog` puts them in order."""
+
+    def __init__(self) -> None:
+        self.levels: list[dict[Symbol, int]] = []
+        self._ids, self._metadata, self._codes = bytearray(), bytearray(), array("i")
+        self._id_ends, self._metadata_ends = array("q", [0]), array("q", [0])
+
+    def add(self, kind: type, item_id: Any, symbols: Any, metadata: Any) -> None:
+        """ValueError or OverflowError tells what is wrong with the item; what _of_arrays checks is not checked."""
+        given = (("item_id", item_id, str), ("semantic id", symbols, list), ("metadata", metadata, dict))
+        for name, value, wanted in given:
+            if type(value) is not wanted or not (value or wanted is dict):
+                raise ValueError(f"{name} must be a {wanted.__name__} with content, found {_show(value)}")
+        self.levels = self.levels or [{} for _ in symbols]
+        if len(symbols) != len(self.levels):
+            raise ValueError(f"the semantic id has {len(symbols)} levels, earlier ones {len(self.levels)}")
+        valid, wanted_symbol = _SYMBOL_RULES[kind]
+        for level, (symbol, known) in enumerate(zip(symbols, self.levels, strict=True)):
+            if not valid(symbol):
+                raise ValueError(f"level {level} must be {wanted_symbol}, found {_show(symbol)}")
+            self._codes.append(known.setdefault(symbol, len(known)))
+        self._ids += item_id.encode("utf-8", "surrogatepass")
+        self._id_ends.append(len(self._ids))
+        self._metadata += _ENCODER.encode(metadata) + b"\n"
+        self._metadata_ends.append(len(self._metadata))
+
+    def catalog(self, where: Callable[[int], str]) -> Catalog:
+        codes = np.frombuffer(self._codes, np.int32).reshape(-1, len(self.levels))
+        symbols = [sorted(known, key=_natural) for known in self.levels]
+        for level, (known, names) in enumerate(zip(self.levels, symbols, strict=True)):
+            ranks = np.empty(len(names), np.int32)
+            ranks[[known[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+            codes[:, level] = ranks[codes[:, level]]
+        has_metadata = len(self._metadata) > len(b"{}\n") * len(codes)
+        ids, metadata = _table(self._ids, self._id_ends), _table(self._metadata, self._metadata_ends)
+        return _of_arrays(ids, codes, symbols, metadata if has_metadata else None, where)
+
+
+def _table(data: bytearray, ends: array[int]) -> TextTable:
+    return TextTable(np.frombuffer(data, np.uint8), np.frombuffer(ends, np.int64))
+
+
+def _load_columns(path: Path) -> Catalog:
+    columns = catalog_columns.read(path, MAX_NAME_CHARS, CatalogError)
+    where = str(path / catalog_columns.MANIFEST)
+    return _of_columns(columns, where)
+
+
+def _of_arrays(
+    item_ids: TextTable,
+    codes: Int32,
+    symbols: Sequence[Sequence[Symbol]],
+    metadata: TextTable | None,
+    where: Callable[[int], str],
+) -> Catalog:
+    def fault(field: str, row: int | None, problem: str) -> CatalogError:
+        return CatalogError(f"{field if row is None else f'{where(row)}: {field}'}: {problem}")
+
+    if codes.ndim != 2 or codes.shape[1] != len(symbols) or not len(codes):
+        raise CatalogError(f"codes: must be [n >= 1, {len(symbols)}], found {list(codes.shape)}")
+    ids = catalog_columns.check(item_ids, codes, symbols, metadata, MAX_NAME_CHARS, fault)
+    fields = Metadata(metadata, len(codes))
+    version = catalog_columns.version(ids, codes, symbols, fields)
+    return _of_columns(Columns(ids, codes, symbols, fields, version), "symbols")
+
+
+def _of_columns(columns: Columns, where: str) -> Catalog:
+    """A catalog of arrays that are checked; the symbols are checked here."""
+    if not 1 <= len(columns.symbols) <= MAX_DEPTH:
+        raise CatalogError(f"{where}: {len(columns.symbols)} levels; 1 to {MAX_DEPTH} are possible")
+    kind = int if type(columns.symbols[0][0]) is int else str
+    for level, symbols in enumerate(columns.symbols):
+        if _vocabulary(symbols, level, kind, lambda i: f"{where}: symbol {i}") != tuple(symbols):
+            raise CatalogError(f"{where}: the symbols of level {level} are not distinct and in natural order")
+    columns.codes.setflags(write=False)
+    named = tuple(tuple(level) for level in columns.symbols)
+    return Catalog(columns.item_ids, columns.codes, named, columns.metadata, columns.version)
+
+
+def _columns(catalog: Catalog) -> Columns:
+    ids, metadata = catalog.item_ids, catalog.metadata
+    if not isinstance(ids, ItemIds):
+        ids = ItemIds(TextTable.of([item_id.encode() for item_id in ids]))
+    if not isinstance(metadata, Metadata):
+        lines = [_ENCODER.encode(fields) + b"\n" for fields in metadata]
+        metadata = Metadata(TextTable.of(lines) if any(metadata) else None, len(lines))
+    return Columns(ids, catalog.codes, catalog.symbols, metadata, catalog.version)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class ModelConfig:
 class CatalogConfig:
     """The items that may be recommended."""
 
-    path: str = ""  # .jsonl[.gz], or .index.json[.gz] with its .item.json[.gz] beside it
+    path: str = ""  # .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] beside it, or .catalog
     segments: str = "segments"  # the metadata field with an item's segments: a name or a list of names
     segment_rows: int = 32  # combinations of segments that stay on the device
     max_versions: int = 4  # catalogs that the server keeps: the active one, the one before it, and uploads

@@ -150,7 +150,8 @@ class PromptBuilder:
     """The prompt of a history: the template's prefix, the last `max_items` items, the template's suffix.
 
     prefix, suffix: [t] int32, the template's text before and after `{history}`.
-    max_tokens: no prompt is longer. largest_token: must be below the model's vocabulary size.
+    max_tokens: no prompt is longer. min_item_tokens: no item is shorter.
+    largest_token: must be below the model's vocabulary size.
     """
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer | None, catalog: Catalog) -> None:
@@ -165,6 +166,7 @@ class PromptBuilder:
         behind = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
         self._tokens, self._lengths = _interleave([(items, lengths), behind], catalog.n_items)
         self._separator = len(separator)
+        self.min_item_tokens = int(self._lengths.min()) - self._separator
         self._starts = np.cumsum(self._lengths) - self._lengths
         history = config.max_items * int(self._lengths.max()) - self._separator
         self.max_tokens = len(self.prefix) + history + len(self.suffix)
@@ -280,12 +282,13 @@ def _text_column(
     ]
     encoded: list[list[int]] = []
     for at in range(0, n, _PIECES_PER_CALL):
-        encoded += _encode_items(texts[at : at + _PIECES_PER_CALL], catalog.item_ids[at:], tokenizer)
+        some = slice(at, at + _PIECES_PER_CALL)
+        encoded += _encode_items(texts[some], catalog.item_ids[some], tokenizer)
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     return np.fromiter((token for ids in encoded for token in ids), np.int32, int(lengths.sum())), lengths
 
 
-def _encode_items(texts: list[str], item_ids: tuple[str, ...], tokenizer: Tokenizer) -> list[list[int]]:
+def _encode_items(texts: list[str], item_ids: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     try:
         return tokenizer.encode_batch(texts)
     except PromptError:

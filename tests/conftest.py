@@ -8,6 +8,7 @@ deselected, not skipped, and the summary says how many ran: an absent check must
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,16 @@ import pytest
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
-# Before jax is imported, here or in a test's subprocess.
+# Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A test's time is XLA's compiling. Values do not hang on optimization, and what one test has compiled, such as the
+# engine of a small model, another or a subprocess reads from a folder that lasts as long as the run.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="jgr-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Two of jax's strict settings stay off: dtype promotion, because optax raises floats to int32 step counts;
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 

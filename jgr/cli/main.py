@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": "jgr.cli.demo",
     "prepare": "jgr.cli.prepare",
     "ids": "jgr.cli.ids",
+    "catalog": "jgr.cli.catalog",
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
     "serve": "jgr.cli.serve",

@@ -59,27 +59,45 @@ class PrefixTree:
         if codes.ndim != 2 or codes.shape[0] == 0 or codes.shape[1] == 0:
             raise ValueError(f"codes must be [n >= 1, depth >= 1], got {codes.shape}")
         n, depth = codes.shape
-        order = np.lexsort(codes.T[::-1])  # stable: rows of one leaf keep catalog order
-        ranked = codes[order]
-        # first[i, l]: sorted row i opens a new node of depth l + 1 (it differs from row i - 1 in levels 0..l).
-        first = np.ones((n, depth), dtype=bool)
-        first[1:] = np.logical_or.accumulate(ranked[1:] != ranked[:-1], axis=1)
-        node = (
-            np.cumsum(first, axis=0, dtype=np.int32) - 1
-        )  # [n, depth]: node at depth l + 1 of each sorted row
-        opens = [np.flatnonzero(first[:, level]) for level in range(depth)]
-        parents = [np.zeros(len(opens[0]), np.int32), *(node[opens[lv], lv - 1] for lv in range(1, depth))]
-        sizes = [1, *(len(rows) for rows in opens)]
-        offsets = tuple(
-            np.searchsorted(parents[lv], np.arange(sizes[lv] + 1)).astype(np.int32) for lv in range(depth)
-        )
+        order = np.lexsort(_sort_keys(codes)[::-1])  # stable: rows of one leaf keep catalog order
+        new = np.zeros(
+            n, bool
+        )  # whether a sorted row opens a node: it differs from the row before in levels 0..l
+        new[0] = True
+        opens = np.zeros(1, np.int64)  # of the level above: the sorted row that opens each node
+        offsets, level_codes, nodes = [], [], []
+        for level in range(depth):
+            ranked = codes[order, level]
+            new[1:] |= ranked[1:] != ranked[:-1]
+            node = np.cumsum(new, dtype=np.int32) - np.int32(1)
+            # A node's first child is the node that its first row opens.
+            offsets.append(np.append(node[opens], node[-1] + 1).astype(np.int32))
+            opens = np.flatnonzero(new)
+            level_codes.append(ranked[opens].astype(np.int32, copy=False))
+            nodes.append(node)
         leaf_of_row = np.empty(n, np.int32)
-        leaf_of_row[order] = node[:, -1]
+        leaf_of_row[order] = nodes[-1]
         return cls(
-            offsets=offsets,
-            codes=tuple(np.ascontiguousarray(ranked[opens[lv], lv], np.int32) for lv in range(depth)),
-            paths=np.ascontiguousarray(node[opens[-1]]),
+            offsets=tuple(offsets),
+            codes=tuple(level_codes),
+            paths=np.stack([node[opens] for node in nodes], axis=1),
             leaf_of_row=leaf_of_row,
-            leaf_offsets=np.append(opens[-1], n).astype(np.int32),
+            leaf_offsets=np.append(opens, n).astype(np.int32),
             leaf_rows=order.astype(np.int32),
         )
+
+
+def _sort_keys(codes: Int32) -> list[npt.NDArray[np.int64]]:
+    """Numbers that sort as the rows of codes do, as few for a row as fit 63 bits each: a sort costs as many passes."""
+    keys: list[npt.NDArray[np.int64]] = []
+    room = 0
+    for level in range(codes.shape[1]):
+        span = int(codes[:, level].max()) + 1
+        if room < span:
+            keys.append(codes[:, level].astype(np.int64))
+            room = (2**63 - 1) // span
+        else:
+            keys[-1] *= span
+            keys[-1] += codes[:, level]
+            room //= span
+    return keys

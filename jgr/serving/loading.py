@@ -172,8 +172,7 @@ def _check_lengths(
     """ConfigError where no prompt fits a profile, or a profile does not fit the model; a warning for the rest."""
     longest = max(profile.tokens for profile in profiles)
     if prompts.max_tokens > longest:
-        shortest_item = min(len(prompts.item_tokens(row)) for row in range(catalog.n_items))
-        shortest = len(prompts.prefix) + shortest_item + len(prompts.suffix)
+        shortest = len(prompts.prefix) + prompts.min_item_tokens + len(prompts.suffix)
         if shortest > longest:
             raise ConfigError(
                 f"profiles.tokens: the largest is {longest}, a prompt of one item has at least {shortest} tokens"

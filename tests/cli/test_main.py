@@ -76,7 +76,7 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["confg"], ["'confg'", "nearest is 'config'"]),
+        (["confg"], ["'confg'", "did you mean 'config'?"]),
         (["--set=beam.width=3"], ["the command comes before its flags"]),
         (["config", "--set=beam.widht=3"], ["'beam.widht'", "nearest is 'beam.width'"]),
         (["config", "--set=beam.width=0"], ["beam.width must be at least 1, not 0"]),

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr catalog`: a catalog's file as arrays that are mapped, for millions of items, and what a catalog holds.
+
+People read the lines; the last line of stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import UserError
+
+HELP = "jgr catalog build: a catalog as mapped arrays, for millions of items; inspect: its tree"
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("catalog", "", "the catalog: *.jsonl[.gz], *.index.json[.gz] or *.catalog")
+    flags.DEFINE_string("out", "", "jgr catalog build: the new folder, named *.catalog")
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv:
+        print("jgr catalog build --catalog=FILE --out=FOLDER.catalog\njgr catalog inspect --catalog=FILE")
+        return
+    name, *rest = argv
+    console.refuse_arguments(rest)
+    if name not in ("build", "inspect"):
+        raise UserError(f"there is no 'jgr catalog {name}'; there are build and inspect")
+    if not flags.FLAGS.catalog:
+        raise UserError("--catalog: name a catalog")
+    if name == "build":
+        _build(Path(flags.FLAGS.catalog), flags.FLAGS.out)
+    else:
+        _inspect(Path(flags.FLAGS.catalog))
+
+
+def _build(source: Path, out: str) -> None:
+    from jgr.catalog import load_catalog, load_columns, save_catalog
+    from jgr.data.catalog_columns import SUFFIX
+
+    if not out.endswith(SUFFIX):
+        raise UserError(f"--out: a folder named *{SUFFIX}, found {out!r}")
+    start = time.monotonic()
+    lines = source.name.removesuffix(".gz").endswith(".jsonl")
+    catalog = load_columns(source) if lines else load_catalog(source)
+    save_catalog(catalog, out)
+    found = {"catalog": out, "version": catalog.version, "items": catalog.n_items}
+    print(f"{out}: {catalog.n_items} items, version {catalog.version}")
+    print(json.dumps({**found, "build_s": round(time.monotonic() - start, 3)}))
+
+
+def _inspect(path: Path) -> None:
+    from jgr.catalog import load_catalog
+    from jgr.data.prefix_tree import PrefixTree
+
+    start = time.monotonic()
+    catalog = load_catalog(path)
+    loaded = time.monotonic()
+    tree = PrefixTree.build(catalog.codes)
+    found = {
+        "version": catalog.version,
+        "items": catalog.n_items,
+        "semantic_ids": tree.n_leaves,
+        "level_sizes": list(catalog.level_sizes),
+        "nodes": [len(codes) for codes in tree.codes],
+        "max_degrees": list(tree.max_degrees),
+        "load_s": round(loaded - start, 3),
+        "tree_s": round(time.monotonic() - loaded, 3),
+        "peak_mib": _peak_mib(),
+    }
+    for name, value in found.items():
+        print(f"{name:<13}{value}")
+    print(json.dumps(found))
+
+
+def _peak_mib() -> int | None:
+    """The most memory that this process had, pages of mapped files included; None where the system does not tell."""
+    status = Path("/proc/self/status")
+    peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    return int(peak[1]) >> 10 if peak else None

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A catalog's texts as two arrays, for catalogs of so many items that a Python object for each is too much.
+
+The one idea: all texts stand in one array of bytes, which may be a mapped file, and are decoded when they are asked
+for. An id is found by its hash: the hashes of all ids are computed by a few array operations and sorted, and what a
+hash finds is compared with the id itself, so that equal hashes cost time and never an answer.
+
+Letters: n texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Uint8 = npt.NDArray[np.uint8]
+Uint64 = npt.NDArray[np.uint64]
+T = TypeVar("T")
+
+_ROWS, _BYTES = 1 << 14, 1 << 24
+"""Texts that are decoded or hashed at a time: at most so many, and of so many bytes, or one."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_OBJECTS = msgspec.json.Decoder(dict[str, Any])
+
+
+class TextTable:
+    """data: [bytes] uint8, one text after the other; offsets: [n + 1] int64, where each begins, and the end."""
+
+    def __init__(self, data: Uint8, offsets: Int64) -> None:
+        self.data, self.offsets = data, offsets
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes]) -> TextTable:
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        return cls(np.frombuffer(b"".join(texts), np.uint8), np.concatenate([[0], np.cumsum(lengths)]))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def text(self, first: int, last: int | None = None) -> bytes:
+        """Text `first`, or the texts first .. last - 1 as one."""
+        end = self.offsets[first + 1 if last is None else last]
+        return self.data[self.offsets[first] : end].tobytes()
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Ranges of rows that cover all, some at a time."""
+        first = 0
+        while first < len(self):
+            bounded = int(np.searchsorted(self.offsets, self.offsets[first] + _BYTES, side="right")) - 1
+            last = max(first + 1, min(bounded, first + _ROWS, len(self)))
+            yield first, last
+            first = last
+
+    def hashes(self) -> Uint64:
+        """[n] uint64, one for each text, of which none may be empty."""
+        found = np.empty(len(self), np.uint64)
+        for first, last in self.chunks():
+            offsets = self.offsets[first : last + 1]
+            starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
+            place = np.arange(offsets[-1] - offsets[0]) - np.repeat(starts, lengths)
+            powers = np.full(int(lengths.max()), _FACTOR)
+            np.multiply.accumulate(powers, out=powers)
+            mixed = (self.data[offsets[0] : offsets[-1]] + np.uint64(1)) * powers[place]
+            found[first:last] = np.add.reduceat(mixed, starts)
+        return found
+
+
+class _Lazy(Sequence[T]):
+    """Decodes when asked; equal to any sequence with equal elements."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self._at(row) for row in range(*index.indices(len(self))))
+        row = index + len(self) if index < 0 else index
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._at(row)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or len(self) != len(other):
+            return False
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    def _at(self, row: int) -> T:
+        raise NotImplementedError
+
+
+class ItemIds(_Lazy[str]):
+    """The item ids of a catalog, distinct UTF-8 texts of at least a byte."""
+
+    def __init__(self, table: TextTable) -> None:
+        self.table = table
+        hashes = table.hashes()
+        order = np.argsort(hashes)
+        self._rows, self._hashes = order.astype(np.int32), hashes[order]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def _at(self, row: int) -> str:
+        return self.table.text(row).decode()
+
+    def __iter__(self) -> Iterator[str]:
+        for first, last in self.table.chunks():
+            yield from self[first:last]
+
+    def find(self, item_ids: Sequence[str]) -> Int32:
+        """[len(item_ids)] int32 rows, -1 for an id that is not there."""
+        found = np.full(len(item_ids), -1, np.int32)
+        texts = [item_id.encode("utf-8", "surrogatepass") for item_id in item_ids]
+        asked = [i for i, text in enumerate(texts) if text]
+        if not asked:
+            return found
+        hashes = TextTable.of([texts[i] for i in asked]).hashes()
+        first = np.searchsorted(self._hashes, hashes).tolist()
+        for i, at, wanted in zip(asked, first, hashes, strict=True):
+            while at < len(self) and self._hashes[at] == wanted and found[i] < 0:
+                row = int(self._rows[at])
+                if self.table.text(row) == texts[i]:
+                    found[i] = row
+                at += 1
+        return found
+
+    def repeated(self) -> tuple[int, int] | None:
+        """Two rows with the same id, the first two of the lowest such row; None where all are distinct."""
+        equal = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
+        suspects = np.unique(self._rows[np.concatenate([equal, equal + 1])]).tolist()
+        first: dict[bytes, int] = {}
+        for row in suspects:
+            text = self.table.text(row)
+            if first.setdefault(text, row) != row:
+                return first[text], row
+        return None
+
+
+class Metadata(_Lazy[dict[str, Any]]):
+    """The metadata of a catalog's items: JSON objects, each a line of its table; None: n times {}."""
+
+    def __init__(self, table: TextTable | None, n: int) -> None:
+        self.table, self._n = table, n
+
+    def __len__(self) -> int:
+        return self._n
+
+    def _at(self, row: int) -> dict[str, Any]:
+        return {} if self.table is None else _OBJECTS.decode(self.table.text(row))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if self.table is None:
+            yield from ({} for _ in range(self._n))
+        else:
+            for first, last in self.table.chunks():
+                yield from _OBJECTS.decode_lines(self.table.text(first, last))
+
+
+def text_fault(table: TextTable, max_chars: int) -> int | None:
+    """The first row that is not UTF-8 of 1 to max_chars characters."""
+    for first, last in table.chunks():
+        # Whole chunks are checked at once; a fault in one is looked for in its rows.
+        starts = table.data[table.offsets[first:last]]
+        plain = (
+            np.diff(table.offsets[first : last + 1]).max() <= max_chars and not (starts & 0xC0 == 0x80).any()
+        )
+        if not (plain and _decodes(table.text(first, last), len)):
+            for row in range(first, last):
+                if not _decodes(table.text(row), lambda text: len(text) <= max_chars):
+                    return row
+    return None
+
+
+def object_fault(table: TextTable) -> int | None:
+    """The first row that is not one line with a JSON object, which has no NaN and no infinity."""
+    for first, last in table.chunks():
+        text = table.text(first, last)
+        starts, ends = (
+            table.data[table.offsets[first:last]],
+            table.data[table.offsets[first + 1 : last + 1] - 1],
+        )
+        framed = (starts == ord("{")).all() and (ends == ord("\n")).all()
+        if not (framed and _are_objects(text, last - first)):
+            for row in range(first, last):
+                line = table.text(row)
+                if line[:1] != b"{" or line[-1:] != b"\n" or not _are_objects(line, 1):
+                    return row
+    return None
+
+
+def _decodes(text: bytes, fits: Callable[[str], object]) -> bool:
+    try:
+        return bool(text) and bool(fits(text.decode()))
+    except UnicodeDecodeError:
+        return False
+
+
+def _are_objects(lines: bytes, n: int) -> bool:
+    """Whether n lines that begin with a brace hold an object each."""
+    try:
+        return lines.count(b"\n") == len(_OBJECTS.decode_lines(lines)) == n
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr catalog`, in a process of its own: what it writes, tells, and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgr.catalog import Catalog, load_catalog, save_catalog
+
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['catalog', *sys.argv[1:]]))"
+CATALOG = Catalog.build(["x", "y", "z"], [[5, 1], [5, 2], [7, 1]], [{"title": "X"}, {}, {}])
+
+
+def _jgr(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *map(str, argv)], capture_output=True, text=True, check=False
+    )
+
+
+def test_build_and_inspect(tmp_path: Path) -> None:
+    save_catalog(CATALOG, tmp_path / "c.jsonl.gz")
+    out = tmp_path / "c.catalog"
+    done = _jgr("build", f"--catalog={tmp_path / 'c.jsonl.gz'}", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["version"], told["items"]) == (CATALOG.version, 3)
+    assert load_catalog(out).metadata == CATALOG.metadata
+    done = _jgr("inspect", f"--catalog={out}")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["items"], told["semantic_ids"], told["max_degrees"]) == (3, 3, [2, 2])
+    assert (told["nodes"], told["level_sizes"], told["version"]) == ([2, 3], [2, 2], CATALOG.version)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["build", "--catalog=c.jsonl", "--out=x.jsonl"], "--out: a folder named *.catalog, found 'x.jsonl'"),
+        (["build", "--out=x.catalog"], "--catalog: name a catalog"),
+        (["inspect", "--catalog=none.catalog"], "none.catalog/catalog.json: cannot be read: No such file"),
+        (["change"], "there is no 'jgr catalog change'"),
+    ],
+)
+def test_mistakes_are_one_line(argv: list[str], words: str) -> None:
+    done = _jgr(*argv)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr and done.stderr.count("\n") == 1
