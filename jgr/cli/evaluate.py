@@ -132,6 +132,8 @@ def _compare(
     from jgr.evaluation.report import compare, format_comparison
 
     catalog, ks = dataset.catalog, options.ks
+    if not options.url:
+        _query(options, catalog, config.beam.width)  # refuses before a model is loaded
     with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
         query = _query(options, catalog, width)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgr.catalog import Catalog, load_catalog
+from jgr.catalog import Catalog, CatalogError, load_catalog
 from jgr.config import CatalogConfig, UserError
 from jgr.serving.api import CatalogInfo, CatalogList, CatalogState, RequestError, quoted
 from jgr.serving.deployment import Deployment, now
@@ -51,6 +51,7 @@ class Catalogs:
             raise RequestError("conflict", "this server has no model that a catalog could fit")
         if self._uploading:
             raise RequestError("conflict", "another catalog is being uploaded")
+        depth = self._deployment.engine.info.depth
         self._uploading = True
         try:
             with tempfile.TemporaryDirectory(prefix="jgr-catalog-") as folder:
@@ -59,13 +60,15 @@ class Catalogs:
 
                 def read() -> Catalog:
                     catalog = load_catalog(path)
+                    if catalog.depth != depth:
+                        raise CatalogError(f"its ids have {catalog.depth} levels, the model's {depth}")
                     rebuild.check(catalog)
                     return catalog
 
                 try:
                     catalog = await self._deployment.in_thread(read)
                 except UserError as error:
-                    message = str(error).replace(str(path), "line") if str(path) in str(error) else str(error)
+                    message = str(error).replace(f"{path}: ", "").replace(f"{path}:", "line ")
                     raise RequestError(
                         "invalid_request", f"the catalog cannot be served: {message}"
                     ) from None

@@ -73,6 +73,7 @@ class Deployment:
         self._loaded_at: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._threads: list[threading.Thread] = []
+        self._reload_next = False
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
         self.metrics.show_model(engine.info)
 
@@ -113,6 +114,13 @@ class Deployment:
         if self._load is None:
             raise RequestError("conflict", f"model {self.engine.info.id!r} was not loaded from a folder")
         self._begin("model", self.engine.info.id, partial(self._reloaded, self._load, self._activated))
+
+    def reload_when_idle(self) -> None:
+        """As `reload`, but after a change that is running: for a signal, which cannot hear a refusal."""
+        if any(change.state == "running" for change in self.changes.values()):
+            self._reload_next = True
+        else:
+            self.reload()
 
     def activate(self, catalog: Catalog, *, uploaded: bool = True) -> None:
         """Begin to serve a catalog. RequestError where that cannot be; `changes` tells how it goes on.
@@ -221,6 +229,9 @@ class Deployment:
     def _end(self, kind: Kind, outcome: ReloadState) -> None:
         self.changes[kind].state = outcome
         self.metrics.changes[kind][outcome].inc()
+        if self._reload_next and self.status == "ready":
+            self._reload_next = False
+            self.reload()
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """A daemon thread, unlike the loop's own: a process that stops must not wait for a load."""

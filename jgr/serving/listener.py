@@ -37,7 +37,7 @@ from jgr.serving.work import Progress
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
-"""For the body of a catalog; who sends one has the admin key, or hears so before."""
+"""Of the body of a catalog; no `READ_TIMEOUT_S` of it may pass without a byte."""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
@@ -132,7 +132,7 @@ class Listener(uvicorn.Server):
 
     def _hang_up(self) -> None:
         try:
-            self.deployment.reload()
+            self.deployment.reload_when_idle()
         except RequestError as error:
             _log.warning("SIGHUP has no effect: %s", error)
 
@@ -159,6 +159,7 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._read_timeout_s = read_timeout_s
         self._read_timer: asyncio.TimerHandle | None = None
+        self._upload_ends_s: float | None = None
         self._in_head = False
         self._head_bytes = 0
         self._running: RequestResponseCycle | None = None
@@ -178,6 +179,9 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self._upload_ends_s is not None and self._read_timer is not None:
+            self._stop_timer()
+            self._start_timer(min(self._read_timeout_s, self._upload_ends_s - self.loop.time()))
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -196,12 +200,12 @@ class _Protocol(HttpToolsProtocol):
             raise _head_too_large()
         super().on_headers_complete()
         if self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH:
-            self._stop_timer()
-            self._start_timer(UPLOAD_TIMEOUT_S)
+            self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
         if len(self.pipeline) < MAX_PIPELINED:
             self.flow.resume_reading()  # a transport that is not read does not tell that its client has left
 
     def on_message_complete(self) -> None:
+        self._upload_ends_s = None
         self._stop_timer()
         super().on_message_complete()
 
@@ -239,7 +243,8 @@ class _Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _start_timer(self, timeout_s: float | None = None) -> None:
-        self._read_timer = self.loop.call_later(timeout_s or self._read_timeout_s, self._timed_out)
+        delay_s = self._read_timeout_s if timeout_s is None else max(0.0, timeout_s)
+        self._read_timer = self.loop.call_later(delay_s, self._timed_out)
 
     def _stop_timer(self) -> None:
         if self._read_timer is not None:

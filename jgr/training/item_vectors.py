@@ -31,6 +31,7 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 MAX_DIMENSIONS = 16_384
+MAX_VALUE = 1e15  # squares of it, and their sums, are float32
 MAX_BYTES = 1 << 34
 UNPLACED_LENGTH = 0.3
 _NEGLIGIBLE = 1e-3
@@ -70,11 +71,11 @@ def load_vectors(path: str | Path, n_items: int) -> Float32:
         raise VectorError(f"{path}: {list(mapped.shape)} takes more than {MAX_BYTES >> 30} GiB in float32")
     with np.errstate(over="ignore"):
         vectors = np.array(mapped, np.float32)
-    unusable = ~np.isfinite(vectors).all(axis=1)
+    unusable = ~(np.abs(vectors) <= MAX_VALUE).all(axis=1)
     if unusable.any():
         row = int(np.argmax(unusable))
         raise VectorError(
-            f"{path}: row {row} holds NaN or an infinite value ({int(unusable.sum())} such rows)"
+            f"{path}: row {row} holds NaN or a value beyond {MAX_VALUE:g} ({int(unusable.sum())} such rows)"
         )
     return vectors
 

@@ -10,7 +10,9 @@ Lines beyond the checkpoint that a run goes on from are dropped: they are writte
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ RECALL = "recall@10"
 class RunFolder:
     """The folder of one run, made or reopened. `run` describes it: equal descriptions, equal runs.
 
-    Raises ConfigError where the folder belongs to another run.
+    Raises ConfigError where the folder belongs to another run, or another process writes to it.
     """
 
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
@@ -41,7 +43,12 @@ class RunFolder:
             raise ConfigError(
                 f"{folder}: holds an unfinished run of another configuration or dataset; remove it first"
             )
-        path.write_text(described, encoding="utf-8")
+        self._lock = _lock(folder)
+        try:
+            path.write_text(described, encoding="utf-8")
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
         self.metrics = folder / "metrics.jsonl"
         self._pending: list[dict[str, Any]] = []
         self._args = ocp.args
@@ -59,6 +66,7 @@ class RunFolder:
 
     def __exit__(self, *exception: object) -> None:
         self._manager.close()
+        os.close(self._lock)
 
     def latest(self, like: State) -> State | None:
         """The state to go on from, or None for a fresh run. like: any state of the run, for its shapes."""
@@ -109,6 +117,17 @@ class RunFolder:
         except Exception as error:  # an OSError here, many other things in Orbax and tensorstore
             raise CheckpointError(f"{folder}: step {step} could not be written: {error}") from error
         self._pending.clear()
+
+
+def _lock(folder: Path) -> int:
+    """Of the folder itself, so that nothing is left behind; the system takes it back from a process that was killed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{folder}: another training writes here; wait for it or set train.out") from None
+    return descriptor
 
 
 def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:

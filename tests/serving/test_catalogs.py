@@ -177,12 +177,16 @@ def test_a_reload_keeps_an_activated_catalog(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", "the catalog is empty"),
-        (b"{", "line:1: not JSON"),
-        (as_lines(FIRST) + b'\n{"item_id": "X"}', "line:61: needs item_id and semantic_id"),
+        (b"", "the catalog cannot be served: the catalog is empty"),
+        (b"{", "line 1: not JSON"),
+        (as_lines(FIRST) + b'\n{"item_id": "X"}', "line 61: needs item_id and semantic_id"),
         (as_lines(FIRST) + b"\n" + as_lines(FIRST), "'B000' is already used"),
         (b'{"item_id": "X", "semantic_id": ["<a_0>", "<b_99>", "<c_1>"]}', "<b_99>"),
-        (b'{"item_id": "X", "semantic_id": ["<a_0>"], "metadata": {"segments": 3}}', "metadata.segments"),
+        (b'{"item_id": "X", "semantic_id": ["<a_0>"]}', "have 1 levels, the model's 3"),
+        (
+            b'{"item_id": "X", "semantic_id": ["<a_0>", "<b_0>", "<c_0>"], "metadata": {"segments": 3}}',
+            "metadata.segments",
+        ),
     ],
 )
 def test_a_catalog_that_cannot_be_served_is_refused_with_the_reason(

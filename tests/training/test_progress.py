@@ -20,6 +20,7 @@ from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
+from jgr.training.progress import RunFolder
 from tests.training.test_trainer import rule_config, rule_dataset
 
 SETTINGS = (
@@ -98,6 +99,12 @@ def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "ring")
     with pytest.raises(ConfigError, match="unfinished run of another configuration"):
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS, "train.seed=7"), rule_dataset())
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, {}), pytest.raises(ConfigError, match="another training writes here"):
+        RunFolder(tmp_path, {})
+    RunFolder(tmp_path, {}).__exit__()
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
