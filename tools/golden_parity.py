@@ -158,15 +158,18 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
     _, few = _item_tables(arrays["short_items"], params)
     every = _unconstrained_tables(cfg, params, depth=3)
 
+    widest = int(max(32, arrays["free_width"], arrays["short_width"]))
+
     def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
-        n = len(tokens)
-        widths = np.full(n, width, np.int32)
+        widths = np.full(
+            len(tokens), width, np.int32
+        )  # as the engine runs it: narrow beams in a wide program
         beams = beam.recommend(
-            params, tables, tokens, lengths, widths, cfg=cfg, width=width, normalize=normalize
+            params, tables, tokens, lengths, widths, cfg=cfg, width=widest, normalize=normalize
         )
-        codes = np.asarray(beams.codes)
+        codes = np.asarray(beams.codes)[:, :width]
         chosen = [np.asarray(t)[codes[..., level]] for level, t in enumerate(tables.tokens)]
-        return np.stack(chosen, axis=-1), np.asarray(beams.scores)
+        return np.stack(chosen, axis=-1), np.asarray(beams.scores)[:, :width]
 
     modes: tuple[tuple[beam.Normalize, str], ...] = (("full", ""), ("valid", "_renorm"))
     for width in (8, 32):

@@ -76,9 +76,10 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
+            code = self._process.wait()  # what it writes as it ends comes after its output is closed
             self._stderr.seek(0)
             said = self._stderr.read().decode(errors="replace")[-2000:]
-            raise PeerError(f"{self.kind.name} ended with code {self._process.wait()}: {said}")
+            raise PeerError(f"{self.kind.name} ended with code {code}: {said}")
         message: dict[str, Any] = json.loads(line)
         return message
 

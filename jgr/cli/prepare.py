@@ -20,7 +20,11 @@ HELP = "turn raw interaction data into a dataset"
 
 def define_flags() -> None:
     splits = ("leave_one_out", "time", "given")
-    flags.DEFINE_string("source", None, "the raw form: generic for files of your own, or a dataset; a wrong name lists them all")
+    flags.DEFINE_string(
+        "source",
+        None,
+        "the raw form: generic for files of your own, or a dataset; a wrong name lists them all",
+    )
     flags.DEFINE_string("raw", None, "the folder with the raw files")
     flags.DEFINE_string("out", None, "the folder to write")
     flags.DEFINE_enum(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _log = logging.getLogger(__name__)
 
@@ -63,5 +64,6 @@ def use_compilation_cache(folder: Path) -> None:
         _log.warning("no compilation cache: %s: %s (model.compilation_cache)", folder, error.strerror)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # or a folder that was used before would stay in use
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

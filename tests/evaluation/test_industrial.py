@@ -32,6 +32,8 @@ def test_train_and_evaluate_on_the_real_catalog(dataset: Path, tmp_path: Path) -
         "--set=model.compilation_cache=",
         "--set=profiles.batch=8",
         "--set=train.steps=5",
+        "--set=train.batch=32",
+        "--set=train.validation_examples=20",
         "--set=train.layers=1",
         "--set=train.hidden=32",
         "--set=train.mlp=32",

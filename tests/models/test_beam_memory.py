@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params
@@ -34,6 +35,7 @@ def temporary_bytes(width: int, tokens: int = TOKENS, depth: int = 3) -> int:
     return int(lowered.compile().memory_analysis().temp_size_in_bytes)
 
 
+@pytest.mark.slow
 def test_a_prompts_keys_and_values_exist_once_whatever_the_beam_width() -> None:
     def per_token(width: int) -> float:
         return (temporary_bytes(width, 4 * TOKENS) - temporary_bytes(width)) / (3 * TOKENS)
@@ -44,6 +46,7 @@ def test_a_prompts_keys_and_values_exist_once_whatever_the_beam_width() -> None:
     assert PER_TOKEN <= per_token(8) < 3 * PER_TOKEN
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     # Of a step only its beams' keys and values stay, and a few integers.
     width, steps = 64, 4

@@ -18,7 +18,9 @@ INPUTS = re.compile(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f == "qwen3" else [pytest.mark.slow]) for f in FAMILIES]
+)
 def test_every_array(family: str) -> None:
     compared: dict[str, set[str]] = {}
     for c in comparisons(family):

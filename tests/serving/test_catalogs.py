@@ -103,8 +103,9 @@ def test_activation_and_rollback_under_load_compile_nothing(server: Server) -> N
     def client(answers: list[Any]) -> None:
         connection = server.connect()
         for at in itertools.cycle(range(3)):
+            last = stop.is_set()  # seen before it asks, so that the last answer is of the last version
             answers.append(ask(connection, *REQUESTS[at]))
-            if stop.is_set():
+            if last:
                 break
         connection.close()
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jgr.catalog import load_catalog
 from jgr.config import Config, UserError, override
@@ -249,3 +250,4 @@ def test_a_second_start_reads_its_programs_from_disk(tmp_path: Path) -> None:
             assert bool(programs) == (start == 1)
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
