@@ -58,11 +58,10 @@ class Found(NamedTuple):
 def first_tokens(
     params: DecoderParams, prompts: jax.Array, lengths: jax.Array, *, cfg: DecoderConfig
 ) -> tuple[jax.Array, decoder.ContextKV]:
-    """The most likely next token [B] of prompts [B, T], and their keys and values."""
-    out = decoder.prefill(params, cfg, prompts, lengths)
-    last = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, axis=1)[:, 0]
+    """The most likely next token [B] of prompts [B, T], and their keys and values; read as the engine reads them."""
+    last, state = decoder.begin(params, cfg, prompts, lengths)
     with jax.named_scope("head"):
-        return jnp.argmax(decoder.logits(params, last), axis=-1), out.context
+        return jnp.argmax(decoder.logits(params, last[:, 0]), axis=-1), state.context
 
 
 class Ours:

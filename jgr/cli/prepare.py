@@ -23,7 +23,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "source",
         None,
-        "the raw form: generic for files of your own, or a dataset; a wrong name lists them all",
+        "the raw form: generic for your own files, or a dataset; a wrong one lists all",
     )
     flags.DEFINE_string("raw", None, "the folder with the raw files")
     flags.DEFINE_string("out", None, "the folder to write")

@@ -29,7 +29,12 @@ from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
+from jgr.ops.dispatch import target_platform
 from jgr.ops.segment_attention import Causal, segment_attention
+
+ONE_BY_ONE = 512, 4
+"""On CPUs, at least so many prompts of so many tokens are read one after the other: one's activations stay in the
+caches, those of a batch do not, and so many tokens fill every core's matmul by themselves."""
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -341,9 +346,27 @@ def begin(
     params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, State]:
     """See jgr.models.generators.Generator."""
+    batch, count = tokens.shape
+    if target_platform() != "cpu" or count < ONE_BY_ONE[0] or batch < ONE_BY_ONE[1]:
+        last, context = _prompt(params, cfg, tokens, lengths)
+        return last, State(context, lengths)
+
+    def read(context: ContextKV, row: jax.Array) -> tuple[ContextKV, jax.Array]:
+        last, one = _prompt(params, cfg, tokens[row][None], lengths[row][None])
+        return ContextKV(*(x.at[:, row].set(new[:, 0]) for x, new in zip(context, one, strict=True))), last[0]
+
+    empty = jnp.zeros((cfg.layers, batch, cfg.kv_heads, count, cfg.head_dim), params.embed.dtype)
+    context, last = jax.lax.scan(read, ContextKV(empty, empty), jnp.arange(batch))
+    return last, State(context, lengths)
+
+
+def _prompt(
+    params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
+) -> tuple[jax.Array, ContextKV]:
+    """The last hidden states [B, 1, D] of prompts, and their keys and values."""
     out = prefill(params, cfg, tokens, lengths)
     last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
-    return last, State(out.context, lengths)
+    return last, out.context
 
 
 def advance(

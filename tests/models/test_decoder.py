@@ -127,3 +127,17 @@ def test_parameter_counts_of_published_models(row: tuple, total: int, inner: int
     )
     assert params.count(decoder.spec(cfg)) == total
     assert params.count(decoder.spec(cfg)) - vocab * hidden * (1 if tied else 2) == inner
+
+
+def test_long_prompts_are_read_one_by_one_and_are_the_same() -> None:
+    cfg = CONFIGS["qwen3"]
+    w = weights(cfg)
+    count, rows = decoder.ONE_BY_ONE
+    tokens = np.random.default_rng(0).integers(0, 64, (rows, count)).astype(np.int32)
+    lengths = np.array([count, 1, 200, 7], np.int32)
+    last, state = jax.jit(decoder.begin, static_argnames="cfg")(w, cfg, tokens, lengths)
+    whole = prefill(w, cfg, tokens, lengths)
+    np.testing.assert_allclose(last[:, 0], whole.hidden[np.arange(rows), lengths - 1], atol=2e-5)
+    for row, length in enumerate(lengths):
+        for got, want in zip(state.context, whole.context, strict=True):
+            np.testing.assert_allclose(got[:, row, :, :length], want[:, row, :, :length], atol=2e-5)
