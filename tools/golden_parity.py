@@ -158,7 +158,7 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
     _, few = _item_tables(arrays["short_items"], params)
     every = _unconstrained_tables(cfg, params, depth=3)
 
-    widest = int(max(32, arrays["free_width"], arrays["short_width"]))
+    widest = max(32, int(arrays["free_width"]), int(arrays["short_width"]))
 
     def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
         widths = np.full(
