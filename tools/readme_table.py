@@ -36,7 +36,7 @@ def load_results(folder: Path = RESULTS) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table, a row for each claim. That nothing was missing or wrong is a row only where it does not hold."""
+    """A Markdown table, a row for each claim. That nothing was wrong is a row only where it does not hold."""
     rows = [("what", "measured", "target", "machine, commit", "command")]
     for result in results:
         machine, measured_commit = result["machine"], result["measured_commit"]
