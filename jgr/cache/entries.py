@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cached segment is: whose, of which tokens, and in which cells its keys and values stand (BAT-6, BAT-8).
+
+An entry is the KV of one user's or one item's segment in one layout. Its first `tokens` tokens are valid, and their
+hash says which they were: a segment that begins with just these tokens reuses them, so that a history that grew is
+extended and one that changed is a miss. Nobody overwrites a valid token: who extends an entry writes behind them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+EntryKind = Literal["user", "item"]
+
+
+class Name(NamedTuple):
+    """Of whom an entry is. layout: the segment's place and what it sees, as far as its KV depends on them."""
+
+    kind: EntryKind
+    id: str | int
+    layout: str
+
+
+class Content:
+    """A segment's tokens, [t] int32, and their hashes."""
+
+    def __init__(self, tokens: Int32) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes: the hash of all tokens."""
+        return self.prefix(len(self.tokens))
+
+    def prefix(self, count: int) -> bytes:
+        """16 bytes: the hash of the first `count` tokens."""
+        return hashlib.blake2b(np.ascontiguousarray(self.tokens[:count]).tobytes(), digest_size=16).digest()
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """tokens: valid ones; digest: their hash. cells: int32, in order of the tokens, with room for `growing` as well.
+
+    pins: requests that read or write it. growing: what a writer makes of it, or None. named: whether it can be found;
+    one that cannot is freed with its last pin.
+    """
+
+    name: Name
+    tokens: int
+    digest: bytes
+    cells: Int32
+    pins: int = 0
+    growing: Content | None = None
+    named: bool = True
+
+    def serves(self, content: Content) -> bool:
+        """Whether its valid tokens are the first of these; one without any serves nobody."""
+        if not 0 < self.tokens <= len(content):
+            return False
+        return self.digest == (content.digest if self.tokens == len(content) else content.prefix(self.tokens))

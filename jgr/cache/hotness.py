@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a user comes (BAT-9), and which of the cached ones comes least.
+
+Both estimates are the number of accesses in the last window of W ns, the exponential one with weights that decay by e
+every W. It needs one number a user: the estimate at time t is exp(key - t / W), so that keys compare as estimates do,
+at any time, and a heap of keys stays in order while time passes.
+
+Users that are not cached keep their estimates too, in a table of bounded size that forgets who came longest ago.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from jgr.cache.entries import Name
+
+
+class Hotness(Protocol):
+    """Estimates of users. Times in ns never go back."""
+
+    def touch(self, user: Name, now_ns: int) -> None:
+        """The user came."""
+
+    def frequency(self, user: Name, now_ns: int) -> float:
+        """Accesses in the last window; 0 for a user who never came or was forgotten."""
+
+    def hold(self, user: Name) -> None:
+        """The user is cached from now on, and is not forgotten."""
+
+    def let_go(self, user: Name) -> None:
+        """The user is not cached any more."""
+
+    def coldest(self) -> Iterator[Name]:
+        """The cached users, the least frequent first, ties by name. None may be held or let go while it is read."""
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+
+
+class ExponentialWindow:
+    """window_ns: W. remembered: users that are not cached and have an estimate, at most."""
+
+    def __init__(self, window_ns: int, remembered: int) -> None:
+        self._window_ns, self._remembered = window_ns, remembered
+        self._others: OrderedDict[Name, float] = (
+            OrderedDict()
+        )  # keys of users that are not cached, last come last
+        self._cached: dict[Name, float] = {}
+        self._heap: list[tuple[float, Name]] = []  # entries whose key is not the user's any more linger
+
+    def touch(self, user: Name, now_ns: int) -> None:
+        now = now_ns / self._window_ns
+        if user in self._cached:
+            self._cached[user] = key = _plus_one(self._cached[user], now)
+            self._push(key, user)
+            return
+        self._others[user] = _plus_one(self._others.pop(user, -math.inf), now)
+        self._forget()
+
+    def frequency(self, user: Name, now_ns: int) -> float:
+        key = self._cached.get(user, self._others.get(user, -math.inf))
+        return math.exp(key - now_ns / self._window_ns)
+
+    def hold(self, user: Name) -> None:
+        if user not in self._cached:
+            self._cached[user] = key = self._others.pop(user, -math.inf)
+            self._push(key, user)
+
+    def let_go(self, user: Name) -> None:
+        self._others[user] = self._cached.pop(user)
+        self._forget()
+
+    def coldest(self) -> Iterator[Name]:
+        read: list[tuple[float, Name]] = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if self._cached.get(entry[1]) == entry[0] and entry not in read[-1:]:
+                    read.append(entry)
+                    yield entry[1]
+        finally:
+            for entry in read:
+                heapq.heappush(self._heap, entry)
+
+    def check(self) -> None:
+        assert len(self._others) <= self._remembered, "more users are remembered than may be"
+        assert not self._cached.keys() & self._others.keys(), "a user is cached and not cached"
+        assert {(key, user) for user, key in self._cached.items()} <= set(self._heap), "a cached user is lost"
+        assert len(self._heap) <= _lingering(len(self._cached)), "old entries pile up"
+
+    def _push(self, key: float, user: Name) -> None:
+        heapq.heappush(self._heap, (key, user))
+        if len(self._heap) > _lingering(len(self._cached)):
+            self._heap = [(key, user) for user, key in self._cached.items()]
+            heapq.heapify(self._heap)
+
+    def _forget(self) -> None:
+        while len(self._others) > self._remembered:
+            self._others.popitem(last=False)
+
+
+class ExactWindow:
+    """Counters of equal parts of the window; `coldest` sorts all cached users, for studies rather than for service."""
+
+    def __init__(self, window_ns: int, parts: int = 5) -> None:
+        self._part_ns, self._parts = max(1, window_ns // parts), parts
+        self._counts: Counter[Name] = Counter()
+        self._past: deque[tuple[int, Counter[Name]]] = deque()
+        self._cached: set[Name] = set()
+
+    def touch(self, user: Name, now_ns: int) -> None:
+        self._advance(now_ns)
+        part = now_ns // self._part_ns
+        if not self._past or self._past[-1][0] != part:
+            self._past.append((part, Counter()))
+        self._past[-1][1][user] += 1
+        self._counts[user] += 1
+
+    def frequency(self, user: Name, now_ns: int) -> float:
+        self._advance(now_ns)
+        return float(self._counts.get(user, 0))
+
+    def hold(self, user: Name) -> None:
+        self._cached.add(user)
+
+    def let_go(self, user: Name) -> None:
+        self._cached.remove(user)
+
+    def coldest(self) -> Iterator[Name]:
+        return iter(sorted(self._cached, key=lambda user: (self._counts.get(user, 0), user)))
+
+    def check(self) -> None:
+        assert sum((counts for _, counts in self._past), Counter()) == self._counts, "the counters disagree"
+
+    def _advance(self, now_ns: int) -> None:
+        while self._past and self._past[0][0] <= now_ns // self._part_ns - self._parts:
+            self._counts -= self._past.popleft()[1]
+
+
+def _plus_one(key: float, now: float) -> float:
+    """log(exp(key - now) + 1) + now"""
+    return now + math.log1p(math.exp(key - now))
+
+
+def _lingering(cached: int) -> int:
+    return 2 * cached + 64

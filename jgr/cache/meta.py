@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache meta service (BAT-8): which entries exist, who uses them, and which go when room is needed.
+
+It holds no tensor, and decides nothing about layouts. A request's life here:
+
+    find(name, content)     the entry whose valid tokens can be reused, or None; an entry of other tokens is dropped
+    hold(entry)             pinned: neither its cells nor its tokens change until `release`
+    extend(name, content)   pinned, with cells for all of the content; the caller writes what is not valid yet and says
+                            `written` or `failed`. None: no room, or somebody writes this entry already
+
+Which entry goes first: the one whose last use is longest ago, or for users, with a Hotness, the least frequent one. A
+pinned entry never goes. An entry that was dropped while pinned is freed with its last pin, and what is written to it
+then is of no use to anybody.
+
+A host tier, where there is one, takes what the device gives up: `moves` says what is to be copied, in order, before the
+programs that are planned after it, in either direction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.entries import Content, Entry, EntryKind, Name
+from jgr.cache.hotness import Hotness
+from jgr.cache.pages import Pages
+
+Int32 = npt.NDArray[np.int32]
+
+KINDS: tuple[EntryKind, ...] = ("user", "item")
+SPLITS = {"user": False, "item": True}
+"""Items are short: several share a page."""
+
+
+class Move(NamedTuple):
+    """Cells of the device, and of the host, int32 each: copied from the one to the other."""
+
+    direction: Literal["to_host", "to_device"]
+    device: Int32
+    host: Int32
+
+
+@dataclass(eq=False, slots=True)
+class _Aside:
+    """An entry's valid tokens on the host."""
+
+    tokens: int
+    digest: bytes
+    cells: Int32
+
+
+class CacheMeta:
+    """Entries of users and items over the pages of a device, and of a host where there are some.
+
+    cell_tokens: tokens of a cell. hotness: which users go first; None: the least recently used ones.
+    """
+
+    def __init__(
+        self, pages: Pages, cell_tokens: int, hotness: Hotness | None = None, host: Pages | None = None
+    ) -> None:
+        self.pages, self.cell_tokens, self.hotness, self.host = pages, cell_tokens, hotness, host
+        self._entries: dict[EntryKind, OrderedDict[Name, Entry]] = {kind: OrderedDict() for kind in KINDS}
+        self._aside: OrderedDict[Name, _Aside] = OrderedDict()
+        self._unnamed: set[Entry] = set()
+        self._moves: list[Move] = []
+        self.counts: Counter[str] = Counter()
+        """user_evicted, item_evicted, user_stale, item_stale, user_refused, item_refused, to_host, to_device"""
+
+    def find(self, name: Name, content: Content) -> Entry | None:
+        """The entry whose valid tokens are the first of the content's, on the device; its use is remembered.
+
+        An entry of other tokens is dropped, and one on the host is brought back where there is room.
+        """
+        entries = self._entries[name.kind]
+        entry = entries.get(name)
+        if entry is None:
+            entry = self._bring_back(name, content)
+        elif entry.tokens and not entry.serves(content):
+            self.drop(name)
+            self.counts[f"{name.kind}_stale"] += 1
+            return None
+        if entry is None or not entry.tokens:
+            return None
+        entries.move_to_end(name)
+        return entry
+
+    def hold(self, entry: Entry) -> None:
+        entry.pins += 1
+
+    def release(self, entry: Entry) -> None:
+        """The other end of `hold`; also of `extend`, after `written` or `failed`."""
+        entry.pins -= 1
+        if entry.pins == 0 and not entry.named:
+            self._unnamed.remove(entry)
+            self._free(entry)
+
+    def extend(self, name: Name, content: Content) -> Entry | None:
+        """A pinned entry with cells for all of the content; the caller writes from `entry.tokens` on."""
+        entry = self.find(name, content)
+        if entry is None:
+            if name in self._entries[name.kind]:
+                return None  # it is being written for the first time
+            entry = Entry(name, 0, b"", np.zeros(0, np.int32))
+        elif entry.growing is not None or entry.tokens >= len(content):
+            return None
+        entry.pins += 1  # it must not go to make room for itself
+        if not self._widen(entry, len(content)):
+            entry.pins -= 1
+            self.counts[f"{name.kind}_refused"] += 1
+            return None
+        entry.growing = content
+        if not entry.tokens:
+            self._add(entry)
+        return entry
+
+    def written(self, entry: Entry) -> None:
+        """The content is in the entry's cells, for every program that is dispatched from now on."""
+        assert entry.growing is not None
+        entry.tokens, entry.digest, entry.growing = len(entry.growing), entry.growing.digest, None
+
+    def failed(self, entry: Entry) -> None:
+        """The content was not written. What was valid before still is; cells beyond it stay for the next writer."""
+        entry.growing = None
+        if not entry.tokens and entry.named:
+            self.drop(entry.name)
+
+    def drop(self, name: Name) -> bool:
+        """Forget an entry, wherever it is; False where there is none. Its cells are free once nobody has it pinned."""
+        if name in self._aside:
+            self._leave_host(name)
+            return True
+        entry = self._entries[name.kind].pop(name, None)
+        if entry is None:
+            return False
+        entry.named = False
+        if name.kind == "user" and self.hotness is not None:
+            self.hotness.let_go(name)
+        if entry.pins:
+            self._unnamed.add(entry)
+        else:
+            self._free(entry)
+        return True
+
+    def clear(self) -> None:
+        """Forget everything, as when the pool's content is lost."""
+        for name in [*(name for kind in KINDS for name in self._entries[kind]), *self._aside]:
+            self.drop(name)
+        self._moves.clear()
+
+    def set_limit(self, kind: EntryKind, pages: int) -> None:
+        """Move the boundary: entries that are beyond the new limit go, but for pinned ones. No page is moved."""
+        self.pages.set_limit(kind, pages)
+        while self.pages.used(kind) > pages and (victim := self._victim(kind)) is not None:
+            self._evict(victim)
+
+    def has_room(self, kind: EntryKind, tokens: int) -> bool:
+        """Whether an entry of so many tokens would need no other entry to go."""
+        return self.pages.size(kind, -(-tokens // self.cell_tokens)) <= self.pages.room(kind)
+
+    def coldest_frequency(self, now_ns: int) -> float | None:
+        """The least frequency of a cached user (BAT-10); None where no user is cached or frequencies are not kept."""
+        if self.hotness is None:
+            return None
+        name = next(self.hotness.coldest(), None)
+        return None if name is None else self.hotness.frequency(name, now_ns)
+
+    def take_moves(self) -> list[Move]:
+        """What must be copied, in this order, before the programs that are planned from now on."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def number(self, kind: EntryKind) -> int:
+        """Entries on the device."""
+        return len(self._entries[kind])
+
+    def fragmentation(self, kind: EntryKind) -> float:
+        """Share of the cells' tokens that no valid token fills."""
+        room = self.pages.cells_used(kind) * self.cell_tokens
+        return 1 - sum(entry.tokens for entry in self._all(kind)) / room if room else 0.0
+
+    def check(self) -> None:
+        """Audit: every used cell is of just one entry. AssertionError names what is broken."""
+        self.pages.check()
+        for kind in KINDS:
+            cells = [cell for entry in self._all(kind) for cell in entry.cells.tolist()]
+            assert len(set(cells)) == len(cells), f"a cell is of two {kind} entries"
+            assert len(cells) == self.pages.cells_used(kind), f"cells of {kind} entries are lost"
+        for entry in [entry for kind in KINDS for entry in self._all(kind)]:
+            assert entry.named or entry.pins, "an entry without a name or a pin is kept"
+            assert entry.growing is None or entry.pins, "an entry is written by nobody"
+            assert entry.tokens <= len(entry.cells) * self.cell_tokens, "an entry has more tokens than room"
+        if self.hotness is not None:
+            self.hotness.check()
+        if self.host is not None:
+            self.host.check()
+            used = sum(self.host.cells_used(kind) for kind in KINDS)
+            assert used == sum(len(aside.cells) for aside in self._aside.values()), (
+                "cells of the host are lost"
+            )
+
+    def _all(self, kind: EntryKind) -> Iterator[Entry]:
+        yield from self._entries[kind].values()
+        yield from (entry for entry in self._unnamed if entry.name.kind == kind)
+
+    def _add(self, entry: Entry) -> None:
+        self._entries[entry.name.kind][entry.name] = entry
+        if entry.name.kind == "user" and self.hotness is not None:
+            self.hotness.hold(entry.name)
+
+    def _widen(self, entry: Entry, tokens: int) -> bool:
+        """Give an entry cells for so many tokens, at the cost of others. False: there is no room."""
+        kind, more = entry.name.kind, -(-tokens // self.cell_tokens) - len(entry.cells)
+        if more <= 0:
+            return True
+        if self.pages.size(kind, more) > self.pages.limit(kind) * self.pages.cells:
+            return False
+        while (cells := self.pages.take(kind, more)) is None:
+            victim = self._victim(kind)
+            if victim is None:
+                return False
+            self._evict(victim)
+        entry.cells = np.concatenate([entry.cells, cells])
+        return True
+
+    def _victim(self, kind: EntryKind) -> Entry | None:
+        entries = self._entries[kind]
+        names = iter(entries) if kind == "item" or self.hotness is None else self.hotness.coldest()
+        return next((entries[name] for name in names if not entries[name].pins), None)
+
+    def _evict(self, entry: Entry) -> None:
+        name = entry.name
+        self.counts[f"{name.kind}_evicted"] += 1
+        self.drop(name)
+        if self.host is None:
+            return
+        used = entry.cells[: -(-entry.tokens // self.cell_tokens)]
+        if self.host.size(name.kind, len(used)) > self.host.limit(name.kind) * self.host.cells:
+            return
+        while (cells := self.host.take(name.kind, len(used))) is None:
+            oldest = next((other for other in self._aside if other.kind == name.kind), None)
+            if oldest is None:
+                return
+            self._leave_host(oldest)
+        self._aside[name] = _Aside(entry.tokens, entry.digest, cells)
+        self._moves.append(Move("to_host", used, cells[: len(used)]))
+        self.counts["to_host"] += 1
+
+    def _bring_back(self, name: Name, content: Content) -> Entry | None:
+        aside = self._aside.get(name)
+        if aside is None:
+            return None
+        entry = Entry(name, aside.tokens, aside.digest, np.zeros(0, np.int32))
+        if not entry.serves(content):
+            self._leave_host(name)
+            self.counts[f"{name.kind}_stale"] += 1
+            return None
+        del self._aside[name]  # before others take its place there
+        if not self._widen(entry, entry.tokens):
+            self._aside[name] = aside
+            return None
+        used = -(-entry.tokens // self.cell_tokens)
+        self._moves.append(Move("to_device", entry.cells[:used], aside.cells[:used]))
+        assert self.host is not None
+        self.host.give_back(name.kind, aside.cells.tolist())
+        self._add(entry)
+        self.counts["to_device"] += 1
+        return entry
+
+    def _leave_host(self, name: Name) -> None:
+        assert self.host is not None
+        self.host.give_back(name.kind, self._aside.pop(name).cells.tolist())
+
+    def _free(self, entry: Entry) -> None:
+        self.pages.give_back(entry.name.kind, entry.cells.tolist())

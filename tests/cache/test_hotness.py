@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both estimates against sums over all accesses that ever were."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgr.cache.entries import Name
+from jgr.cache.hotness import ExactWindow, ExponentialWindow, Hotness
+
+WINDOW = 100
+STEPS = st.lists(
+    st.tuples(st.integers(0, 90), st.sampled_from("abcde"), st.sampled_from(["touch", "hold", "let_go"])),
+    max_size=40,
+)
+
+
+def user(name: str) -> Name:
+    return Name("user", name, "user_prefix")
+
+
+def exponential(past: list[tuple[int, str]], name: str, now: int) -> float:
+    return sum(math.exp(-(now - t) / WINDOW) for t, who in past if who == name)
+
+
+def exact(past: list[tuple[int, str]], name: str, now: int) -> float:
+    return float(sum(who == name and t // 20 > now // 20 - 5 for t, who in past))
+
+
+@pytest.mark.parametrize("kind", ["exponential", "exact"])
+@given(steps=STEPS)
+def test_estimates_are_sums_over_the_past(kind: str, steps: list[tuple[int, str, str]]) -> None:
+    hotness: Hotness = (
+        ExponentialWindow(WINDOW, remembered=9) if kind == "exponential" else ExactWindow(WINDOW)
+    )
+    want = exponential if kind == "exponential" else exact
+    now, past, cached = 0, list[tuple[int, str]](), set[str]()
+    for wait, name, verb in steps:
+        now += wait
+        past.append((now, name))
+        hotness.touch(user(name), now)
+        if verb == "hold":
+            cached.add(name)
+            hotness.hold(user(name))
+        elif name in cached and verb == "let_go":
+            cached.remove(name)
+            hotness.let_go(user(name))
+        hotness.check()
+        for other in "abcde":
+            assert hotness.frequency(user(other), now) == pytest.approx(want(past, other, now))
+        order = [name.id for name in hotness.coldest()]
+        assert set(order) == cached and order == [name.id for name in hotness.coldest()]
+        frequencies = [want(past, str(name), now) for name in order]
+        assert frequencies == pytest.approx(sorted(frequencies))
+
+
+def test_only_so_many_strangers_are_remembered() -> None:
+    hotness = ExponentialWindow(WINDOW, remembered=2)
+    for at, name in enumerate("abcb"):
+        hotness.touch(user(name), at)
+    assert hotness.frequency(user("a"), 3) == 0
+    assert hotness.frequency(user("b"), 3) > hotness.frequency(user("c"), 3) > 0
+    hotness.hold(user("b"))
+    for at, name in enumerate("def"):
+        hotness.touch(user(name), 4 + at)
+    assert hotness.frequency(user("b"), 6) > 0, "a cached user is not forgotten"
+    assert [hotness.frequency(user(name), 6) > 0 for name in "cdef"] == [False, False, True, True]

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The meta service over a pool of plain numbers: whatever happens, what it finds is what was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jgr.cache.entries import Content, Entry, EntryKind, Name
+from jgr.cache.hotness import ExponentialWindow
+from jgr.cache.meta import SPLITS, CacheMeta
+from jgr.cache.pages import Pages
+
+CELL_TOKENS, CELLS = 2, 3
+
+
+def content(*tokens: int) -> Content:
+    return Content(np.array(tokens, np.int32))
+
+
+def user(name: str) -> Name:
+    return Name("user", name, "user_prefix")
+
+
+def item(row: int) -> Name:
+    return Name("item", row, "item_prefix")
+
+
+class Pool:
+    """A meta service, and the tokens themselves in the place of their keys and values."""
+
+    def __init__(self, pages: int, host_pages: int = 0, hot: bool = False) -> None:
+        host = Pages(host_pages, CELLS, SPLITS) if host_pages else None
+        hotness = ExponentialWindow(100, remembered=4) if hot else None
+        self.meta = CacheMeta(Pages(pages, CELLS, SPLITS), CELL_TOKENS, hotness, host)
+        self.device = np.full((pages * CELLS, CELL_TOKENS), -1)
+        self.host = np.full((host_pages * CELLS, CELL_TOKENS), -1)
+        self.pending: list[Entry] = []
+
+    def move(self) -> None:
+        for move in self.meta.take_moves():
+            if move.direction == "to_host":
+                self.host[move.host] = self.device[move.device]
+            else:
+                self.device[move.device] = self.host[move.host]
+
+    def read(self, entry: Entry) -> list[int]:
+        self.move()
+        tokens: list[int] = self.device[entry.cells].ravel()[: entry.tokens].tolist()
+        return tokens
+
+    def start(self, name: Name, wanted: Content) -> Entry | None:
+        entry = self.meta.extend(name, wanted)
+        self.move()
+        if entry is not None:
+            self.pending.append(entry)
+        return entry
+
+    def finish(self, entry: Entry) -> None:
+        assert entry.growing is not None
+        slots = (entry.cells[:, None] * CELL_TOKENS + np.arange(CELL_TOKENS)).ravel()
+        new = slice(entry.tokens, len(entry.growing))
+        self.device.reshape(-1)[slots[new]] = entry.growing.tokens[new]
+        self.meta.written(entry)
+        self.meta.release(entry)
+        self.pending.remove(entry)
+
+    def store(self, name: Name, *tokens: int) -> Entry:
+        entry = self.start(name, content(*tokens))
+        assert entry is not None
+        self.finish(entry)
+        return entry
+
+
+def test_a_history_that_grew_is_extended_and_one_that_changed_is_freed() -> None:
+    pool = Pool(4)
+    assert pool.meta.find(user("a"), content(1, 2, 3)) is None
+    entry = pool.store(user("a"), 1, 2, 3)
+    assert pool.meta.find(user("a"), content(1, 2, 3)) is entry
+    assert pool.meta.find(user("a"), content(1, 2, 3, 4, 5, 6, 7)) is entry
+    assert pool.store(user("a"), 1, 2, 3, 4, 5, 6, 7) is entry
+    assert (pool.read(entry), pool.meta.pages.used("user")) == ([1, 2, 3, 4, 5, 6, 7], 2)
+    assert pool.meta.find(user("a"), content(1, 2, 9)) is None
+    assert (pool.meta.pages.free, pool.meta.counts["user_stale"]) == (4, 1)
+
+
+def test_a_pinned_entry_outlives_its_name_and_no_longer() -> None:
+    pool = Pool(2)
+    entry = pool.store(item(1), 5, 6, 7)
+    pool.meta.hold(entry)
+    assert pool.meta.drop(item(1)) and not pool.meta.drop(item(1))
+    assert pool.meta.find(item(1), content(5, 6, 7)) is None
+    other = pool.store(item(1), 5, 6, 7)
+    assert set(other.cells) & set(entry.cells) == set()
+    assert pool.read(entry) == [5, 6, 7]
+    pool.meta.release(entry)
+    pool.meta.check()
+    assert pool.meta.pages.cells_used("item") == 2
+
+
+def test_items_share_pages_and_the_longest_unused_goes_first() -> None:
+    pool = Pool(1)
+    for row in (1, 2, 3):
+        pool.store(item(row), row, row)
+    assert (pool.meta.pages.used("item"), pool.meta.pages.room("item")) == (1, 0)
+    assert pool.meta.find(item(1), content(1, 1)) is not None
+    pool.store(item(4), 4)
+    assert [row for row in (1, 2, 3, 4) if pool.meta.find(item(row), content(*[row] * (1 + (row < 4))))] == [
+        1,
+        3,
+        4,
+    ]
+    assert pool.meta.fragmentation("item") == pytest.approx(1 - 5 / 6)
+
+
+def test_with_a_hotness_the_least_frequent_user_goes_first() -> None:
+    pool = Pool(2, hot=True)
+    meta, hotness = pool.meta, pool.meta.hotness
+    assert hotness is not None and meta.coldest_frequency(0) is None
+    for at, name in enumerate("aab"):
+        hotness.touch(user(name), at)
+    pool.store(user("a"), 1)
+    pool.store(user("b"), 2)
+    assert meta.coldest_frequency(2) == hotness.frequency(user("b"), 2) == 1.0
+    assert meta.find(user("b"), content(2)) is not None
+    hotness.touch(user("c"), 3)
+    pool.store(user("c"), 3)
+    assert meta.find(user("a"), content(1)) is not None
+    assert meta.find(user("b"), content(2)) is None
+
+
+def test_what_the_device_gives_up_comes_back_from_the_host() -> None:
+    pool = Pool(1, host_pages=2)
+    pool.store(user("a"), 1, 2, 3)
+    pool.store(user("b"), 4)
+    assert pool.meta.number("user") == 1
+    entry = pool.meta.find(user("a"), content(1, 2, 3, 4))
+    assert entry is not None and pool.read(entry) == [1, 2, 3]
+    back = pool.meta.find(user("b"), content(4))
+    assert back is not None and pool.read(back) == [4]
+    assert pool.meta.find(user("a"), content(7)) is None, "another history"
+    assert pool.meta.drop(user("b"))
+    pool.meta.check()
+    assert pool.meta.host is not None and pool.meta.host.free == 2 and pool.meta.pages.free == 1
+
+
+def test_a_boundary_moves_no_page() -> None:
+    pool = Pool(4)
+    pool.meta.set_limit("item", 2)
+    entries = [pool.store(user(name), 1, 2) for name in "ab"]
+    before = [entry.cells.tolist() for entry in entries]
+    pool.meta.set_limit("user", 2)
+    assert [entry.cells.tolist() for entry in entries] == before
+    pool.meta.hold(entries[0])
+    pool.meta.set_limit("user", 0)
+    assert pool.meta.pages.used("user") == 1, "the other one is pinned"
+    assert pool.start(user("c"), content(1)) is None
+    pool.meta.release(entries[0])
+    pool.meta.set_limit("user", 0)
+    assert pool.meta.pages.used("user") == 0
+
+
+NAMES = st.one_of(st.sampled_from("abcd").map(user), st.integers(0, 5).map(item))
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class Anything(RuleBasedStateMachine):
+    """Requests, writes that end well or not, erasures, limits, in any order."""
+
+    @initialize(pages=st.integers(0, 6), host=st.integers(0, 3), hot=st.booleans())
+    def start(self, pages: int, host: int, hot: bool) -> None:
+        self.pool, self.held, self.now = Pool(pages, host, hot), list[tuple[Entry, list[int]]](), 0
+
+    @rule(name=NAMES, tokens=TOKENS, hold=st.booleans())
+    def request(self, name: Name, tokens: list[int], hold: bool) -> None:
+        pool, wanted = self.pool, content(*tokens)
+        self.now += 1
+        if name.kind == "user" and pool.meta.hotness is not None:
+            pool.meta.hotness.touch(name, self.now)
+        entry = pool.meta.find(name, wanted)
+        if entry is not None:
+            assert pool.read(entry) == tokens[: entry.tokens]
+            if hold:
+                pool.meta.hold(entry)
+                self.held.append((entry, tokens[: entry.tokens]))
+        started = pool.start(name, wanted)
+        if entry is not None and entry.tokens == len(tokens):
+            assert started is None, "nothing is missing"
+
+    @rule(data=st.data(), well=st.booleans())
+    def end_a_write(self, data: st.DataObject, well: bool) -> None:
+        if self.pool.pending:
+            entry = data.draw(st.sampled_from(self.pool.pending))
+            if well:
+                self.pool.finish(entry)
+            else:
+                self.pool.pending.remove(entry)
+                self.pool.meta.failed(entry)
+                self.pool.meta.release(entry)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.held:
+            held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            assert self.pool.read(held[0])[: len(held[1])] == held[1], "a pinned entry has changed"
+            self.pool.meta.release(held[0])
+
+    @rule(name=NAMES)
+    def drop(self, name: Name) -> None:
+        self.pool.meta.drop(name)
+
+    @rule(kind=st.sampled_from(["user", "item"]), share=st.floats(0, 1))
+    def limit(self, kind: EntryKind, share: float) -> None:
+        self.pool.meta.set_limit(kind, round(share * self.pool.meta.pages.count))
+        self.pool.move()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.meta.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for entry in list(self.pool.pending):
+            self.pool.finish(entry)
+        for entry, _ in self.held:
+            self.pool.meta.release(entry)
+        self.pool.meta.clear()
+        self.pool.meta.check()
+        assert self.pool.meta.pages.free == self.pool.meta.pages.count
+
+
+TestAnything = Anything.TestCase
