@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.cli.bench_ops import seconds_per_call
 from jgr.ops.beam_attention import beam_attention, reorder_beam_kv
 from jgr.ops.beam_attention.cases import OP
+from jgr.ops.roofline import seconds_per_call
 from jgr.ops.testing import Case
 
 THREADS = 2

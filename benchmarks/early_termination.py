@@ -30,8 +30,8 @@ import numpy.typing as npt
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.cli.bench_ops import seconds_per_call
 from jgr.ops.constrained_topk import heap, select
+from jgr.ops.roofline import seconds_per_call
 
 THREADS = 2
 COLUMNS = 8192

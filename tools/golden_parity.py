@@ -161,9 +161,8 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
     widest = max(32, int(arrays["free_width"]), int(arrays["short_width"]))
 
     def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
-        widths = np.full(
-            len(tokens), width, np.int32
-        )  # as the engine runs it: narrow beams in a wide program
+        # as the engine runs it: narrow beams in a wide program
+        widths = np.full(len(tokens), width, np.int32)
         beams = beam.recommend(
             params, tables, tokens, lengths, widths, cfg=cfg, width=widest, normalize=normalize
         )

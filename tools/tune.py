@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.cli.bench_ops import seconds_per_call
 from jgr.ops import segment_attention, tuning
 from jgr.ops.beam_attention import config as beam_config
 from jgr.ops.beam_attention import pallas_triton as beam_kernel
 from jgr.ops.beam_attention.cases import OP as BEAM_ATTENTION
+from jgr.ops.roofline import seconds_per_call
 from jgr.ops.segment_attention import xla as segment_xla
 from jgr.ops.segment_attention.cases import OP as SEGMENT_ATTENTION
 from jgr.ops.segment_attention.cases import causal

@@ -151,10 +151,10 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _ops(values: flags.FlagValues) -> None:
-    from jgr.cli import bench_ops
+    from jgr.ops import roofline
 
-    report = bench_ops.measure(values.op)
-    print("\n".join(bench_ops.lines(report)))
+    report = roofline.measure(values.op)
+    print("\n".join(roofline.lines(report)))
     print(json.dumps(report))
     if not report["rows"]:
         raise UserError(f"no op has a case to time whose name contains --op={values.op}")

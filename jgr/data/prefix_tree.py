@@ -60,9 +60,8 @@ class PrefixTree:
             raise ValueError(f"codes must be [n >= 1, depth >= 1], got {codes.shape}")
         n, depth = codes.shape
         order = np.lexsort(_sort_keys(codes)[::-1])  # stable: rows of one leaf keep catalog order
-        new = np.zeros(
-            n, bool
-        )  # whether a sorted row opens a node: it differs from the row before in levels 0..l
+        # whether a sorted row opens a node: it differs from the row before in levels 0..l
+        new = np.zeros(n, bool)
         new[0] = True
         opens = np.zeros(1, np.int64)  # of the level above: the sorted row that opens each node
         offsets, level_codes, nodes = [], [], []

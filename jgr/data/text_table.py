@@ -10,6 +10,7 @@ Letters: n texts.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
@@ -91,8 +92,8 @@ class _Lazy(Sequence[T]):
             return False
         return all(a == b for a, b in zip(self, other, strict=True))
 
-    def _at(self, row: int) -> T:
-        raise NotImplementedError
+    @abstractmethod
+    def _at(self, row: int) -> T: ...
 
 
 class ItemIds(_Lazy[str]):

@@ -32,7 +32,7 @@ from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
 from jgr.ops.segment_attention import Causal, segment_attention
 
-ONE_BY_ONE = 512, 4
+ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
 """On CPUs, at least so many prompts of so many tokens are read one after the other: one's activations stay in the
 caches, those of a batch do not, and so many tokens fill every core's matmul by themselves."""
 
@@ -347,7 +347,7 @@ def begin(
 ) -> tuple[jax.Array, State]:
     """See jgr.models.generators.Generator."""
     batch, count = tokens.shape
-    if target_platform() != "cpu" or count < ONE_BY_ONE[0] or batch < ONE_BY_ONE[1]:
+    if target_platform() != "cpu" or batch < ONE_BY_ONE_PROMPTS or count < ONE_BY_ONE_TOKENS:
         last, context = _prompt(params, cfg, tokens, lengths)
         return last, State(context, lengths)
 

@@ -64,7 +64,7 @@ class Rebuild:
     engine: the catalog's engine, not started; as `check`, besides. Both take long and run in a thread of their own.
     """
 
-    check: Callable[[Catalog], None]
+    check: Callable[[Catalog], object]
     engine: Callable[[Catalog], Engine]
 
 

@@ -111,9 +111,8 @@ class JaxExecutor:
         out = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
         if profile.kind == "recommend":
             leaves, scores, _ = (np.asarray(x) for x in out)
-            alive = (~np.isneginf(scores)).sum(
-                axis=1
-            )  # dead beams sort last; a NaN is a fault, not a dead beam
+            # dead beams sort last; a NaN is a fault, not a dead beam
+            alive = (~np.isneginf(scores)).sum(axis=1)
             return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
         scores = np.asarray(out)
         return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]

@@ -137,14 +137,10 @@ def make_engine(
         metrics=metrics,
         revision=model.revision,
         rebuild=Rebuild(
-            partial(_check, model, config),
+            partial(_fit, model, config),
             partial(make_engine, model, config, metrics=metrics, like=executor),
         ),
     )
-
-
-def _check(model: Model, config: Config, catalog: Catalog) -> None:
-    _fit(model, config, catalog)
 
 
 def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:

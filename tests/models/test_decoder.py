@@ -132,7 +132,7 @@ def test_parameter_counts_of_published_models(row: tuple, total: int, inner: int
 def test_long_prompts_are_read_one_by_one_and_are_the_same() -> None:
     cfg = CONFIGS["qwen3"]
     w = weights(cfg)
-    count, rows = decoder.ONE_BY_ONE
+    rows, count = decoder.ONE_BY_ONE_PROMPTS, decoder.ONE_BY_ONE_TOKENS
     tokens = np.random.default_rng(0).integers(0, 64, (rows, count)).astype(np.int32)
     lengths = np.array([count, 1, 200, 7], np.int32)
     last, state = jax.jit(decoder.begin, static_argnames="cfg")(w, cfg, tokens, lengths)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jgr.cli import bench_ops
+from jgr.ops import roofline
 from jgr.ops.beam_attention.cases import OP
 from jgr.ops.testing import OpCases, all_ops
 
@@ -20,15 +20,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         OpCases(OP.name, OP.call, OP.cases, OP.shapes, OP.integers, OP.work),
     ]
     monkeypatch.setattr(OpCases, "tagged", lambda self, tag: self.cases[1:2])
-    monkeypatch.setattr(bench_ops, "all_ops", lambda: ops)
-    monkeypatch.setattr(bench_ops, "_matmul_flops", lambda n, dtype: 2e9)
-    monkeypatch.setattr(bench_ops, "_copy_bytes", lambda size: 1e9)
-    timed = functools.partial(bench_ops.seconds_per_call, at_least_s=0.0)
-    monkeypatch.setattr(bench_ops, "seconds_per_call", lambda call: timed(call) * 0 + 1e-3)
+    monkeypatch.setattr(roofline, "all_ops", lambda: ops)
+    monkeypatch.setattr(roofline, "_matmul_flops", lambda n, dtype: 2e9)
+    monkeypatch.setattr(roofline, "_copy_bytes", lambda size: 1e9)
+    timed = functools.partial(roofline.seconds_per_call, at_least_s=0.0)
+    monkeypatch.setattr(roofline, "seconds_per_call", lambda call: timed(call) * 0 + 1e-3)
 
 
 def test_rates_follow_from_the_least_work_and_the_time(small: None) -> None:
-    report = bench_ops.measure()
+    report = roofline.measure()
     (row,) = report["rows"]
     assert (report["device"], report["dtype"], report["matmul_tflops"]) == ("cpu", "float32", 0.002)
     assert (row["op"], row["case"], row["implementation"], row["ms"]) == (
@@ -43,19 +43,19 @@ def test_rates_follow_from_the_least_work_and_the_time(small: None) -> None:
     assert row["tflops"] == pytest.approx(flops / 1e-3 / 1e12)
     assert row["gb_per_s"] == pytest.approx(4 * values / 1e-3 / 1e9)
     assert row["roofline"] == pytest.approx(max(flops / 2e9, 4 * values / 1e9) / 1e-3)
-    head, columns, line = bench_ops.lines(report)
+    head, columns, line = roofline.lines(report)
     assert head == "cpu, float32: matmul 0.002 TFLOP/s, copy 1 GB/s"
     assert columns.split() == ["op", "case", "form", "ms", "GB/s", "TFLOP/s", "roofline"]
     assert line.split()[:4] == ["beam_attention", "ragged", "xla", "1.000"]
 
 
 def test_only_what_is_asked_for_is_timed(small: None) -> None:
-    assert bench_ops.measure("no such op")["rows"] == []
+    assert roofline.measure("no such op")["rows"] == []
 
 
 def test_calls_are_counted_until_they_take_long_enough() -> None:
     calls: list[Any] = []
-    assert bench_ops.seconds_per_call(lambda: calls.append(0), at_least_s=0.0) >= 0.0
+    assert roofline.seconds_per_call(lambda: calls.append(0), at_least_s=0.0) >= 0.0
     assert len(calls) == 4  # one to warm up, three to time
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ import pytest
 from jgr.catalog import Catalog, save_catalog
 from jgr.models.beam import growth_class
 from tests.serving.fakes import LiveServer
-from tests.serving.test_reload_model import ADMIN, REQUESTS, Switchable, ask
+from tests.serving.test_reload_model import ADMIN, REQUESTS, Switchable
 from tests.serving.tiny_model import make_catalog
 
-CLIENTS = 3
 LARGEST = 100_000
 
 
@@ -97,42 +94,22 @@ def recommendations(server: Server) -> list[Any]:
 def test_activation_and_rollback_under_load_compile_nothing(server: Server) -> None:
     assert server.states() == {FIRST.version: "active"}
     before, programs = recommendations(server), server.programs()
-    told: list[list[Any]] = [[] for _ in range(CLIENTS)]
-    stop = threading.Event()
-
-    def client(answers: list[Any]) -> None:
-        connection = server.connect()
-        for at in itertools.cycle(range(3)):
-            last = stop.is_set()  # seen before it asks, so that the last answer is of the last version
-            answers.append(ask(connection, *REQUESTS[at]))
-            if last:
-                break
-        connection.close()
-
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(client, answers) for answers in told]
-        try:
-            while not all(told):
-                server.call("/health/live")
-            server.upload(SECOND)
-            assert server.states() == {FIRST.version: "active", SECOND.version: "idle"}
-            listed = server.change(f"/v1/catalogs/{SECOND.version}/activate")
-            assert (listed["activation"], listed["activation_error"]) == ("done", None)
-            assert server.states() == {FIRST.version: "previous", SECOND.version: "active"}
-            after = recommendations(server)
-            server.change("/v1/catalogs/rollback")
-            assert server.states() == {FIRST.version: "active", SECOND.version: "previous"}
-        finally:
-            stop.set()
-        for ended in clients:
-            ended.result()
+    with server.load(REQUESTS[:3]) as told:
+        server.upload(SECOND)
+        assert server.states() == {FIRST.version: "active", SECOND.version: "idle"}
+        listed = server.change(f"/v1/catalogs/{SECOND.version}/activate")
+        assert (listed["activation"], listed["activation_error"]) == ("done", None)
+        assert server.states() == {FIRST.version: "previous", SECOND.version: "active"}
+        after = recommendations(server)
+        server.change("/v1/catalogs/rollback")
+        assert server.states() == {FIRST.version: "active", SECOND.version: "previous"}
 
     assert recommendations(server) == before
     assert server.programs() == programs, "an activation within the growth class compiles nothing"
     for answers in told:
-        for answer in answers:
+        for _, answer in answers:
             assert {item["item_id"] for item in answer["items"]} <= BY_VERSION[answer["catalog_version"]]
-        versions = [version for version, _ in itertools.groupby(a["catalog_version"] for a in answers)]
+        versions = [version for version, _ in itertools.groupby(a["catalog_version"] for _, a in answers)]
         assert versions[0] == versions[-1] == FIRST.version
     assert {item for answer in after for item, _ in answer} & (set(SECOND.item_ids) - set(FIRST.item_ids))
 

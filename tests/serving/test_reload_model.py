@@ -9,8 +9,9 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,35 @@ class Switchable:
 
     def call(self, path: str, body: Any = None) -> Any:
         return ask(self._connection, path, body)
+
+    @contextmanager
+    def load(self, requests: Sequence[tuple[str, Any]]) -> Iterator[list[list[tuple[int, Any]]]]:
+        """Clients that ask the requests in turn until the block ends, each with an answer before it begins.
+
+        What each was told, in order: (which request, its answer); the last was asked after the block.
+        """
+        told: list[list[tuple[int, Any]]] = [[] for _ in range(CLIENTS)]
+        stop = threading.Event()
+
+        def client(answers: list[tuple[int, Any]]) -> None:
+            connection = self.connect()
+            for at in itertools.cycle(range(len(requests))):
+                last = stop.is_set()  # seen before it asks
+                answers.append((at, ask(connection, *requests[at])))
+                if last:
+                    break
+            connection.close()
+
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            clients = [pool.submit(client, answers) for answers in told]
+            try:
+                while not all(told):
+                    self.call("/health/live")
+                yield told
+            finally:
+                stop.set()
+            for ended in clients:
+                ended.result()
 
     def reload(self) -> dict[str, Any]:
         """Reload, and wait until that is over. The model's entry."""
@@ -156,33 +186,13 @@ def test_two_reloads_under_load(server: Switchable) -> None:
     resident, in_requests = device_bytes(), server.compilations("request")
     first = server.call("/v1/models/tiny")
     alone = {first["version"]: [server.call(*request) for request in REQUESTS]}
-    answers: list[list[tuple[int, Any]]] = [[] for _ in range(CLIENTS)]
-    stop = threading.Event()
-
-    def client(told: list[tuple[int, Any]]) -> None:
-        connection = server.connect()
-        for at in itertools.cycle(range(len(REQUESTS))):
-            last = stop.is_set()  # seen before it asks, so that the last answer is of the last version
-            told.append((at, ask(connection, *REQUESTS[at])))
-            if last:
-                break
-        connection.close()
-
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(client, told) for told in answers]
-        try:
-            while not all(answers):
-                server.call("/health/live")
-            server.point_to("b")
-            second = server.reload()
-            assert (second["reload"], second["reload_error"]) == ("done", None)
-            alone[second["version"]] = [server.call(*request) for request in REQUESTS]
-            server.point_to("a")
-            third = server.reload()
-        finally:
-            stop.set()
-        for ended in clients:
-            ended.result()
+    with server.load(REQUESTS) as answers:
+        server.point_to("b")
+        second = server.reload()
+        assert (second["reload"], second["reload_error"]) == ("done", None)
+        alone[second["version"]] = [server.call(*request) for request in REQUESTS]
+        server.point_to("a")
+        third = server.reload()
     assert (first["id"], second["id"], third["version"]) == ("tiny", "tiny", first["version"])
     assert len(alone) == 2
 

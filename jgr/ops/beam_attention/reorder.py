@@ -56,9 +56,8 @@ def _move(
     def move(first: Any, step: int) -> None:
         rows, values = [], []
         for i in range(_ROWS_IN_FLIGHT):
-            row = jnp.clip(
-                first + step * i, 0, width - 1
-            )  # the last row again, where the count is not a multiple
+            # the last row again, where the count is not a multiple
+            row = jnp.clip(first + step * i, 0, width - 1)
             parent = parents_ref[request, row]
             moves = parent > row if step > 0 else parent < row
             rows.append(row)
