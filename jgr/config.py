@@ -76,10 +76,15 @@ class PromptConfig:
     template: str = "<bos>{history}"
     item: str = "{sid}"  # one item of the history; may also name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # the last items of a history that are kept
+    # The kept items begin at a multiple of it, so that a long history that grows keeps its first tokens for so many
+    # events, and with them what is cached; at most stride - 1 items fewer are kept.
+    stride: int = 1
     separator: str = ""  # text between two items
 
     def __post_init__(self) -> None:
-        _check(self, max_items=1)
+        _check(self, max_items=1, stride=1)
+        fits = self.stride <= self.max_items
+        _require(fits, f"prompt.stride ({self.stride}) must be at most prompt.max_items ({self.max_items})")
         _require(self.template.count("{history}") == 1, "prompt.template must hold {history} exactly once")
 
 
@@ -97,6 +102,58 @@ class BeamConfig:
 
 
 @dataclass(frozen=True)
+class RankConfig:
+    """How candidates are ranked. The sizes are those of the compiled shapes of all scorers but `likelihood`."""
+
+    # The likelihood of each candidate's semantic id after the history's prompt; or all candidates in the prompt and a
+    # score from the token of each (one-level catalogs), from a question about each, or from a letter for each place.
+    scorer: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
+    item: str = "{title}{sid}"  # a candidate, as prompt.item; scored by item_token it ends with {sid}
+    instruction: str = "<sid>"  # behind everything
+    probe: str = "<sid>"  # the question about an item, for item_probe
+    positive: str = "<yes>"  # its answers, each one token
+    negative: str = "<no>"
+    letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter
+    item_span: int = 32  # tokens of a candidate at most, and positions that the candidates take
+    requests: int = 8  # of one batch
+    tokens: tuple[int, ...] = (512, 2048)  # new tokens of a batch
+    context: tuple[int, ...] = (2048,)  # cached tokens of a batch
+    candidates: int = 256  # of a batch
+
+    def __post_init__(self) -> None:
+        _check(self, item_span=1, requests=1, candidates=1)
+        _sizes("rank.tokens", self.tokens)
+        _sizes("rank.context", self.context)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The cache of users' and items' keys and values."""
+
+    # Which of them comes first in a prompt, and so can be reused: never anything; always the user; always the items;
+    # whichever is longer; or the user where it is longer and comes more often than the cached ones.
+    policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
+    device_mb: float = 64.0  # of the pool on the device
+    host_mb: float = 0.0  # of the host's memory, for what the device gives up
+    item_share: float = 0.5  # of the pages are kept for items
+    page_tokens: int = 16  # tokens of a page; a user's entry takes whole pages
+    item_cells: int = 4  # parts of a page; an item's entry takes whole parts
+    window_s: float = 300.0  # over which accesses are counted
+    hysteresis: float = (
+        0.1  # how much more often than the coldest cached user another must come to take its place
+    )
+    shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
+
+    def __post_init__(self) -> None:
+        _check(self, device_mb=0, host_mb=0, item_share=0, page_tokens=1, item_cells=1, window_s=1e-3)
+        _check(self, hysteresis=0, shadow=0)
+        _require(self.item_share <= 1, f"cache.item_share must be at most 1, not {self.item_share}")
+        _require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
+        fits = self.page_tokens % self.item_cells == 0
+        _require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
+
+
+@dataclass(frozen=True)
 class ProfilesConfig:
     """The shapes that are compiled at start-up: the product of these sizes, each ascending."""
 
@@ -108,9 +165,7 @@ class ProfilesConfig:
     def __post_init__(self) -> None:
         _check(self)
         for f in dataclasses.fields(self):
-            sizes = getattr(self, f.name)
-            fits = len(sizes) > 0 and sizes[0] >= 1 and all(a < b for a, b in pairwise(sizes))
-            _require(fits, f"profiles.{f.name} must be ascending sizes such as (1, 8), not {sizes}")
+            _sizes(f"profiles.{f.name}", getattr(self, f.name))
 
 
 @dataclass(frozen=True)
@@ -172,8 +227,8 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec over items.
-    model: Literal["generator", "onerec", "sasrec"] = "generator"
+    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec or LRURec over items.
+    model: Literal["generator", "onerec", "sasrec", "lrurec"] = "generator"
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
@@ -187,7 +242,7 @@ class TrainConfig:
     adam_b2: float = 0.98
     clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
-    negatives: int = 0  # items that a step's softmax is sampled from, for sasrec; 0: all items
+    negatives: int = 0  # items that a step's softmax is sampled from, for sasrec and lrurec; 0: all items
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
@@ -230,6 +285,8 @@ class Config:
     catalog: CatalogConfig = field(default_factory=CatalogConfig)
     prompt: PromptConfig = field(default_factory=PromptConfig)
     beam: BeamConfig = field(default_factory=BeamConfig)
+    rank: RankConfig = field(default_factory=RankConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -381,6 +438,11 @@ def _check(section: Any, **minimum: float) -> None:
         _require(_fits(value, hint), f"{key} must be {_describe(hint)}, not {value!r}")
         if name in minimum:
             _require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
+
+
+def _sizes(name: str, sizes: tuple[int, ...]) -> None:
+    fits = len(sizes) > 0 and sizes[0] >= 1 and all(a < b for a, b in pairwise(sizes))
+    _require(fits, f"{name} must be ascending sizes such as (1, 8), not {sizes}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -146,6 +146,11 @@ def _tokens_of(
     return np.array(tokens, np.int32)
 
 
+def first_kept(count: int, most: int, stride: int) -> int:
+    """The first of `count` items that a prompt keeps: a multiple of stride, and at most `most` from the end."""
+    return -(-max(0, count - most) // stride) * stride
+
+
 class PromptBuilder:
     """The prompt of a history: the template's prefix, the last `max_items` items, the template's suffix.
 
@@ -157,12 +162,12 @@ class PromptBuilder:
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer | None, catalog: Catalog) -> None:
         """Tokenises the template and every item once. PromptError names the field that does not fit."""
         before, after = _split_template(config.template)
-        self.prefix = _encode_template("prompt.template", before, tokenizer)
-        self.suffix = _encode_template("prompt.template", after, tokenizer)
-        self._max_items = config.max_items
+        self.prefix = encode_template("prompt.template", before, tokenizer)
+        self.suffix = encode_template("prompt.template", after, tokenizer)
+        self._max_items, self._stride = config.max_items, config.stride
         # Every item's tokens are stored with the separator behind them, which `build` takes off the last one.
-        separator = _encode_template("prompt.separator", config.separator, tokenizer)
-        items, lengths = _item_tokens(config.item, tokenizer, catalog)
+        separator = encode_template("prompt.separator", config.separator, tokenizer)
+        items, lengths = encode_items("prompt.item", config.item, tokenizer, catalog)
         behind = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
         self._tokens, self._lengths = _interleave([(items, lengths), behind], catalog.n_items)
         self._separator = len(separator)
@@ -179,14 +184,18 @@ class PromptBuilder:
 
     def build(self, rows: Int32) -> Int32:
         """rows: [h] int32, 0 .. n - 1, oldest first, h >= 0. Returns the prompt, [t] int32."""
-        rows = rows[-self._max_items :]
+        return np.concatenate((self.user(rows), self.suffix))
+
+    def user(self, rows: Int32) -> Int32:
+        """The prompt up to the end of the history, [t] int32."""
+        rows = rows[first_kept(len(rows), self._max_items, self._stride) :]
         lengths = self._lengths[rows]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0
         # Token j of the history stands at j + (where its item starts in the table) - (where it starts here).
         source = np.repeat(self._starts[rows] - ends + lengths, lengths) + np.arange(total)
         history = self._tokens[source[: max(total - self._separator, 0)]]
-        return np.concatenate((self.prefix, history, self.suffix))
+        return np.concatenate((self.prefix, history))
 
 
 def _split_template(template: str) -> tuple[str, str]:
@@ -215,7 +224,7 @@ def _parse(name: str, template: str) -> list[tuple[str, str | None]]:
     return [(text, field) for text, field, _, _ in pieces]
 
 
-def _encode_template(name: str, text: str, tokenizer: Tokenizer | None) -> Int32:
+def encode_template(name: str, text: str, tokenizer: Tokenizer | None) -> Int32:
     if not text:
         return np.zeros(0, np.int32)
     if tokenizer is None:
@@ -236,23 +245,25 @@ def _check_names(name: str, text: str, tokenizer: Tokenizer) -> None:
             raise PromptError(f"{name}: {token!r} is not a token of the tokenizer{tokenizer.nearest(token)}")
 
 
-def _item_tokens(template: str, tokenizer: Tokenizer | None, catalog: Catalog) -> tuple[Int32, Int64]:
-    """All items' tokens one after the other, [total] int32, and their numbers, [n] int64."""
-    parts = _parse("prompt.item", template)
+def encode_items(
+    where: str, template: str, tokenizer: Tokenizer | None, catalog: Catalog
+) -> tuple[Int32, Int64]:
+    """All items' tokens one after the other, [total] int32, and their numbers, [n] int64. where: names the field."""
+    parts = _parse(where, template)
     columns: list[tuple[Int32, Int64]] = []
     pending: list[tuple[str, str | None]] = []
     for text, field in parts:
         if field != "sid":
             pending.append((text, field))
             continue
-        columns.append(_text_column([*pending, (text, None)], tokenizer, catalog))
+        columns.append(_text_column(where, [*pending, (text, None)], tokenizer, catalog))
         columns.append(_sid_column(tokenizer, catalog))
         pending = []
-    columns.append(_text_column(pending, tokenizer, catalog))
+    columns.append(_text_column(where, pending, tokenizer, catalog))
     flat, lengths = _interleave(columns, catalog.n_items)
     if not lengths.all():
         item_id = catalog.item_ids[int(np.argmin(lengths))]
-        raise PromptError(f"prompt.item: {template!r} gives no token for item {item_id!r}")
+        raise PromptError(f"{where}: {template!r} gives no token for item {item_id!r}")
     return flat, lengths
 
 
@@ -265,30 +276,32 @@ def _sid_column(tokenizer: Tokenizer | None, catalog: Catalog) -> tuple[Int32, I
 
 
 def _text_column(
-    parts: list[tuple[str, str | None]], tokenizer: Tokenizer | None, catalog: Catalog
+    where: str, parts: list[tuple[str, str | None]], tokenizer: Tokenizer | None, catalog: Catalog
 ) -> tuple[Int32, Int64]:
     """The text between two `{sid}`, tokenised as one text per item."""
     n = catalog.n_items
     fields = [field for _, field in parts if field is not None]
     if not fields:
-        constant = _encode_template("prompt.item", "".join(text for text, _ in parts), tokenizer)
+        constant = encode_template(where, "".join(text for text, _ in parts), tokenizer)
         return np.tile(constant, n), np.full(n, len(constant), np.int64)
     if tokenizer is None:
-        raise PromptError(f"prompt.item: the text of {{{fields[0]}}} needs a tokenizer")
-    _check_names("prompt.item", " ".join(text for text, _ in parts), tokenizer)
-    values = {field: _field_texts(field, catalog) for field in fields}
+        raise PromptError(f"{where}: the text of {{{fields[0]}}} needs a tokenizer")
+    _check_names(where, " ".join(text for text, _ in parts), tokenizer)
+    values = {field: _field_texts(where, field, catalog) for field in fields}
     texts = [
         "".join(text + (values[field][row] if field else "") for text, field in parts) for row in range(n)
     ]
     encoded: list[list[int]] = []
     for at in range(0, n, _PIECES_PER_CALL):
         some = slice(at, at + _PIECES_PER_CALL)
-        encoded += _encode_items(texts[some], catalog.item_ids[some], tokenizer)
+        encoded += _encode_texts(where, texts[some], catalog.item_ids[some], tokenizer)
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     return np.fromiter((token for ids in encoded for token in ids), np.int32, int(lengths.sum())), lengths
 
 
-def _encode_items(texts: list[str], item_ids: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+def _encode_texts(
+    where: str, texts: list[str], item_ids: Sequence[str], tokenizer: Tokenizer
+) -> list[list[int]]:
     try:
         return tokenizer.encode_batch(texts)
     except PromptError:
@@ -297,31 +310,31 @@ def _encode_items(texts: list[str], item_ids: Sequence[str], tokenizer: Tokenize
             try:
                 tokenizer.encode(text)
             except PromptError as cause:
-                raise PromptError(f"prompt.item: item {item_id!r}: {cause}") from None
+                raise PromptError(f"{where}: item {item_id!r}: {cause}") from None
         raise
 
 
-def _field_texts(field: str, catalog: Catalog) -> list[str]:
+def _field_texts(where: str, field: str, catalog: Catalog) -> list[str]:
     """The metadata field of every item as text."""
     texts: list[str] = []
     for row, fields in enumerate(catalog.metadata):
         value = fields.get(field)
         if type(value) not in (str, int, float):
-            raise PromptError(_missing(field, row, catalog))
+            raise PromptError(_missing(where, field, row, catalog))
         texts.append(str(value))
     return texts
 
 
-def _missing(field: str, row: int, catalog: Catalog) -> str:
+def _missing(where: str, field: str, row: int, catalog: Catalog) -> str:
     known = sorted({"sid"}.union(*(fields.keys() for fields in catalog.metadata)))
     if field not in known:
         near = difflib.get_close_matches(field, known, n=1)
         hint = f"nearest: {{{near[0]}}}" if near else f"known: {', '.join(known[:20])}"
-        return f"prompt.item: unknown placeholder {{{field}}}; {hint}"
+        return f"{where}: unknown placeholder {{{field}}}; {hint}"
     item_id, fields = catalog.item_ids[row], catalog.metadata[row]
     if field not in fields:
-        return f"prompt.item: item {item_id!r} has no metadata field {field!r}"
-    return f"prompt.item: metadata field {field!r} of item {item_id!r} is neither text nor a number"
+        return f"{where}: item {item_id!r} has no metadata field {field!r}"
+    return f"{where}: metadata field {field!r} of item {item_id!r} is neither text nor a number"
 
 
 def _interleave(columns: list[tuple[Int32, Int64]], n: int) -> tuple[Int32, Int64]:

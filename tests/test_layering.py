@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("jgr.config", "jgr.catalog", "jgr.prompt", "jgr.layouts", "jgr.data"),
+    ("jgr.config", "jgr.catalog", "jgr.prompt", "jgr.prompt_segments", "jgr.layouts", "jgr.data"),
     ("jgr.ops",),
     ("jgr.models", "jgr.training"),
     ("jgr.cache", "jgr.placement", "jgr.features"),

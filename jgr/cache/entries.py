@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,8 +63,16 @@ class Entry:
     growing: Content | None = None
     named: bool = True
 
-    def serves(self, content: Content) -> bool:
-        """Whether its valid tokens are the first of these; one without any serves nobody."""
-        if not 0 < self.tokens <= len(content):
-            return False
-        return self.digest == (content.digest if self.tokens == len(content) else content.prefix(self.tokens))
+
+class Valid(Protocol):
+    """Some tokens that are there, and their hash."""
+
+    tokens: int
+    digest: bytes
+
+
+def serves(valid: Valid, content: Content) -> bool:
+    """Whether the valid tokens are the first of the content's; where there are none they serve nobody."""
+    if not 0 < valid.tokens <= len(content):
+        return False
+    return valid.digest == (content.digest if valid.tokens == len(content) else content.prefix(valid.tokens))

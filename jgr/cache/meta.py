@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Content, Entry, EntryKind, Name
+from jgr.cache.entries import Content, Entry, EntryKind, Name, serves
 from jgr.cache.hotness import Hotness
 from jgr.cache.pages import Pages
 
@@ -80,7 +80,7 @@ class CacheMeta:
         entry = entries.get(name)
         if entry is None:
             entry = self._bring_back(name, content)
-        elif entry.tokens and not entry.serves(content):
+        elif entry.tokens and not serves(entry, content):
             self.drop(name)
             self.counts[f"{name.kind}_stale"] += 1
             return None
@@ -158,6 +158,11 @@ class CacheMeta:
         while self.pages.used(kind) > pages and (victim := self._victim(kind)) is not None:
             self._evict(victim)
 
+    def has(self, name: Name, content: Content) -> bool:
+        """Whether `find` would find something; changes nothing."""
+        entry = self._entries[name.kind].get(name) or self._aside.get(name)
+        return entry is not None and serves(entry, content)
+
     def has_room(self, kind: EntryKind, tokens: int) -> bool:
         """Whether an entry of so many tokens would need no other entry to go."""
         return self.pages.size(kind, -(-tokens // self.cell_tokens)) <= self.pages.room(kind)
@@ -173,6 +178,11 @@ class CacheMeta:
         """What must be copied, in this order, before the programs that are planned from now on."""
         moves, self._moves = self._moves, []
         return moves
+
+    @property
+    def pinned(self) -> int:
+        """Entries that somebody reads or writes."""
+        return sum(entry.pins > 0 for kind in KINDS for entry in self._all(kind))
 
     def number(self, kind: EntryKind) -> int:
         """Entries on the device."""
@@ -255,7 +265,7 @@ class CacheMeta:
         if aside is None:
             return None
         entry = Entry(name, aside.tokens, aside.digest, np.zeros(0, np.int32))
-        if not entry.serves(content):
+        if not serves(entry, content):
             self._leave_host(name)
             self.counts[f"{name.kind}_stale"] += 1
             return None

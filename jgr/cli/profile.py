@@ -101,12 +101,12 @@ async def _trace(
     import jax
 
     from jgr.serving.api import RequestError
-    from jgr.serving.executors import JaxExecutor
+    from jgr.serving.paged_executor import Executors
     from jgr.serving.loading import load_engine
 
     engine = load_engine(config)
     executor = engine.executor
-    assert isinstance(executor, JaxExecutor)
+    assert isinstance(executor, Executors)
     with console.progress_bar("compiling") as bar:
         await engine.start(bar)
     todo = iter(requests)

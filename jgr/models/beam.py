@@ -183,9 +183,37 @@ def recommend(
             tree of what may be returned, with the normalizer of the whole tree.
         approximate: a beam may have at most so many children at each step; 0: exact.
     """
-    batch = tokens.shape[0]
+    hidden, state = generator(cfg).begin(params, cfg, tokens, lengths)
+    return search(
+        params,
+        tables,
+        hidden,
+        state,
+        widths,
+        filters,
+        cfg=cfg,
+        width=width,
+        normalize=normalize,
+        approximate=approximate,
+    )
+
+
+def search(
+    params: GeneratorParams,
+    tables: CatalogTables,
+    hidden: jax.Array,
+    state: Any,
+    widths: jax.Array,
+    filters: Filters | None,
+    *,
+    cfg: GeneratorConfig,
+    width: int,
+    normalize: Normalize,
+    approximate: int,
+) -> Beams:
+    """`recommend` after prompts given by what the generator's `begin` returns."""
+    batch = widths.shape[0]
     model = generator(cfg)
-    hidden, state = model.begin(params, cfg, tokens, lengths)
     scores = jnp.zeros((batch, 1), jnp.float32)
     nodes = jnp.zeros((batch, 1), jnp.int32)
     codes = jnp.zeros((batch, 0, 1), jnp.int32)

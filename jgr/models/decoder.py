@@ -30,7 +30,7 @@ from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
-from jgr.ops.segment_attention import Causal, segment_attention
+from jgr.ops.segment_attention import Causal, Context, segment_attention
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
 """On CPUs, at least so many prompts of so many tokens are read one after the other: one's activations stay in the
@@ -224,6 +224,18 @@ class Prefill(NamedTuple):
     layers: jax.Array | None
 
 
+class SlotKV(NamedTuple):
+    """Keys and values of earlier tokens, described by `tokens` [B, C]: slots [B, C] int32 of pool [slots, L, 2, K, d]."""
+
+    pool: jax.Array
+    slots: jax.Array
+    tokens: Tokens
+
+    def of_layer(self, layer: jax.Array) -> Context:
+        kv = self.pool[self.slots, layer].transpose(2, 0, 3, 1, 4)  # [2, B, K, C, d]
+        return Context(kv[0], kv[1], self.tokens)
+
+
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -235,7 +247,8 @@ def prefill(
     *,
     positions: jax.Array | None = None,
     segments: Tokens | None = None,
-    layout: Layout = CAUSAL,
+    layout: Layout | jax.Array = CAUSAL,
+    before: SlotKV | None = None,
     keep_layers: bool = False,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
@@ -247,7 +260,8 @@ def prefill(
         tokens: [B, T] int32; row b holds lengths[b] tokens, then padding of any valid token id.
         positions: [B, T] int32 for rope, default the segments' or 0..T-1. Plain prompts are causal by index.
         segments, layout: what the tokens, [B, T] each, are part of, and what sees what; default plain causal prompts.
-            Prompts made of segments have no gradients.
+            Prompts made of segments have no gradients (but with attention="reference").
+        before: cached tokens of the same requests, which the new ones see as the layout says.
         keep_layers: also return every layer's output (before the final norm).
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
     """
@@ -262,13 +276,16 @@ def prefill(
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
-    def layer_step(h: jax.Array, xs: tuple[LayerParams, jax.Array | None]) -> tuple[jax.Array, Any]:
-        layer, layer_keys = xs
+    def layer_step(
+        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, jax.Array]
+    ) -> tuple[jax.Array, Any]:
+        layer, layer_keys, number = xs
+        context = None if before is None else before.of_layer(number)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-            out = segment_attention(q, k, v, described, layout, implementation=attention)
+            out = segment_attention(q, k, v, described, layout, context=context, implementation=attention)
             h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)
@@ -277,7 +294,8 @@ def prefill(
     with jax.named_scope("prefill"):
         h = drop(params.embed[tokens], None if keys is None else keys[-1, 0])
         layer_keys = None if keys is None else keys[:-1]
-        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys))
+        numbers = jnp.arange(cfg.layers)
+        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys, numbers))
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), layers)
 
 

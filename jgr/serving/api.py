@@ -58,7 +58,10 @@ MAX_SEGMENTS = 16
 
 UserId = Annotated[
     Annotated[str, Meta(max_length=256)] | int | None,
-    Meta(description="Identifies the user to caches. It never changes an answer."),
+    Meta(
+        description="Identifies the user to caches. It changes an answer only through the choice of a layout, "
+        "which the answer names."
+    ),
 ]
 History = Annotated[
     list[str | int],
@@ -75,6 +78,9 @@ Deadline = Annotated[
 ModelName = Annotated[
     Annotated[str, Meta(max_length=256)] | None,
     Meta(description="The model to ask: its id or its exact version. null: whatever this server has."),
+]
+Explain = Annotated[
+    bool, Meta(description="Add how many tokens of each part of the prompt came from the cache.")
 ]
 IncludeMetadata = Annotated[bool, Meta(description="Add each item's catalog metadata to the answer.")]
 
@@ -121,6 +127,7 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     filters: Annotated[Filters | None, Meta(description="What may be recommended. null: any item.")] = None
     deadline_ms: Deadline = None
     include_metadata: IncludeMetadata = False
+    explain: Explain = False
 
 
 class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -138,8 +145,16 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     top_k: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Items wanted; null: every candidate.")
     ] = None
+    layout: Annotated[
+        Literal["user_prefix", "item_prefix"] | None,
+        Meta(
+            description="Whether the user or the candidates come first in the prompt, which changes scores slightly. "
+            "null: as the server's cache policy says. Only where rank.scorer puts candidates into the prompt."
+        ),
+    ] = None
     deadline_ms: Deadline = None
     include_metadata: IncludeMetadata = False
+    explain: Explain = False
 
 
 Request = RecommendRequest | RankRequest
@@ -162,6 +177,12 @@ class Usage(Struct, kw_only=True):
     """What the request cost and what was left out of it."""
 
     prompt_tokens: Annotated[int, Meta(description="Tokens of the prompt, padding not counted.")]
+    cached_tokens: Annotated[int, Meta(description="Those whose keys and values came from the cache.")] = 0
+    computed_tokens: Annotated[int, Meta(description="The others.")] = 0
+    layout: Annotated[
+        Literal["causal", "user_prefix", "item_prefix"],
+        Meta(description="In which order the prompt stood; scores of different layouts do not compare."),
+    ] = "causal"
     history_items: Annotated[int, Meta(description="Items of the history that are in the prompt.")]
     unknown_items: Annotated[int, Meta(description="Items of the history that the catalog does not have.")]
     unknown_item_ids: Annotated[
@@ -178,6 +199,16 @@ class Usage(Struct, kw_only=True):
         int | UnsetType, Meta(description="Item ids of the filters that the catalog does not have.")
     ] = UNSET
     candidates: Annotated[int | UnsetType, Meta(description="Candidates scored (rank).")] = UNSET
+
+
+class Reuse(Struct, kw_only=True):
+    """Where a part of the prompt came from."""
+
+    segment: Annotated[Literal["user", "item"], Meta(description="The history, or a candidate.")]
+    item_id: Annotated[str | UnsetType, Meta(description="The candidate.")] = UNSET
+    tokens: Annotated[int, Meta(description="Of this part.")]
+    cached_tokens: Annotated[int, Meta(description="Those that came from the cache.")]
+    kept: Annotated[bool, Meta(description="Whether the computed ones went into the cache.")]
 
 
 class Timing(Struct, kw_only=True):
@@ -207,6 +238,18 @@ class Answer(Struct, kw_only=True):
     ]
     usage: Annotated[Usage, Meta(description="What the request cost and what was left out of it.")]
     timing_ms: Annotated[Timing, Meta(description="Where the time went, in milliseconds.")]
+    explain: Annotated[
+        list[Reuse] | UnsetType,
+        Meta(description="The prompt's parts in its order; only where it was asked for."),
+    ] = UNSET
+
+
+class Erased(Struct, kw_only=True):
+    """What was erased of a user."""
+
+    entries: Annotated[
+        int, Meta(description="Cache entries; one that a running batch reads goes with its end.")
+    ]
 
 
 ReloadState = Literal["never", "running", "done", "failed"]

@@ -75,6 +75,7 @@ class Deployment:
         self._threads: list[threading.Thread] = []
         self._reload_next = False
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
+        self.metrics.watch_cache(lambda: None if (c := self.engine.caching) is None else c.meta)
         self.metrics.show_model(engine.info)
 
     @property
@@ -102,6 +103,10 @@ class Deployment:
                 "model",
             )
         return self.engine
+
+    def forget(self, user_id: str) -> int:
+        """Erase a user's cache entries, in versions that drain too; how many there were."""
+        return sum(engine.forget(user_id) for engine in self._engines)
 
     async def start(self, progress: Progress) -> None:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""

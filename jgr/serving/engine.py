@@ -24,12 +24,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from jgr.catalog import Catalog
 from jgr.config import Config
 from jgr.data.prefix_tree import PrefixTree
+from jgr.serving import translation
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing, invalid
+from jgr.serving.caching import Caching, planned
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
 from jgr.serving.translation import Prompts, Task, Translator
@@ -39,6 +44,13 @@ from jgr.serving.worker import Run, Worker
 Status = Literal["starting", "ready", "draining", "failed"]
 
 _log = logging.getLogger(__name__)
+
+
+class Shadow(NamedTuple):
+    """A request that is computed again without the cache, and the scores that were answered."""
+
+    task: Task
+    scores: npt.NDArray[np.float32]
 
 
 class ClientGone(Exception):
@@ -74,7 +86,7 @@ class Engine:
     executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. metrics: may
     be shared with the engines of other versions. clock: nanoseconds that never go back. revision: what tells the
     model's versions apart. rebuild: None where the catalog cannot be changed. ConfigError where profiles, batching and
-    beam width do not fit.
+    beam width do not fit. caching: None where nothing is cached.
     """
 
     def __init__(
@@ -90,12 +102,14 @@ class Engine:
         clock: Callable[[], int] = time.monotonic_ns,
         revision: str = "",
         rebuild: Rebuild | None = None,
+        caching: Caching | None = None,
     ) -> None:
         self._batcher = Batcher(
             executor.profiles,
             max_tokens=config.batching.max_tokens,
             max_wait_ns=round(config.batching.max_wait_ms * 1e6),
             max_queue=config.batching.max_queue,
+            groupings=None if caching is None else caching.groupings,
         )
         self.translator = Translator(
             name,
@@ -106,7 +120,10 @@ class Engine:
             revision=revision,
             max_beam_width=self._batcher.max_width("recommend"),
             max_candidates=self._batcher.max_width("rank"),
+            segments=None if caching is None else caching.segments,
+            cached=caching is not None and "recommend" in caching.groupings,
         )
+        self.caching = caching
         self.executor = executor
         self.rebuild = rebuild
         self.metrics = metrics or Metrics()
@@ -115,6 +132,8 @@ class Engine:
         self._worker = Worker(executor, clock)
         self._default_deadline_ms = config.server.default_deadline_ms
         self._tickets: dict[int, Ticket] = {}
+        self._shadows: dict[int, Shadow] = {}
+        self._shadow_share, self._shadow_due = config.cache.shadow, 0.0
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._pump_due = False
@@ -154,16 +173,16 @@ class Engine:
         deadline_ms = request.deadline_ms or self._default_deadline_ms
         deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
         now_ns = self.clock()
-        job = Job(next(self._job_ids), task.kind, len(task.work.prompt), task.width, arrival_ns, deadline_ns)
+        job = Job(
+            next(self._job_ids), task.kind, task.work.tokens, task.width, arrival_ns, deadline_ns, task.parts
+        )
         verdict = self._batcher.submit(job, now_ns)
         if isinstance(verdict, Rejected):
             raise _refusal(verdict.reason, task)
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
         self._tickets[job.id] = ticket
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
+        self._pump_soon()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -188,10 +207,10 @@ class Engine:
         self.status = "draining"
         self._batcher.drain()
         self._pump()
-        if self._tickets or self._batcher.in_flight:
+        if self._tickets or self._shadows or self._batcher.in_flight:
             self._drained = self._loop.create_future()
             await asyncio.wait([self._drained], timeout=timeout_s)
-        left = list(self._tickets)
+        left = [*self._tickets, *self._shadows]
         for job_id in left:
             self._batcher.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
@@ -205,13 +224,23 @@ class Engine:
         """After `drain`: wait for the worker thread. False where the device still holds it."""
         return self._worker.join(timeout_s)
 
+    def forget(self, user_id: str) -> int:
+        """Erase a user's cache entries; how many there were."""
+        return 0 if self.caching is None else self.caching.forget(user_id)
+
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""
         self._batcher.check()
-        assert len(self._tickets) == self._batcher.live, "tickets and live jobs differ in number"
+        owned = len(self._tickets) + len(self._shadows)
+        assert owned == self._batcher.live, "tickets and live jobs differ in number"
         for job_id, ticket in self._tickets.items():
             assert self._batcher.state(job_id) is not None, "a ticket outlived its job"
             assert not ticket.answer.done(), "an answered ticket is kept"
+
+    def _pump_soon(self) -> None:
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         """Do what the batcher plans now, and wake up when time alone changes the plan."""
@@ -222,10 +251,10 @@ class Engine:
             self._expire(plan.expired)
             if plan.batch is None:
                 break
-            tasks = [self._tickets[job_id].task for job_id in plan.batch.jobs]
-            works = [task.work for task in tasks]
+            tasks = [self._task(job_id) for job_id in plan.batch.jobs]
+            works = planned(plan.batch, tasks)
             self._worker.run(plan.batch.profile, works, partial(self._finished, plan.batch))
-            real_tokens = sum(len(task.work.prompt) + task.width for task in tasks)
+            real_tokens = sum(task.usage.computed_tokens + task.width for task in tasks)
             self.metrics.observe_batch(plan.batch.profile, len(tasks), real_tokens)
         wakeup_ns = self._batcher.next_wakeup_ns()
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
@@ -240,7 +269,9 @@ class Engine:
         self._pump()
 
     def _finished(self, batch: Batch, run: Run) -> None:
-        committed = self._batcher.commit(batch.id, self.clock())
+        committed = self._batcher.commit(batch.id, self.clock(), well=run.error is None)
+        if run.error is not None and self.caching is not None:
+            self.caching.meta.clear()  # the executor has emptied its pool
         self._expire(committed.expired)
         self._pump()
         if run.error is not None:
@@ -248,7 +279,10 @@ class Engine:
         else:
             outcomes = dict(zip(batch.jobs, run.outcomes, strict=True))
             for job_id in committed.done:
-                self._answer(job_id, outcomes[job_id], run)
+                if job_id in self._shadows:
+                    self._compare(job_id, outcomes[job_id])
+                else:
+                    self._answer(job_id, outcomes[job_id], run)
         self._check_drained()
 
     def _answer(self, job_id: int, outcome: Outcome, run: Run) -> None:
@@ -277,13 +311,41 @@ class Engine:
             usage=task.usage,
             timing_ms=timing,
         )
+        self.metrics.observe_usage(task.usage)
+        if self.caching is not None and task.usage.cached_tokens:
+            self._shadow(task, outcome)
+        if task.request.explain:
+            answer.explain = self.translator.explain(task)
         if not ticket.answer.done():
             ticket.answer.set_result(answer)
+
+    def _task(self, job_id: int) -> Task:
+        ticket = self._tickets.get(job_id)
+        return self._shadows[job_id].task if ticket is None else ticket.task
+
+    def _shadow(self, task: Task, outcome: Outcome) -> None:
+        """Compute the configured share of what was reused again, while nobody waits."""
+        self._shadow_due += self._shadow_share
+        if self._shadow_due < 1 or self._batcher.queued or self.status != "ready":
+            return
+        self._shadow_due -= 1
+        now_ns = self.clock()
+        again = translation.shadow(task)
+        job = Job(next(self._job_ids), task.kind, task.work.tokens, task.width, now_ns, None, again.parts)
+        if not isinstance(self._batcher.submit(job, now_ns), Rejected):
+            self._shadows[job.id] = Shadow(again, outcome.scores)
+            self._pump_soon()
+
+    def _compare(self, job_id: int, outcome: Outcome) -> None:
+        answered, again = self._shadows.pop(job_id).scores, outcome.scores
+        count = min(len(answered), len(again))
+        self.metrics.drift.observe(float(np.abs(answered[:count] - again[:count]).max(initial=0)))
 
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
         """The executor broke: one traceback in the log, an error for each request, and the engine goes on."""
         self.metrics.executor_failures.inc()
-        request_ids = ", ".join(self._tickets[job_id].request_id for job_id in job_ids)
+        waited = [job_id for job_id in job_ids if job_id in self._tickets]
+        request_ids = ", ".join(self._tickets[job_id].request_id for job_id in waited)
         _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
         self._end(job_ids, partial(RequestError, "internal", "the model failed; see the server's log"))
 
@@ -295,13 +357,17 @@ class Engine:
     def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
         """Live requests end without an answer, each with an error of its own."""
         for job_id in job_ids:
+            if self._shadows.pop(job_id, None) is not None:
+                continue
             answer = self._tickets.pop(job_id).answer
             if not answer.done():
                 answer.set_exception(error())
         self._check_drained()
 
     def _check_drained(self) -> None:
-        if self._drained and not (self._drained.done() or self._tickets or self._batcher.in_flight):
+        if self._drained and not (
+            self._drained.done() or self._tickets or self._shadows or self._batcher.in_flight
+        ):
             self._drained.set_result(None)
 
 
@@ -310,5 +376,5 @@ def _refusal(reason: Reason, task: Task) -> RequestError:
         return RequestError("overloaded", "too many requests are waiting; try again later")
     if reason == "draining":
         return RequestError("unavailable", "the server is draining")
-    size = f"{len(task.work.prompt)} tokens with a width of {task.width}"
+    size = f"{task.work.tokens} tokens with a width of {task.width}"
     return invalid("history", f"the prompt has {size}; no compiled profile takes that")

@@ -21,7 +21,16 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.serving.compilation import preparing
 from jgr.serving.device_filters import DeviceFilters
 from jgr.serving.policies.batching import Profile
-from jgr.serving.work import Outcome, Progress, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
+from jgr.serving.work import (
+    Outcome,
+    Progress,
+    RankOutcome,
+    RankWork,
+    RecommendOutcome,
+    RecommendWork,
+    SegmentsWork,
+    Work,
+)
 
 
 class JaxExecutor:
@@ -122,6 +131,7 @@ class JaxExecutor:
         tokens = np.zeros((profile.batch, profile.tokens), np.int32)
         lengths = np.ones(profile.batch, np.int32)
         for i, work in enumerate(works):
+            assert not isinstance(work, SegmentsWork)
             lengths[i] = len(work.prompt)
             tokens[i, : lengths[i]] = work.prompt
         if profile.kind == "rank":
@@ -140,7 +150,8 @@ class JaxExecutor:
 
 
 def _width(work: Work) -> int:
-    return work.beam_width if isinstance(work, RecommendWork) else len(work.leaves)
+    assert isinstance(work, RankWork)
+    return len(work.leaves)
 
 
 def _smallest_work(profile: Profile) -> Work:

@@ -23,14 +23,18 @@ from jgr.config import Config, ConfigError
 from jgr.data.item_filters import catalog_segments
 from jgr.data.prefix_tree import PrefixTree
 from jgr.models import checkpoint
-from jgr.models.beam import catalog_tables
+from jgr.models.beam import CatalogTables, catalog_tables
+from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+from jgr.prompt_segments import SegmentPrompts
+from jgr.serving.caching import make_caching, packed_profiles, pool_shape
 from jgr.serving.compilation import CompilationCounter, preparing, use_compilation_cache
 from jgr.serving.engine import Engine, Rebuild
 from jgr.serving.executors import JaxExecutor
 from jgr.serving.metrics import Metrics
 from jgr.serving.model_files import ModelFiles
+from jgr.serving.paged_executor import Executors, PagedExecutor
 from jgr.serving.policies.batching import Profile, make_profiles
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,7 @@ class Fitted(NamedTuple):
 
     tokens: tuple[npt.NDArray[np.int32], ...]
     prompts: PromptBuilder
+    segments: SegmentPrompts | None
     has_segments: bool
 
 
@@ -91,7 +96,7 @@ def _load_model(config: Config) -> Model:
 
 @preparing()
 def make_engine(
-    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: JaxExecutor | None = None
+    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: Executors | None = None
 ) -> Engine:
     """An engine for a catalog, not yet started. like: an executor of the model, whose programs are used if they fit.
 
@@ -105,16 +110,7 @@ def make_engine(
     if like is not None:
         executor = like.over(tables, segment_rows)
     else:
-        executor = JaxExecutor(
-            model.cfg,
-            model.params,
-            tables,
-            model.profiles,
-            config.beam.normalize,
-            approximate=config.beam.approximate,
-            listed=config.server.max_history + config.server.max_filter_items,
-            segment_rows=segment_rows,
-        )
+        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens)
     _log.info(
         "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
         config.model.name,
@@ -127,6 +123,7 @@ def make_engine(
         catalog.n_items,
         executor.to_compile,
     )
+    paged = executor.paged
     return Engine(
         config.model.name,
         catalog,
@@ -140,7 +137,40 @@ def make_engine(
             partial(_fit, model, config),
             partial(make_engine, model, config, metrics=metrics, like=executor),
         ),
+        caching=None if paged is None else make_caching(config, paged.shape, paged.profiles, fitted.segments),
     )
+
+
+def _make_executors(
+    model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int
+) -> Executors:
+    """Prompts with candidates in them, and with a cache all that generate, are packed; the others have a row each."""
+    rank, settings = config.rank, _settings(config, segment_rows)
+    packed: list[Profile] = []
+    if isinstance(model.cfg, DecoderConfig):
+        if rank.scorer != "likelihood":
+            packed += packed_profiles(rank, "rank", rank.candidates)
+        if config.cache.policy != "none":
+            packed += packed_profiles(rank, "recommend", max(config.profiles.widths))
+    kinds = {profile.kind for profile in packed}
+    plain = tuple(profile for profile in model.profiles if profile.kind not in kinds)
+    paged = None
+    if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
+        pool = pool_shape(config.cache, model.cfg, model.params.embed.dtype.itemsize)
+        paged = PagedExecutor(
+            model.cfg, model.params, tables, tuple(packed), pool, longest, config.beam.normalize, **settings
+        )
+    return Executors(
+        JaxExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
+    )
+
+
+def _settings(config: Config, segment_rows: int) -> dict[str, int]:
+    return {
+        "approximate": config.beam.approximate,
+        "listed": config.server.max_history + config.server.max_filter_items,
+        "segment_rows": segment_rows,
+    }
 
 
 def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
@@ -155,7 +185,19 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
     if misfit:
         raise ConfigError(f"{model.folder}: {misfit}")
     _check_lengths(config, prompts, catalog, model.profiles, model.cfg.max_position)
-    return Fitted(tokens, prompts, bool(catalog_segments(catalog, config.catalog.segments)))
+    segments = None
+    needs_decoder = config.rank.scorer != "likelihood" or config.cache.policy != "none"
+    if needs_decoder and not isinstance(model.cfg, DecoderConfig):
+        raise ConfigError(
+            f"{model.folder}: a model of family {model.cfg.family} takes rank.scorer=likelihood and cache.policy=none"
+        )
+    if config.rank.scorer != "likelihood":
+        segments = SegmentPrompts(config.rank, model.tokenizer, catalog)
+        if segments.largest_token >= model.cfg.vocab_size:
+            raise ConfigError(
+                f"rank: token {segments.largest_token} is not in the vocabulary of {model.cfg.vocab_size}"
+            )
+    return Fitted(tokens, prompts, segments, bool(catalog_segments(catalog, config.catalog.segments)))
 
 
 def _check_lengths(

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jgr.serving.api import ModelInfo, Timing
+from jgr.cache.meta import KINDS as ENTRIES
+from jgr.cache.meta import CacheMeta
+from jgr.serving.api import ModelInfo, Timing, Usage
 from jgr.serving.policies.batching import KINDS, Kind, Profile
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,6 +24,12 @@ STAGES = ("queue", "prepare", "device", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 PHASES = ("load", "request")
 OUTCOMES = ("done", "failed")
+DRIFTS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+EVENTS = (
+    *(f"{kind}_{event}" for kind in ENTRIES for event in ("evicted", "stale", "refused")),
+    "to_host",
+    "to_device",
+)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -68,11 +76,33 @@ class Metrics:
         )
         self._catalog = Gauge("jgr_catalog_info", "1 for the catalog served.", labels, registry=self.registry)
         self._items = Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry)
+        self._tokens = self._counter(
+            "jgr_prompt_tokens",
+            "Tokens of answered requests' prompts, by where their KV came from.",
+            "source",
+        )
+        self._layouts = self._counter("jgr_layouts", "Answered requests by the prompt's layout.", "layout")
+        self.drift = Histogram(
+            "jgr_shadow_drift",
+            "Largest difference of an answer's scores to those computed again without the cache.",
+            registry=self.registry,
+            buckets=DRIFTS,
+        )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
         Gauge("jgr_queue_depth", "Requests waiting for a batch.", registry=self.registry).set_function(depth)
+
+    def watch_cache(self, read: Callable[[], CacheMeta | None]) -> None:
+        """Export the state of the cache that `read` gives; None: there is none."""
+        self.registry.register(_Cache(read))
+
+    def observe_usage(self, usage: Usage) -> None:
+        """Of one answered request."""
+        self._tokens.labels("cached").inc(usage.cached_tokens)
+        self._tokens.labels("computed").inc(usage.computed_tokens)
+        self._layouts.labels(usage.layout).inc()
 
     def show_model(self, info: ModelInfo) -> None:
         """Export which model and catalog are served."""
@@ -135,3 +165,33 @@ class _Compilations(Collector):
         for phase in PHASES:
             family.add_metric([phase], self._read().get(phase, 0))
         yield family
+
+
+class _Cache(Collector):
+    """Exports what a meta service holds, when it is asked."""
+
+    def __init__(self, read: Callable[[], CacheMeta | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        meta = self._read()
+        if meta is None:
+            return
+        pages = GaugeMetricFamily(
+            "jgr_cache_pages", "Pages of the pool, by what holds them.", labels=["holder"]
+        )
+        entries = GaugeMetricFamily("jgr_cache_entries", "Cache entries on the device.", labels=["kind"])
+        waste = GaugeMetricFamily(
+            "jgr_cache_fragmentation", "Share of the entries' room that no token fills.", labels=["kind"]
+        )
+        pages.add_metric(["free"], meta.pages.free)
+        for kind in ENTRIES:
+            pages.add_metric([kind], meta.pages.used(kind))
+            entries.add_metric([kind], meta.number(kind))
+            waste.add_metric([kind], meta.fragmentation(kind))
+        events = CounterMetricFamily(
+            "jgr_cache_events", "What happened to entries since the engine's start.", labels=["event"]
+        )
+        for event in EVENTS:
+            events.add_metric([event], meta.counts[event])
+        yield from (pages, entries, waste, events)

@@ -18,7 +18,16 @@ from jgr.data.prefix_tree import PrefixTree
 from jgr.prompt import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.engine import Engine
 from jgr.serving.policies.batching import Profile, make_profiles
-from jgr.serving.work import Outcome, Progress, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
+from jgr.serving.work import (
+    Outcome,
+    Progress,
+    RankOutcome,
+    RankWork,
+    RecommendOutcome,
+    RecommendWork,
+    SegmentsWork,
+    Work,
+)
 
 
 class NullExecutor:
@@ -33,7 +42,11 @@ class NullExecutor:
             progress(done, len(self.profiles), f"{profile.kind} {profile.batch}x{profile.tokens}")
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        return [self._rank(w) if isinstance(w, RankWork) else self._recommend(w) for w in works]
+        return [
+            self._rank(work) if isinstance(work, RankWork) else self._recommend(work)
+            for work in works
+            if not isinstance(work, SegmentsWork)
+        ]
 
     def _recommend(self, work: RecommendWork) -> RecommendOutcome:
         """Beam j holds leaf (sum of the prompt + j) mod n_leaves, score -j; filtered leaves are skipped."""

@@ -107,6 +107,9 @@ OPERATIONS = (
         admin=True,
         status=202,
     ),
+    Operation(
+        "delete", "/v1/users/{user_id}/cache", "Erase what is cached of a user, given by user_id", api.Erased
+    ),
     Operation("get", "/v1/items/{item_id}", "An item of the catalog", api.CatalogItem, errors=("not_found",)),
     Operation("get", "/health/live", "Whether the process answers", api.Health, open=True),
     Operation(

@@ -35,6 +35,7 @@ from jgr.serving.api import (
     STATUS,
     Answer,
     CatalogItem,
+    Erased,
     ErrorAnswer,
     ErrorBody,
     ErrorType,
@@ -101,6 +102,7 @@ class App:
                 Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
                 Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
                 Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
+                Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/health/live", self._live),
                 Route("/health/ready", self._ready),
@@ -227,6 +229,9 @@ class App:
 
     def _accepted(self, info: msgspec.Struct) -> Response:
         return _json(info, 202, {"Location": "/v1/catalogs"})
+
+    async def _forget(self, request: HttpRequest) -> Response:
+        return _json(Erased(entries=self._deployment.forget(request.path_params["user_id"])))
 
     async def _item(self, request: HttpRequest) -> Response:
         catalog = self._deployment.engine.translator.catalog

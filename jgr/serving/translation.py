@@ -10,18 +10,24 @@ the others are dropped here, when leaves become items again.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET, UnsetType
 
+from jgr.cache.entries import Content, Name
 from jgr.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.data.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.data.prefix_tree import PrefixTree
+from jgr.prompt_segments import SegmentedPrompt, SegmentPrompts
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     Filters,
@@ -30,12 +36,22 @@ from jgr.serving.api import (
     RankRequest,
     RecommendRequest,
     Request,
+    Reuse,
     Usage,
     invalid,
     quoted,
 )
 from jgr.serving.policies.batching import Kind
-from jgr.serving.work import Outcome, RankOutcome, RankWork, RecommendOutcome, RecommendWork, Work
+from jgr.serving.policies.prompt_scheduling import Parts, PlannedPrompt, PlannedSegment
+from jgr.serving.work import (
+    Outcome,
+    RankOutcome,
+    RankWork,
+    RecommendOutcome,
+    RecommendWork,
+    SegmentsWork,
+    Work,
+)
 
 Int32 = npt.NDArray[np.int32]
 
@@ -43,29 +59,39 @@ MAX_LISTED_IDS = 10
 
 
 class Prompts(Protocol):
-    """Makes prompts; jgr.prompt.PromptBuilder is one."""
+    """Makes prompts; jgr.prompt.PromptBuilder is one. suffix: what stands behind the history."""
+
+    suffix: Int32
 
     def build(self, rows: Int32) -> Int32:
         """rows: [h] int32, oldest first. Returns [t] int32 tokens."""
 
+    def user(self, rows: Int32) -> Int32:
+        """Its tokens without the suffix."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class Task:
-    """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank)."""
+    """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank).
+
+    parts: of the prompt, where it may be cached; plan: since its batch started.
+    """
 
     request: Request
     work: Work
     usage: Usage
     rows: Int32
+    parts: Parts | None = None
+    plan: PlannedPrompt | None = None
 
     @property
     def kind(self) -> Kind:
-        return "recommend" if isinstance(self.work, RecommendWork) else "rank"
+        return "recommend" if isinstance(self.request, RecommendRequest) else "rank"
 
     @property
     def width(self) -> int:
         """Beam width, or number of candidates."""
-        return self.work.beam_width if isinstance(self.work, RecommendWork) else len(self.work.leaves)
+        return len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
 
 
 class Translator:
@@ -86,6 +112,8 @@ class Translator:
         max_beam_width: int,
         max_candidates: int,
         revision: str = "",
+        segments: SegmentPrompts | None = None,
+        cached: bool = False,
     ) -> None:
         if 0 < max_beam_width < config.beam.width:
             raise ConfigError(
@@ -93,7 +121,8 @@ class Translator:
             )
         self.catalog = catalog
         self._tree = tree
-        self._prompts = prompts
+        self._prompts, self._segments, self._cached = prompts, segments, cached
+        self._item_names = LazyNames(segments)
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
         self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
@@ -125,6 +154,19 @@ class Translator:
             return self._recommended(task, outcome)
         return self._ranked(task, outcome)
 
+    def explain(self, task: Task) -> list[Reuse]:
+        """Where the prompt's parts came from, once its batch was planned; empty where nothing is cached."""
+        work, parts = task.work, task.parts
+        if not isinstance(work, SegmentsWork) or parts is None or task.plan is None:
+            return []
+        plan = task.plan
+        user = [_reuse("user", len(parts.history), plan.user)]
+        items = [
+            _reuse("item", len(content), source, self.catalog.item_ids[row])
+            for row, (_, content), source in zip(task.rows.tolist(), parts.items, plan.items, strict=False)
+        ]
+        return user + items if plan.layout == "user_prefix" else items + user
+
     def _recommend(self, request: RecommendRequest) -> Task:
         info = self.info
         width = request.beam_width or info.beam_width
@@ -136,12 +178,19 @@ class Translator:
             raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
         rows, unknown = self._history(request)
         chosen, unknown_filtered = self._filter(request, rows)
-        work = RecommendWork(self._prompts.build(rows), width, chosen)
+        work: Work
+        parts = None
+        if self._cached:
+            prompt = SegmentedPrompt(self._prompts.user(rows), self._prompts.suffix)
+            work = SegmentsWork(prompt, beam_width=width, filter=chosen)
+            parts = _parts(request, prompt, ())
+        else:
+            work = RecommendWork(self._prompts.build(rows), width, chosen)
         usage = self._usage(work, rows, unknown)
         usage.beam_width = width
         if request.filters is not None:
             usage.unknown_filter_items = unknown_filtered
-        return Task(request, work, usage, rows)
+        return Task(request, work, usage, rows, parts)
 
     def _filter(self, request: RecommendRequest, history: Int32) -> tuple[ItemFilter, int]:
         """What may be returned, and how many ids of the request's filters the catalog lacks."""
@@ -185,10 +234,21 @@ class Translator:
             raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
         candidates = self._candidates(request)
         rows, unknown = self._history(request)
-        work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
+        work: Work
+        parts = None
+        if self._segments is not None:
+            prompt = self._segments.prompt(self._prompts.user(rows), candidates)
+            work = SegmentsWork(prompt, *self._segments.columns(candidates))
+            parts = _parts(request, prompt, self._item_names.of(candidates))
+        elif request.layout is not None:
+            raise invalid(
+                "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
+            )
+        else:
+            work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
         usage = self._usage(work, rows, unknown)
         usage.candidates = count
-        return Task(request, work, usage, candidates)
+        return Task(request, work, usage, candidates, parts)
 
     def _candidates(self, request: RankRequest) -> Int32:
         item_ids = _texts(request.candidates)
@@ -221,7 +281,8 @@ class Translator:
 
     def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
         return Usage(
-            prompt_tokens=len(work.prompt),
+            prompt_tokens=work.tokens,
+            computed_tokens=work.tokens,
             history_items=min(len(rows), self.info.max_history_in_prompt),
             unknown_items=len(unknown),
             unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
@@ -229,7 +290,7 @@ class Translator:
 
     def _recommended(self, task: Task, outcome: RecommendOutcome) -> list[Item]:
         request, work = task.request, task.work
-        assert isinstance(request, RecommendRequest) and isinstance(work, RecommendWork)
+        assert isinstance(request, RecommendRequest) and not isinstance(work, RankWork)
         task.usage.dead_beams = work.beam_width - len(outcome.leaves)
         items: list[Item] = []
         for leaf, score in zip(outcome.leaves.tolist(), outcome.scores.tolist(), strict=True):
@@ -252,6 +313,55 @@ class Translator:
         if with_metadata:
             item.metadata = self.catalog.metadata[row]
         return item
+
+
+class LazyNames:
+    """The cache entries' names and contents of items, made once an item."""
+
+    def __init__(self, segments: SegmentPrompts | None) -> None:
+        self._segments = segments
+        self._known: dict[int, tuple[Name, Content]] = {}
+
+    def of(self, rows: Int32) -> list[tuple[Name, Content]]:
+        """rows: [c] int32."""
+        known, found = self._known, []
+        for row in rows.tolist():
+            entry = known.get(row)
+            if entry is None:
+                assert self._segments is not None
+                content = Content(self._segments.item(row))
+                entry = known[row] = Name("item", row, "item_prefix"), content
+            found.append(entry)
+        return found
+
+
+def shadow(task: Task) -> Task:
+    """The same task, to be computed without the cache in the layout that it had."""
+    assert task.parts is not None and task.plan is not None
+    parts = dataclasses.replace(task.parts, layout=task.plan.layout, fresh=True)
+    return dataclasses.replace(task, usage=copy(task.usage), parts=parts)
+
+
+def user_entry(user_id: str) -> str:
+    """What a user's cache entries are called; no other entry's name begins so."""
+    return f"id:{user_id}"
+
+
+def _parts(request: Request, prompt: SegmentedPrompt, items: Sequence[tuple[Name, Content]]) -> Parts:
+    """A user without an id is known by the history."""
+    history = Content(prompt.user)
+    given = request.user_id is not None
+    user = user_entry(str(request.user_id)) if given else f"history:{history.digest.hex()}"
+    behind = len(prompt.behind) + len(prompt.probe) * len(prompt.items)
+    layout = request.layout if isinstance(request, RankRequest) else "user_prefix"
+    return Parts(user, history, items, behind, layout)
+
+
+def _reuse(
+    segment: Literal["user", "item"], tokens: int, source: PlannedSegment, item_id: str | UnsetType = UNSET
+) -> Reuse:
+    kept = source.write is not None
+    return Reuse(segment=segment, item_id=item_id, tokens=tokens, cached_tokens=source.cached, kept=kept)
 
 
 def _texts(item_ids: list[str | int]) -> list[str]:

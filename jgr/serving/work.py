@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from jgr.cache.meta import Move
 from jgr.data.item_filters import NO_FILTER, ItemFilter
+from jgr.prompt_segments import SegmentedPrompt
 from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.prompt_scheduling import PlannedPrompt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -25,6 +28,10 @@ class RecommendWork:
     beam_width: int
     filter: ItemFilter = NO_FILTER
 
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt)
+
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
@@ -32,6 +39,32 @@ class RankWork:
 
     prompt: Int32
     leaves: Int32
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentsWork:
+    """A prompt whose segments may be cached, to rank its items or to go on from.
+
+    columns, less: [c] int32, of each candidate the token whose logit is its score, and the one that counts against it.
+    beam_width, filter: as in RecommendWork. plan, moves: known when its batch is: where its segments come from, and
+    which entries must be moved before.
+    """
+
+    prompt: SegmentedPrompt
+    columns: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    less: Int32 | None = None
+    beam_width: int = 0
+    filter: ItemFilter = NO_FILTER
+    plan: PlannedPrompt | None = None
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt.tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +82,7 @@ class RankOutcome:
     scores: Float32
 
 
-Work = RecommendWork | RankWork
+Work = RecommendWork | RankWork | SegmentsWork
 Outcome = RecommendOutcome | RankOutcome
 Progress = Callable[[int, int, str], None]
 

@@ -37,6 +37,9 @@ def test_recommend_answers_items_best_first(server: LiveServer) -> None:
         ],
         "usage": {
             "prompt_tokens": 4,
+            "cached_tokens": 0,
+            "computed_tokens": 4,
+            "layout": "causal",
             "history_items": 1,
             "unknown_items": 0,
             "unknown_item_ids": [],
@@ -73,6 +76,9 @@ def test_only_the_last_items_of_a_history_are_in_the_prompt(server: LiveServer) 
     reply = server.call("/v1/recommend", {"history": ["d", "d", "a", "c", "7"], "top_k": 1})
     assert reply.json["usage"] | {"beam_width": 0} == {
         "prompt_tokens": 8,
+        "cached_tokens": 0,
+        "computed_tokens": 8,
+        "layout": "causal",
         "history_items": 3,
         "unknown_items": 0,
         "unknown_item_ids": [],
@@ -109,6 +115,9 @@ def test_rank_orders_candidates_and_keeps_the_callers_order_among_equals(server:
     ]
     assert reply.json["usage"] == {
         "prompt_tokens": 4,
+        "cached_tokens": 0,
+        "computed_tokens": 4,
+        "layout": "causal",
         "history_items": 1,
         "unknown_items": 0,
         "unknown_item_ids": [],

@@ -23,8 +23,8 @@ SETTINGS = (
     "beam.width=8",
     "profiles.batch=1,4",
     "profiles.tokens=16,32",
-    "profiles.widths=8,16",
-    "profiles.candidates=4,16",
+    "profiles.widths=16",
+    "profiles.candidates=16",
     "server.port=0",
 )
 

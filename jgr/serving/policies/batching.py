@@ -17,9 +17,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jgr.config import ConfigError, ProfilesConfig
 
@@ -55,17 +55,23 @@ def advance(state: State, event: Event) -> State:
 
 @dataclass(frozen=True)
 class Profile:
-    """One compiled shape. width: beam width (recommend) or number of candidates (rank)."""
+    """One compiled shape. width: beam width (recommend) or number of candidates (rank).
+
+    packed: not a row for each request, but one for all of them: tokens is the number of their new tokens, context that
+    of their cached ones, and width of their candidates, all together (of beams: each).
+    """
 
     kind: Kind
     batch: int
     tokens: int
     width: int
+    packed: bool = False
+    context: int = 0
 
     @property
     def cost_tokens(self) -> int:
         """Token positions the device works on, padding included."""
-        return self.batch * (self.tokens + self.width)
+        return (1 if self.packed else self.batch) * (self.tokens + self.width)
 
 
 def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
@@ -80,7 +86,10 @@ def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """One request's size and times. tokens: prompt length; width: beam width or number of candidates."""
+    """One request's size and times. tokens: prompt length; width: beam width or number of candidates.
+
+    parts: what a Grouping must know besides, such as prompt_scheduling.Parts.
+    """
 
     id: int
     kind: Kind
@@ -88,15 +97,110 @@ class Job:
     width: int
     arrival_ns: int
     deadline_ns: int | None
+    parts: object = None
+
+
+class Group(NamedTuple):
+    """Jobs for one batch, in order, and their shape. prompts: a plan for each, and moves: of cached entries, to be made
+    before; of types that only the Grouping and the executor know."""
+
+    jobs: tuple[int, ...]
+    profile: Profile
+    prompts: tuple[Any, ...] = ()
+    moves: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs that run together, in queue order, in one profile."""
+    """Jobs that run together, in queue order, in one profile. prompts, moves: see Group."""
 
     id: int
     profile: Profile
     jobs: tuple[int, ...]
+    prompts: tuple[Any, ...] = ()
+    moves: tuple[Any, ...] = ()
+
+
+class Grouping(Protocol):
+    """Decides which jobs of one kind's queue go together."""
+
+    @property
+    def max_width(self) -> int:
+        """The widest job that some profile takes; 0 where there is none."""
+
+    def fits(self, tokens: int, width: int) -> bool:
+        """Whether some profile takes a job of this size alone."""
+
+    def arrived(self, job: Job, now_ns: int) -> None:
+        """A job was accepted."""
+
+    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
+        """The first of the queued jobs, at least one, in order; None: wait for more. due: they wait no longer."""
+
+    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
+        """The batch of such a group came back; well: without a failure."""
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+
+
+class FixedShapes:
+    """Jobs join in order until the next one would fit no profile; the cheapest profile that takes them is used.
+
+    max_tokens: profiles that cost more are never used. ConfigError where that leaves a size that nothing serves.
+    """
+
+    def __init__(self, profiles: Sequence[Profile], max_tokens: int) -> None:
+        self._profiles = sorted(
+            {p for p in profiles if p.cost_tokens <= max_tokens},
+            key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width),
+        )
+        for lost in profiles:
+            if not self.fits(lost.tokens, lost.width):
+                raise ConfigError(
+                    f"batching.max_tokens={max_tokens} leaves no profile for {lost.kind} of {lost.tokens} "
+                    f"tokens and width {lost.width}; raise it, or have that size in a smaller batch too"
+                )
+
+    @property
+    def max_width(self) -> int:
+        return max((p.width for p in self._profiles), default=0)
+
+    def fits(self, tokens: int, width: int) -> bool:
+        return self._first_fit(1, tokens, width) is not None
+
+    def arrived(self, job: Job, now_ns: int) -> None:
+        """Nothing is remembered of jobs."""
+
+    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
+        chosen: list[int] = []
+        tokens = width = at = 0
+        closed = False
+        for job in jobs:
+            tokens, width = max(tokens, job.tokens), max(width, job.width)
+            # What fits a larger need fits every smaller one, so the first fit only moves up.
+            found = self._first_fit(len(chosen) + 1, tokens, width, at)
+            if found is None:
+                closed = True
+                break
+            at = found
+            chosen.append(job.id)
+        closed = closed or self._first_fit(len(chosen) + 1, tokens, width, at) is None
+        return Group(tuple(chosen), self._profiles[at]) if due or closed else None
+
+    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
+        """Nothing is remembered of batches."""
+
+    def check(self) -> None:
+        """Nothing can be wrong."""
+
+    def _first_fit(self, batch: int, tokens: int, width: int, start: int = 0) -> int | None:
+        """Index of the cheapest profile, from `start` on, that takes `batch` jobs of this size."""
+        for at in range(start, len(self._profiles)):
+            profile = self._profiles[at]
+            if profile.batch >= batch and profile.tokens >= tokens and profile.width >= width:
+                return at
+        return None
 
 
 @dataclass(frozen=True)
@@ -143,10 +247,9 @@ class _Live:
 class Batcher:
     """FIFO micro-batching over a fixed set of profiles.
 
-    profiles: the compiled shapes. max_tokens: cap on a batch's padded cost; profiles above it are never used,
-    and it is a ConfigError if that leaves a size that nothing serves. max_wait_ns: how long the oldest job
-    may wait for company. max_queue: bound on queued jobs. max_in_flight: bound on batches started and not yet
-    committed.
+    profiles: the compiled shapes. max_tokens: cap on a batch's padded cost, see FixedShapes. groupings: of a kind whose
+    batches are made otherwise. max_wait_ns: how long the oldest job may wait for company. max_queue: bound on queued
+    jobs. max_in_flight: bound on batches started and not yet committed.
     """
 
     def __init__(
@@ -157,20 +260,15 @@ class Batcher:
         max_wait_ns: int,
         max_queue: int,
         max_in_flight: int = 1,
+        groupings: Mapping[Kind, Grouping] | None = None,
     ) -> None:
         if max_wait_ns < 0 or max_queue < 1 or max_in_flight < 1:
             raise ValueError("max_wait_ns must be >= 0, max_queue and max_in_flight >= 1")
-        usable = sorted(
-            {p for p in profiles if p.cost_tokens <= max_tokens},
-            key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width),
-        )
-        self._profiles = {kind: [p for p in usable if p.kind == kind] for kind in KINDS}
-        for lost in profiles:
-            if not self.fits(lost.kind, lost.tokens, lost.width):
-                raise ConfigError(
-                    f"batching.max_tokens={max_tokens} leaves no profile for {lost.kind} of {lost.tokens} "
-                    f"tokens and width {lost.width}; raise it, or have that size in a smaller batch too"
-                )
+        self._groupings: dict[Kind, Grouping] = {
+            kind: FixedShapes([p for p in profiles if p.kind == kind and not p.packed], max_tokens)
+            for kind in KINDS
+        }
+        self._groupings.update(groupings or {})
         self._max_wait_ns = max_wait_ns
         self._max_queue = max_queue
         self._max_in_flight = max_in_flight
@@ -213,11 +311,11 @@ class Batcher:
 
     def max_width(self, kind: Kind) -> int:
         """The widest job of `kind` that some profile takes; 0 where there is none."""
-        return max((p.width for p in self._profiles[kind]), default=0)
+        return self._groupings[kind].max_width
 
     def fits(self, kind: Kind, tokens: int, width: int) -> bool:
         """Whether some profile takes a job of this size alone."""
-        return self._first_fit(kind, 1, tokens, width) is not None
+        return self._groupings[kind].fits(tokens, width)
 
     def submit(self, job: Job, now_ns: int) -> Accepted | Rejected:
         """Queue a job. Overload is a value, not an error; an id that is still live raises ValueError."""
@@ -231,6 +329,7 @@ class Batcher:
         self._live[job.id] = _Live(job, self._counts["queued"], "new")
         self._move(job.id, "accept")
         self._queues[job.kind][job.id] = job
+        self._groupings[job.kind].arrived(job, now_ns)
         if job.deadline_ns is not None:
             heapq.heappush(self._deadlines, (job.deadline_ns, job.id))
         return Accepted(self.queued)
@@ -250,21 +349,23 @@ class Batcher:
         head = self._head()
         if head is None or self.in_flight >= self._max_in_flight:
             return Plan(None, expired)
-        jobs, profile, closed = self._group(head)
-        if not (closed or self._draining or now_ns >= head.arrival_ns + self._max_wait_ns):
+        due = self._draining or now_ns >= head.arrival_ns + self._max_wait_ns
+        group = self._groupings[head.kind].group(self._queues[head.kind].values(), due, now_ns)
+        if group is None:
             return Plan(None, expired)
-        for job_id in jobs:
+        for job_id in group.jobs:
             self._move(job_id, "start")
-        batch = Batch(self._batches, profile, jobs)
+        batch = Batch(self._batches, group.profile, group.jobs, group.prompts, group.moves)
         self._batches += 1
         self._flights[batch.id] = batch
         return Plan(batch, expired)
 
-    def commit(self, batch_id: int, now_ns: int) -> Committed:
-        """A batch came back. KeyError, changing nothing, where it is not in flight."""
+    def commit(self, batch_id: int, now_ns: int, well: bool = True) -> Committed:
+        """A batch came back, well or with a failure. KeyError, changing nothing, where it is not in flight."""
         batch = self._flights[batch_id]
         self._advance_clock(now_ns)
         del self._flights[batch_id]
+        self._groupings[batch.profile.kind].finished(batch.jobs, well)
         done: list[int] = []
         expired: list[int] = []
         for job_id in batch.jobs:
@@ -311,6 +412,8 @@ class Batcher:
             deadline_ns = entry.job.deadline_ns
             assert deadline_ns is None or (deadline_ns, job_id) in self._deadlines, "a deadline is unwatched"
         assert len(self._deadlines) <= _lingering(len(self._live)), "ended jobs' deadlines pile up"
+        for grouping in self._groupings.values():
+            grouping.check()
 
     def _refusal(self, job: Job) -> Reason | None:
         if self._draining:
@@ -337,31 +440,6 @@ class Batcher:
         """The oldest queued job of either kind."""
         heads = [next(iter(queue.values())) for queue in self._queues.values() if queue]
         return min(heads, key=lambda job: self._live[job.id].order, default=None)
-
-    def _group(self, head: Job) -> tuple[tuple[int, ...], Profile, bool]:
-        """The batch that `head` leads: its jobs, its profile, and whether no further job could join."""
-        profiles = self._profiles[head.kind]
-        jobs: list[int] = []
-        tokens = width = at = 0
-        for job in self._queues[head.kind].values():
-            tokens, width = max(tokens, job.tokens), max(width, job.width)
-            # What fits a larger need fits every smaller one, so the first fit only moves up.
-            found = self._first_fit(head.kind, len(jobs) + 1, tokens, width, at)
-            if found is None:
-                return tuple(jobs), profiles[at], True
-            at = found
-            jobs.append(job.id)
-        closed = self._first_fit(head.kind, len(jobs) + 1, tokens, width, at) is None
-        return tuple(jobs), profiles[at], closed
-
-    def _first_fit(self, kind: Kind, batch: int, tokens: int, width: int, start: int = 0) -> int | None:
-        """Index of the cheapest profile, from `start` on, that takes `batch` jobs of this size."""
-        profiles = self._profiles[kind]
-        for at in range(start, len(profiles)):
-            profile = profiles[at]
-            if profile.batch >= batch and profile.tokens >= tokens and profile.width >= width:
-                return at
-        return None
 
     def _expire(self, now_ns: int) -> tuple[int, ...]:
         """End every live job whose deadline is not after `now_ns`, earliest first."""

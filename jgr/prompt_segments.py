@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with candidates in them, as segments that stand in either order (BAT-1, BAT-2, BAT-3).
+
+    user_prefix:  user at 0       items, all at len(user)    instruction at len(user) + item_span
+    item_prefix:  items, all at 0    user at item_span       instruction behind the user
+
+A segment's tokens and first position never depend on another request's, and an item's not on its place in the list, so
+that keys and values can be reused. The user's segment is the prompt's text up to the end of the history, which is what
+`recommend` reads too. A probe is a question about one item, behind everything, in the item's segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog import Catalog
+from jgr.config import RankConfig
+from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Layout
+from jgr.prompt import PromptError, Tokenizer, encode_items, encode_template, level_tokens
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Segment(NamedTuple):
+    """tokens: [t] int32; number: of the segment in its prompt; position: of the first token."""
+
+    kind: Kind
+    number: int
+    position: int
+    tokens: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedPrompt:
+    """A prompt in any layout. user, behind, probe and each of items: [t] int32 tokens; probe may be empty.
+
+    span: positions that the items take, whatever their lengths; 0 where there are none.
+    """
+
+    user: Int32
+    behind: Int32
+    items: Sequence[Int32] = ()
+    probe: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    span: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole prompt."""
+        items = sum(len(item) for item in self.items)
+        return len(self.user) + items + len(self.behind) + len(self.probe) * len(self.items)
+
+    def arrange(self, layout: Layout) -> list[Segment]:
+        """The segments in the layout's order. The user's is number 0, the i-th item's and its probe's i + 1."""
+        behind = len(self.user) + self.span
+        at_items, at_user = (len(self.user), 0) if layout == USER_PREFIX else (0, self.span)
+        user = Segment(Kind.USER, 0, at_user, self.user)
+        items = [Segment(Kind.ITEM, 1 + i, at_items, item) for i, item in enumerate(self.items)]
+        if layout == USER_PREFIX:
+            prompt = [user, *items]
+        elif layout == ITEM_PREFIX:
+            prompt = [*items, user]
+        else:
+            raise ValueError(f"candidates have no place in layout {layout.name}")
+        prompt.append(Segment(Kind.INSTRUCTION, len(items) + 1, behind, self.behind))
+        if len(self.probe):
+            asked = behind + len(self.behind)
+            prompt += [Segment(Kind.PROBE, 1 + i, asked, self.probe) for i in range(len(items))]
+        return prompt
+
+
+class SegmentPrompts:
+    """The segments of a catalog's candidates, and where they stand.
+
+    instruction, probe: [t] int32; probe is empty where the scorer asks none. PromptError names the field that does not
+    fit the tokenizer or the catalog.
+    """
+
+    def __init__(
+        self,
+        rank: RankConfig,
+        tokenizer: Tokenizer | None,
+        catalog: Catalog,
+    ) -> None:
+        self._span, self._scorer = rank.item_span, rank.scorer
+        if rank.scorer == "item_token" and catalog.depth != 1:
+            raise PromptError(
+                f"rank.scorer: item_token needs a catalog whose semantic ids are one token, not {catalog.depth}; "
+                "item_probe takes any"
+            )
+        if rank.scorer == "item_token" and not rank.item.endswith("{sid}"):
+            raise PromptError("rank.item: must end with {sid}, which item_token scores")
+        flat, lengths = encode_items("rank.item", rank.item, tokenizer, catalog)
+        self._flat, self._ends, self._lengths = flat, np.cumsum(lengths), lengths
+        self.instruction = encode_template("rank.instruction", rank.instruction, tokenizer)
+        if not len(self.instruction):
+            raise PromptError("rank.instruction: must not be empty")
+        probe = rank.probe if rank.scorer == "item_probe" else ""
+        self.probe = encode_template("rank.probe", probe, tokenizer)
+        if rank.scorer == "item_probe" and not len(self.probe):
+            raise PromptError("rank.probe: must not be empty")
+        self._columns = self._answer_columns(rank, tokenizer, catalog)
+        self.largest_token = max(
+            int(part.max(initial=0)) for part in (flat, self.instruction, self.probe, *self._columns)
+        )
+
+    def item(self, row: int) -> Int32:
+        """[t] int32, at most item_span; a longer one loses the end of its text, never its last token."""
+        start, end = self._ends[row] - self._lengths[row], self._ends[row]
+        tokens = self._flat[start:end]
+        return tokens if len(tokens) <= self._span else np.append(tokens[: self._span - 1], tokens[-1])
+
+    def prompt(self, user: Int32, rows: Int32) -> SegmentedPrompt:
+        """The prompt of a history's tokens and candidates: rows [c] int32."""
+        items = [self.item(row) for row in rows.tolist()]
+        return SegmentedPrompt(user, self.instruction, items, self.probe, self._span)
+
+    def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
+        """The tokens whose logits score candidates, [c] int32, and those that count against them."""
+        if self._scorer == "item_token":
+            return self._columns[0][rows], None
+        if self._scorer == "list_letter":
+            return self._columns[0][: len(rows)], None
+        positive, negative = (np.repeat(token, len(rows)) for token in self._columns)
+        return positive, negative
+
+    def _answer_columns(
+        self, rank: RankConfig, tokenizer: Tokenizer | None, catalog: Catalog
+    ) -> tuple[Int32, ...]:
+        if rank.scorer == "item_token":
+            (tokens,) = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
+            return (tokens[catalog.codes[:, 0]],)
+        if rank.scorer == "list_letter":
+            names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]
+            return (np.array([_one_token("rank.letters", name, tokenizer) for name in names], np.int32),)
+        answers = {"rank.positive": rank.positive, "rank.negative": rank.negative}
+        return tuple(
+            np.array([_one_token(name, text, tokenizer)], np.int32) for name, text in answers.items()
+        )
+
+
+def _one_token(name: str, text: str, tokenizer: Tokenizer | None) -> int:
+    tokens = encode_template(name, text, tokenizer)
+    if len(tokens) != 1:
+        raise PromptError(f"{name}: {text!r} must be one token, it is {len(tokens)}")
+    return int(tokens[0])

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From planned prompts to the arrays of one packed row: which tokens are new, which are cached, and where they stand.
+
+Every token of a batch is described once, prompt after prompt, and then dealt to the two halves of the row. Padding has
+request -1, and a new token that is not kept is written to a slot that the pool does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Layout, Tokens
+from jgr.models.packed import Asked, Row, Whole
+from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.prompt_scheduling import PlannedSegment
+from jgr.serving.work import SegmentsWork
+
+Int32 = npt.NDArray[np.int32]
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (USER_PREFIX, ITEM_PREFIX)}
+
+
+class Packed(NamedTuple):
+    """keep: [T] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
+
+    row: Row
+    keep: Int32
+    asked: Asked
+    whole: Whole
+
+
+class _Tokens(NamedTuple):
+    """All tokens of a batch, in order, [n] each. place: in the row's cached tokens, or from C on in its new ones."""
+
+    described: Tokens
+    sees: Int32
+    token: Int32
+    slot: Int32
+    place: Int32
+
+
+def pack(
+    works: Sequence[SegmentsWork],
+    profile: Profile,
+    *,
+    cell_tokens: int,
+    slots: int,
+    longest: int,
+) -> Packed:
+    """slots: of the pool. longest: tokens of a whole prompt (recommend); others: 0."""
+    tokens = _describe(works, profile, cell_tokens, slots)
+    new = tokens.place >= profile.context
+    row = Row(
+        _fill(profile.tokens, 0, tokens.token[new]),
+        _take(tokens.described, new, profile.tokens),
+        _fill(profile.tokens, 0, tokens.sees[new]),
+        _fill(profile.context, 0, tokens.slot[~new]),
+        _take(tokens.described, ~new, profile.context),
+    )
+    keep = _fill(profile.tokens, slots, tokens.slot[new])
+    return Packed(row, keep, _asked(works, tokens, profile), _whole(tokens, len(works), profile, longest))
+
+
+def _describe(
+    works: Sequence[SegmentsWork],
+    profile: Profile,
+    cell_tokens: int,
+    slots: int,
+) -> _Tokens:
+    computed = PlannedSegment(0)
+    texts: list[Int32] = []
+    cells: list[Int32] = []
+    columns: list[tuple[int, int, int, int, int, int, int, int]] = []
+    for request, work in enumerate(works):
+        plan = work.plan
+        assert plan is not None
+        layout = LAYOUTS[plan.layout]
+        bits = layout.bits
+        for segment in work.prompt.arrange(layout):
+            if segment.kind == Kind.USER:
+                source = plan.user
+            else:
+                source = plan.items[segment.number - 1] if segment.kind == Kind.ITEM else computed
+            kept = source.write is not None
+            own = source.write if source.write is not None else source.read
+            texts.append(segment.tokens)
+            cells.append(own)
+            columns.append(
+                (
+                    request,
+                    segment.number,
+                    segment.kind,
+                    segment.position,
+                    int(bits[segment.kind]),
+                    len(segment.tokens),
+                    source.cached,
+                    len(own) if kept else -len(own),
+                )
+            )
+    of = np.array(columns, np.int32).T
+    request, number, kind, position, sees, length, cached, with_cells = of
+    at = np.repeat(np.arange(len(texts), dtype=np.int32), length)
+    within = np.arange(len(at), dtype=np.int32) - np.repeat(np.cumsum(length) - length, length).astype(
+        np.int32
+    )
+    first = np.cumsum(np.bincount(request, weights=length, minlength=len(works))).astype(np.int32)
+    order = np.arange(len(at), dtype=np.int32) - np.concatenate([[0], first[:-1]])[request[at]].astype(
+        np.int32
+    )
+    described = Tokens(request[at], number[at], kind[at], order, position[at] + within)
+
+    is_cached = within < cached[at]
+    has_slot = is_cached | (with_cells[at] > 0)
+    count = np.abs(with_cells)
+    flat = np.concatenate([*cells, np.zeros(1, np.int32)])
+    cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + within // cell_tokens, -1)]
+    slot = np.where(has_slot, cell * cell_tokens + within % cell_tokens, slots).astype(np.int32)
+    place = np.where(is_cached, np.cumsum(is_cached) - 1, profile.context + np.cumsum(~is_cached) - 1)
+    return _Tokens(described, sees[at], np.concatenate(texts), slot, place.astype(np.int32))
+
+
+def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> Asked:
+    """A probe's last token asks about its item, else the last one of the instruction about all."""
+    if profile.kind != "rank":
+        nothing = np.zeros(profile.width, np.int32)
+        return Asked(nothing, nothing, nothing)
+    described, place = tokens.described, tokens.place - profile.context
+    probing = len(works[0].prompt.probe) > 0
+    kind = Kind.PROBE if probing else Kind.INSTRUCTION
+    ends = np.flatnonzero(described.kind == kind)
+    following = np.append(described.segment[ends][1:] != described.segment[ends][:-1], True)
+    following |= np.append(described.request[ends][1:] != described.request[ends][:-1], True)
+    places = place[ends[following]]
+    if not probing:
+        places = np.repeat(places, [len(work.columns) for work in works])
+    columns = [work.columns for work in works]
+    less = [np.full(len(work.columns), -1) if work.less is None else work.less for work in works]
+    return Asked(
+        *(_fill(profile.width, 0, x) for x in (places, np.concatenate(columns), np.concatenate(less)))
+    )
+
+
+def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Whole:
+    whole = np.zeros((profile.batch, longest), np.int32)
+    lengths = np.ones(profile.batch, np.int32)
+    start = np.ones(profile.batch, np.int32)
+    if longest:
+        for request in range(requests):
+            own = np.flatnonzero(tokens.described.request == request)
+            lengths[request] = len(own)
+            whole[request, : len(own)] = tokens.place[own]
+            start[request] = tokens.described.position[own[-1]] + 1
+    return Whole(whole, lengths, start)
+
+
+def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
+    request, *others = tokens
+    return Tokens(_fill(size, -1, request[which]), *(_fill(size, 0, x[which]) for x in others))
+
+
+def _fill(size: int, fill: int, values: npt.NDArray[np.integer]) -> Int32:
+    """[size] int32: the values and then `fill`; ValueError where they are more."""
+    out = np.full(size, fill, np.int32)
+    if len(values) > size:
+        raise ValueError(f"{len(values)} values in a profile of {size}")
+    out[: len(values)] = values
+    return out

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From waiting requests to a batch whose every segment has a source (DESIGN idea 2, BAT-13, BAT-14).
+
+A batch is one packed row. Requests are planned in the order of the queue: the layout is chosen, what is cached is
+pinned, and what is not is given cells to be written to. The first one that would exceed a shape, or the cap on new
+tokens, gives back what it was given and waits; a single request may exceed the cap. What a batch writes is valid from
+its `finished` on. An item that two requests of a batch miss is computed for both and written once.
+
+Pure, as `batching` is, which calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.entries import Content, Entry, Name
+from jgr.cache.meta import CacheMeta
+from jgr.serving.policies.batching import Group, Job, Profile
+from jgr.serving.policies.prefix_choice import LayoutName, Policy, Situation, choose
+
+Int32 = npt.NDArray[np.int32]
+_NO_CELLS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a prompt is made of. user: its entry's id; behind: tokens of the instruction and of all probes.
+
+    layout: where the caller insists on one. fresh: compute all of it, for comparison.
+    """
+
+    user: str
+    history: Content
+    items: Sequence[tuple[Name, Content]]
+    behind: int
+    layout: LayoutName | None = None
+    fresh: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedSegment:
+    """The first `cached` tokens stand in the cells `read`; the others are computed, and kept where there are `write`
+    cells, which are those of the whole segment. All int32."""
+
+    cached: int
+    read: Int32 = field(default_factory=lambda: _NO_CELLS)
+    write: Int32 | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPrompt:
+    """The source of each segment; what stands behind them is computed."""
+
+    layout: LayoutName
+    user: PlannedSegment
+    items: tuple[PlannedSegment, ...]
+    computed_tokens: int
+    cached_tokens: int
+
+
+class PromptScheduler:
+    """Plans batches over packed profiles.
+
+    profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy: see prefix_choice; "none"
+    neither reads nor writes the cache.
+    """
+
+    def __init__(
+        self,
+        profiles: Sequence[Profile],
+        meta: CacheMeta,
+        *,
+        max_tokens: int,
+        policy: Policy,
+        hysteresis: float = 0.1,
+    ) -> None:
+        self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
+        self._meta, self._max_tokens, self._policy, self._hysteresis = meta, max_tokens, policy, hysteresis
+        self._most_context = max((p.context for p in profiles), default=0)
+        self._pinned: dict[tuple[int, ...], list[tuple[list[Entry], list[Entry]]]] = {}
+
+    @property
+    def max_width(self) -> int:
+        return max((p.width for p in self._profiles), default=0)
+
+    def fits(self, tokens: int, width: int) -> bool:
+        """Whether a request of so many tokens, none of them cached, can be served alone."""
+        return self._first_fit(1, tokens, 0, width) is not None
+
+    def arrived(self, job: Job, now_ns: int) -> None:
+        """Count the user's request, before it is planned."""
+        parts = _parts(job)
+        if self._meta.hotness is not None and not parts.fresh:
+            self._meta.hotness.touch(_user_name(parts), now_ns)
+
+    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
+        """The batch of the first jobs, or None where they should wait for more."""
+        jobs = iter(jobs)
+        if not due and not self._are_many(ahead := list(jobs)):
+            return None
+        jobs = jobs if due else iter(ahead)
+        chosen: list[int] = []
+        prompts: list[PlannedPrompt] = []
+        pins: list[tuple[list[Entry], list[Entry]]] = []
+        used = [0, 0, 0]
+        profile = None
+        for job in jobs:
+            prompt, read, written = self._plan(_parts(job), now_ns)
+            width = used[2] + job.width if job.kind == "rank" else max(used[2], job.width)
+            need = [used[0] + prompt.computed_tokens, used[1] + prompt.cached_tokens, width]
+            fitting = self._first_fit(len(chosen) + 1, *need)
+            if fitting is None or (chosen and need[0] > self._max_tokens):
+                self._end(read, written, well=False)
+                break
+            profile, used = fitting, need
+            chosen.append(job.id)
+            prompts.append(prompt)
+            pins.append((read, written))
+        assert profile is not None, "a job that fits no profile was accepted"
+        self._pinned[tuple(chosen)] = pins
+        return Group(tuple(chosen), profile, tuple(prompts), tuple(self._meta.take_moves()))
+
+    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
+        """A batch ended; well: what it computed is in the cells it was to be written to."""
+        for read, written in self._pinned.pop(jobs):
+            self._end(read, written, well)
+
+    def check(self) -> None:
+        """Audit: exactly the entries of batches in flight are pinned."""
+        self._meta.check()
+        pins: dict[Entry, int] = {}
+        for entry in chain.from_iterable(chain(*pair) for pairs in self._pinned.values() for pair in pairs):
+            pins[entry] = pins.get(entry, 0) + 1
+        assert all(entry.pins == count for entry, count in pins.items()), "pins and batches disagree"
+        assert self._meta.pinned == len(pins), "an entry is pinned by no batch"
+
+    def _are_many(self, jobs: Sequence[Job]) -> bool:
+        """Whether waiting cannot fill a batch any further, if nothing were cached."""
+        total = sum(job.tokens for job in jobs)
+        return total >= self._max_tokens or self._first_fit(len(jobs) + 1, 0, 0, 0) is None
+
+    def _plan(self, parts: Parts, now_ns: int) -> tuple[PlannedPrompt, list[Entry], list[Entry]]:
+        name = _user_name(parts)
+        chosen = self._layout(name, parts, now_ns)
+        layout = parts.layout or chosen
+        read: list[Entry] = []
+        written: list[Entry] = []
+        user = PlannedSegment(0)
+        items = [user] * len(parts.items)
+        cached = 0
+        if parts.fresh:
+            pass
+        elif layout == "user_prefix" and self._policy in ("user", "cache_agnostic", "hotness"):
+            # What ends the prompt is computed in any case.
+            most = min(self._most_context, len(parts.history) - (parts.behind == 0))
+            user = self._source(name, parts.history, most, chosen == layout, read, written)
+            cached = user.cached
+        elif layout == "item_prefix" and self._policy in ("item", "cache_agnostic", "hotness"):
+            for i, (item, content) in enumerate(parts.items):
+                items[i] = self._source(item, content, self._most_context - cached, True, read, written)
+                cached += items[i].cached
+        total = len(parts.history) + sum(len(content) for _, content in parts.items) + parts.behind
+        return PlannedPrompt(layout, user, tuple(items), total - cached, cached), read, written
+
+    def _layout(self, name: Name, parts: Parts, now_ns: int) -> LayoutName:
+        meta, history = self._meta, parts.history
+        if self._policy != "hotness":
+            situation = Situation(len(history), sum(len(c) for _, c in parts.items), False, False, 0.0, None)
+            return choose(self._policy, situation)
+        hotness = meta.hotness
+        return choose(
+            self._policy,
+            Situation(
+                len(history),
+                sum(len(content) for _, content in parts.items),
+                cached=meta.has(name, history),
+                room=meta.has_room("user", len(history)),
+                frequency=0.0 if hotness is None else hotness.frequency(name, now_ns),
+                coldest=meta.coldest_frequency(now_ns),
+            ),
+            self._hysteresis,
+        )
+
+    def _source(
+        self, name: Name, content: Content, most: int, keep: bool, read: list[Entry], written: list[Entry]
+    ) -> PlannedSegment:
+        """Reuse at most so many tokens, and where it is asked for and possible keep the rest."""
+        meta = self._meta
+        entry = meta.find(name, content)
+        cached, cells = 0, _NO_CELLS
+        if entry is not None:
+            cached = min(entry.tokens, most)
+            cells = entry.cells[: -(-cached // meta.cell_tokens)]
+            meta.hold(entry)
+            read.append(entry)
+        write = None
+        if keep and cached == (0 if entry is None else entry.tokens) and cached < len(content):
+            writer = meta.extend(name, content)
+            if writer is not None:
+                written.append(writer)
+                write = writer.cells
+        return PlannedSegment(cached, cells, write)
+
+    def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:
+        for entry in written:
+            if well:
+                self._meta.written(entry)
+            else:
+                self._meta.failed(entry)
+            self._meta.release(entry)
+        for entry in read:
+            self._meta.release(entry)
+
+    def _first_fit(self, requests: int, tokens: int, context: int, width: int) -> Profile | None:
+        for p in self._profiles:
+            if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width:
+                return p
+        return None
+
+
+def _parts(job: Job) -> Parts:
+    assert isinstance(job.parts, Parts)
+    return job.parts
+
+
+def _user_name(parts: Parts) -> Name:
+    return Name("user", parts.user, "user_prefix")
