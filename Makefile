@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_VERSION := 0.13.8
 
-.PHONY: demo test test-quick compile-gpu lint types lock clean
+.PHONY: demo test test-quick test-jax compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -21,6 +21,10 @@ test: lint types
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
+
+# What depends on the version of jax.
+test-jax: $(STAMP)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" tests/ops tests/models tests/serving tests/training
 
 # Compiles for a GPU without one. The plugin lives in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))

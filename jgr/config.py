@@ -135,7 +135,9 @@ class CacheConfig:
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
     device_mb: float = 64.0  # of the pool on the device
     host_mb: float = 0.0  # of the host's memory, for what the device gives up
-    item_share: float = 0.5  # of the pages are kept for items
+    # Of the pages, for items; the others are for users. None: as many as all items need, at most four of five, for a
+    # policy that caches both.
+    item_share: float | None = None
     page_tokens: int = 16  # tokens of a page; a user's entry takes whole pages
     item_cells: int = 4  # parts of a page; an item's entry takes whole parts
     window_s: float = 300.0  # over which accesses are counted
@@ -145,9 +147,10 @@ class CacheConfig:
     shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
 
     def __post_init__(self) -> None:
-        _check(self, device_mb=0, host_mb=0, item_share=0, page_tokens=1, item_cells=1, window_s=1e-3)
+        _check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
         _check(self, hysteresis=0, shadow=0)
-        _require(self.item_share <= 1, f"cache.item_share must be at most 1, not {self.item_share}")
+        share = self.item_share
+        _require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         _require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
         fits = self.page_tokens % self.item_cells == 0
         _require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
@@ -227,8 +230,9 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec or LRURec over items.
-    model: Literal["generator", "onerec", "sasrec", "lrurec"] = "generator"
+    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec or LRURec over items; a decoder that ranks
+    # the candidates in its prompt.
+    model: Literal["generator", "onerec", "sasrec", "lrurec", "ranker"] = "generator"
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
@@ -242,7 +246,10 @@ class TrainConfig:
     adam_b2: float = 0.98
     clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
-    negatives: int = 0  # items that a step's softmax is sampled from, for sasrec and lrurec; 0: all items
+    # Items that a step's softmax is sampled from, for sasrec and lrurec, 0: all; other candidates of a ranker's prompt.
+    negatives: int = 0
+    layouts: Literal["both", "user_prefix", "item_prefix"] = "both"  # of a ranker's prompts
+    retriever: str = ""  # folder of a lrurec or sasrec that names half of a ranker's negatives; empty: none
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept

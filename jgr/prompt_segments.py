@@ -114,6 +114,11 @@ class SegmentPrompts:
         tokens = self._flat[start:end]
         return tokens if len(tokens) <= self._span else np.append(tokens[: self._span - 1], tokens[-1])
 
+    @property
+    def item_lengths(self) -> npt.NDArray[np.int64]:
+        """[n]: tokens of each item of the catalog."""
+        return np.minimum(self._lengths, self._span)
+
     def prompt(self, user: Int32, rows: Int32) -> SegmentedPrompt:
         """The prompt of a history's tokens and candidates: rows [c] int32."""
         items = [self.item(row) for row in rows.tolist()]

@@ -276,14 +276,14 @@ class CacheMeta:
         used = -(-entry.tokens // self.cell_tokens)
         self._moves.append(Move("to_device", entry.cells[:used], aside.cells[:used]))
         assert self.host is not None
-        self.host.give_back(name.kind, aside.cells.tolist())
+        self.host.give_back(name.kind, aside.cells)
         self._add(entry)
         self.counts["to_device"] += 1
         return entry
 
     def _leave_host(self, name: Name) -> None:
         assert self.host is not None
-        self.host.give_back(name.kind, self._aside.pop(name).cells.tolist())
+        self.host.give_back(name.kind, self._aside.pop(name).cells)
 
     def _free(self, entry: Entry) -> None:
-        self.pages.give_back(entry.name.kind, entry.cells.tolist())
+        self.pages.give_back(entry.name.kind, entry.cells)

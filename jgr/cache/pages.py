@@ -10,7 +10,7 @@ Pure bookkeeping: no array of the pool is seen here. Cell c of page p is number 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +80,11 @@ class Pages:
         if size > self.room(name):
             return None
         of = self._classes[name]
+        if not of.splits:
+            pages = [self._free.pop() for _ in range(size // self.cells)]
+            of.used.update(dict.fromkeys(pages, self.cells))
+            cells_of = np.arange(self.cells, dtype=np.int32)
+            return np.add.outer(np.array(pages, np.int32) * np.int32(self.cells), cells_of).ravel()
         taken: list[int] = []
         while len(taken) < size:
             if not of.holes:
@@ -94,15 +99,23 @@ class Pages:
                 del of.holes[page]
         return np.array(taken, np.int32)
 
-    def give_back(self, name: str, cells: Iterable[int]) -> None:
-        """Cells that `take` gave to a class; a page without an entry is of no class again. ValueError: not in use."""
+    def give_back(self, name: str, cells: Int32) -> None:
+        """All cells of one or more `take`; a page without an entry is of no class again. ValueError: not in use."""
         of = self._classes[name]
-        for cell in cells:
-            page = int(cell) // self.cells
+        if not of.splits:
+            pages = (cells[:: self.cells] // self.cells).tolist()
+            if len(cells) % self.cells or any(page not in of.used for page in pages):
+                raise ValueError(f"cells {cells} are not pages in use by {name}")
+            for page in pages:
+                del of.used[page]
+            self._free += pages
+            return
+        for cell in cells.tolist():
+            page = cell // self.cells
             holes = of.holes.setdefault(page, []) if page in of.used else None
             if holes is None or cell in holes:
                 raise ValueError(f"cell {cell} is not in use by {name}")
-            holes.append(int(cell))
+            holes.append(cell)
             of.used[page] -= 1
             if of.used[page] == 0:
                 del of.used[page], of.holes[page]

@@ -225,15 +225,16 @@ class Prefill(NamedTuple):
 
 
 class SlotKV(NamedTuple):
-    """Keys and values of earlier tokens, described by `tokens` [B, C]: slots [B, C] int32 of pool [slots, L, 2, K, d]."""
+    """Keys and values of earlier tokens, `tokens` [B, C]: slots [B, C] int32 of a pool [slots, L, 2, K, d]."""
 
     pool: jax.Array
     slots: jax.Array
     tokens: Tokens
 
-    def of_layer(self, layer: jax.Array) -> Context:
-        kv = self.pool[self.slots, layer].transpose(2, 0, 3, 1, 4)  # [2, B, K, C, d]
-        return Context(kv[0], kv[1], self.tokens)
+    def gather(self) -> ContextKV:
+        """All layers at once: a pool that is read within the scan over layers would be copied for it."""
+        kv = self.pool[self.slots].transpose(2, 3, 0, 4, 1, 5)  # [L, 2, B, K, C, d]
+        return ContextKV(kv[:, 0], kv[:, 1])
 
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
@@ -277,10 +278,10 @@ def prefill(
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, jax.Array]
+        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, ContextKV | None]
     ) -> tuple[jax.Array, Any]:
-        layer, layer_keys, number = xs
-        context = None if before is None else before.of_layer(number)
+        layer, layer_keys, cached = xs
+        context = None if before is None or cached is None else Context(*cached, before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
@@ -294,8 +295,8 @@ def prefill(
     with jax.named_scope("prefill"):
         h = drop(params.embed[tokens], None if keys is None else keys[-1, 0])
         layer_keys = None if keys is None else keys[:-1]
-        numbers = jnp.arange(cfg.layers)
-        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys, numbers))
+        cached = None if before is None else before.gather()
+        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys, cached))
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), layers)
 
 

@@ -24,6 +24,10 @@ REMEMBERED = 10
 """Users whose frequency is remembered without a cache entry, for each page of the pool."""
 
 
+MOST_FOR_ITEMS = 0.8
+"""Of the pages, where nothing is configured."""
+
+
 @dataclass(frozen=True, eq=False)
 class Caching:
     """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt."""
@@ -57,6 +61,18 @@ def pool_shape(cache: CacheConfig, cfg: DecoderConfig, itemsize: int) -> PoolSha
     return PoolShape(pages, cache.page_tokens, cache.item_cells, host_pages)
 
 
+def item_share(cache: CacheConfig, shape: PoolShape, segments: SegmentPrompts | None) -> float:
+    """Of the pages: as configured; else what the policy has a use for, and all items where both are cached (BAT-12)."""
+    if cache.item_share is not None:
+        return cache.item_share
+    if segments is None or cache.policy in ("none", "user"):
+        return 0.0
+    if cache.policy == "item":
+        return 1.0
+    cells = int((-(-segments.item_lengths // shape.cell_tokens)).sum())
+    return min(MOST_FOR_ITEMS, (-(-cells // shape.cells)) / shape.pages)
+
+
 def make_caching(
     config: Config,
     shape: PoolShape,
@@ -65,7 +81,7 @@ def make_caching(
 ) -> Caching:
     """The policies over one pool. profiles: packed ones, of the kinds that are planned."""
     cache = config.cache
-    items = round(cache.item_share * shape.pages)
+    items = round(item_share(cache, shape, segments) * shape.pages)
     pages = Pages(shape.pages, shape.cells, SPLITS)
     pages.set_limit("item", items)
     pages.set_limit("user", shape.pages - items)

@@ -51,6 +51,7 @@ def make_config(folder: Path, *settings: str) -> Config:
         "cache.policy=hotness",
         "cache.device_mb=0.05",
         "cache.page_tokens=4",
+        "cache.item_share=0.5",
         "cache.item_cells=2",
         "cache.shadow=1",
         "server.port=0",

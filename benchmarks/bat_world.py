@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that serve a BAT workload: a model with random weights, a catalog of titles, users with histories.
+
+A user's history is drawn once, item by item until its tokens are as many as the workload says; an item's title has its
+tokens less one, its own token ends it. What is timed does not depend on the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from jgr.catalog import Catalog, save_catalog
+from jgr.config import Config, TrainConfig, override
+from jgr.data.workloads import Access, Traffic, Workload
+from jgr.models import checkpoint, decoder, params
+from jgr.prompt import Tokenizer
+from jgr.serving.api import Answer, RankRequest
+from jgr.serving.loading import load_engine
+from jgr.serving.policies.batching import Job
+from jgr.training.generator import decoder_config
+
+WORDS = 500
+SYSTEMS = {"RE": "none", "UP": "user", "IP": "item", "cache_agnostic": "cache_agnostic", "BAT": "hotness"}
+"""The paper's systems, by the cache policy that each is here. UP and IP keep the least recently used out."""
+MODEL = TrainConfig(hidden=384, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=1280)
+"""Wide layers and narrow heads: what a new token costs besides attention is about four times its attention to 1500
+others, in Qwen2-1.5B ten times. In a model whose attention dominates, reuse would save little."""
+
+
+class World:
+    """A workload's users and items as a model folder and requests. speed: of the trace's time, see Traffic."""
+
+    def __init__(self, folder: Path, workload: Workload, speed: float, seed: int = 0) -> None:
+        self.folder, self.traffic, self.speed, self._seed = folder, Traffic(workload, seed), speed, seed
+        rng = np.random.default_rng(seed)
+        lengths = self.traffic.item_tokens
+        titles = [" ".join(f"w{word}" for word in rng.integers(0, WORDS, n - 1)) for n in lengths.tolist()]
+        names = [[f"<i_{row}>"] for row in range(workload.items)]
+        self.catalog = Catalog.build(
+            [str(row) for row in range(workload.items)], names, [{"title": title} for title in titles]
+        )
+        self._write_model()
+        self._histories: dict[int, list[str | int]] = {}
+
+    def _write_model(self) -> None:
+        words = [
+            "<pad>",
+            "<bos>",
+            "<sid>",
+            "<unk>",
+            *(f"w{n}" for n in range(WORDS)),
+            *self.catalog.symbols[0],
+        ]
+        inner = tokenizers.Tokenizer(
+            tokenizers.models.WordLevel({str(word): at for at, word in enumerate(words)}, unk_token="<unk>")
+        )
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        special = [str(word) for word in words if str(word).startswith("<")]
+        inner.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in special])
+        cfg = decoder_config(MODEL, len(words), 16384)
+        drawn = params.initialize(decoder.spec(cfg), jax.random.key(self._seed))
+
+        def write_beside(folder: Path) -> None:
+            Tokenizer(inner).save(folder / "tokenizer.json")
+            save_catalog(self.catalog, folder / "catalog.jsonl")
+
+        checkpoint.save(self.folder, cfg, drawn, write_beside)
+
+    def config(self, policy: str, device_mb: float, cache: str, *settings: str) -> Config:
+        """cache: the folder of compiled programs."""
+        workload = self.traffic.workload
+        return override(
+            Config(),
+            f"model.path={self.folder}",
+            f"model.compilation_cache={cache}",
+            "prompt.template=<bos>{history}",
+            "prompt.item={title}{sid}",
+            "prompt.max_items=16384",
+            "server.max_history=16384",
+            "rank.scorer=item_token",
+            "rank.item={title}{sid}",
+            f"rank.item_span={workload.max_item_tokens}",
+            "rank.requests=8",
+            "rank.tokens=256,512,1024,1536,2048,3072,4096,6144,9216",
+            "rank.context=2048,8192",
+            f"rank.candidates={8 * workload.candidates}",
+            "batching.max_tokens=4096",
+            f"cache.policy={policy}",
+            f"cache.device_mb={device_mb}",
+            f"cache.window_s={300 / self.speed}",
+            "cache.shadow=0",
+            "profiles.batch=1",
+            "profiles.tokens=64",
+            *settings,
+        )
+
+    @property
+    def item_bytes(self) -> int:
+        """KV of all items."""
+        token = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim * 4
+        return int(self.traffic.item_tokens.sum()) * token
+
+    def request(self, access: Access) -> RankRequest:
+        return RankRequest(
+            user_id=access.user,
+            history=self._history(access.user)[: self._items_of(access)],
+            candidates=[str(row) for row in access.items.tolist()],
+            top_k=10,
+        )
+
+    def _items_of(self, access: Access) -> int:
+        rows = np.array(self._history(access.user), np.int64)
+        return max(
+            1, int(np.searchsorted(np.cumsum(self.traffic.item_tokens[rows]), access.user_tokens, "right"))
+        )
+
+    def _history(self, user: int) -> list[str | int]:
+        known = self._histories.get(user)
+        if known is None:
+            lengths, most = self.traffic.item_tokens, int(self.traffic.user_tokens[user])
+            rng = np.random.default_rng((self._seed, user))
+            rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+            while lengths[rows].sum() < most:
+                rows = np.append(rows, rng.integers(0, len(lengths), 256))
+            enough = int(np.searchsorted(np.cumsum(lengths[rows]), most, "right"))
+            known = self._histories[user] = [str(row) for row in rows[: max(1, enough)].tolist()]
+        return known
+
+
+class Served(NamedTuple):
+    """What a run of requests took. tokens: of all prompts; latency_ms: one a request."""
+
+    seconds: float
+    tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    by_user: int
+    latency_ms: list[float]
+
+    @property
+    def qps(self) -> float:
+        return len(self.latency_ms) / self.seconds
+
+
+class System:
+    """An engine, and the next requests of the trace. Its cache is brought to where a long run would have it."""
+
+    def __init__(self, world: World, config: Config, loop: asyncio.AbstractEventLoop, planned: int) -> None:
+        """planned: requests that are planned before, as if they had run; their pages hold zeros."""
+        self._world, self._loop = world, loop
+        self._accesses = world.traffic.accesses(world.speed)
+        self._begin_ns = 0
+        self.engine = load_engine(config)
+        loop.run_until_complete(self.engine.start())
+        self._plan(planned)
+
+    def _plan(self, count: int) -> None:
+        caching = self.engine.caching
+        assert caching is not None
+        grouping = caching.groupings["rank"]
+        ahead = list(islice(self._accesses, count))
+        start_ns = time.monotonic_ns() - (ahead[-1].time_ns + 1 if ahead else 0)
+        for number, access in enumerate(ahead):
+            task = self.engine.translator.prepare(self._world.request(access))
+            now_ns = start_ns + access.time_ns
+            job = Job(number, "rank", task.work.tokens, task.width, now_ns, None, task.parts)
+            grouping.arrived(job, now_ns)
+            group = grouping.group([job], True, now_ns)
+            assert group is not None
+            grouping.finished(group.jobs, True)
+
+    def saturate(self, count: int, concurrency: int) -> Served:
+        """The next requests of the trace, so many of them at a time."""
+        requests = [self._world.request(access) for access in islice(self._accesses, count)]
+        return self._loop.run_until_complete(self._closed_loop(requests, concurrency))
+
+    def at_rate(self, count: int, per_second: float) -> Served:
+        """The next requests at random times; latency counts from the time that each was due."""
+        requests = [self._world.request(access) for access in islice(self._accesses, count)]
+        gaps = np.random.default_rng(count).exponential(1 / per_second, count)
+        return self._loop.run_until_complete(self._open_loop(requests, np.cumsum(gaps).tolist()))
+
+    async def _closed_loop(self, requests: Sequence[RankRequest], concurrency: int) -> Served:
+        waiting = iter(requests)
+        answers: list[tuple[Answer, float]] = []
+
+        async def client() -> None:
+            for request in waiting:
+                start = time.perf_counter()
+                answer = await self.engine.answer(request)
+                answers.append((answer, (time.perf_counter() - start) * 1e3))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+        return _served(time.perf_counter() - start, answers)
+
+    async def _open_loop(self, requests: Sequence[RankRequest], due: Sequence[float]) -> Served:
+        start = time.perf_counter()
+
+        async def client(request: RankRequest, at: float) -> tuple[Answer, float]:
+            await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
+            answer = await self.engine.answer(request)
+            return answer, (time.perf_counter() - start - at) * 1e3
+
+        answers = await asyncio.gather(*map(client, requests, due))
+        return _served(time.perf_counter() - start, answers)
+
+    def stop(self) -> None:
+        self._loop.run_until_complete(self.engine.drain(None))
+
+
+def _served(seconds: float, answers: Sequence[tuple[Answer, float]]) -> Served:
+    usages = [answer.usage for answer, _ in answers]
+    return Served(
+        seconds,
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+        sum(usage.computed_tokens for usage in usages),
+        sum(usage.layout == "user_prefix" for usage in usages),
+        [ms for _, ms in answers],
+    )
+
+
+def add(runs: Sequence[Served]) -> Served:
+    """Of several runs together."""
+    return Served(
+        sum(run.seconds for run in runs),
+        sum(run.tokens for run in runs),
+        sum(run.cached_tokens for run in runs),
+        sum(run.computed_tokens for run in runs),
+        sum(run.by_user for run in runs),
+        [ms for run in runs for ms in run.latency_ms],
+    )
+
+
+@contextmanager
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def at_skew(workload: Workload, share: float) -> Workload:
+    """share: of the accesses that go to a tenth of the items."""
+    return replace(workload, top10_share=share)
+
+
+def facts(world: World, device_mb: float) -> dict[str, Any]:
+    """Of a workload, for a result's row."""
+    workload = world.traffic.workload
+    return {
+        "users": workload.users,
+        "items": workload.items,
+        "top10_share": workload.top10_share,
+        "mean_user_tokens": round(float(world.traffic.user_tokens.mean()), 1),
+        "mean_item_tokens": round(float(world.traffic.item_tokens.mean()), 2),
+        "pool_over_items_kv": round(device_mb * 2**20 / world.item_bytes, 2),
+        "device_mb": device_mb,
+    }

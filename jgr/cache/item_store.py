@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items' KV over the devices of a mesh: hot items on every device, cold ones on one, read inside a program (BAT-7, 11).
+
+The host knows the placement, so it knows before a batch runs which device wants which cell of which other one. It gives
+every device the list of cells to send to each other one, and of where to find what arrives; the program is a gather, an
+all_to_all and another gather. Lists have one length, Q, for all pairs of devices, so that shapes are fixed; what they
+are filled up with is moved too, and counted apart.
+
+Letters: D devices, H cells of replicated items, C cells of sharded items on a device, Q cells for a pair of devices, M
+cells that a device wants, E numbers of a cell.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+AXIS = "cache"
+
+
+class Where(NamedTuple):
+    """Of each cell: the device that has it, -1 for all, and its number there. [cells] int32 both."""
+
+    owner: Int32
+    slot: Int32
+
+
+class Exchange(NamedTuple):
+    """A batch's reads.
+
+    send: [D, D, Q] int32, [from, to]: cells. take: [D, M] int32: of each wanted cell its place among the replicated
+    cells (below H) and behind them the received ones, by sender. useful: [D, D] int64, cells that are wanted.
+    """
+
+    send: Int32
+    take: Int32
+    useful: Int64
+
+
+def plan_exchange(where: Where, wanted: Sequence[Int32], pair: int, most: int, replicated: int) -> Exchange:
+    """wanted: per device, cells in any order, at most `most`. pair: Q. replicated: H. ValueError: they do not fit."""
+    devices = len(wanted)
+    send = np.zeros((devices, devices, pair), np.int32)
+    take = np.zeros((devices, most), np.int32)
+    useful = np.zeros((devices, devices), np.int64)
+    for to, cells in enumerate(wanted):
+        if len(cells) > most:
+            raise ValueError(f"device {to} wants {len(cells)} cells, there is room for {most}")
+        owners, slots = where.owner[cells], where.slot[cells]
+        take[to, : len(cells)] = slots
+        for source in range(devices):
+            mine = np.flatnonzero(owners == source)
+            if len(mine) > pair:
+                raise ValueError(
+                    f"device {to} wants {len(mine)} cells of device {source}, a pair has room for {pair}"
+                )
+            send[source, to, : len(mine)] = slots[mine]
+            take[to, mine] = replicated + source * pair + np.arange(len(mine))
+            useful[source, to] = len(mine)
+    return Exchange(send, take, useful)
+
+
+class ItemStore:
+    """The arrays of a mesh's devices. hot: [H, E], on each; cold: [D, C, E], a part on each."""
+
+    def __init__(self, mesh: Mesh, hot: npt.NDArray[np.floating], cold: npt.NDArray[np.floating]) -> None:
+        self._mesh = mesh
+        self._spread = NamedSharding(mesh, PartitionSpec(AXIS))
+        self.hot = jax.device_put(hot, NamedSharding(mesh, PartitionSpec()))
+        self.cold = jax.device_put(cold, self._spread)
+        self._read = jax.jit(
+            functools.partial(
+                jax.shard_map,
+                mesh=mesh,
+                in_specs=(PartitionSpec(), *[PartitionSpec(AXIS)] * 3),
+                out_specs=PartitionSpec(AXIS),
+            )(read)
+        )
+
+    def read(self, exchange: Exchange) -> jax.Array:
+        """[D, M, E]: what every device wanted; behind what it wanted, anything."""
+        send, take = (jax.device_put(x, self._spread) for x in (exchange.send, exchange.take))
+        out: jax.Array = self._read(self.hot, self.cold, send, take)
+        return out
+
+    def moved_bytes(self, exchange: Exchange) -> tuple[int, int]:
+        """Over links between devices: of cells that were wanted, and of all that the program sends."""
+        devices, _, pair = exchange.send.shape
+        cell = self.hot.shape[-1] * self.hot.dtype.itemsize
+        between = ~np.eye(devices, dtype=bool)
+        return int(exchange.useful[between].sum()) * cell, devices * (devices - 1) * pair * cell
+
+
+def read(hot: jax.Array, cold: jax.Array, send: jax.Array, take: jax.Array) -> jax.Array:
+    """One device's part of a read, for shard_map over AXIS: hot [H, E], cold [1, C, E], send [1, D, Q], take [1, M]."""
+    sent = cold[0][send[0]]  # [D, Q, E]
+    received = jax.lax.all_to_all(sent, AXIS, split_axis=0, concat_axis=0, tiled=True)
+    everything = jnp.concatenate([hot, received.reshape(-1, hot.shape[-1])])
+    return everything[take[0]][None]

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of cached items on cache workers: replicate, hash, and hot-replicated cold-sharded (BAT-11).
+
+Every item has a home, `row % N`, and is held everywhere, at home only, or nowhere. The home is the stable hash of the
+row that also divides any run of rows evenly, so a catalog in order of popularity spreads its hot items; and because it
+does not depend on the frequencies, an item that cools down or warms up never moves from one worker to another: copies
+beside the one at home come and go, which is what keeps the life cycle simple.
+
+An item held anywhere beats an item held twice: where memory is short, HRCS first replicates less and then drops the
+coldest. Items without a single access yield to replication.
+
+Pure; n items are rows 0..n-1, N workers are 0..N-1. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import UserError
+
+Bool = npt.NDArray[np.bool_]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+NOWHERE, SHARDED, REPLICATED = np.uint8(0), np.uint8(1), np.uint8(2)
+Bound = Literal["paper", "physical"]
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """What is placed. ValueError where shapes or values are wrong.
+
+    frequency: [n] float64, accesses in any unit. tokens: [n] int64, >= 1. bytes_per_token: KV of one token.
+    cell_tokens: the smallest unit of memory, in tokens; an item takes whole cells.
+    """
+
+    frequency: Float64
+    tokens: Int64
+    bytes_per_token: int
+    cell_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if self.frequency.ndim != 1 or self.frequency.shape != self.tokens.shape or not len(self.tokens):
+            raise ValueError(
+                f"frequency {self.frequency.shape} and tokens {self.tokens.shape}: both must be [n >= 1]"
+            )
+        if not np.isfinite(self.frequency).all() or self.frequency.min() < 0:
+            raise ValueError("frequency: must be finite and not negative")
+        if not np.issubdtype(self.tokens.dtype, np.integer) or self.tokens.min() < 1:
+            raise ValueError("tokens: must be integers of at least 1")
+        if self.bytes_per_token < 1 or self.cell_tokens < 1:
+            raise ValueError("bytes_per_token and cell_tokens: must be at least 1")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def share(self) -> Float64:
+        """[n]: of all accesses; the same for all where none was seen."""
+        largest = self.frequency.max()
+        weight = self.frequency / largest if largest > 0 else np.ones(len(self))
+        share: Float64 = weight / weight.sum()
+        return share
+
+    @cached_property
+    def transfer_bytes(self) -> Int64:
+        """[n]: what a read over a link moves."""
+        return self.tokens.astype(np.int64) * self.bytes_per_token
+
+    @cached_property
+    def room_bytes(self) -> Int64:
+        """[n]: what a copy takes of a worker's memory."""
+        cells = -(-self.tokens.astype(np.int64) // self.cell_tokens)
+        return cells * self.cell_tokens * self.bytes_per_token
+
+    @cached_property
+    def by_share(self) -> Int32:
+        """[n]: rows, the hottest first, ties by row."""
+        return np.argsort(-self.share, kind="stable").astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """count: N, cache workers. capacity_bytes: what each of them has for items. UserError where they make no sense."""
+
+    count: int
+    capacity_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UserError(f"cache workers: must be at least 1, got {self.count}")
+        if self.capacity_bytes < 0:
+            raise UserError(
+                f"capacity_bytes of a cache worker: must not be negative, got {self.capacity_bytes}"
+            )
+
+
+@dataclass(frozen=True)
+class LinkBudget:
+    """The bound of HRCS. alpha: transfer time wanted, as a share of the prefill time, at most.
+
+    per_remote: that share if every access went to a sharded item; inf for one worker, where the paper's form allows
+    no such access.
+    """
+
+    alpha: float
+    per_remote: float
+
+    @property
+    def max_remote(self) -> float:
+        """R_max, in [0, 1]: the share of accesses that may go to sharded items."""
+        return min(1.0, self.alpha / self.per_remote) if self.per_remote > 0 else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class ItemPlacement:
+    """Which worker holds which item.
+
+    holding: [n] uint8, NOWHERE, SHARDED (at home only) or REPLICATED (everywhere).
+    order: [n] int32, rows, the most wanted first. budget: what HRCS was asked to keep, None for the others.
+    """
+
+    items: Items
+    workers: Workers
+    holding: npt.NDArray[np.uint8]
+    order: Int32
+    budget: LinkBudget | None = None
+
+    @property
+    def replicated(self) -> Bool:
+        """[n]: on every worker."""
+        return np.equal(self.holding, REPLICATED)
+
+    @property
+    def dropped(self) -> Int32:
+        """The rows that no worker has memory for, ascending."""
+        return np.flatnonzero(self.holding == NOWHERE).astype(np.int32)
+
+    @cached_property
+    def owner(self) -> Int32:
+        """[n]: the one worker that holds a sharded item; -1 for the others."""
+        return np.where(self.holding == SHARDED, home(len(self.items), self.workers.count), -1).astype(
+            np.int32
+        )
+
+    @property
+    def replicated_fraction(self) -> float:
+        """r of BAT-11."""
+        return float(self.replicated.mean())
+
+    @property
+    def sharded_share(self) -> float:
+        """R of BAT-11: the share of accesses that go to sharded items."""
+        return float(self.items.share[self.holding == SHARDED].sum())
+
+    @property
+    def alpha(self) -> float | None:
+        """The alpha that this placement needs, in the bound that it was made with."""
+        if self.budget is None:
+            return None
+        if self.workers.count == 1 or self.sharded_share == 0:
+            return 0.0
+        return self.budget.per_remote * self.sharded_share
+
+    @property
+    def alpha_exceeded(self) -> bool:
+        """Whether memory forced more remote reads than the bound allows. BAT-11, note 4."""
+        needed = self.alpha
+        return self.budget is not None and needed is not None and needed > self.budget.alpha * (1 + 1e-9)
+
+    def held(self) -> Bool:
+        """[N, n]: worker w holds row i."""
+        workers = np.arange(self.workers.count)[:, None]
+        held: Bool = self.replicated | (self.owner == workers)
+        return held
+
+    def held_by(self, worker: int) -> Int32:
+        """The rows on this worker, ascending."""
+        return np.flatnonzero(self.replicated | (self.owner == worker)).astype(np.int32)
+
+    def is_local(self, worker: int, rows: Int32) -> Bool:
+        """Of the shape of `rows`: whether the worker has its own copy."""
+        local: Bool = self.replicated[rows] | (self.owner[rows] == worker)
+        return local
+
+    def remote_tokens(self, worker: int, rows: Int32) -> Int64:
+        """[N]: tokens that this worker reads from each other for these rows, each occurrence counted."""
+        return self.remote_sums(worker, rows, self.items.tokens)
+
+    def remote_sums(self, worker: int, rows: Int32, sizes: Int64) -> Int64:
+        """[N]: as `remote_tokens`, of any sizes, [n]."""
+        sources = self.owner[rows]
+        remote = (sources >= 0) & (sources != worker)
+        return _sums(sources[remote], sizes[rows][remote], self.workers.count)
+
+    def used_bytes(self) -> Int64:
+        """[N]: memory taken on each worker."""
+        room = self.items.room_bytes
+        sharded = self.owner >= 0
+        shards = _sums(self.owner[sharded], room[sharded], self.workers.count)
+        return shards + int(room[self.replicated].sum())
+
+    def check(self) -> None:
+        """Audit: every worker's items fit. AssertionError."""
+        used = self.used_bytes()
+        assert (used <= self.workers.capacity_bytes).all(), f"{used} bytes of {self.workers.capacity_bytes}"
+        assert np.array_equal(np.sort(self.order), np.arange(len(self.items))), "order is not a permutation"
+
+
+def home(n: int, n_workers: int) -> Int32:
+    """[n]: the worker that holds each row if any does."""
+    return np.arange(n, dtype=np.int32) % n_workers
+
+
+def replicate(items: Items, workers: Workers) -> ItemPlacement:
+    """Every worker holds the hottest items, as many as fit; none is sharded."""
+    order = items.by_share
+    holding = np.zeros(len(items), np.uint8)
+    holding[order[: _fitting(np.cumsum(items.room_bytes[order]), workers)]] = REPLICATED
+    return ItemPlacement(items, workers, holding, order)
+
+
+def hash_items(items: Items, workers: Workers) -> ItemPlacement:
+    """Every item at home only. Where a home is short of memory, its coldest items are dropped."""
+    return _place(items, workers, items.by_share, wanted=0)
+
+
+def hrcs(
+    items: Items,
+    workers: Workers,
+    *,
+    prefill_s: float,
+    item_tokens: float,
+    link_bytes_per_s: float,
+    alpha: float = 0.2,
+    bound: Bound = "paper",
+) -> ItemPlacement:
+    """Hot items replicated, cold ones sharded, so that transfers take at most alpha of the prefill time (BAT-11).
+
+    prefill_s: t, of a typical request with all its items cached. item_tokens: c * tau_i, its item tokens.
+    bound: "paper" has the factor (N - 1) / N as printed, "physical" its reciprocal, since 1 / N of the accesses to
+    sharded items are local; both clamp R_max to [0, 1]. One worker replicates everything that fits.
+    UserError names the argument that makes no sense. Memory may make it replicate less: see `alpha_exceeded`.
+    """
+    for name, value in (
+        ("prefill_s", prefill_s),
+        ("item_tokens", item_tokens),
+        ("link_bytes_per_s", link_bytes_per_s),
+    ):
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{name}: must be above 0, got {value}")
+    if not 0 <= alpha <= 1:
+        raise UserError(f"alpha: must be a share of the prefill time, 0..1, got {alpha}")
+    if bound not in ("paper", "physical"):
+        raise UserError(f'bound: must be "paper" or "physical", got {bound!r}')
+
+    budget = _budget(
+        workers.count, prefill_s, item_tokens * items.bytes_per_token / link_bytes_per_s, alpha, bound
+    )
+    order = items.by_share
+    if workers.count == 1:
+        wanted = len(items)
+    else:
+        cdf = np.concatenate([[0.0], np.cumsum(items.share[order])])
+        # The tolerance lets .5 + .2 + .1 reach .8.
+        wanted = int(np.searchsorted(cdf / cdf[-1], 1 - budget.max_remote - 1e-12))
+    return _place(items, workers, order, wanted, budget=budget)
+
+
+def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:
+    """These rows join the replicated ones now (BAT-12), for an HRCS placement.
+
+    Where memory is short, the coldest others give way: first their replicas, then their places. Of rows that do not
+    all fit on a worker, the last ones are held as far as there is room. ValueError for a row that does not exist.
+    """
+    n = len(placement.items)
+    pushed = np.array(list(dict.fromkeys(rows)), np.int32)
+    if len(pushed) and not 0 <= pushed.min() <= pushed.max() < n:
+        raise ValueError(f"rows: must be in 0..{n - 1}")
+    wanted = len(np.union1d(pushed, np.flatnonzero(placement.replicated)))
+    order = np.concatenate([pushed, placement.order[~np.isin(placement.order, pushed)]])
+    return _place(
+        placement.items, placement.workers, order, wanted, at_least=len(pushed), budget=placement.budget
+    )
+
+
+def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) -> ItemPlacement:
+    """New items, as rows n, n + 1, ..., join the sharded ones (BAT-12), for an HRCS placement.
+
+    frequency: [m], expected accesses in the unit of the others; tokens: [m]. They take the places of colder items
+    where memory is short, and have none where they are the coldest. ValueError as of `Items`.
+    """
+    old = placement.items
+    items = Items(
+        np.concatenate([old.frequency, frequency]),
+        np.concatenate([old.tokens, tokens]),
+        old.bytes_per_token,
+        old.cell_tokens,
+    )
+    hot = placement.order[placement.replicated[placement.order]]
+    order = np.concatenate([hot, items.by_share[~np.isin(items.by_share, hot)]])
+    return _place(items, placement.workers, order, len(hot), budget=placement.budget)
+
+
+def expected_bytes(
+    placement: ItemPlacement, requests: Iterable[tuple[int, Int32]], *, whole_cells: bool = False
+) -> Int64:
+    """[N, N], [source, destination]: exactly what reads of cached items move over each link.
+
+    requests: (the worker that serves it, the rows that it reads); each occurrence of a row is one read, so who reads a
+    row once for a whole batch gives the batch as one request. Dropped items are computed where they are needed.
+    whole_cells: count the cells that an item takes, not only its tokens.
+    """
+    n_workers = placement.workers.count
+    sizes = placement.items.room_bytes if whole_cells else placement.items.transfer_bytes
+    moved = np.zeros((n_workers, n_workers), np.int64)
+    for worker, rows in requests:
+        moved[:, worker] += placement.remote_sums(worker, rows, sizes)
+    return moved
+
+
+def _budget(n_workers: int, prefill_s: float, transfer_s: float, alpha: float, bound: Bound) -> LinkBudget:
+    """transfer_s: of all item tokens of a request over one link."""
+    if n_workers == 1:
+        return LinkBudget(alpha, math.inf)
+    factor = (n_workers - 1) / n_workers
+    return LinkBudget(alpha, transfer_s / prefill_s * (1 / factor if bound == "paper" else factor))
+
+
+def _place(
+    items: Items,
+    workers: Workers,
+    order: Int32,
+    wanted: int,
+    *,
+    at_least: int = 0,
+    budget: LinkBudget | None = None,
+) -> ItemPlacement:
+    """The first `wanted` rows of `order` replicated and the rest sharded, as far as memory allows.
+
+    Fewer are replicated where the accessed items would not all be held otherwise, but the first `at_least` are if
+    only they fit. Then each home is filled in order.
+    """
+    room, homes = items.room_bytes[order], order % workers.count
+    replicas = np.concatenate([[0], np.cumsum(room)])  # [n + 1]: of the k first
+    fullest = np.zeros(
+        len(items), np.int64
+    )  # [n]: the fullest home's shard if the k first are not part of it
+    for worker in range(workers.count):
+        mine = np.where((homes == worker) & (items.share[order] > 0), room, 0)
+        np.maximum(fullest, np.cumsum(mine[::-1])[::-1], out=fullest)
+    all_held = _fitting(replicas + np.append(fullest, 0), workers) - 1
+    count = max(min(wanted, all_held), min(at_least, _fitting(replicas[1:], workers)), 0)
+
+    holding = np.zeros(len(items), np.uint8)
+    holding[order[:count]] = REPLICATED
+    left = Workers(workers.count, workers.capacity_bytes - int(replicas[count]))
+    for worker in range(workers.count):
+        cold = np.flatnonzero(homes[count:] == worker) + count
+        holding[order[cold[: _fitting(np.cumsum(room[cold]), left)]]] = SHARDED
+    return ItemPlacement(items, workers, holding, order, budget)
+
+
+def _fitting(sizes: Int64, workers: Workers) -> int:
+    """How many of these sizes, which do not decrease, are within the capacity."""
+    return int(np.searchsorted(sizes, workers.capacity_bytes, side="right"))
+
+
+def _sums(keys: Int32, values: Int64, n: int) -> Int64:
+    """[n]: exact sums of the values by key."""
+    sums = np.zeros(n, np.int64)
+    np.add.at(sums, keys, values)
+    return sums

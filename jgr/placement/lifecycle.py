@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the items on the cache workers become those of another placement, while they are read (BAT-12).
+
+Copy, publish, drop. A copy takes its room before it can be read; a published copy is read until it is dropped; and what
+is dropped is either one of several copies, or of an item that the new placement holds nowhere. This rests on one
+invariant: an item that is published anywhere is published at home. Homes never change (jgr/placement/items.py), so
+making room on one worker never takes another worker's last source, and no exchange of items can deadlock.
+
+A worker drops before it copies only as much as that copy needs. Hot items come first.
+
+Pure: the steps are data for whoever moves the bytes, and nothing happens before `commit` says that it did.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jgr.placement.items import Bool, Int32, Int64, ItemPlacement, Workers, home
+
+
+class IllegalStep(RuntimeError):
+    """A step that is not the next one. Nothing has changed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One thing to do to `rows`, int32, on `worker`.
+
+    copy: from `source`, or computed there where that is None; unreadable yet. publish: readers find it from now on.
+    drop: readers do not find it any more; who reads it already must be waited for before its memory is used.
+    """
+
+    kind: Literal["copy", "publish", "drop"]
+    worker: int
+    rows: Int32
+    source: int | None = None
+
+
+class Lifecycle:
+    """The items on the workers, at first none.
+
+    step_bytes: a copy step moves at most this much, but at least one item.
+    """
+
+    def __init__(self, workers: Workers, step_bytes: int = 64 << 20) -> None:
+        self._workers, self._step_bytes = workers, step_bytes
+        self._published: Bool = np.zeros((workers.count, 0), bool)
+        self._room: Int64 = np.zeros(0, np.int64)
+        self._used: Int64 = np.zeros(workers.count, np.int64)  # published and copied bytes
+        self._copied: Step | None = None
+        self._steps: deque[Step] = deque()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What is left to do, in order."""
+        return tuple(self._steps)
+
+    def plan(self, target: ItemPlacement) -> tuple[Step, ...]:
+        """The steps from what is held now to `target`; they replace those that were left. Call it between two steps.
+
+        A refresh, a burst (`items.burst`) and new items (`items.with_new_items`) are all targets. ValueError for
+        other workers, or where rows are missing or take other room than before; AssertionError where it does not fit.
+        """
+        known, room = len(self._room), target.items.room_bytes
+        if target.workers != self._workers:
+            raise ValueError(f"target: is for {target.workers}, not {self._workers}")
+        if not np.array_equal(room[:known], self._room):
+            raise ValueError(f"target: its first {known} items must be as large as those placed before")
+        target.check()
+        grown = ((0, 0), (0, len(room) - known))
+        self._published, self._room = np.pad(self._published, grown), room
+        draft = _Draft(self._published.copy(), self._used.copy(), target, self._step_bytes)
+        if self._copied is not None:
+            draft.publish(self._copied.worker, self._copied.rows)
+        self._steps = deque(draft.to_target())
+        return self.steps
+
+    def commit(self, step: Step) -> None:
+        """The step, which must be the next one, was done."""
+        self._must_be_next(step)
+        self._steps.popleft()
+        if step.kind == "publish":
+            self._published[step.worker, step.rows] = True
+            self._copied = None
+            return
+        moved = int(self._room[step.rows].sum())
+        if step.kind == "copy":
+            self._used[step.worker] += moved
+            self._copied = step
+        else:
+            self._used[step.worker] -= moved
+            self._published[step.worker, step.rows] = False
+
+    def fail(self, step: Step) -> None:
+        """The next step, a copy, was not done. What is held stays as it is and the rest of the plan is forgotten."""
+        self._must_be_next(step)
+        if step.kind != "copy":
+            raise IllegalStep(f"a {step.kind} cannot fail")
+        self._steps.clear()
+
+    def where(self, worker: int, rows: Int32) -> Int32:
+        """Of the shape of `rows`: whose copy the worker reads, its own or the home's; -1 where there is none."""
+        homes = np.asarray(rows, np.int32) % self._workers.count
+        elsewhere = np.where(self._published[homes, rows], homes, -1)
+        return np.where(self._published[worker, rows], worker, elsewhere).astype(np.int32)
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+        used = self._published.astype(np.int64) @ self._room
+        if self._copied is not None:
+            used[self._copied.worker] += self._room[self._copied.rows].sum()
+        assert np.array_equal(used, self._used), f"bytes used: {used} found, {self._used} counted"
+        if self._steps and self._steps[0].kind == "copy":
+            used[self._steps[0].worker] += self._room[self._steps[0].rows].sum()
+        assert (used <= self._workers.capacity_bytes).all(), f"{used} of {self._workers.capacity_bytes} bytes"
+        rows = np.arange(len(self._room))
+        at_home = self._published[home(len(rows), self._workers.count), rows]
+        lost = np.flatnonzero(self._published.any(axis=0) & ~at_home)
+        assert not len(lost), f"rows {lost} are not published at home"
+        assert self._copied is None or not self._steps or self._steps[0].kind == "publish"
+
+    def _must_be_next(self, step: Step) -> None:
+        if not self._steps or self._steps[0] is not step:
+            raise IllegalStep(f"{step.kind} on worker {step.worker} is not the next step")
+
+
+class _Draft:
+    """What the workers would hold after the steps so far. published, used: its own to change."""
+
+    def __init__(self, published: Bool, used: Int64, target: ItemPlacement, step_bytes: int) -> None:
+        self._published, self._used, self._step_bytes = published, used, step_bytes
+        self._target, self._wanted = target, target.held()
+        self._room = target.items.room_bytes
+        self._steps: list[Step] = []
+        self._surplus: list[deque[int]] = []
+
+    def publish(self, worker: int, rows: Int32) -> None:
+        self._steps.append(Step("publish", worker, rows))
+        self._published[worker, rows] = True
+
+    def to_target(self) -> list[Step]:
+        workers = range(self._target.workers.count)
+        self._surplus = [self._to_drop(worker) for worker in workers]
+        order = self._target.order
+        replicated = self._target.replicated[order]
+        for rows in (order[replicated], order[~replicated]):
+            by_home = [rows[rows % len(workers) == worker] for worker in workers]
+            for worker in workers:  # homes first: the others copy from them
+                self._add(worker, by_home[worker], None)
+            for worker in workers:
+                for source in workers:
+                    self._add(worker, by_home[source], source)
+        for worker in workers:
+            self._make_room(worker, None)
+        return self._steps
+
+    def _to_drop(self, worker: int) -> deque[int]:
+        """In order: copies besides the one at home, the coldest first, then the homes' own."""
+        coldest = self._target.order[::-1]
+        rows = coldest[self._published[worker, coldest] & ~self._wanted[worker, coldest]]
+        at_home = rows % self._target.workers.count == worker
+        return deque([*rows[~at_home].tolist(), *rows[at_home].tolist()])
+
+    def _add(self, worker: int, rows: Int32, source: int | None) -> None:
+        missing = rows[self._wanted[worker, rows] & ~self._published[worker, rows]]
+        for some in self._parts(missing):
+            needed = int(self._room[some].sum())
+            self._make_room(worker, needed)
+            self._steps.append(Step("copy", worker, some, source))
+            self._used[worker] += needed
+            self.publish(worker, some)
+
+    def _parts(self, rows: Int32) -> Iterator[Int32]:
+        ends = np.cumsum(self._room[rows])
+        start = 0
+        while start < len(rows):
+            before = int(ends[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, before + self._step_bytes, side="right")))
+            yield rows[start:stop]
+            start = stop
+
+    def _make_room(self, worker: int, needed: int | None) -> None:
+        """Drop what the target does not want here until `needed` bytes are free; all of it for None."""
+        free = self._target.workers.capacity_bytes - int(self._used[worker])
+        surplus, rows = self._surplus[worker], list[int]()
+        while surplus and (needed is None or free < needed):
+            row = surplus.popleft()
+            if self._published[worker, row]:
+                rows.append(row)
+                free += int(self._room[row])
+        self._drop(worker, np.array(rows, np.int32))
+
+    def _drop(self, worker: int, rows: Int32) -> None:
+        """Items that lose their home lose their other copies first."""
+        leaving = rows[rows % self._target.workers.count == worker]
+        for other in range(self._target.workers.count):
+            there = leaving[self._published[other, leaving]]
+            if other != worker and len(there):
+                self._emit_drop(other, there)
+        if len(rows):
+            self._emit_drop(worker, rows)
+
+    def _emit_drop(self, worker: int, rows: Int32) -> None:
+        self._steps.append(Step("drop", worker, rows))
+        self._published[worker, rows] = False
+        self._used[worker] -= int(self._room[rows].sum())
