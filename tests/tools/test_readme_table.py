@@ -11,13 +11,16 @@ import pytest
 from tools.readme_table import (
     BEGIN,
     END,
+    EVERY_CLAIM,
+    HEADLINES,
     README,
     MarkerError,
+    every_claim,
     load_results,
     quality_table,
+    readme,
     replace_table,
     table,
-    written,
 )
 
 RESULT = {
@@ -39,8 +42,14 @@ RESULT = {
 
 
 def test_readme_holds_what_the_result_files_give() -> None:
-    text = README.read_text()
-    assert text == written(text, load_results()), "run: python -m tools.readme_table"
+    for path, fill in ((README, readme), (EVERY_CLAIM, every_claim)):
+        text = path.read_text()
+        assert text == fill(text, load_results()), "run: python -m tools.readme_table"
+
+
+def test_every_headline_is_a_claim() -> None:
+    assert set(HEADLINES) <= {claim["id"] for result in load_results() for claim in result["claims"]}
+    assert len(table([RESULT], ["error"]).split("\n")) == 3
 
 
 def test_a_row_for_each_claim() -> None:
