@@ -60,7 +60,7 @@ SKEWS = (0.9, 0.5)
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
-    rounds, count, planned = (1, 16, 300) if quick else (5, 24, 12_000)
+    rounds, count, planned = (1, 16, 300) if quick else (5, 24, 5_000)
     settings = SETTINGS[-1:] if quick else SETTINGS
     rows = []
     with tempfile.TemporaryDirectory() as folder, event_loop() as loop:
