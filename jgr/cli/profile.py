@@ -36,12 +36,17 @@ def define_flags() -> None:
     flags.DEFINE_integer("concurrency", 1, "requests in flight", lower_bound=1, upper_bound=1024)
     flags.DEFINE_integer("top", 20, "operations to show", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to keep the raw trace in")
+    flags.DEFINE_string(
+        "costs", None, "JSON file for the prefill time by new and cached tokens; traces no requests"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
     config = console.load(flags.FLAGS)
     values = flags.FLAGS
+    if values.costs:
+        return _costs(config, Path(values.costs))
     from jgr.serving import profiling
 
     if values.out and Path(values.out).exists() and any(Path(values.out).iterdir()):
@@ -54,6 +59,33 @@ def main(argv: Sequence[str]) -> int:
     summary = profiling.summarize(events, list(map(profiling.read_program, programs)), wall_s * 1e9)
     print(_table(summary, len(requests), values.top))
     print(json.dumps(_report(summary, len(requests), values.concurrency, values.top)))
+    return 0
+
+
+def _costs(config: Config, path: Path) -> int:
+    """Fit the prefill time of prompts with cached segments, and store it for the placement of items."""
+    from jgr.data.files import writing
+    from jgr.placement import costs
+    from jgr.serving import prefill_costs
+    from jgr.serving.loading import load_engine
+    from jgr.serving.paged_executor import Executors
+
+    executor = load_engine(config).executor
+    assert isinstance(executor, Executors)
+    if executor.paged is None:
+        raise UserError(
+            "--costs: nothing is cached; set cache.policy, or a rank.scorer with candidates in the prompt"
+        )
+    with console.progress_bar("compiling") as bar:
+        executor.paged.warm_up(bar)
+    points = list(prefill_costs.measure(executor.paged))
+    fitted = costs.fit(points)
+    with writing(path, UserError) as stream:
+        stream.write(fitted.to_json())
+    print(f"{'new':>8} {'cached':>8} {'ms':>9} {'fitted':>9}")
+    for new, cached, seconds in points:
+        print(f"{new:>8.0f} {cached:>8.0f} {seconds * 1e3:>9.2f} {fitted.seconds(new, cached) * 1e3:>9.2f}")
+    print(fitted.to_json().decode())
     return 0
 
 
@@ -101,8 +133,8 @@ async def _trace(
     import jax
 
     from jgr.serving.api import RequestError
-    from jgr.serving.paged_executor import Executors
     from jgr.serving.loading import load_engine
+    from jgr.serving.paged_executor import Executors
 
     engine = load_engine(config)
     executor = engine.executor

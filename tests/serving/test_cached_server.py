@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ import pytest
 from jgr.catalog import Catalog, save_catalog
 from jgr.config import Config, UserError, override
 from jgr.models import checkpoint, decoder, params
+from jgr.placement import costs
 from jgr.prompt import semantic_id_tokenizer
+from jgr.serving import prefill_costs
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
 from jgr.training.generator import decoder_config
@@ -230,3 +233,16 @@ def test_bad_settings(tmp_path: Path, setting: str, words: str) -> None:
     config = make_config(tmp_path)
     with pytest.raises(UserError, match=words):
         load_engine(override(config, setting))
+
+
+def test_costs_are_profiled_and_fitted(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "rank.tokens=16,32,64")
+    executor = load_engine(config).executor.paged  # type: ignore[attr-defined]
+    executor.warm_up(lambda done, total, label: None)
+    ticks = itertools.count()
+    points = list(prefill_costs.measure(executor, clock=lambda: float(next(ticks))))
+    assert [point[:2] for point in points] == [
+        (new, cached) for new in (16, 32, 64) for cached in (0, 32, 64)
+    ]
+    assert {point[2] for point in points} == {1.0}
+    assert costs.fit(points).seconds(32, 32) == pytest.approx(1.0)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler over a naive model of the cache: sources, caps, pins, in any order of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgr.cache.entries import Content, Name
+from jgr.cache.hotness import ExponentialWindow
+from jgr.cache.meta import SPLITS, CacheMeta
+from jgr.cache.pages import Pages
+from jgr.serving.policies.batching import Batcher, Job, Profile
+from jgr.serving.policies.prefix_choice import Policy
+from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
+
+PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
+ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
+
+
+def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptScheduler:
+    hotness = ExponentialWindow(50, 20) if policy == "hotness" else None
+    meta = CacheMeta(Pages(pages, 2, SPLITS), 2, hotness)
+    meta.set_limit("item", pages // 2)
+    meta.set_limit("user", pages - pages // 2)
+    return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)
+
+
+def job(number: int, user: str, history: list[int], items: list[int]) -> Job:
+    contents = [
+        (Name("item", row, "item_prefix"), Content(np.full(ITEM_TOKENS[row], row, np.int32))) for row in items
+    ]
+    parts = Parts(user, Content(np.array(history, np.int32)), contents, behind=1)
+    tokens = len(history) + sum(ITEM_TOKENS[row] for row in items) + 1
+    return Job(number, "rank", tokens, len(items), number, None, parts)
+
+
+def plan(scheduler: PromptScheduler, *jobs: Job) -> Any:
+    for one in jobs:
+        scheduler.arrived(one, one.arrival_ns)
+    return scheduler.group(jobs, True, jobs[-1].arrival_ns)
+
+
+def test_what_a_batch_writes_is_reused_by_the_next() -> None:
+    scheduler = make("item")
+    first = plan(scheduler, job(0, "a", [1] * 4, [0, 3]), job(1, "b", [2] * 4, [3, 5]))
+    assert first.jobs == (0, 1)
+    cold, other = first.prompts
+    assert [segment.write is not None for segment in cold.items] == [True, True]
+    assert [segment.write is not None for segment in other.items] == [False, True], "item 3 is written once"
+    assert (cold.computed_tokens, cold.cached_tokens) == (10, 0)
+    scheduler.check()
+    scheduler.finished(first.jobs, well=True)
+    (warm,) = plan(scheduler, job(2, "c", [3] * 4, [3, 0])).prompts
+    assert (warm.cached_tokens, warm.computed_tokens) == (5, 5)
+    assert warm.items[0].read.tolist() == cold.items[1].write.tolist()
+    scheduler.finished((2,), well=True)
+    scheduler.check()
+
+
+def test_what_a_failed_batch_should_have_written_is_not_reused() -> None:
+    scheduler = make("user")
+    group = plan(scheduler, job(0, "a", [1] * 4, [0]))
+    scheduler.finished(group.jobs, well=False)
+    (again,) = plan(scheduler, job(1, "a", [1] * 4, [0])).prompts
+    assert again.cached_tokens == 0 and again.user.write is not None
+
+
+def test_the_cap_is_on_new_tokens_and_a_long_request_runs_alone() -> None:
+    scheduler = make("none", max_tokens=30)
+    jobs = [job(0, "a", [1] * 14, [0]), job(1, "b", [1] * 12, [0]), job(2, "c", [1] * 20, [3])]
+    assert plan(scheduler, *jobs).jobs == (0, 1), "16 + 14 = 30"
+    assert plan(scheduler, jobs[2], jobs[0]).jobs == (2,)
+    long = job(3, "d", [1] * 35, [3])
+    group = plan(scheduler, long, jobs[0])
+    assert (group.jobs, group.profile.tokens) == ((3,), 40), "40 tokens are beyond the cap"
+
+
+def test_a_batch_waits_for_company_unless_it_is_full() -> None:
+    scheduler = make("user")
+    waiting = [job(number, "a", [1, 2], [0]) for number in range(3)]
+    assert scheduler.group(waiting[:2], False, 9) is None
+    scheduler.check()
+    assert scheduler.group(waiting, False, 9) is not None, "no profile takes a fourth request"
+
+
+def test_no_more_is_reused_than_the_shapes_take() -> None:
+    scheduler = make("user", pages=40)
+    history = list(range(30))
+    for number in range(2):
+        group = plan(scheduler, job(number, "a", history, [0]))
+        scheduler.finished(group.jobs, well=True)
+    assert group.prompts[0].cached_tokens == 24
+    assert group.prompts[0].user.write is None
+
+
+@pytest.mark.parametrize("policy", ["none", "user", "item", "cache_agnostic", "hotness"])
+@given(data=st.data())
+def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
+    """Through the batcher, with cancellations, failures and erasures; two batches at a time."""
+    scheduler = make(policy)
+    batcher = Batcher(
+        [], max_tokens=30, max_wait_ns=3, max_queue=8, max_in_flight=2, groupings={"rank": scheduler}
+    )
+    running: list[Any] = []
+    for now in range(data.draw(st.integers(1, 25))):
+        event = data.draw(st.sampled_from(["submit", "submit", "plan", "commit", "cancel", "forget"]))
+        if event == "submit":
+            history = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
+            items = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
+            batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items), now)
+        elif event == "plan":
+            while (batch := batcher.plan(now).batch) is not None:
+                running.append(batch)
+                used = sum(prompt.computed_tokens for prompt in batch.prompts)
+                assert used <= batch.profile.tokens and (len(batch.jobs) == 1 or used <= 30)
+                assert sum(prompt.cached_tokens for prompt in batch.prompts) <= batch.profile.context
+        elif event == "commit" and running:
+            batch = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            batcher.commit(batch.id, now, well=data.draw(st.booleans()))
+        elif event == "cancel":
+            batcher.cancel(data.draw(st.integers(0, 25)), now)
+        elif event == "forget":
+            scheduler._meta.drop(Name("user", data.draw(st.sampled_from("abc")), "user_prefix"))
+        batcher.check()
+    for batch in running:
+        batcher.commit(batch.id, 99)
+    batcher.check()
+    assert scheduler._meta.pinned == 0
+    scheduler._meta.clear()
+    assert scheduler._meta.pages.free == scheduler._meta.pages.count

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the segments of a prompt stand: the table of BAT-19 (3), by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout
+from jgr.prompt_segments import SegmentedPrompt
+
+USER, A, B = np.arange(3, dtype=np.int32), np.array([10, 11], np.int32), np.array([20, 21, 22], np.int32)
+INSTRUCTION, PROBE = np.array([30, 31], np.int32), np.array([40], np.int32)
+
+
+def places(prompt: SegmentedPrompt, layout: Layout) -> list[tuple[Kind, int, list[int]]]:
+    return [
+        (segment.kind, segment.number, list(range(segment.position, segment.position + len(segment.tokens))))
+        for segment in prompt.arrange(layout)
+    ]
+
+
+def test_the_papers_positions() -> None:
+    prompt = SegmentedPrompt(USER, INSTRUCTION, [A, B], span=4)
+    assert prompt.tokens == 10
+    assert places(prompt, ITEM_PREFIX) == [
+        (Kind.ITEM, 1, [0, 1]),
+        (Kind.ITEM, 2, [0, 1, 2]),
+        (Kind.USER, 0, [4, 5, 6]),
+        (Kind.INSTRUCTION, 3, [7, 8]),
+    ]
+    assert places(prompt, USER_PREFIX) == [
+        (Kind.USER, 0, [0, 1, 2]),
+        (Kind.ITEM, 1, [3, 4]),
+        (Kind.ITEM, 2, [3, 4, 5]),
+        (Kind.INSTRUCTION, 3, [7, 8]),
+    ]
+
+
+def test_probes_stand_behind_everything_in_their_items_segments() -> None:
+    prompt = SegmentedPrompt(USER, INSTRUCTION, [A, B], PROBE, span=4)
+    assert prompt.tokens == 12
+    for layout in (ITEM_PREFIX, USER_PREFIX):
+        assert places(prompt, layout)[-2:] == [(Kind.PROBE, 1, [9]), (Kind.PROBE, 2, [9])]
+
+
+def test_a_prompt_without_items_is_plain_text() -> None:
+    assert places(SegmentedPrompt(USER, INSTRUCTION), USER_PREFIX) == [
+        (Kind.USER, 0, [0, 1, 2]),
+        (Kind.INSTRUCTION, 1, [3, 4]),
+    ]
+
+
+def test_candidates_have_no_place_in_another_layout() -> None:
+    with pytest.raises(ValueError, match="causal"):
+        SegmentedPrompt(USER, INSTRUCTION, [A]).arrange(CAUSAL)
