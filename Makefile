@@ -7,11 +7,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_VERSION := 0.13.8
+# Compiling for a GPU takes a plugin, in a folder of its own, so that tests run without it.
+GPU := build/gpu-compile-$(notdir $(VENV))
 
-.PHONY: demo test test-quick test-jax compile-gpu lint types lock clean
+.PHONY: demo installed test test-quick test-jax compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
+
+installed: $(STAMP) $(GPU)/.installed
 
 # Two processes, whole files to each: what a file's fixtures start is started once.
 WORKERS := -n 2 --dist loadfile
@@ -26,11 +30,9 @@ test-quick: $(STAMP)
 test-jax: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" tests/ops tests/models tests/serving tests/training
 
-# Compiles for a GPU without one. The plugin lives in a folder of its own, so that tests run without it.
-GPU := build/gpu-compile-$(notdir $(VENV))
-
+# Compiles for a GPU without one.
 compile-gpu: $(GPU)/.installed
-	PYTHONPATH=$(GPU) JAX_PLATFORMS=cpu $(BIN)/python -m tools.compile_gpu
+	PYTHONPATH=$(GPU) JAX_PLATFORMS=cpu $(BIN)/python -m tools.compile_gpu --processes=2
 
 $(GPU)/.installed: $(STAMP) $(wildcard requirements/gpu-compile-*.txt)
 	rm -rf $(GPU)

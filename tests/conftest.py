@@ -32,6 +32,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+_LONG = ("training", "models", "serving")
 _NEEDS = ("data", "gpu")
 _SELECTED = pytest.StashKey[Counter[str]]()
 
@@ -40,6 +41,11 @@ _SELECTED = pytest.StashKey[Counter[str]]()
 def dataset(request: pytest.FixtureRequest) -> Path:
     """The folder that the test's `data` marker names."""
     return _DATA / str(request.node.get_closest_marker("data").args[0])
+
+
+def _place(item: pytest.Item) -> int:
+    folder = item.path.parent.name
+    return _LONG.index(folder) if folder in _LONG else len(_LONG)
 
 
 def _can_run(item: pytest.Item) -> bool:
@@ -54,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_SELECTED] = Counter(need for i in items for need in _NEEDS if i.get_closest_marker(need))
     missing = [item for item in items if not _can_run(item)]
     config.hook.pytest_deselected(items=missing)
-    items[:] = [item for item in items if _can_run(item)]
+    # Files with long tests first, or one of two processes ends long after the other.
+    items[:] = sorted((item for item in items if _can_run(item)), key=_place)
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:

@@ -33,7 +33,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from jgr.data.prefix_tree import PrefixTree
-from jgr.models import beam, params, shapes
+from jgr.layouts import Tokens
+from jgr.models import beam, packed, params, shapes
+from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
@@ -128,11 +130,12 @@ def controls() -> Iterator[Program]:
 def engine() -> Iterator[Program]:
     """`recommend` and `rank` in bfloat16, without the weights; 20,000 items, three levels of 8192."""
     # A batch, whose prompts are not split, and a single request, whose prompt is.
-    yield _recommend("qwen3-0.6b", batch=8, tokens=512, width=256)
     weights, tables = _model("qwen3-0.6b")
     rank = functools.partial(beam.rank, cfg=shapes.named("qwen3-0.6b"))
     arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
+    yield _recommend("qwen3-0.6b", batch=8, tokens=512, width=256)
+    yield _packed("qwen3-0.6b", tokens=2048, context=2048, candidates=256)
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
 
 
@@ -145,6 +148,19 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     call = functools.partial(beam.recommend, cfg=shapes.named(name), width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+
+
+def _packed(name: str, *, tokens: int, context: int, candidates: int) -> Program:
+    """`rank` with candidates in the prompt and a page pool of 64,000 tokens."""
+    cfg = shapes.named(name)
+    assert isinstance(cfg, DecoderConfig)
+    weights, _ = _model(name)
+    pool = jax.ShapeDtypeStruct((4000, 16 * packed.slot_elements(cfg)), jnp.bfloat16)
+    described, cached = (Tokens(*[_ints(n)] * 5) for n in (tokens, context))
+    row = packed.Row(_ints(tokens), described, _ints(tokens), _ints(context), cached)
+    asked = packed.Asked(*[_ints(candidates)] * 3)
+    call = functools.partial(packed.rank, cfg=cfg)
+    return Program("packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked))
 
 
 def _model(name: str) -> tuple[Any, beam.CatalogTables]:
@@ -215,9 +231,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    del argv
+    if flags.FLAGS.processes > 1:
+        return _in_parts(argv[0], flags.FLAGS.processes, flags.FLAGS.only)
     jax.config.update("jax_platforms", "cpu")
-    wanted = flags.FLAGS.only
+    wanted, (part, parts) = flags.FLAGS.only, map(int, flags.FLAGS.part.split("/"))
     with tempfile.TemporaryDirectory() as folder:
         given = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{given} {FAIL_ON_SPILLS} --xla_dump_to={folder}"
@@ -227,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"compile_gpu: no CUDA plugin of jax {jax.__version__} is installed: {e}", file=sys.stderr)
             return 2
         programs = [*kernels(all_ops()), *controls(), *engine()]
-        chosen = [p for p in programs if wanted in f"{p.name} {p.case}"]
+        chosen = [p for p in programs if wanted in f"{p.name} {p.case}"][part - 1 :: parts]
         outcomes = [attempt(program, compile_, Path(folder)) for program in chosen]
     print(f"jax {jax.__version__}, for an H200\n{table(outcomes)}")
     failed = [o for o in outcomes if o.error]
@@ -235,6 +252,22 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed or not outcomes else 0
 
 
+def _in_parts(script: str, parts: int, only: str) -> int:
+    """Every so-manieth program in a process of its own; the worst exit code of them."""
+    command = [sys.executable, script, f"--only={only}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()]),
+    }
+    started = [
+        subprocess.Popen([*command, f"--part={part}/{parts}"], env=environment)
+        for part in range(1, parts + 1)
+    ]
+    return max(one.wait() for one in started)
+
+
 if __name__ == "__main__":
+    flags.DEFINE_string("part", "1/1", "compile the first of two halves, as 1/2, and so on")
+    flags.DEFINE_integer("processes", 1, "compile in so many processes at once", lower_bound=1)
     flags.DEFINE_string("only", "", "compile only programs whose 'name case' contains this")
     app.run(main)

@@ -42,6 +42,8 @@ HELD_OUT = 4
 DEPTH = 8
 SEED = 20
 AT_LEAST_S = 0.03
+FAR = 0.7
+"""Of log(seconds)."""
 
 
 class Tunable(NamedTuple):
@@ -53,6 +55,7 @@ class Tunable(NamedTuple):
     candidates: Callable[[Any], Sequence[Any]]
     heuristic: Callable[[Any], Any]
     call: Callable[[Any], Callable[..., jax.Array]]
+    features: Callable[[Any, Any], Sequence[float]] = tuning.plain_features
 
 
 def _between(rng: np.random.Generator, low: int, high: int) -> int:
@@ -104,6 +107,7 @@ TUNABLES: Mapping[str, Tunable] = {
         segment_xla.candidates,
         segment_xla.heuristic,
         _segment_call,
+        segment_xla.features,
     ),
     "beam_attention": Tunable(
         beam_config.Shape,
@@ -165,21 +169,28 @@ def regrets(found: Mapping[str, Any], tree: tuning.Tree) -> dict[str, Regret]:
 
     def trees(row: Sequence[int]) -> tuple[Any, ...]:
         shape = tunable.shape(*row)
-        return astuple(tuning.best(tree, shape, tunable.candidates(shape), tunable.heuristic(shape)))
+        return astuple(
+            tuning.best(tree, shape, tunable.candidates(shape), tunable.heuristic(shape), tunable.features)
+        )
 
     return {"tree": regret(held_out, trees), "heuristic": regret(held_out, heuristics)}
 
 
 def fit(found: Mapping[str, Any]) -> tuning.Tree:
-    """Predicts log(seconds) less the shape's mean: what all candidates of a shape share decides nothing."""
+    """Predicts log(seconds) over the shape's best: what all candidates of a shape share decides nothing.
+
+    Beyond `FAR` all are alike: that a candidate is bad matters, not how bad.
+    """
     from sklearn.tree import DecisionTreeRegressor
 
     rows, _ = split(found["rows"])
+    tunable = TUNABLES[found["op"]]
     features, target = [], []
     for row in rows:
-        logs = [math.log(s) for _, s in row["seconds"]]
-        features += [[*row["shape"], *candidate] for candidate, _ in row["seconds"]]
-        target += [x - sum(logs) / len(logs) for x in logs]
+        shape, logs = tunable.shape(*row["shape"]), [math.log(s) for _, s in row["seconds"]]
+        by_key = {astuple(candidate): candidate for candidate in tunable.candidates(shape)}
+        features += [list(tunable.features(shape, by_key[tuple(key)])) for key, _ in row["seconds"]]
+        target += [min(x - min(logs), FAR) for x in logs]
     tree = (
         DecisionTreeRegressor(max_depth=DEPTH, min_samples_leaf=3, random_state=0).fit(features, target).tree_
     )

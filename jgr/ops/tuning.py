@@ -2,9 +2,9 @@
 """Configurations of kernels chosen by measurement (XGR-6).
 
 `python -m tools.tune` times an op's candidates over many shapes on one device and fits a decision tree that predicts
-log(seconds) from shape and configuration. The tree is a JSON file in jgr/ops/tuned, one per op and kind of device; at
-trace time the candidate with the least prediction is taken. Where there is no tree for the device, or the shape is
-outside what was measured, the op's own heuristic decides.
+log(seconds) from features of shape and configuration. The tree is a JSON file in jgr/ops/tuned, one per op and kind of
+device; at trace time the candidate with the least prediction is taken. Where there is no tree for the device, or the
+shape is outside what was measured, the op's own heuristic decides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "tuned"
 Candidate = TypeVar("Candidate", bound="DataclassInstance")
+Shape = TypeVar("Shape", bound=tuple[int, ...])
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A regression tree over the shape's features, then the configuration's.
+    """A regression tree over features of a shape and a configuration.
 
-    low, high: of each of the shape's features, what was measured. A node's feature is -1 where it is a leaf.
+    low, high: of each number of the shape, what was measured. A node's feature is -1 where it is a leaf.
     """
 
     low: tuple[float, ...]
@@ -88,21 +89,34 @@ def load(op: str, device: str) -> Tree | None:
     return Tree(**{name: tuple(values) for name, values in data.items()})
 
 
+def plain_features(shape: tuple[int, ...], candidate: DataclassInstance) -> tuple[float, ...]:
+    """All numbers of both."""
+    return (*shape, *astuple(candidate))
+
+
 def choose(
-    op: str, shape: tuple[int, ...], candidates: Sequence[Candidate], otherwise: Candidate
+    op: str,
+    shape: Shape,
+    candidates: Sequence[Candidate],
+    otherwise: Candidate,
+    features: Callable[[Shape, Candidate], Sequence[float]] = plain_features,
 ) -> Candidate:
     """The candidate that the tree of `op` expects to be fastest, the first of equals; or `otherwise`.
 
-    candidates: dataclasses of numbers; with the shape, in this order, they are the tree's features.
+    candidates: dataclasses of numbers. features: what the tree was fitted on.
     """
     tree = load(op, target_device())
-    return otherwise if tree is None else best(tree, shape, candidates, otherwise)
+    return otherwise if tree is None else best(tree, shape, candidates, otherwise, features)
 
 
 def best(
-    tree: Tree, shape: tuple[int, ...], candidates: Sequence[Candidate], otherwise: Candidate
+    tree: Tree,
+    shape: Shape,
+    candidates: Sequence[Candidate],
+    otherwise: Candidate,
+    features: Callable[[Shape, Candidate], Sequence[float]] = plain_features,
 ) -> Candidate:
     """See `choose`."""
     if not candidates or not tree.covers(shape):
         return otherwise
-    return min(candidates, key=lambda candidate: tree.predict((*shape, *astuple(candidate))))
+    return min(candidates, key=lambda candidate: tree.predict(features(shape, candidate)))

@@ -49,8 +49,8 @@ def test_a_tree_that_does_not_end_is_refused(bad: dict[str, tuple[float, ...]]) 
 def test_an_op_runs_with_what_the_file_of_its_device_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    features = len(xla.Shape._fields)
-    text = {"low": [0] * features, "high": [9999] * features, "feature": [features, -1, -1]}
+    numbers, block = len(xla.Shape._fields), 1  # which of xla.features are the tokens of a block
+    text = {"low": [0] * numbers, "high": [9999] * numbers, "feature": [block, -1, -1]}
     text |= {"threshold": [40, 0, 0], "left": [1, 0, 0], "right": [2, 0, 0], "value": [0, 1, -1]}
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     monkeypatch.setattr(tuning, "target_device", lambda: "some-device")
@@ -71,8 +71,15 @@ def test_an_op_runs_with_what_the_file_of_its_device_says(
     tuning.load.cache_clear()
     with_file = segment_attention(q, k, k, Causal(jnp.array([256])))
     tuning.load.cache_clear()
-    assert chosen == [2, 4]  # the heuristic's blocks of 128, then the first above the threshold: 64
+    assert chosen == [1, 4]  # the heuristic's block of 256, then the first above the threshold: 64
     np.testing.assert_allclose(with_file, without, atol=1e-5)
+
+
+def test_the_heuristic_keeps_a_turns_scores_in_the_caches() -> None:
+    shape = xla.Shape(8, 4, 2, 459, 459, 32, 4, 1)
+    assert xla.features(shape, xla.Blocks(256)) == (64 * 230 * 230 * 4, 230, 2)
+    assert xla.heuristic(shape) == xla.Blocks(192)
+    assert xla.heuristic(shape._replace(batch=1)) == xla.Blocks(512)
 
 
 def test_every_candidate_is_possible_and_the_heuristics_is_one() -> None:

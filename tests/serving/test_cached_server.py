@@ -22,6 +22,7 @@ from jgr.prompt import semantic_id_tokenizer
 from jgr.serving import prefill_costs
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
+from jgr.serving.paged_executor import Executors
 from jgr.training.generator import decoder_config
 from tests.serving.fakes import PATIENCE_S, Pending, Reply
 
@@ -246,3 +247,16 @@ def test_costs_are_profiled_and_fitted(tmp_path: Path) -> None:
     ]
     assert {point[2] for point in points} == {1.0}
     assert costs.fit(points).seconds(32, 32) == pytest.approx(1.0)
+
+
+def test_another_catalog_shares_the_programs_and_has_a_pool_of_its_own(server: Served) -> None:
+    catalog = Catalog.build(
+        [f"j{n}" for n in range(N_ITEMS)], [[f"<a_{n}>"] for n in range(N_ITEMS)], [{}] * N_ITEMS
+    )
+    assert server.engine.rebuild is not None
+    rebuilt = server.engine.rebuild.engine(catalog)
+    ours, other = server.engine.executor, rebuilt.executor
+    assert isinstance(ours, Executors) and isinstance(other, Executors)
+    assert other.to_compile == 0
+    assert ours.paged is not None and other.paged is not None and ours.paged._pool is not other.paged._pool
+    assert rebuilt.caching is not None and rebuilt.caching.meta.number("item") == 0

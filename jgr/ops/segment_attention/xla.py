@@ -32,6 +32,7 @@ from jgr.ops.segment_attention.visibility import (
     visible,
 )
 
+MOST_SCORE_BYTES = 8 << 20
 _MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weight instead of not-a-number
 
 
@@ -77,9 +78,17 @@ def candidates(shape: Shape) -> list[Blocks]:
     return [Blocks(n) for i, n in enumerate(sizes) if i == 0 or sizes[i - 1] < shape.keys]
 
 
+def features(shape: Shape, blocks: Blocks) -> tuple[float, ...]:
+    """What the time of a call depends on beyond its size: bytes of a turn's scores, tokens of a block, blocks."""
+    query_block, key_block = blocks.of(shape.queries), blocks.of(shape.keys)
+    rows = shape.batch * shape.kv_heads * shape.rows
+    return rows * query_block * key_block * 4, key_block, -(-shape.keys // key_block)
+
+
 def heuristic(shape: Shape) -> Blocks:
-    most = 128 if shape.queries < 1024 else 256
-    return [blocks for blocks in candidates(shape) if blocks.most <= most][-1]
+    """The largest blocks whose turn's scores stay in a core's caches (of 44 shapes measured, 5 % over the best)."""
+    fitting = [blocks for blocks in candidates(shape) if features(shape, blocks)[0] <= MOST_SCORE_BYTES]
+    return fitting[-1] if fitting else candidates(shape)[0]
 
 
 def _causal_pairs(blocks: int) -> Pairs:
@@ -161,7 +170,7 @@ def run(
         shape = Shape(
             batch, kv_heads, heads // kv_heads, count, k.shape[2], dim, q.dtype.itemsize, int(triangle)
         )
-        blocks = tuning.choose("segment_attention", shape, candidates(shape), heuristic(shape))
+        blocks = tuning.choose("segment_attention", shape, candidates(shape), heuristic(shape), features)
     query_block, key_block = blocks.of(count), blocks.of(k.shape[2])
 
     queries, all_keys = pad_tokens(queries, query_block), pad_tokens(all_keys, key_block)
