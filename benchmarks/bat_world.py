@@ -176,7 +176,6 @@ class System:
             task = self.engine.translator.prepare(self._world.request(access))
             now_ns = start_ns + access.time_ns
             job = Job(number, "rank", task.work.tokens, task.width, now_ns, None, task.parts)
-            grouping.arrived(job, now_ns)
             group = grouping.group([job], True, now_ns)
             assert group is not None
             grouping.finished(group.jobs, True)

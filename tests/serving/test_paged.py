@@ -167,7 +167,6 @@ class Server:
         for at, request in enumerate(requests):
             self.now += 1
             jobs.append(Job(at, kind, request.prompt.tokens, request.width, self.now, None, request.parts))  # type: ignore[arg-type]
-            scheduler.arrived(jobs[-1], self.now)
         plans: list[Any] = []
         while jobs:
             group = scheduler.group(jobs, True, self.now)

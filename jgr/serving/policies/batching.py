@@ -131,9 +131,6 @@ class Grouping(Protocol):
     def fits(self, tokens: int, width: int) -> bool:
         """Whether some profile takes a job of this size alone."""
 
-    def arrived(self, job: Job, now_ns: int) -> None:
-        """A job was accepted."""
-
     def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
         """The first of the queued jobs, at least one, in order; None: wait for more. due: they wait no longer."""
 
@@ -168,9 +165,6 @@ class FixedShapes:
 
     def fits(self, tokens: int, width: int) -> bool:
         return self._first_fit(1, tokens, width) is not None
-
-    def arrived(self, job: Job, now_ns: int) -> None:
-        """Nothing is remembered of jobs."""
 
     def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
         chosen: list[int] = []
@@ -329,7 +323,6 @@ class Batcher:
         self._live[job.id] = _Live(job, self._counts["queued"], "new")
         self._move(job.id, "accept")
         self._queues[job.kind][job.id] = job
-        self._groupings[job.kind].arrived(job, now_ns)
         if job.deadline_ns is not None:
             heapq.heappush(self._deadlines, (job.deadline_ns, job.id))
         return Accepted(self.queued)

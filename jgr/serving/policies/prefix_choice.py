@@ -23,10 +23,10 @@ class Situation:
 
     user_tokens: int
     item_tokens: int
-    cached: bool
-    room: bool
-    frequency: float
-    coldest: float | None
+    cached: bool = False
+    room: bool = False
+    frequency: float = 0.0
+    coldest: float | None = None
 
 
 def choose(policy: Policy, at: Situation, hysteresis: float = 0.1) -> LayoutName:

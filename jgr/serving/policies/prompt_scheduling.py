@@ -12,7 +12,7 @@ Pure, as `batching` is, which calls it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -92,12 +92,6 @@ class PromptScheduler:
         """Whether a request of so many tokens, none of them cached, can be served alone."""
         return self._first_fit(1, tokens, 0, width) is not None
 
-    def arrived(self, job: Job, now_ns: int) -> None:
-        """Count the user's request, before it is planned."""
-        parts = _parts(job)
-        if self._meta.hotness is not None and not parts.fresh:
-            self._meta.hotness.touch(_user_name(parts), now_ns)
-
     def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
         """The batch of the first jobs, or None where they should wait for more."""
         jobs = iter(jobs)
@@ -118,6 +112,7 @@ class PromptScheduler:
                 self._end(read, written, well=False)
                 break
             profile, used = fitting, need
+            self._count(_parts(job), now_ns)
             chosen.append(job.id)
             prompts.append(prompt)
             pins.append((read, written))
@@ -131,18 +126,23 @@ class PromptScheduler:
             self._end(read, written, well)
 
     def check(self) -> None:
-        """Audit: exactly the entries of batches in flight are pinned."""
+        """Audit: the entries of batches in flight are pinned. Other schedulers may pin entries of the same service."""
         self._meta.check()
         pins: dict[Entry, int] = {}
         for entry in chain.from_iterable(chain(*pair) for pairs in self._pinned.values() for pair in pairs):
             pins[entry] = pins.get(entry, 0) + 1
-        assert all(entry.pins == count for entry, count in pins.items()), "pins and batches disagree"
-        assert self._meta.pinned == len(pins), "an entry is pinned by no batch"
+        assert all(entry.pins >= count for entry, count in pins.items()), "an entry of a batch is not pinned"
 
     def _are_many(self, jobs: Sequence[Job]) -> bool:
         """Whether waiting cannot fill a batch any further, if nothing were cached."""
         total = sum(job.tokens for job in jobs)
         return total >= self._max_tokens or self._first_fit(len(jobs) + 1, 0, 0, 0) is None
+
+    def _count(self, parts: Parts, now_ns: int) -> None:
+        """A request counts once it is planned: whoever comes for the first time would else be as hot as one who came
+        a moment ago, and take the place of somebody who came before (BAT-10)."""
+        if self._meta.hotness is not None and not parts.fresh:
+            self._meta.hotness.touch(_user_name(parts), now_ns)
 
     def _plan(self, parts: Parts, now_ns: int) -> tuple[PlannedPrompt, list[Entry], list[Entry]]:
         name = _user_name(parts)
@@ -169,22 +169,16 @@ class PromptScheduler:
 
     def _layout(self, name: Name, parts: Parts, now_ns: int) -> LayoutName:
         meta, history = self._meta, parts.history
-        if self._policy != "hotness":
-            situation = Situation(len(history), sum(len(c) for _, c in parts.items), False, False, 0.0, None)
-            return choose(self._policy, situation)
-        hotness = meta.hotness
-        return choose(
-            self._policy,
-            Situation(
-                len(history),
-                sum(len(content) for _, content in parts.items),
+        at = Situation(len(history), sum(len(content) for _, content in parts.items))
+        if self._policy == "hotness":
+            at = replace(
+                at,
                 cached=meta.has(name, history),
                 room=meta.has_room("user", len(history)),
-                frequency=0.0 if hotness is None else hotness.frequency(name, now_ns),
+                frequency=0.0 if meta.hotness is None else meta.hotness.frequency(name, now_ns),
                 coldest=meta.coldest_frequency(now_ns),
-            ),
-            self._hysteresis,
-        )
+            )
+        return choose(self._policy, at, self._hysteresis)
 
     def _source(
         self, name: Name, content: Content, most: int, keep: bool, read: list[Entry], written: list[Entry]

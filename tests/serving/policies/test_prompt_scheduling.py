@@ -40,8 +40,6 @@ def job(number: int, user: str, history: list[int], items: list[int]) -> Job:
 
 
 def plan(scheduler: PromptScheduler, *jobs: Job) -> Any:
-    for one in jobs:
-        scheduler.arrived(one, one.arrival_ns)
     return scheduler.group(jobs, True, jobs[-1].arrival_ns)
 
 
@@ -127,9 +125,20 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
         elif event == "forget":
             scheduler._meta.drop(Name("user", data.draw(st.sampled_from("abc")), "user_prefix"))
         batcher.check()
+        assert (scheduler._meta.pinned > 0) <= bool(running), "an entry is pinned by no batch"
     for batch in running:
         batcher.commit(batch.id, 99)
     batcher.check()
     assert scheduler._meta.pinned == 0
     scheduler._meta.clear()
     assert scheduler._meta.pages.free == scheduler._meta.pages.count
+
+
+def test_who_comes_for_the_first_time_takes_nobodys_place() -> None:
+    scheduler = make("hotness", pages=4)  # two for users, of four tokens each
+    for number, (user, layout) in enumerate(
+        [("a", "user"), ("b", "user"), ("c", "item"), ("c", "user"), ("a", "item"), ("c", "user")]
+    ):
+        group = plan(scheduler, job(40 * number, user, [number + 1 if user != "c" else 9] * 4, [0]))
+        assert group.prompts[0].layout == f"{layout}_prefix", (number, user)
+        scheduler.finished(group.jobs, well=True)
