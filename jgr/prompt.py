@@ -74,6 +74,12 @@ class Tokenizer:
         with writing(Path(path), PromptError) as stream:
             stream.write(self._inner.to_str(pretty=True).encode())
 
+    def with_tokens(self, names: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with further tokens, in order behind all others."""
+        inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        inner.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
+        return Tokenizer(inner)
+
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 

@@ -83,8 +83,9 @@ class Pages:
         if not of.splits:
             pages = [self._free.pop() for _ in range(size // self.cells)]
             of.used.update(dict.fromkeys(pages, self.cells))
-            cells_of = np.arange(self.cells, dtype=np.int32)
-            return np.add.outer(np.array(pages, np.int32) * np.int32(self.cells), cells_of).ravel()
+            first = np.array(pages, np.int32) * np.int32(self.cells)
+            every: Int32 = np.add.outer(first, np.arange(self.cells, dtype=np.int32)).ravel()
+            return every
         taken: list[int] = []
         while len(taken) < size:
             if not of.holes:

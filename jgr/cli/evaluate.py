@@ -77,7 +77,9 @@ def define_flags() -> None:
         "requests", 200, "of a sweep's latencies, one by one", lower_bound=1, upper_bound=100_000
     )
     flags.DEFINE_string("plot", None, "PNG file for the curve of a sweep")
-    flags.DEFINE_multi_string("baseline", [], "folder of a SASRec that jgr train made, for a row of its own")
+    flags.DEFINE_multi_string(
+        "baseline", [], "folder of a SASRec or LRURec that jgr train made, for a row of its own"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -156,15 +158,15 @@ def _compare(
 
 def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
     """The ranking of each --baseline; several are told apart by their folders."""
-    from jgr.models import sasrec
+    from jgr.models import retrievers
 
     found = {}
     for text in options.baseline:
-        cfg, params = sasrec.load(Path(text))
-        if cfg.items != sasrec.items_digest(catalog.item_ids):
-            raise UserError(f"--baseline: {text} was trained on other items than the dataset's")
-        name = "SASRec" if len(options.baseline) == 1 else f"SASRec {Path(text).name}"
-        found[name] = sasrec.top_k(
+        cfg, params = retrievers.load_for(Path(text), catalog.item_ids)
+        name = retrievers.retriever(cfg).NAME
+        if len(options.baseline) > 1:
+            name = f"{name} {Path(text).name}"
+        found[name] = retrievers.top_k(
             params, cfg, examples.histories, max(options.ks), exclude_seen=options.exclude_history
         )
     return found

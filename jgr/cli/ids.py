@@ -33,7 +33,12 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "window", 5, "steps between items that count as near (without --vectors)", lower_bound=1
     )
-    flags.DEFINE_enum("method", "kmeans", ("kmeans", "balanced", "rqvae"), "how vectors become codes")
+    flags.DEFINE_enum(
+        "method",
+        "kmeans",
+        ("kmeans", "balanced", "rqvae", "item"),
+        "how vectors become codes; item: none do, each item is one token of its own, as a ranker needs it",
+    )
     flags.DEFINE_list("sizes", ["256", "256", "256"], "codes of each level, 1 to 8 levels")
     flags.DEFINE_integer("steps", 2000, "training steps of rqvae", lower_bound=1)
     flags.DEFINE_enum(
@@ -48,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if not values.data:
         raise UserError("--data: the folder that jgr prepare wrote is not set")
     sizes = _sizes(values.sizes)
+    import numpy as np
+
     from jgr.catalog import save_catalog
     from jgr.data.files import writing
     from jgr.data.prepared import CATALOG, load_prepared
@@ -61,13 +68,16 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{folder}: its source brought semantic ids ({CATALOG}); prepare it without them")
     if values.table:
         codes, raw_codes, described = _given(values, prepared)
+    elif values.method == "item":
+        codes = raw_codes = np.arange(len(prepared.item_ids), dtype=np.int32)[:, None]
+        described = {"method": "item"}
     else:
         vectors, source = _vectors(values, prepared)
         quantized, error = _quantized(values, vectors, sizes)
         codes, raw_codes = semantic_ids.resolve_collisions(quantized, values.collisions), quantized.codes
         described = {"vectors": source, "method": values.method, "seed": values.seed, **error}
     # A level that --sizes does not describe, as those of a table, is as large as its largest code.
-    known = () if values.table else sizes
+    known = () if values.table or values.method == "item" else sizes
     all_sizes = [*known, *map(int, codes.max(axis=0)[len(known) :] + 1)]
     catalog = semantic_ids.id_catalog(prepared.item_ids, codes, prepared.metadata)
     report = semantic_ids.report(codes, all_sizes)

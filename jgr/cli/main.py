@@ -31,6 +31,7 @@ COMMANDS = {
     "catalog": "jgr.cli.catalog",
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
+    "retrieve": "jgr.cli.retrieve",
     "serve": "jgr.cli.serve",
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",

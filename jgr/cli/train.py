@@ -9,7 +9,7 @@ from absl import flags
 
 from jgr.cli import console
 
-HELP = "train a generator, or the SASRec baseline, on a dataset"
+HELP = "train a generator, a baseline, a retriever or a ranker on a dataset"
 
 
 def define_flags() -> None:
@@ -21,15 +21,20 @@ def main(argv: Sequence[str]) -> int:
     config = console.load(flags.FLAGS)
     from jgr.data.datasets import load_dataset
     from jgr.evaluation import validation
+    from jgr.models import retrievers
     from jgr.training.generator import train_generator
-    from jgr.training.sasrec import train_sasrec
+    from jgr.training.ranker import train_ranker
+    from jgr.training.retriever import train_retriever
 
     dataset = load_dataset(config.data)
     with console.progress_bar("training") as bar:
         validated = config.train.evaluate_every > 0
-        if config.train.model == "sasrec":
-            recall = validation.sasrec_recall(config, dataset) if validated else None
-            folder = train_sasrec(config, dataset, bar, recall)
+        if config.train.model in retrievers.MODELS:
+            recall = validation.retriever_recall(config, dataset) if validated else None
+            folder = train_retriever(config, dataset, bar, recall)
+        elif config.train.model == "ranker":
+            ranked = validation.ranker_recall(config, dataset) if validated else None
+            folder = train_ranker(config, dataset, bar, ranked)
         else:
             search = validation.generator_recall(config, dataset) if validated else None
             folder = train_generator(config, dataset, bar, search)

@@ -6,8 +6,13 @@ The search, the prompts and the order of items are those of the engine; there is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -15,15 +20,18 @@ from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples
 from jgr.data.prefix_tree import PrefixTree
-from jgr.evaluation.metrics import Hits, mean_all
-from jgr.models import beam, sasrec
+from jgr.evaluation.metrics import Hits, mean_all, rank_candidates
+from jgr.models import beam, retrievers
+from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams
-from jgr.models.sasrec import SasrecConfig, SasrecParams
+from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.training import ranker
 
 METRIC = "recall@10"
 TOP_K = 10
 BATCH = 32  # prompts that are searched at once
+RANKED, RANKED_TOGETHER = 100, 8  # candidates of a ranker's prompt, and prompts at once
 
 Int32 = npt.NDArray[np.int32]
 
@@ -75,12 +83,60 @@ def generator_recall(config: Config, dataset: Dataset) -> Callable[[GeneratorCon
     return recall
 
 
-def sasrec_recall(config: Config, dataset: Dataset) -> Callable[[SasrecConfig, SasrecParams], float]:
-    """recall@10 of a SASRec."""
+def retriever_recall(config: Config, dataset: Dataset) -> Callable[[RetrieverConfig, RetrieverParams], float]:
+    """recall@10 of a SASRec or LRURec."""
     examples = validation_examples(config, dataset)
 
-    def recall(cfg: SasrecConfig, params: SasrecParams) -> float:
-        return _recall(sasrec.top_k(params, cfg, examples.histories, TOP_K, exclude_seen=False), examples)
+    def recall(cfg: RetrieverConfig, params: RetrieverParams) -> float:
+        return _recall(retrievers.top_k(params, cfg, examples.histories, TOP_K, exclude_seen=False), examples)
+
+    return recall
+
+
+def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, DecoderParams], float]:
+    """recall@10 of a ranker of train.layouts, the mean where they are both.
+
+    The candidates are those of train.retriever, for the users whose target is among them; without one the target and
+    others drawn as for training, RANKED in all.
+    """
+    train, catalog = config.train, dataset.catalog
+    examples = validation_examples(config, dataset)
+    text = ranker.prompt_text(config, ranker.ranker_tokenizer(config, catalog), catalog)
+    histories = np.full((len(examples), config.prompt.max_items), -1, np.int32)
+    for row, history in zip(histories, examples.histories, strict=True):
+        recent = history[-config.prompt.max_items :]
+        row[: len(recent)] = recent
+    if train.retriever:
+        found, retriever = retrievers.load_for(Path(train.retriever), catalog.item_ids)
+        candidates = retrievers.top_k(retriever, found, examples.histories, RANKED, exclude_seen=True)
+    else:
+        weights = jnp.log(jnp.asarray(ranker.popularity(dataset.interactions.sequences, catalog.n_items)))
+        others, targets = min(RANKED, catalog.n_items) - 1, jnp.asarray(examples.targets)
+        key = jax.random.key(train.seed)
+        candidates = np.asarray(ranker.draw_candidates(key, weights, jnp.asarray(histories), targets, others))
+    eligible = np.flatnonzero((candidates == examples.targets[:, None]).any(axis=1))
+    if not len(eligible):
+        raise ConfigError("train.retriever: finds no target of the validation users")
+    orders = {"both": (False, True), "user_prefix": (False,), "item_prefix": (True,)}[train.layouts]
+
+    @functools.partial(jax.jit, static_argnames="cfg")
+    def scores(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
+        found, _ = ranker.candidate_scores(params, cfg, text, rows, listed, first)
+        return jnp.where(listed >= 0, found, -jnp.inf)
+
+    def recall(cfg: DecoderConfig, params: DecoderParams) -> float:
+        recalls = []
+        for items_first in orders:
+            ranked = np.full((len(eligible), TOP_K), -1, np.int32)
+            for at in range(0, len(eligible), RANKED_TOGETHER):
+                chosen = np.resize(eligible[at : at + RANKED_TOGETHER], RANKED_TOGETHER)
+                listed = candidates[chosen]
+                first = np.full(len(chosen), items_first)
+                found = np.asarray(scores(params, histories[chosen], listed, first, cfg=cfg))
+                best = np.take_along_axis(listed, rank_candidates(found)[:, :TOP_K], axis=1)
+                ranked[at : at + RANKED_TOGETHER, : best.shape[1]] = best[: len(eligible) - at]
+            recalls.append(_recall(ranked, examples.select(eligible)))
+        return float(np.mean(recalls))
 
     return recall
 

@@ -5,39 +5,29 @@
     per layer:  h += attention(norm(h));  h += W2 relu(W1 norm(h))
     score of item i after the history's last item = norm(h) . embed[i]
 
-Layers are scanned. It ranks a whole catalog by one matmul, so it is no generator: `top_k` is its only use.
+Layers are scanned. It ranks a whole catalog by one matmul, so it is no generator: see `jgr.models.retrievers`.
 
-Letters: B batch, N items of a history, n items of the catalog, L layers, D hidden, H heads, F mlp, k places.
+Letters: B batch, N items of a history, n items of the catalog, L layers, D hidden, H heads, F mlp.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 
-from jgr.config import TrainConfig
-from jgr.data.interactions import Ragged
-from jgr.models import checkpoint
-from jgr.models.params import CheckpointError, Spec
+from jgr.config import ConfigError, TrainConfig
+from jgr.models.params import Spec
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import Causal, segment_attention
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
 
-MODEL_TYPE = "sasrec"
+NAME = "SASRec"
 NORM_EPS = 1e-6
-BATCH = 256  # histories that are ranked at once
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,15 @@ class SasrecConfig:
     heads: int
     mlp: int
     items: str
+
+    @classmethod
+    def of(cls, train: TrainConfig, n_items: int, items: str) -> SasrecConfig:
+        """The SASRec that a TrainConfig describes; kv_heads and head_dim say nothing to it. ConfigError."""
+        if train.hidden % train.heads:
+            raise ConfigError(
+                f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for sasrec"
+            )
+        return cls(n_items, train.max_items, train.hidden, train.layers, train.heads, train.mlp, items)
 
 
 @jax.tree_util.register_dataclass
@@ -77,24 +76,6 @@ class SasrecParams:
     position: Any  # [N, D]
     layers: SasrecLayer
     norm: Any  # [2, D]
-
-
-def items_digest(item_ids: Sequence[str]) -> str:
-    """First 16 hex digits of the sha256 over the item ids in row order: equal for catalogs of other semantic ids."""
-    return hashlib.sha256(json.dumps(item_ids).encode()).hexdigest()[:16]
-
-
-def sasrec_config(train: TrainConfig, item_ids: Sequence[str]) -> SasrecConfig:
-    """The SASRec that a TrainConfig describes; kv_heads and head_dim say nothing to it."""
-    return SasrecConfig(
-        n_items=len(item_ids),
-        max_items=train.max_items,
-        hidden=train.hidden,
-        layers=train.layers,
-        heads=train.heads,
-        mlp=train.mlp,
-        items=items_digest(item_ids),
-    )
 
 
 def spec(cfg: SasrecConfig) -> SasrecParams:
@@ -127,7 +108,8 @@ def spec(cfg: SasrecConfig) -> SasrecParams:
     )
 
 
-def _norm(x: jax.Array, scale_bias: jax.Array) -> jax.Array:
+def layer_norm(x: jax.Array, scale_bias: jax.Array) -> jax.Array:
+    """x [..., D] at mean 0 and variance 1, scaled and shifted by (scale less 1, bias) [2, D]."""
     x = x - x.mean(axis=-1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPS)
     return x * (1 + scale_bias[0]) + scale_bias[1]
@@ -157,72 +139,20 @@ def encode(
     def layer_step(h: jax.Array, xs: tuple[SasrecLayer, jax.Array | None]) -> tuple[jax.Array, None]:
         layer, layer_keys = xs
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
-        x = _norm(h, layer.attention_norm)
+        x = layer_norm(h, layer.attention_norm)
         k, v = (heads(dense(x, w)).transpose(0, 2, 1, 3) for w in (layer.wk, layer.wv))
         q = heads(dense(x, layer.wq))
         out = segment_attention(q, k, v, Causal(lengths), implementation="xla")  # the form with gradients
         h = h + drop(dense(out.reshape(h.shape), layer.wo), attention_key)
-        x = jax.nn.relu(dense(_norm(h, layer.mlp_norm), layer.w1) + layer.b1)
+        x = jax.nn.relu(dense(layer_norm(h, layer.mlp_norm), layer.w1) + layer.b1)
         return h + drop(dense(x, layer.w2) + layer.b2, mlp_key), None
 
     h = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[: rows.shape[1]]
     h = drop(h, None if keys is None else keys[-1, 0])
     h, _ = jax.lax.scan(layer_step, h, (params.layers, None if keys is None else keys[:-1]))
-    return _norm(h, params.norm)
+    return layer_norm(h, params.norm)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "k", "exclude_seen"))
-def _best(
-    params: SasrecParams, rows: jax.Array, seen: jax.Array, *, cfg: SasrecConfig, k: int, exclude_seen: bool
-) -> jax.Array:
-    hidden = encode(params, cfg, rows)
-    last = jnp.maximum((rows >= 0).sum(axis=1) - 1, 0)
-    scores = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0] @ params.embed.T
-    if exclude_seen:
-        at = jnp.where(seen >= 0, seen, cfg.n_items)
-        scores = scores.at[jnp.arange(len(rows))[:, None], at].set(-jnp.inf, mode="drop")
-    values, best = jax.lax.top_k(scores, k)
-    return jnp.where(jnp.isneginf(values), -1, best)
-
-
-def top_k(
-    params: SasrecParams, cfg: SasrecConfig, histories: Ragged, k: int, *, exclude_seen: bool
-) -> npt.NDArray[np.int32]:
-    """The k best rows after each history, best first: [b, k] int32, -1 where the catalog has no further item.
-
-    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history.
-    """
-    found = np.full((len(histories), k), -1, np.int32)
-    places = min(k, cfg.n_items)
-    # Two shapes at most are compiled: whatever is seen is padded to the longest history.
-    width = int(histories.lengths.max(initial=1)) if exclude_seen else 1
-    for at in range(0, len(histories), BATCH):
-        batch = histories.select(slice(at, at + BATCH))
-        rows = np.full((BATCH, cfg.max_items), -1, np.int32)
-        seen = np.full((BATCH, width), -1, np.int32)
-        for i, history in enumerate(batch):
-            recent = history[-cfg.max_items :]
-            rows[i, : len(recent)] = recent
-            if exclude_seen:
-                seen[i, : len(history)] = history
-        best = _best(params, rows, seen, cfg=cfg, k=places, exclude_seen=exclude_seen)
-        found[at : at + BATCH, :places] = np.asarray(best)[: len(batch)]
-    return found
-
-
-def save(folder: Path, cfg: SasrecConfig, params: SasrecParams, write_beside: Callable[[Path], None]) -> None:
-    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
-    checkpoint.write(folder, {"model_type": MODEL_TYPE, **dataclasses.asdict(cfg)}, params, write_beside)
-
-
-def load(folder: Path) -> tuple[SasrecConfig, SasrecParams]:
-    """What `save` wrote. Raises CheckpointError."""
-    path = folder / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if fields.pop("model_type") != MODEL_TYPE:
-            raise KeyError("model_type")
-        cfg = SasrecConfig(**fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: is not the config of a SASRec that jgr trained") from None
-    return cfg, checkpoint.restore(folder / "params", spec(cfg))
+def output(params: SasrecParams) -> tuple[jax.Array, jax.Array | None]:
+    """What an item's score is made of: its row of [n, D], and no bias."""
+    return params.embed, None

@@ -22,9 +22,9 @@ from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.recommendations import LocalEngine
 from jgr.evaluation.report import compare
 from jgr.evaluation.served import Query
-from jgr.models import sasrec
+from jgr.models import retrievers
 from jgr.serving.loading import load_engine
-from jgr.training.sasrec import train_sasrec
+from jgr.training.retriever import train_retriever
 from tests.serving.test_model_server import Served
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
@@ -172,10 +172,10 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
     config = override(
         Config(), f"train.out={folder}", "train.model=sasrec", "train.steps=3", "train.batch=4", "train.hidden=16"
     )  # fmt: skip
-    train_sasrec(config, dataset)
+    train_retriever(config, dataset)
     _, report = run(served, dataset, baseline=(folder,))
-    test, (cfg, weights) = dataset.interactions.test, sasrec.load(Path(folder))
-    ranked = sasrec.top_k(weights, cfg, test.histories, 5, exclude_seen=False)
+    test, (cfg, weights) = dataset.interactions.test, retrievers.load(Path(folder))
+    ranked = retrievers.top_k(weights, cfg, test.histories, 5, exclude_seen=False)
     assert report["rows"]["SASRec"]["hr@5"] == pytest.approx(
         np.mean((ranked == test.targets[:, None]).any(axis=1))
     )
@@ -186,5 +186,5 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
     other = Dataset(Catalog.build(ids, symbols, [{} for _ in ids]), dataset.interactions)
     with pytest.raises(UserError, match="was trained on other items"):
         _rank_trained(other.catalog, test, Options(baseline=(folder,)))
-    with pytest.raises(UserError, match="is not the config of a SASRec"):
+    with pytest.raises(UserError, match="is not the config of a retriever"):
         run(served, dataset, baseline=(str(tmp_path),))

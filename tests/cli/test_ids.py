@@ -101,6 +101,16 @@ def test_given_vectors_and_no_collisions(folder: Path, tmp_path: Path, collision
     assert report["levels"][-1]["used"] == catalog.level_sizes[-1]
 
 
+def test_every_item_a_token_of_its_own(folder: Path) -> None:
+    done = _ids(f"--data={folder}", "--method=item")
+    assert done.returncode == 0, done.stderr
+    catalog = load_catalog(folder / "catalog.jsonl")
+    assert catalog.depth == 1
+    assert [catalog.symbols[0][code] for (code,) in catalog.codes] == [
+        f"<a_{i}>" for i in range(catalog.n_items)
+    ]
+
+
 def test_rqvae(folder: Path) -> None:
     done = _ids(f"--data={folder}", "--method=rqvae", "--sizes=4,4", "--steps=2", "--dims=8")
     assert (done.returncode, done.stderr) == (0, "")

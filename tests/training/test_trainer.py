@@ -21,10 +21,10 @@ from jgr.data.datasets import Dataset
 from jgr.data.interactions import Ragged, leave_one_out
 from jgr.evaluation import validation
 from jgr.evaluation.recommendations import recommend_all
-from jgr.models import decoder, params, sasrec
+from jgr.models import decoder, params, retrievers, sasrec
 from jgr.serving.loading import load_engine
 from jgr.training.generator import decoder_config, next_item_loss, train_generator
-from jgr.training.sasrec import softmax_loss, train_sasrec
+from jgr.training.retriever import softmax_loss, train_retriever
 from jgr.training.trainer import Trainer, fit, make_optimizer
 from jgr.training.windows import Windows
 
@@ -136,8 +136,8 @@ def sasrec_by_hand(weights: sasrec.SasrecParams, history: list[int]) -> np.ndarr
 def test_sasrec_ranks_as_the_formula_does() -> None:
     weights = sasrec_weights(SASREC)
     histories = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    ranked = sasrec.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=False)
-    unseen = sasrec.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=True)
+    ranked = retrievers.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=False)
+    unseen = retrievers.top_k(weights, SASREC, Ragged.of(histories), 12, exclude_seen=True)
     for got, new, history in zip(ranked, unseen, histories, strict=True):
         order = np.argsort(-sasrec_by_hand(weights, history[-3:]))
         assert got.tolist() == [*order.tolist(), -1, -1]
@@ -291,14 +291,14 @@ def test_sasrec_learns_the_rule_and_its_best_weights_are_kept(tmp_path: Path) ->
         rule_config(tmp_path / "sasrec"), "train.model=sasrec", "train.evaluate_every=25", "train.patience=2",
         "train.steps=400", "train.checkpoint_every=500", "train.negatives=8",
     )  # fmt: skip
-    train_sasrec(config, dataset, validate=validation.sasrec_recall(config, dataset))
+    train_retriever(config, dataset, validate=validation.retriever_recall(config, dataset))
     assert sorted(p.name for p in (tmp_path / "sasrec").iterdir()) == [
         "config.json",
         "curves.png",
         "metrics.jsonl",
         "params",
     ]
-    cfg, weights = sasrec.load(tmp_path / "sasrec")
+    cfg, weights = retrievers.load(tmp_path / "sasrec")
     test = dataset.interactions.test
-    ranked = sasrec.top_k(weights, cfg, test.histories, 3, exclude_seen=False)
+    ranked = retrievers.top_k(weights, cfg, test.histories, 3, exclude_seen=False)
     np.testing.assert_array_equal(ranked[:, 0], test.targets)

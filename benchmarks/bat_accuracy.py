@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the order of a prompt costs in accuracy: candidates behind the user, or in front (BAT-16, LlamaRec's protocol).
+
+A retriever (LRURec) names 100 candidates for every test user; those whose target is among them are ranked by the
+engine that serves, with its cache, once in each layout. Beside a model trained on both layouts stand one trained on
+each alone, asked in its own, and the retriever's order. Users, candidates and items are the same in every row.
+
+    jgr prepare, jgr ids, jgr train, jgr retrieve     where runs/ does not hold what they make
+    JGR_DATA=FOLDER python -m benchmarks.bat_accuracy      FOLDER holds ml-1m and amazon-beauty
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
+from benchmarks.quality import run
+from jgr.config import Config, load_config, override
+from jgr.data.datasets import Dataset, load_dataset
+from jgr.data.interactions import Examples
+from jgr.evaluation.bootstrap import interval, resampled_means
+from jgr.evaluation.candidates import Candidates, load_candidates
+from jgr.evaluation.metrics import Hits, per_query
+from jgr.serving.api import RankRequest
+from jgr.serving.engine import Engine
+from jgr.serving.loading import load_engine
+from jgr.serving.policies.prefix_choice import LayoutName
+
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+
+METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
+CONCURRENCY = 32
+RESAMPLES = 2000
+LAYOUTS: tuple[LayoutName, LayoutName] = ("user_prefix", "item_prefix")
+MARGIN = 0.01
+"""Of recall@10, that the item prefix may lose."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """name: of the configs lrurec_{name}.py and ranker_{name}.py. raw: the folder in JGR_DATA. source: its kind."""
+
+    name: str
+    raw: str
+    source: str
+
+
+TASKS = (Task("ml1m", "ml-1m", "movielens-1m-sasrec"), Task("beauty", "amazon-beauty", "amazon-beauty"))
+
+
+def made(task: Task) -> tuple[Config, Mapping[str, str], Path]:
+    """The ranker's config, the folders of the models by what they were trained on, and the candidates' file."""
+    config = load_config(harness.ROOT / "configs" / f"ranker_{task.name}.py")
+    data = config.data.path
+    if not (harness.ROOT / data / "catalog.jsonl").exists():
+        raw = Path(os.environ.get("JGR_DATA") or harness.ROOT.parent / "shared" / "data") / task.raw
+        if not raw.is_dir():
+            raise Missing(f"needs the dataset: no {task.raw} in the folder that JGR_DATA names")
+        run("prepare", f"--source={task.source}", f"--raw={raw}", f"--out={data}", "--bpe_vocab=2000")
+        run("ids", f"--data={data}", "--method=item")
+    retriever = (f"--config=configs/lrurec_{task.name}.py", f"--set=data.path={data}")
+    if not (harness.ROOT / config.train.retriever).is_dir():
+        run("train", *retriever)
+    candidates = f"runs/candidates_{task.name}.npz"
+    run("retrieve", *retriever, "--split=test", "--exclude_history", f"--out={candidates}")
+    out = config.train.out
+    models: dict[str, str] = {"both": out}
+    models.update((layout, f"{out}_{layout}") for layout in LAYOUTS)
+    for layouts, folder in models.items():
+        if not (harness.ROOT / folder).is_dir():
+            fields = (f"--set=train.layouts={layouts}", f"--set=train.out={folder}")
+            run("train", f"--config=configs/ranker_{task.name}.py", *fields)
+    return override(config, f"data.path={harness.ROOT / data}"), models, harness.ROOT / candidates
+
+
+async def rank_all(
+    engine: Engine, examples: Examples, users: npt.NDArray[np.str_], rows: Int32, layout: LayoutName
+) -> tuple[Int32, float]:
+    """The candidates [e, k] of every example, best first, and the share of prompt tokens that came from the cache."""
+    ids, ranked = engine.translator.catalog.item_ids, np.full_like(rows, -1)
+    longest = engine.info.max_history
+    todo = iter(range(len(examples)))
+    tokens = np.zeros(2, np.int64)
+
+    async def worker() -> None:
+        for i in todo:
+            request = RankRequest(
+                history=[ids[row] for row in examples.histories[i][-longest:]],
+                candidates=[ids[row] for row in rows[i]],
+                user_id=str(users[i]),
+                layout=layout,
+            )
+            answer = await engine.answer(request)
+            places = {ids[row]: row for row in rows[i]}
+            # The engine's order is that of scores; equal ones keep the retriever's.
+            ranked[i] = [places[item.item_id] for item in answer.items]
+            tokens[:] += answer.usage.cached_tokens, answer.usage.prompt_tokens
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(worker())
+    return ranked, float(tokens[0] / tokens[1])
+
+
+def served(
+    config: Config,
+    examples: Examples,
+    users: npt.NDArray[np.str_],
+    rows: Int32,
+    layouts: Sequence[LayoutName],
+) -> dict[LayoutName, tuple[Int32, float]]:
+    """`rank_all` in each layout, by an engine that starts with an empty cache."""
+
+    async def ask() -> dict[LayoutName, tuple[Int32, float]]:
+        engine = load_engine(config)
+        await engine.start()
+        try:
+            return {layout: await rank_all(engine, examples, users, rows, layout) for layout in layouts}
+        finally:
+            await engine.drain(config.server.drain_timeout_s)
+
+    return asyncio.run(ask())
+
+
+def measure_one(task: Task, quick: bool) -> tuple[Claim, list[Row]]:
+    config, models, path = made(task)
+    dataset = load_dataset(config.data)
+    found = load_candidates(path, dataset)
+    chosen = np.flatnonzero(found.eligible)[: 64 if quick else None]
+    examples, rows, users = dataset.interactions.test.select(chosen), found.rows[chosen], found.users[chosen]
+    ranked, cached = {"retriever": rows}, {}
+    for trained, folder in models.items():
+        own = override(config, f"model.path={harness.ROOT / folder}", "cache.shadow=0")
+        layouts = LAYOUTS if trained == "both" else [layout for layout in LAYOUTS if layout == trained]
+        for layout, (best, share) in served(own, examples, users, rows, layouts).items():
+            ranked[f"{trained}, {layout}"], cached[f"{trained}, {layout}"] = best, harness.rounded(share, 3)
+    values = {
+        name: per_query(Hits.of_targets(best, examples.targets), METRICS) for name, best in ranked.items()
+    }
+    table = compare(values)
+    for row in table:
+        row["of"] = task.name
+        row["cached_tokens_share"] = cached.get(row.get("method", ""))
+    difference = table[-1]["recall@10"]
+    claim = Claim(
+        f"{task.name}-recall@10-of-the-item-prefix-less-that-of-the-user-prefix",
+        difference,
+        "",
+        "higher",
+        -MARGIN,
+    )
+    return claim, [described(task, config, dataset, found, len(chosen)), *table]
+
+
+def compare(values: Mapping[str, Mapping[str, Float64]]) -> list[Row]:
+    """Rows of metrics with intervals; the last is item prefix less user prefix of the model trained on both, paired.
+
+    values: by method and metric, one a query.
+    """
+    up, ip = (f"both, {layout}" for layout in LAYOUTS)
+    series = {
+        **values,
+        "difference": {metric: values[ip][metric] - values[up][metric] for metric in METRICS},
+    }
+    flat = np.stack([series[name][metric] for name in series for metric in METRICS], axis=1)
+    low, high = (x.reshape(len(series), -1) for x in interval(resampled_means(flat, RESAMPLES, 0)))
+    return [
+        {
+            "method": name,
+            **{metric: harness.rounded(float(of[metric].mean())) for metric in METRICS},
+            "interval_95": {
+                metric: [harness.rounded(float(low[i, j])), harness.rounded(float(high[i, j]))]
+                for j, metric in enumerate(METRICS)
+            },
+        }
+        for i, (name, of) in enumerate(series.items())
+    ]
+
+
+def described(task: Task, config: Config, dataset: Dataset, found: Candidates, measured: int) -> Row:
+    train = config.train
+    return {
+        "of": task.name,
+        "users": len(found.users),
+        "eligible": int(found.eligible.sum()),
+        "measured": measured,
+        "retriever_recall@100": harness.rounded(found.recall(found.rows.shape[1])),
+        "candidates": found.rows.shape[1],
+        "items": dataset.catalog.n_items,
+        "model": f"{train.layers} layers, hidden {train.hidden}",
+        "training": {"steps": train.steps, "batch": train.batch, "negatives": train.negatives},
+        "item_span": config.rank.item_span,
+        "cache_policy": config.cache.policy,
+    }
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    """Nothing is timed."""
+    claims, rows = zip(*(measure_one(task, quick) for task in TASKS), strict=True)
+    return Measured(claims, [row for part in rows for row in part])
+
+
+if __name__ == "__main__":
+    configs = [
+        harness.ROOT / "configs" / f"{kind}_{task.name}.py" for task in TASKS for kind in ("ranker", "lrurec")
+    ]
+    harness.main(
+        Benchmark(
+            name="bat_accuracy",
+            measure=measure,
+            packages=("numpy", "jax", "jaxlib", "optax", "grain"),
+            sources=(Path(__file__), Path(__file__).with_name("quality.py"), *configs),
+        )
+    )

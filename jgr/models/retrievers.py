@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that score every item of a catalog after a history by one matmul: SASRec and LRURec.
+
+A retriever's module gives three functions and a config by whose type they are found. Ranking, saving and loading are
+the same for all, and so is training (`jgr.training.retriever`).
+
+Letters: B batch, N items of a history, n items of the catalog, D hidden, b histories, k places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import TrainConfig, UserError
+from jgr.data.interactions import Ragged
+from jgr.models import checkpoint, lru_rec, sasrec
+from jgr.models.lru_rec import LruRecConfig, LruRecParams
+from jgr.models.params import CheckpointError, PyTree
+from jgr.models.sasrec import Dropout, SasrecConfig, SasrecParams
+
+BATCH = 256  # histories that are ranked at once
+
+RetrieverConfig = SasrecConfig | LruRecConfig
+"""Each with n_items, max_items, and items, the digest of the catalog's item ids."""
+RetrieverParams = SasrecParams | LruRecParams
+
+
+class Retriever(Protocol):
+    """The module of a retriever."""
+
+    NAME: str
+    """For people."""
+
+    def spec(self, cfg: Any) -> PyTree:
+        """The declaration of every parameter."""
+
+    def encode(
+        self,
+        params: Any,
+        cfg: Any,
+        rows: jax.Array,
+        *,
+        dropout: Dropout | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """[B, N, D]: at each place what is looked for after the items up to it.
+
+        rows: [B, N] int32, -1 on the right. dropout: (x, key) -> x, for training; needs key.
+        """
+
+    def output(self, params: Any) -> tuple[jax.Array, jax.Array | None]:
+        """What the score of an item is made of: its row of [n, D], and its bias of [n] if there are any."""
+
+
+# By train.model, which is also config.json's model_type.
+_CONFIGS: dict[str, type[RetrieverConfig]] = {"sasrec": SasrecConfig, "lrurec": LruRecConfig}
+_RETRIEVERS: dict[type, Retriever] = {SasrecConfig: sasrec, LruRecConfig: lru_rec}
+MODELS = tuple(_CONFIGS)
+
+
+def retriever(cfg: RetrieverConfig) -> Retriever:
+    """The functions of the model that a config describes."""
+    return _RETRIEVERS[type(cfg)]
+
+
+def items_digest(item_ids: Sequence[str]) -> str:
+    """First 16 hex digits of the sha256 over the item ids in row order: equal for catalogs of other semantic ids."""
+    return hashlib.sha256(json.dumps(item_ids).encode()).hexdigest()[:16]
+
+
+def make_config(train: TrainConfig, item_ids: Sequence[str]) -> RetrieverConfig:
+    """The retriever that a TrainConfig describes, for a catalog. train.model: one of MODELS. ConfigError."""
+    return _CONFIGS[train.model].of(train, len(item_ids), items_digest(item_ids))
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def scores_after(params: RetrieverParams, rows: jax.Array, *, cfg: RetrieverConfig) -> jax.Array:
+    """[B, n] float32: the score of every item after each history. rows: [B, N] int32, -1 on the right."""
+    model = retriever(cfg)
+    hidden = model.encode(params, cfg, rows)
+    last = jnp.maximum((rows >= 0).sum(axis=1) - 1, 0)
+    embed, bias = model.output(params)
+    scores = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0] @ embed.T
+    return scores if bias is None else scores + bias
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "k", "exclude_seen"))
+def _best(
+    params: RetrieverParams,
+    rows: jax.Array,
+    seen: jax.Array,
+    *,
+    cfg: RetrieverConfig,
+    k: int,
+    exclude_seen: bool,
+) -> jax.Array:
+    scores = scores_after(params, rows, cfg=cfg)
+    if exclude_seen:
+        at = jnp.where(seen >= 0, seen, cfg.n_items)
+        scores = scores.at[jnp.arange(len(rows))[:, None], at].set(-jnp.inf, mode="drop")
+    values, best = jax.lax.top_k(scores, k)
+    return jnp.where(jnp.isneginf(values), -1, best)
+
+
+def top_k(
+    params: RetrieverParams, cfg: RetrieverConfig, histories: Ragged, k: int, *, exclude_seen: bool
+) -> npt.NDArray[np.int32]:
+    """The k best rows after each history, best first: [b, k] int32, -1 where the catalog has no further item.
+
+    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history.
+    """
+    found = np.full((len(histories), k), -1, np.int32)
+    places = min(k, cfg.n_items)
+    # Two shapes at most are compiled: whatever is seen is padded to the longest history.
+    width = int(histories.lengths.max(initial=1)) if exclude_seen else 1
+    for at in range(0, len(histories), BATCH):
+        batch = histories.select(slice(at, at + BATCH))
+        rows = np.full((BATCH, cfg.max_items), -1, np.int32)
+        seen = np.full((BATCH, width), -1, np.int32)
+        for i, history in enumerate(batch):
+            recent = history[-cfg.max_items :]
+            rows[i, : len(recent)] = recent
+            if exclude_seen:
+                seen[i, : len(history)] = history
+        best = _best(params, rows, seen, cfg=cfg, k=places, exclude_seen=exclude_seen)
+        found[at : at + BATCH, :places] = np.asarray(best)[: len(batch)]
+    return found
+
+
+def save(
+    folder: Path, cfg: RetrieverConfig, params: RetrieverParams, write_beside: Callable[[Path], None]
+) -> None:
+    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
+    model_type = next(name for name, of in _CONFIGS.items() if of is type(cfg))
+    checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
+
+
+def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
+    """What `save` wrote. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        cfg = _CONFIGS[fields.pop("model_type")](**fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: is not the config of a retriever that jgr trained") from None
+    return cfg, checkpoint.restore(folder / "params", retriever(cfg).spec(cfg))
+
+
+def load_for(folder: Path, item_ids: Sequence[str]) -> tuple[RetrieverConfig, RetrieverParams]:
+    """`load`, refusing with UserError a retriever that was trained on other items, or on another order of them."""
+    cfg, params = load(folder)
+    if cfg.items != items_digest(item_ids):
+        raise UserError(f"{folder}: was trained on other items than the dataset's")
+    return cfg, params

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a decoder that ranks the candidates in its prompt, in both layouts or in one (BAT-1a, BAT-16).
+
+What it learns from is the prompt that the server would build, token for token, position for position: a history, the
+candidates, the instruction. The loss is the softmax over the candidates' own tokens at the instruction's last token.
+Half of the examples, drawn one by one, have the candidates first, unless train.layouts names one layout for all.
+
+A second loss, of equal weight, is every history item's next one among all items: the history is read anyway, and one
+target a prompt would teach little. The last item has none where the candidates come first: it sees the answer.
+
+The candidates of an example are the target and train.negatives others without repetition, none of them of the history:
+half by popularity, half uniform; with train.retriever, half are from its first TOP_K instead. The target is listed
+first, which the model cannot see: all candidates stand at the same position, and none sees another.
+
+Letters: B batch, N items of a history, C candidates, S item span, T tokens, n items of the catalog, p prefix, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog import Catalog, save_catalog
+from jgr.config import Config, ConfigError, TrainConfig
+from jgr.data.datasets import Dataset
+from jgr.data.interactions import Ragged
+from jgr.data.prepared import TITLES
+from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
+from jgr.models import checkpoint, decoder, retrievers
+from jgr.models.decoder import DecoderConfig, DecoderParams, Dropout
+from jgr.prompt import PromptBuilder, Tokenizer, semantic_id_tokenizer
+from jgr.prompt_segments import SegmentPrompts
+from jgr.training.generator import decoder_config
+from jgr.training.run import Progress, train_to_best
+from jgr.training.trainer import Loss, dropout
+from jgr.training.windows import Windows
+
+Int32 = npt.NDArray[np.int32]
+
+TOP_K = 100
+"""Candidates of the retriever, among which negatives are drawn."""
+
+LogWeights = Callable[[jax.Array], jax.Array]
+"""Histories [B, N], -1 on the right -> the logarithm of every item's weight as a negative, [n] or [B, n]."""
+
+
+class Text(NamedTuple):
+    """The tokens that prompts are made of: prefix [p], instruction [i], each row's own token [n], and each row as a
+    candidate: items [n, S], lengths [n]."""
+
+    prefix: Any
+    instruction: Any
+    own: Any
+    items: Any
+    lengths: Any
+
+    @property
+    def span(self) -> int:
+        return int(self.items.shape[1])
+
+
+def ranker_tokenizer(config: Config, catalog: Catalog) -> Tokenizer:
+    """The dataset's title tokenizer, where it has one, and the items' tokens; else the items' tokens alone."""
+    path = Path(config.data.path) / TITLES
+    if config.data.kind != "prepared" or not path.exists():
+        return semantic_id_tokenizer(catalog)
+    names = [symbol for symbol in catalog.symbols[0] if isinstance(symbol, str)]
+    return Tokenizer.from_file(path).with_tokens(names)
+
+
+def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
+    """ConfigError or PromptError where prompt and rank are not what is trained on."""
+    prompt, rank = config.prompt, config.rank
+    if rank.scorer != "item_token":
+        raise ConfigError(f"train.model=ranker: rank.scorer must be item_token, not {rank.scorer}")
+    if prompt.item != "{sid}" or prompt.separator:
+        raise ConfigError(
+            "train.model=ranker: a history's item must be its token alone: prompt.item={sid} and no "
+            f"prompt.separator, not {prompt.item!r}, {prompt.separator!r}"
+        )
+    segments = SegmentPrompts(rank, tokenizer, catalog)
+    rows = np.arange(catalog.n_items, dtype=np.int32)
+    items = np.zeros((len(rows), rank.item_span), np.int32)
+    lengths = np.zeros(len(rows), np.int32)
+    for row in rows.tolist():
+        item = segments.item(row)
+        items[row, : len(item)], lengths[row] = item, len(item)
+    prefix = PromptBuilder(prompt, tokenizer, catalog).prefix
+    if not len(prefix):
+        raise ConfigError("train.model=ranker: prompt.template must have something before {history}")
+    return Text(prefix, segments.instruction, segments.columns(rows)[0], items, lengths)
+
+
+def lay_out(
+    text: Text, history: jax.Array, candidates: jax.Array, items_first: jax.Array
+) -> tuple[jax.Array, Tokens, jax.Array]:
+    """Prompts as `decoder.prefill` takes them: tokens [B, T], what they are part of, and what they see.
+
+    history: [B, N], -1 on the right. candidates: [B, C], -1 for none. items_first: [B] bool. The tokens stand in one
+    place whatever the layout (user, candidates, instruction; the last is the one that answers): attention goes by what
+    they are part of and by position, not by place.
+    """
+    batch, count = candidates.shape
+    before, behind, span = len(text.prefix), len(text.instruction), text.span
+    prefix = jnp.broadcast_to(jnp.asarray(text.prefix), (batch, before))
+    user = jnp.concatenate([prefix, jnp.asarray(text.own)[jnp.maximum(history, 0)]], axis=1)
+    users = before + (history >= 0).sum(axis=1)
+    items = jnp.asarray(text.items)[jnp.maximum(candidates, 0)].reshape(batch, -1)
+    lengths = jnp.where(candidates >= 0, jnp.asarray(text.lengths)[jnp.maximum(candidates, 0)], 0)
+    instruction = jnp.broadcast_to(jnp.asarray(text.instruction), (batch, behind))
+
+    at_user, at_items = jnp.where(items_first, span, 0), jnp.where(items_first, 0, users)
+    place = jnp.arange(span)
+    real = (
+        jnp.arange(user.shape[1]) < users[:, None],
+        (place < lengths[..., None]).reshape(batch, -1),
+        jnp.ones((batch, behind), bool),
+    )
+    position = (
+        at_user[:, None] + jnp.arange(user.shape[1]),
+        at_items[:, None] + jnp.tile(place, count),
+        (users + span)[:, None] + jnp.arange(behind),
+    )
+    sizes = np.array([user.shape[1], count * span, behind])
+    kind = np.repeat([Kind.USER, Kind.ITEM, Kind.INSTRUCTION], sizes).astype(np.int32)
+    segment = np.repeat(np.arange(count + 2, dtype=np.int32), [user.shape[1], *[span] * count, behind])
+
+    def every(row: npt.NDArray[np.int32]) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(row), (batch, len(row)))
+
+    described = Tokens(
+        jnp.where(jnp.concatenate(real, axis=1), 0, -1),
+        every(segment),
+        every(kind),
+        every(np.arange(len(kind), dtype=np.int32)),
+        jnp.concatenate(position, axis=1),
+    )
+    sees = jnp.where(items_first[:, None], ITEM_PREFIX.bits[kind], USER_PREFIX.bits[kind])
+    return jnp.concatenate([user, items, instruction], axis=1), described, sees
+
+
+def candidate_scores(
+    weights: DecoderParams,
+    model: DecoderConfig,
+    text: Text,
+    history: jax.Array,
+    candidates: jax.Array,
+    items_first: jax.Array,
+    *,
+    drop: Dropout | None = None,
+    key: jax.Array | None = None,
+    attention: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """The scores [B, C] float32 of candidates, and the prompts' hidden states [B, T, D]. See `lay_out`."""
+    tokens, described, sees = lay_out(text, history, candidates, items_first)
+    hidden = decoder.prefill(
+        weights,
+        model,
+        tokens,
+        tokens,
+        segments=described,
+        layout=sees,
+        dropout=drop,
+        key=key,
+        attention=attention,
+    ).hidden
+    columns = weights.output_rows[jnp.asarray(text.own)[jnp.maximum(candidates, 0)]]
+    return jnp.einsum("bd,bcd->bc", hidden[:, -1], columns), hidden
+
+
+def popularity(sequences: Ragged, n_items: int) -> npt.NDArray[np.float32]:
+    """[n], sums to 1: half of it by interactions, half uniform."""
+    counts = sum((np.bincount(rows, minlength=n_items) for rows in sequences), np.zeros(n_items))
+    weights: npt.NDArray[np.float32] = ((counts / counts.sum() + 1 / n_items) / 2).astype(np.float32)
+    return weights
+
+
+def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
+    """How negatives are drawn. UserError where train.retriever does not fit the dataset."""
+    train, catalog = config.train, dataset.catalog
+    base = jnp.asarray(popularity(dataset.interactions.sequences, catalog.n_items))
+    if not train.retriever:
+        return lambda history: jnp.log(base)
+    cfg, params = retrievers.load_for(Path(train.retriever), catalog.item_ids)
+    if train.max_items > cfg.max_items:
+        raise ConfigError(
+            f"train.max_items ({train.max_items}) must be at most train.retriever's, {cfg.max_items}"
+        )
+    count = min(TOP_K, catalog.n_items)
+
+    def weights(history: jax.Array) -> jax.Array:
+        scores = without(retrievers.scores_after(params, history, cfg=cfg), history)
+        found = jax.lax.top_k(scores, count)[1]
+        share = jnp.broadcast_to(base / 2, scores.shape)
+        return jnp.log(share.at[jnp.arange(len(history))[:, None], found].add(1 / (2 * count)))
+
+    return weights
+
+
+def without(scores: jax.Array, history: jax.Array) -> jax.Array:
+    """scores [B, n], -inf for the items of histories [B, N]."""
+    at = jnp.where(history >= 0, history, scores.shape[1])
+    return scores.at[jnp.arange(len(history))[:, None], at].set(-jnp.inf, mode="drop")
+
+
+def draw_candidates(
+    key: jax.Array, log_weights: jax.Array, history: jax.Array, targets: jax.Array, negatives: int
+) -> jax.Array:
+    """[B, 1 + negatives] rows: the target, then others without repetition (the largest of Gumbel-perturbed weights)."""
+    shape = (len(targets), log_weights.shape[-1])
+    drawn = without(log_weights + jax.random.gumbel(key, shape), history)
+    drawn = drawn.at[jnp.arange(len(targets)), targets].set(jnp.inf)
+    return jax.lax.top_k(drawn, 1 + negatives)[1].astype(jnp.int32)
+
+
+def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, train: TrainConfig) -> Loss:
+    """The loss over windows [B, N + 1]: each is cut at a random item, the target, sooner behind than at the front."""
+
+    def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cut_key, candidates_key, layout_key, dropout_key = jax.random.split(key, 4)
+        batch, place = len(rows), jnp.arange(rows.shape[1] - 1)
+        most = (rows >= 0).sum(axis=1) - 1
+        fraction = jnp.sqrt(jax.random.uniform(cut_key, (batch,)))
+        cut = jnp.clip(1 + jnp.floor(fraction * most).astype(jnp.int32), 1, most)
+        history = jnp.where(place < cut[:, None], rows[:, :-1], -1)
+        targets = jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
+        candidates = draw_candidates(candidates_key, log_weights(history), history, targets, train.negatives)
+        if train.layouts == "both":
+            items_first = jax.random.bernoulli(layout_key, 0.5, (batch,))
+        else:
+            items_first = jnp.full((batch,), train.layouts == ITEM_PREFIX.name)
+        drop = None if train.dropout == 0 else lambda x, k: dropout(x, k, train.dropout)
+        scores, hidden = candidate_scores(
+            weights,
+            model,
+            text,
+            history,
+            candidates,
+            items_first,
+            drop=drop,
+            key=None if drop is None else dropout_key,
+            attention="reference",  # the form with gradients for prompts of segments
+        )
+        nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
+        following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)
+        read = hidden[:, len(text.prefix) : len(text.prefix) + len(place)]
+        return (nats + _next_item(weights, text, read, following)).sum(), jnp.float32(batch)
+
+    return loss
+
+
+def _next_item(weights: DecoderParams, text: Text, hidden: jax.Array, following: jax.Array) -> jax.Array:
+    """[B] mean nats of the items that follow, [B, N] or -1, among all. hidden: [B, N, D]."""
+    rows = weights.output_rows[jnp.asarray(text.own)]
+    logits = jnp.einsum("bnd,vd->bnv", hidden, rows)
+    taken = jnp.take_along_axis(logits, jnp.maximum(following, 0)[..., None], axis=-1)[..., 0]
+    real = following >= 0
+    nats = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - taken, 0.0)
+    return nats.sum(axis=1) / jnp.maximum(real.sum(axis=1), 1)
+
+
+def train_ranker(
+    config: Config,
+    dataset: Dataset,
+    progress: Progress = lambda done, total, note: None,
+    validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
+) -> Path:
+    """Train on the dataset's training sequences and write train.out. Arguments as of `train_generator`."""
+    train, catalog = config.train, dataset.catalog
+    if not train.out:
+        raise ConfigError("train.out: the folder for the model is not set")
+    if not 1 <= train.negatives < catalog.n_items:
+        raise ConfigError(
+            f"train.negatives must be 1 to {catalog.n_items - 1} for a ranker, not {train.negatives}"
+        )
+    checkpoint.require_writable(Path(train.out))
+    tokenizer = ranker_tokenizer(config, catalog)
+    text = prompt_text(config, tokenizer, catalog)
+    longest = len(text.prefix) + max(train.max_items, config.prompt.max_items)
+    model = decoder_config(train, tokenizer.vocab_size, longest + text.span + len(text.instruction))
+
+    def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
+        def write_all(folder: Path) -> None:
+            tokenizer.save(folder / "tokenizer.json")
+            save_catalog(catalog, folder / "catalog.jsonl")
+            write_beside(folder)
+
+        checkpoint.save(Path(train.out), model, params, write_all)
+
+    return train_to_best(
+        train,
+        decoder.spec(model),
+        ranking_loss(model, text, negative_weights(config, dataset), train),
+        Windows(dataset.interactions.sequences, train),
+        described={
+            "prompt": asdict(config.prompt),
+            "rank": asdict(config.rank),
+            "catalog_version": catalog.version,
+        },
+        validate=None if validate is None else lambda params: validate(model, params),
+        progress=progress,
+        save=save,
+    )
