@@ -26,9 +26,11 @@ test: lint types
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
-# What depends on the version of jax.
+# What depends on the version of jax most.
+ON_JAX := tests/ops tests/models tests/training tests/serving/test_paged.py tests/serving/test_model_server.py
+
 test-jax: $(STAMP)
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow" tests/ops tests/models tests/serving tests/training
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ON_JAX)
 
 # Compiles for a GPU without one.
 compile-gpu: $(GPU)/.installed

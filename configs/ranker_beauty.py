@@ -8,6 +8,7 @@ jgr train --config=configs/lrurec_beauty.py
 
 from jgr.config import (
     BatchingConfig,
+    BeamConfig,
     CacheConfig,
     Config,
     DataConfig,
@@ -25,6 +26,7 @@ def get_config() -> Config:
     return Config(
         model=ModelConfig(name="ranker_beauty", path=OUT),
         prompt=PromptConfig(template="<bos>{history}", item="{sid}", max_items=20),
+        beam=BeamConfig(width=10),
         # A candidate is the begin of its title and its token; 8 tokens keep training on a CPU short.
         rank=RankConfig(
             scorer="item_token",
@@ -43,19 +45,19 @@ def get_config() -> Config:
         train=TrainConfig(
             model="ranker",
             out=OUT,
-            steps=3000,
+            steps=2500,
             batch=64,
             micro_batches=8,
             learning_rate=2e-3,
             warmup_steps=100,
             weight_decay=0.1,
-            dropout=0.1,
+            dropout=0.3,
             negatives=24,
             retriever="runs/lrurec_beauty",
             max_items=20,
             checkpoint_every=250,
             evaluate_every=500,
-            validation_examples=400,
+            validation_examples=800,
             hidden=64,
             layers=2,
             heads=4,

@@ -10,12 +10,14 @@ optionally narrowed by a window, or widened for a repaired token. A layout is da
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
 
 EARLIER = 16
 """Layout.bits holds kinds seen wherever they stand in its low half, kinds seen in earlier segments from this bit on."""
@@ -86,6 +88,53 @@ SINGLE_USER_MULTI_ITEM = Layout(
     ),
 )
 LAYOUTS = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREFIX, SINGLE_USER_MULTI_ITEM)}
+
+
+class Segment(NamedTuple):
+    """tokens: [t] int32; number: of the segment in its prompt; position: of the first token."""
+
+    kind: Kind
+    number: int
+    position: int
+    tokens: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentedPrompt:
+    """A prompt in any layout. user, behind, probe and each of items: [t] int32 tokens; probe may be empty.
+
+    span: positions that the items take, whatever their lengths; 0 where there are none.
+    """
+
+    user: Int32
+    behind: Int32
+    items: Sequence[Int32] = ()
+    probe: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    span: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole prompt."""
+        items = sum(len(item) for item in self.items)
+        return len(self.user) + items + len(self.behind) + len(self.probe) * len(self.items)
+
+    def arrange(self, layout: Layout) -> list[Segment]:
+        """The segments in the layout's order. The user's is number 0, the i-th item's and its probe's i + 1."""
+        behind = len(self.user) + self.span
+        at_items, at_user = (len(self.user), 0) if layout == USER_PREFIX else (0, self.span)
+        user = Segment(Kind.USER, 0, at_user, self.user)
+        items = [Segment(Kind.ITEM, 1 + i, at_items, item) for i, item in enumerate(self.items)]
+        if layout == USER_PREFIX:
+            prompt = [user, *items]
+        elif layout == ITEM_PREFIX:
+            prompt = [*items, user]
+        else:
+            raise ValueError(f"candidates have no place in layout {layout.name}")
+        prompt.append(Segment(Kind.INSTRUCTION, len(items) + 1, behind, self.behind))
+        if len(self.probe):
+            asked = behind + len(self.behind)
+            prompt += [Segment(Kind.PROBE, 1 + i, asked, self.probe) for i in range(len(items))]
+        return prompt
 
 
 class Tokens(NamedTuple):

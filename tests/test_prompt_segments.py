@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout
-from jgr.prompt_segments import SegmentedPrompt
+from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, SegmentedPrompt
 
 USER, A, B = np.arange(3, dtype=np.int32), np.array([10, 11], np.int32), np.array([20, 21, 22], np.int32)
 INSTRUCTION, PROBE = np.array([30, 31], np.int32), np.array([40], np.int32)

@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.cache.meta import Move
+from jgr.layouts import SegmentedPrompt
 from jgr.models import packed
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
-from jgr.prompt_segments import SegmentedPrompt
 from jgr.serving.compilation import preparing
 from jgr.serving.device_filters import DeviceFilters
 from jgr.serving.executors import JaxExecutor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jgr.prompt_segments import SegmentedPrompt
+from jgr.layouts import SegmentedPrompt
 from jgr.serving.paged_executor import PagedExecutor
 from jgr.serving.policies.batching import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment

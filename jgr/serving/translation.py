@@ -27,7 +27,8 @@ from jgr.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.data.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.data.prefix_tree import PrefixTree
-from jgr.prompt_segments import SegmentedPrompt, SegmentPrompts
+from jgr.layouts import SegmentedPrompt
+from jgr.prompt_segments import SegmentPrompts
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     Filters,

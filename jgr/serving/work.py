@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from jgr.cache.meta import Move
 from jgr.data.item_filters import NO_FILTER, ItemFilter
-from jgr.prompt_segments import SegmentedPrompt
+from jgr.layouts import SegmentedPrompt
 from jgr.serving.policies.batching import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt
 

@@ -17,9 +17,8 @@ from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
 from jgr.data.prefix_tree import PrefixTree
-from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
+from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Layout, SegmentedPrompt, Tokens
 from jgr.models import beam, decoder, packed, params
-from jgr.prompt_segments import SegmentedPrompt
 from jgr.serving.packing import LAYOUTS
 from jgr.serving.paged_executor import PagedExecutor, PoolShape, _smallest_work
 from jgr.serving.policies.batching import Job, Profile

@@ -162,7 +162,7 @@ def test_sasrecs_losses_are_the_full_and_the_sampled_softmax() -> None:
 def run_losses(train: TrainConfig) -> list[float]:
     cfg = decoder_config(train, 22, 16)
     trainer = Trainer(train, decoder.spec(cfg), next_item_loss(cfg, PREFIX, ITEM_TOKENS, train.dropout))
-    data = windows([[i % 10, (3 * i) % 10, 7, i % 7][: 2 + i % 3] for i in range(24)], train)
+    data = windows([[i % 10, (3 * i) % 10, 7, i % 7][: 3 + i % 2] for i in range(24)], train)
     losses: list[float] = []
     fit(
         trainer,
