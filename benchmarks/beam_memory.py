@@ -112,7 +112,7 @@ def program(cfg: DecoderConfig, tokens: int, width: int) -> Program:
 def make_row(cfg: DecoderConfig, tokens: int, width: int, analysis: Any, values: Sequence[Value]) -> Row:
     """analysis: the program's memory analysis."""
     prompt_type = f"[{cfg.layers},1,{cfg.kv_heads},{tokens},{cfg.head_dim}]"
-    beam_type = re.compile(rf"\w+\[{cfg.layers},1,\d+,{width},{cfg.kv_heads},{cfg.head_dim}\]")
+    beam_type = re.compile(rf"\w+\[{cfg.layers},1,{width},{cfg.kv_heads},{cfg.head_dim}\]")
     arrays = [v for v in values if not v.type.startswith("(")]  # a tuple is a table of addresses
     prompt = [v for v in arrays if v.type.endswith(prompt_type)]
     beams = [v for v in arrays if beam_type.fullmatch(v.type)]
