@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,7 @@ class RunFolder:
         self.metrics = folder / "metrics.jsonl"
         self._pending: list[dict[str, Any]] = []
         self._args = ocp.args
-        policies = ocp.checkpoint_managers.preservation_policy
-        best = policies.BestN(
-            get_metric_fn=lambda found: found[RECALL], n=1, keep_checkpoints_without_metrics=False
-        )
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(KEPT), best])
-        )
+        options = ocp.CheckpointManagerOptions(preservation_policy=self)
         self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
 
     def __enter__(self) -> RunFolder:
@@ -88,6 +82,14 @@ class RunFolder:
             ) from None
         return state
 
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
+        """Orbax's PreservationPolicy. The best is the one by metrics.jsonl, which outlives this process."""
+        del context
+        validations = self.validations()
+        best = best_validation(validations)[0] if validations else None
+        oldest = len(checkpoints) - KEPT
+        return [at >= oldest or found.step == best for at, found in enumerate(checkpoints)]
+
     def validations(self) -> list[tuple[int, float]]:
         """(step, recall) of every validation so far, in order."""
         lines = map(json.loads, self.metrics.read_text(encoding="utf-8").splitlines())
@@ -108,11 +110,10 @@ class RunFolder:
         lines = [{"step": line["step"], "loss": float(line["loss"])} for line in self._pending]
         if recall is not None:
             lines.append({"step": step, RECALL: recall})
-        metrics = None if recall is None else {RECALL: recall}
         try:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
-            self._manager.save(step, args=self._args.StandardSave(state), metrics=metrics)
+            self._manager.save(step, args=self._args.StandardSave(state))
             self._manager.wait_until_finished()
         except Exception as error:  # an OSError here, many other things in Orbax and tensorstore
             raise CheckpointError(f"{folder}: step {step} could not be written: {error}") from error

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
+from jgr.training.trainer import State
 from tests.training.test_trainer import rule_config, rule_dataset
 
 SETTINGS = (
@@ -133,6 +135,24 @@ def test_the_best_validated_weights_are_kept_and_patience_ends_a_run(tmp_path: P
         checkpoint.load(tmp_path / "ring")[1].embed, seen[2]
     )  # the latest of the best
     assert (tmp_path / "ring" / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_weights_outlive_the_process_that_found_them(tmp_path: Path) -> None:
+    """The step that validated best is kept over those saved after it, by this process or by one that goes on."""
+
+    def state(step: int) -> State:
+        return State({"w": jnp.full(3, float(step))}, (), jnp.int32(step))
+
+    recalls = {2: 0.5, 4: 0.3, 6: None, 8: 0.2, 10: None, 12: 0.4}
+    for first in (2, 6, 10):  # three processes, two steps each
+        with RunFolder(tmp_path, {}) as folder:
+            found = folder.latest(state(0))
+            assert int(0 if found is None else found.step) == first - 2
+            for step in (first, first + 2):
+                folder.save(step, state(step), recalls[step])
+    with RunFolder(tmp_path, {}) as folder:
+        np.testing.assert_array_equal(folder.restore(2, state(0)).params["w"], [2.0, 2.0, 2.0])
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [2, 10, 12]
 
 
 def test_a_run_goes_on_over_its_validations(tmp_path: Path) -> None:
