@@ -3,7 +3,8 @@
 
 A retriever (LRURec) names 100 candidates for every test user; those whose target is among them are ranked by the
 engine that serves, with its cache, once in each layout. Beside a model trained on both layouts stand one trained on
-each alone, asked in its own, and the retriever's order. Users, candidates and items are the same in every row.
+each alone, asked in its own, and the retriever's order; and with the candidates in front, some of their tokens repaired
+(BAT-15: docs/cache.md). Users, candidates and items are the same in every row.
 
     jgr prepare, jgr ids, jgr train, jgr retrieve     where runs/ does not hold what they make
     JGR_DATA=FOLDER python -m benchmarks.bat_accuracy      FOLDER holds ml-1m and amazon-beauty
@@ -16,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +43,12 @@ METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 CONCURRENCY = 32
 RESAMPLES = 2000
 LAYOUTS: tuple[LayoutName, LayoutName] = ("user_prefix", "item_prefix")
+REPAIRS = {
+    "item_prefix + PIC, first token of each": "cache.repair_tokens=1",
+    "item_prefix + PIC, 15 % of the tokens": "cache.repair_share=0.15",
+    "item_prefix + PIC, all tokens": "cache.repair_share=1.0",
+}
+"""Of the model trained on both; the last is the causal order, which the others approximate."""
 MARGIN = 0.01
 """Of recall@10, that the item prefix may lose."""
 
@@ -82,14 +90,22 @@ def made(task: Task) -> tuple[Config, Mapping[str, str], Path]:
     return override(config, f"data.path={harness.ROOT / data}"), models, harness.ROOT / candidates
 
 
+class Ranked(NamedTuple):
+    """best: [e, k]. cached, computed: tokens, of the prompts'."""
+
+    best: Int32
+    cached: float = 0.0
+    computed: float = 0.0
+
+
 async def rank_all(
     engine: Engine, examples: Examples, users: npt.NDArray[np.str_], rows: Int32, layout: LayoutName
-) -> tuple[Int32, float]:
-    """The candidates [e, k] of every example, best first, and the share of prompt tokens that came from the cache."""
+) -> Ranked:
+    """The candidates [e, k] of every example, best first, and cached and computed tokens as shares of the prompts'."""
     ids, ranked = engine.translator.catalog.item_ids, np.full_like(rows, -1)
     longest = engine.info.max_history
     todo = iter(range(len(examples)))
-    tokens = np.zeros(2, np.int64)
+    tokens = np.zeros(3, np.int64)
 
     async def worker() -> None:
         for i in todo:
@@ -103,12 +119,13 @@ async def rank_all(
             places = {ids[row]: row for row in rows[i]}
             # The engine's order is that of scores; equal ones keep the retriever's.
             ranked[i] = [places[item.item_id] for item in answer.items]
-            tokens[:] += answer.usage.cached_tokens, answer.usage.prompt_tokens
+            usage = answer.usage
+            tokens[:] += usage.cached_tokens, usage.computed_tokens, usage.prompt_tokens
 
     async with asyncio.TaskGroup() as group:
         for _ in range(CONCURRENCY):
             group.create_task(worker())
-    return ranked, float(tokens[0] / tokens[1])
+    return Ranked(ranked, *(tokens[:2] / tokens[2]).tolist())
 
 
 def served(
@@ -117,10 +134,10 @@ def served(
     users: npt.NDArray[np.str_],
     rows: Int32,
     layouts: Sequence[LayoutName],
-) -> dict[LayoutName, tuple[Int32, float]]:
+) -> dict[LayoutName, Ranked]:
     """`rank_all` in each layout, by an engine that starts with an empty cache."""
 
-    async def ask() -> dict[LayoutName, tuple[Int32, float]]:
+    async def ask() -> dict[LayoutName, Ranked]:
         engine = load_engine(config)
         await engine.start()
         try:
@@ -137,19 +154,25 @@ def measure_one(task: Task, quick: bool) -> tuple[Claim, list[Row]]:
     found = load_candidates(path, dataset)
     chosen = np.flatnonzero(found.eligible)[: 64 if quick else None]
     examples, rows, users = dataset.interactions.test.select(chosen), found.rows[chosen], found.users[chosen]
-    ranked, cached = {"retriever": rows}, {}
+    ranked = {"retriever": Ranked(rows)}
     for trained, folder in models.items():
         own = override(config, f"model.path={harness.ROOT / folder}", "cache.shadow=0")
         layouts = LAYOUTS if trained == "both" else [layout for layout in LAYOUTS if layout == trained]
-        for layout, (best, share) in served(own, examples, users, rows, layouts).items():
-            ranked[f"{trained}, {layout}"], cached[f"{trained}, {layout}"] = best, harness.rounded(share, 3)
+        for layout, answered in served(own, examples, users, rows, layouts).items():
+            ranked[f"{trained}, {layout}"] = answered
+        for name, setting in REPAIRS.items() if trained == "both" else ():
+            repaired = served(override(own, setting), examples, users, rows, ["item_prefix"])
+            ranked[f"{trained}, {name}"] = repaired["item_prefix"]
     values = {
-        name: per_query(Hits.of_targets(best, examples.targets), METRICS) for name, best in ranked.items()
+        name: per_query(Hits.of_targets(of.best, examples.targets), METRICS) for name, of in ranked.items()
     }
     table = compare(values)
     for row in table:
         row["of"] = task.name
-        row["cached_tokens_share"] = cached.get(row.get("method", ""))
+        of = ranked.get(row.get("method", ""))
+        if of is not None and of.computed:
+            row["cached_tokens_share"] = harness.rounded(of.cached, 3)
+            row["computed_tokens_share"] = harness.rounded(of.computed, 3)
     difference = table[-1]["recall@10"]
     claim = Claim(
         f"{task.name}-recall@10-of-the-item-prefix-less-that-of-the-user-prefix",
@@ -162,15 +185,18 @@ def measure_one(task: Task, quick: bool) -> tuple[Claim, list[Row]]:
 
 
 def compare(values: Mapping[str, Mapping[str, Float64]]) -> list[Row]:
-    """Rows of metrics with intervals; the last is item prefix less user prefix of the model trained on both, paired.
+    """Rows of metrics with intervals, then paired differences of the model trained on both: each repair less none, and
+    last the item prefix less the user prefix.
 
     values: by method and metric, one a query.
     """
     up, ip = (f"both, {layout}" for layout in LAYOUTS)
-    series = {
-        **values,
-        "difference": {metric: values[ip][metric] - values[up][metric] for metric in METRICS},
+    pairs = {f"{name}, less without": (f"both, {name}", ip) for name in REPAIRS} | {"difference": (ip, up)}
+    differences = {
+        name: {metric: values[one][metric] - values[other][metric] for metric in METRICS}
+        for name, (one, other) in pairs.items()
     }
+    series = {**values, **differences}
     flat = np.stack([series[name][metric] for name in series for metric in METRICS], axis=1)
     low, high = (x.reshape(len(series), -1) for x in interval(resampled_means(flat, RESAMPLES, 0)))
     return [

@@ -145,15 +145,45 @@ class CacheConfig:
         0.1  # how much more often than the coldest cached user another must come to take its place
     )
     shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
+    # Item tokens that are computed again where the items come first, seeing the items before theirs, which cached ones
+    # do not: the first so many of each item; or this share of a request's, those that differ the most.
+    repair_tokens: int = 0
+    repair_share: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
-        _check(self, hysteresis=0, shadow=0)
+        _check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
+        _require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
+        both = self.repair_tokens and self.repair_share
+        _require(not both, "cache.repair_tokens and cache.repair_share: only one of them can be above 0")
         share = self.item_share
         _require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         _require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
         fits = self.page_tokens % self.item_cells == 0
         _require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """The store of the items' features, and its cache in this process."""
+
+    store: str = field(default="", repr=False)  # redis://host:port/db or an SQLite file; empty: no features
+    schema: str = ""  # for jgr features load: "price:float32, genres:int32[4]"; empty: what the metadata holds
+    # Whether a request waits for the store: never; for what is not cached; for what is too old, too.
+    mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
+    cache_mb: float = 64.0
+    buckets: int = 64  # parts of the cache, each with a lock of its own
+    ttl_s: float = 60.0  # until a record is asked for again; 10 % more or less, drawn for each
+    absent_ttl_s: float = 5.0  # the same for an item that the store has nothing of
+    max_wait_ms: float = 20.0  # of a request for the store, within its deadline
+    timeout_ms: float = 500.0  # of the store's answer
+    linger_ms: float = 5.0  # that a fetch waits for others, in the mode in which no request waits for it
+    connections: int = 4  # threads that ask the store
+    bind_threads: bool = True  # to the accelerator's NUMA node, where there are several
+
+    def __post_init__(self) -> None:
+        _check(self, cache_mb=0, buckets=1, ttl_s=1e-3, absent_ttl_s=1e-3, max_wait_ms=0, timeout_ms=1, connections=1)
+        _check(self, linger_ms=0)
 
 
 @dataclass(frozen=True)
@@ -230,9 +260,9 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec or LRURec over items; a decoder that ranks
-    # the candidates in its prompt.
-    model: Literal["generator", "onerec", "sasrec", "lrurec", "ranker"] = "generator"
+    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec, LRURec or HSTU over items; a decoder that
+    # ranks the candidates in its prompt.
+    model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker"] = "generator"
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
@@ -246,10 +276,13 @@ class TrainConfig:
     adam_b2: float = 0.98
     clip_norm: float = 1.0  # bound of the gradient's global norm
     dropout: float = 0.1  # probability
-    # Items that a step's softmax is sampled from, for sasrec and lrurec, 0: all; other candidates of a ranker's prompt.
+    # Items that a retriever's softmax is sampled from in a step, 0: all; other candidates of a ranker's prompt.
     negatives: int = 0
+    weigh_negatives: bool = True  # the sampled ones stand for all items; False: for themselves, as in HSTU's recipe
+    temperature: float = 1.0  # that a retriever's scores are divided by in the softmax
+    times: bool = False  # hstu's bias depends on times too, which the dataset must have
     layouts: Literal["both", "user_prefix", "item_prefix"] = "both"  # of a ranker's prompts
-    retriever: str = ""  # folder of a lrurec or sasrec that names half of a ranker's negatives; empty: none
+    retriever: str = ""  # folder of a retriever that names half of a ranker's negatives; empty: none
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
@@ -269,11 +302,13 @@ class TrainConfig:
         _check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
         _check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
         _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
-        _require(self.clip_norm > 0, f"train.clip_norm must be above 0, not {self.clip_norm}")
+        for name in ("clip_norm", "temperature"):
+            _require(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
         _require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
         for name in ("dropout", "adam_b2"):
             value = getattr(self, name)
             _require(value < 1, f"train.{name} must be below 1, not {value}")
+        _require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         fits = self.heads % self.kv_heads == 0
         _require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
         _require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
@@ -294,6 +329,7 @@ class Config:
     beam: BeamConfig = field(default_factory=BeamConfig)
     rank: RankConfig = field(default_factory=RankConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

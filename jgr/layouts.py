@@ -87,6 +87,9 @@ SINGLE_USER_MULTI_ITEM = Layout(
         (Kind.ITEM, (Kind.CONTEXT, Kind.USER)),
     ),
 )
+REPAIRED_ITEM = int(ITEM_PREFIX.bits[Kind.ITEM]) | 1 << Kind.ITEM + EARLIER
+"""What a repaired item token of ITEM_PREFIX sees: besides, the items before its own (BAT-15)."""
+
 LAYOUTS = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREFIX, SINGLE_USER_MULTI_ITEM)}
 
 

@@ -158,21 +158,21 @@ class CacheMeta:
         while self.pages.used(kind) > pages and (victim := self._victim(kind)) is not None:
             self._evict(victim)
 
-    def has(self, name: Name, content: Content) -> bool:
-        """Whether `find` would find something; changes nothing."""
+    def valid_tokens(self, name: Name, content: Content) -> int:
+        """Of what `find` would find, 0 for nothing; changes nothing."""
         entry = self._entries[name.kind].get(name) or self._aside.get(name)
-        return entry is not None and serves(entry, content)
+        return entry.tokens if entry is not None and serves(entry, content) else 0
 
     def has_room(self, kind: EntryKind, tokens: int) -> bool:
         """Whether an entry of so many tokens would need no other entry to go."""
         return self.pages.size(kind, -(-tokens // self.cell_tokens)) <= self.pages.room(kind)
 
-    def coldest_frequency(self, now_ns: int) -> float | None:
-        """The least frequency of a cached user (BAT-10); None where no user is cached or frequencies are not kept."""
+    def coldest_frequency(self, now_ns: int) -> float:
+        """The least frequency of a cached user (BAT-10); 0 where no user is cached or frequencies are not kept."""
         if self.hotness is None:
-            return None
+            return 0.0
         name = next(self.hotness.coldest(), None)
-        return None if name is None else self.hotness.frequency(name, now_ns)
+        return 0.0 if name is None else self.hotness.frequency(name, now_ns)
 
     def take_moves(self) -> list[Move]:
         """What must be copied, in this order, before the programs that are planned from now on."""

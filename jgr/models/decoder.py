@@ -211,6 +211,12 @@ def _qkv(
     return rope(q, cos, sin), rope(k, cos, sin), v
 
 
+def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
+    """[..., K * d]: the values of one layer, whose leaves have no layer axis, for its input h [..., D]."""
+    v = dense(rms_norm(h, layer.attention_norm, cfg.norm_eps), layer.wv)
+    return v + layer.bv if cfg.qkv_bias else v
+
+
 def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
     x = rms_norm(h, layer.mlp_norm, cfg.norm_eps)
     return dense(jax.nn.silu(dense(x, layer.gate)) * dense(x, layer.up), layer.down)
@@ -250,6 +256,9 @@ def prefill(
     segments: Tokens | None = None,
     layout: Layout | jax.Array = CAUSAL,
     before: SlotKV | None = None,
+    also: jax.Array | None = None,
+    hidden: jax.Array | None = None,
+    layers: slice | None = None,
     keep_layers: bool = False,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
@@ -263,6 +272,9 @@ def prefill(
         segments, layout: what the tokens, [B, T] each, are part of, and what sees what; default plain causal prompts.
             Prompts made of segments have no gradients (but with attention="reference").
         before: cached tokens of the same requests, which the new ones see as the layout says.
+        also: [B, T] int32, of each token another request that sees it as its own; below 0 for none. Needs segments.
+        layers: to run, without gradients; default all. hidden: [B, T, D], what goes into the first of them; default
+            the tokens' embeddings. The result is of these layers only.
         keep_layers: also return every layer's output (before the final norm).
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
     """
@@ -272,6 +284,10 @@ def prefill(
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cos, sin = _rotations(cfg, positions)
     described = Causal(lengths) if segments is None else segments
+    seen = None
+    if segments is not None and also is not None:
+        twice = zip(segments, segments._replace(request=also), strict=True)
+        seen = Tokens(*(jnp.concatenate(pair, 1) for pair in twice))
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
@@ -281,23 +297,32 @@ def prefill(
         h: jax.Array, xs: tuple[LayerParams, jax.Array | None, ContextKV | None]
     ) -> tuple[jax.Array, Any]:
         layer, layer_keys, cached = xs
+        if layers is not None:
+            layer = jax.tree.map(lambda x: x[xs[0]], params.layers)
         context = None if before is None or cached is None else Context(*cached, before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-            out = segment_attention(q, k, v, described, layout, context=context, implementation=attention)
+            all_k, all_v = (x if seen is None else jnp.concatenate([x, x], 2) for x in (k, v))
+            out = segment_attention(
+                q, all_k, all_v, described, layout, keys=seen, context=context, implementation=attention
+            )
             h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)
         return h, (k, v, h if keep_layers else None)
 
     with jax.named_scope("prefill"):
-        h = drop(params.embed[tokens], None if keys is None else keys[-1, 0])
+        h = params.embed[tokens] if hidden is None else hidden
+        h = drop(h, None if keys is None else keys[-1, 0])
         layer_keys = None if keys is None else keys[:-1]
         cached = None if before is None else before.gather()
-        h, (k, v, layers) = jax.lax.scan(layer_step, h, (params.layers, layer_keys, cached))
-        return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), layers)
+        xs: Any = (params.layers, layer_keys, cached)
+        if layers is not None:  # by number: a slice of the weights would be a copy of them
+            xs = jax.tree.map(lambda x: x[layers], (jnp.arange(cfg.layers), layer_keys, cached))
+        h, (k, v, kept) = jax.lax.scan(layer_step, h, xs)
+        return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), kept)
 
 
 def decode(

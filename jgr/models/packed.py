@@ -10,6 +10,10 @@ The pool is one array [pages, E]; a slot is one token's KV of all layers, so tha
 each other, and an entry any slots at all. Reading programs are lent the pool, writing ones own it (donation) and return
 it.
 
+Repaired item tokens (BAT-15) are rows of their own, in a request in which every item token sees the items before its
+own. An item that is not cached is computed alone all the same: as a request of its own, whose tokens the real one sees
+also, but for those that are repaired. `Picks` lets the program choose which are.
+
 Letters: R requests, T new tokens, C cached tokens, M candidates, S longest prompt, L layers, K key/value heads, d head
 size.
 """
@@ -22,17 +26,29 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import Tokens
+from jgr.layouts import REPAIRED_ITEM, Kind, Tokens
 from jgr.models import beam, decoder
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, SlotKV
+from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, Prefill, SlotKV
+
+NOBODY = 2**30
+"""Behind every request."""
+
+
+class Picks(NamedTuple):
+    """cached: [C] int32, the cached tokens themselves. places: [T] int32, of a row to be filled, which item token it
+    is, from 0 on over all of a batch, request after request, by falling deviation; others: -1."""
+
+    cached: Any
+    places: Any
 
 
 class Row(NamedTuple):
     """The new tokens of a batch and the cached ones: arrays of integers, int32.
 
     tokens: [T]. described: of them, [T] each. sees: [T], the bits of each one's layout for its kind.
-    slots: [C] of the cached tokens. cached: of them, [C] each.
+    slots: [C] of the cached tokens. cached: of them, [C] each. also: [T], the request that sees a token computed in
+    another one, else -1; None where nothing is repaired. picks: where the program chooses what is repaired.
     """
 
     tokens: Any
@@ -40,6 +56,8 @@ class Row(NamedTuple):
     sees: Any
     slots: Any
     cached: Tokens
+    also: Any = None
+    picks: Picks | None = None
 
 
 class Asked(NamedTuple):
@@ -64,18 +82,94 @@ def _forward(
     params: DecoderParams, pool: jax.Array, row: Row, cfg: DecoderConfig
 ) -> tuple[jax.Array, ContextKV]:
     """Hidden states [T, D] and the KV [L, 1, K, T, d] of the new tokens."""
-    described, cached = (Tokens(*(x[None] for x in tokens)) for tokens in (row.described, row.cached))
-    before = SlotKV(_slots(pool, cfg), row.slots[None], cached)
-    out = decoder.prefill(
+    if row.picks is not None:
+        return _forward_with_picks(params, pool, row, row.picks, cfg)
+    out = _prefill(params, pool, row, cfg)
+    return out.hidden[0], out.context
+
+
+def _prefill(
+    params: DecoderParams,
+    pool: jax.Array,
+    row: Row,
+    cfg: DecoderConfig,
+    layers: slice | None = None,
+    hidden: jax.Array | None = None,
+    keep_layers: bool = False,
+) -> Prefill:
+    row = jax.tree.map(lambda x: x[None], row._replace(picks=None))
+    return decoder.prefill(
         params,
         cfg,
-        row.tokens[None],
-        row.tokens[None],
-        segments=described,
-        layout=row.sees[None],
-        before=before,
+        row.tokens,
+        row.tokens,
+        segments=row.described,
+        layout=row.sees,
+        before=SlotKV(_slots(pool, cfg), row.slots, row.cached),
+        also=row.also,
+        hidden=hidden,
+        layers=layers,
+        keep_layers=keep_layers,
     )
-    return out.hidden[0], out.context
+
+
+def _forward_with_picks(
+    params: DecoderParams, pool: jax.Array, row: Row, picks: Picks, cfg: DecoderConfig
+) -> tuple[jax.Array, ContextKV]:
+    """PIC-3 with one check layer: all item tokens go through the first layer, the chosen ones through the others too.
+
+    The first layer's keys and values hang on token and position only, so that nothing is repaired in it.
+    """
+    first, others = slice(1), slice(1, None)
+    alone = _prefill(params, pool, row, cfg, first, keep_layers=True)
+    # Every item token once, the cached ones first, in the real request: as in the causal order.
+    joined = zip(row.cached, row.described._replace(request=row.also), strict=True)
+    items = Tokens(*(jnp.concatenate(pair) for pair in joined))
+    items = items._replace(request=jnp.where(items.kind == Kind.ITEM, items.request, -1))
+    tokens = jnp.concatenate([picks.cached, row.tokens])[None]
+    described = Tokens(*(x[None] for x in items))
+    causal = decoder.prefill(
+        params,
+        cfg,
+        tokens,
+        tokens,
+        segments=described,
+        layout=jnp.full_like(tokens, REPAIRED_ITEM),
+        layers=first,
+        keep_layers=True,
+    )
+    assert alone.layers is not None and causal.layers is not None
+    with jax.named_scope("choose"):
+        check = jax.tree.map(lambda x: x[1], params.layers)
+        old = jnp.concatenate(
+            [
+                _slots(pool, cfg)[row.slots, 1, 1].reshape(len(row.slots), -1),
+                decoder.values(cfg, check, alone.layers[0, 0]),
+            ]
+        )
+        change = (decoder.values(cfg, check, causal.layers[0, 0]) - old).astype(jnp.float32)
+        last = jnp.where(items.request < 0, NOBODY, items.request)
+        ranking = jnp.lexsort((-jnp.square(change).sum(-1), last))
+        picked = picks.places >= 0
+        chosen = ranking[picks.places]
+    hidden = jnp.where(picked[:, None], causal.layers[0, 0, chosen], alone.layers[0, 0])[None]
+    rest = _prefill(params, pool, _with_picks(row, items, picked, chosen), cfg, others, hidden)
+    both = zip(alone.context, rest.context, strict=True)
+    return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
+
+
+def _with_picks(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -> Row:
+    """The row with the chosen of the items [C + T] in their places [T], which nobody else sees any more."""
+    cached = len(row.slots)
+    none = jnp.zeros(len(items.request), bool)
+    replaced = none.at[jnp.where(picked, chosen, len(none))].set(True, mode="drop")
+    fields = zip(row.described, items, strict=True)
+    return row._replace(
+        described=Tokens(*(jnp.where(picked, item[chosen], own) for own, item in fields)),
+        sees=jnp.where(picked, REPAIRED_ITEM, row.sees),
+        cached=row.cached._replace(request=jnp.where(replaced[:cached], -1, row.cached.request)),
+        also=jnp.where(replaced[cached:], -1, row.also),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="cfg")

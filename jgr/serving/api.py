@@ -178,7 +178,17 @@ class Usage(Struct, kw_only=True):
 
     prompt_tokens: Annotated[int, Meta(description="Tokens of the prompt, padding not counted.")]
     cached_tokens: Annotated[int, Meta(description="Those whose keys and values came from the cache.")] = 0
-    computed_tokens: Annotated[int, Meta(description="The others.")] = 0
+    computed_tokens: Annotated[
+        int, Meta(description="The others, and second copies of tokens that are repaired.")
+    ] = 0
+    repaired_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="Tokens of candidates that were computed again to see the candidates before theirs: the scores "
+            "approximate those with all of them computed so. Only where the server repairs (cache.repair_tokens, "
+            "cache.repair_share) and the candidates come first."
+        ),
+    ] = UNSET
     layout: Annotated[
         Literal["causal", "user_prefix", "item_prefix"],
         Meta(description="In which order the prompt stood; scores of different layouts do not compare."),
@@ -208,6 +218,12 @@ class Reuse(Struct, kw_only=True):
     item_id: Annotated[str | UnsetType, Meta(description="The candidate.")] = UNSET
     tokens: Annotated[int, Meta(description="Of this part.")]
     cached_tokens: Annotated[int, Meta(description="Those that came from the cache.")]
+    repaired_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="First ones that saw the candidates before, where the server has cache.repair_tokens."
+        ),
+    ] = UNSET
     kept: Annotated[bool, Meta(description="Whether the computed ones went into the cache.")]
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import UNSET
+
 from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
@@ -112,6 +114,7 @@ def planned(batch: Batch, tasks: Sequence[Task]) -> list[Work]:
         task.plan = plan
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
+        task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
         assert isinstance(task.work, SegmentsWork)
         works.append(replace(task.work, plan=plan, moves=() if works else batch.moves))
     return works

@@ -28,6 +28,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
+from prometheus_client import Histogram
 
 from jgr.catalog import Catalog
 from jgr.config import Config
@@ -37,6 +39,7 @@ from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing, in
 from jgr.serving.caching import Caching, planned
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
+from jgr.serving.policies.prompt_scheduling import ALL_ITEM_TOKENS
 from jgr.serving.translation import Prompts, Task, Translator
 from jgr.serving.work import Executor, Outcome, Progress, RecommendOutcome
 from jgr.serving.worker import Run, Worker
@@ -47,10 +50,12 @@ _log = logging.getLogger(__name__)
 
 
 class Shadow(NamedTuple):
-    """A request that is computed again without the cache, and the scores that were answered."""
+    """A request that is computed again without the cache, the scores that were answered, and where it is counted how
+    far they are apart."""
 
     task: Task
     scores: npt.NDArray[np.float32]
+    drift: Histogram
 
 
 class ClientGone(Exception):
@@ -174,7 +179,7 @@ class Engine:
         deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
         now_ns = self.clock()
         job = Job(
-            next(self._job_ids), task.kind, task.work.tokens, task.width, arrival_ns, deadline_ns, task.parts
+            next(self._job_ids), task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.parts
         )
         verdict = self._batcher.submit(job, now_ns)
         if isinstance(verdict, Rejected):
@@ -330,16 +335,21 @@ class Engine:
             return
         self._shadow_due -= 1
         now_ns = self.clock()
-        again = translation.shadow(task)
-        job = Job(next(self._job_ids), task.kind, task.work.tokens, task.width, now_ns, None, again.parts)
-        if not isinstance(self._batcher.submit(job, now_ns), Rejected):
-            self._shadows[job.id] = Shadow(again, outcome.scores)
-            self._pump_soon()
+        shadows = [Shadow(translation.shadow(task), outcome.scores, self.metrics.drift)]
+        if task.usage.repaired_tokens is not UNSET:
+            causal = translation.shadow(task, ALL_ITEM_TOKENS)
+            shadows.append(Shadow(causal, outcome.scores, self.metrics.repair_drift))
+        for shadow in shadows:
+            again = shadow.task
+            job = Job(next(self._job_ids), again.kind, again.tokens, again.width, now_ns, None, again.parts)
+            if not isinstance(self._batcher.submit(job, now_ns), Rejected):
+                self._shadows[job.id] = shadow
+                self._pump_soon()
 
     def _compare(self, job_id: int, outcome: Outcome) -> None:
-        answered, again = self._shadows.pop(job_id).scores, outcome.scores
-        count = min(len(answered), len(again))
-        self.metrics.drift.observe(float(np.abs(answered[:count] - again[:count]).max(initial=0)))
+        _, answered, drift = self._shadows.pop(job_id)
+        count = min(len(answered), len(outcome.scores))
+        drift.observe(float(np.abs(answered[:count] - outcome.scores[:count]).max(initial=0)))
 
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
         """The executor broke: one traceback in the log, an error for each request, and the engine goes on."""
@@ -376,5 +386,5 @@ def _refusal(reason: Reason, task: Task) -> RequestError:
         return RequestError("overloaded", "too many requests are waiting; try again later")
     if reason == "draining":
         return RequestError("unavailable", "the server is draining")
-    size = f"{task.work.tokens} tokens with a width of {task.width}"
+    size = f"{task.tokens} tokens with a width of {task.width}"
     return invalid("history", f"the prompt has {size}; no compiled profile takes that")

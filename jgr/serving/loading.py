@@ -36,6 +36,7 @@ from jgr.serving.metrics import Metrics
 from jgr.serving.model_files import ModelFiles
 from jgr.serving.paged_executor import Executors, PagedExecutor
 from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.policies.prompt_scheduling import Repair
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +159,15 @@ def _make_executors(
     if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
         pool = pool_shape(config.cache, model.cfg, model.params.embed.dtype.itemsize)
         paged = PagedExecutor(
-            model.cfg, model.params, tables, tuple(packed), pool, longest, config.beam.normalize, **settings
+            model.cfg,
+            model.params,
+            tables,
+            tuple(packed),
+            pool,
+            longest,
+            config.beam.normalize,
+            repair=Repair.of(config.cache),
+            **settings,
         )
     return Executors(
         JaxExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
@@ -191,6 +200,8 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
         raise ConfigError(
             f"{model.folder}: a model of family {model.cfg.family} takes rank.scorer=likelihood and cache.policy=none"
         )
+    if config.cache.repair_share and model.cfg.layers < 2:
+        raise ConfigError("cache.repair_share: a model of one layer has nothing to repair")
     if config.rank.scorer != "likelihood":
         segments = SegmentPrompts(config.rank, model.tokenizer, catalog)
         if segments.largest_token >= model.cfg.vocab_size:

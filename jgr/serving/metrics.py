@@ -88,6 +88,12 @@ class Metrics:
             registry=self.registry,
             buckets=DRIFTS,
         )
+        self.repair_drift = Histogram(
+            "jgr_repair_drift",
+            "Largest difference of a repaired answer's scores to those with all item tokens in causal order.",
+            registry=self.registry,
+            buckets=DRIFTS,
+        )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
 
     def watch_queue(self, depth: Callable[[], int]) -> None:

@@ -32,7 +32,7 @@ from jgr.serving.device_filters import DeviceFilters
 from jgr.serving.executors import JaxExecutor
 from jgr.serving.packing import Packed, pack
 from jgr.serving.policies.batching import Profile
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
+from jgr.serving.policies.prompt_scheduling import NO_REPAIR, PlannedPrompt, PlannedSegment, Repair
 from jgr.serving.work import Outcome, Progress, RankOutcome, RecommendOutcome, SegmentsWork, Work
 
 MOVED_CELLS = 64
@@ -59,7 +59,8 @@ class PoolShape(NamedTuple):
 class PagedExecutor:
     """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `run`.
 
-    longest: tokens of a prompt to go on from, at most. Others as in JaxExecutor.
+    longest: tokens of a prompt to go on from, at most. repair: of item tokens, which changes the programs that rank.
+    Others as in JaxExecutor.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class PagedExecutor:
         approximate: int = 0,
         listed: int = 1,
         segment_rows: int = 0,
+        repair: Repair = NO_REPAIR,
     ) -> None:
         self.profiles = profiles
+        self._repair = repair
         self.shape = shape
         self._cfg, self._params, self._tables, self._segment_rows = cfg, params, tables, segment_rows
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
@@ -88,6 +91,7 @@ class PagedExecutor:
         self._dtype = np.dtype(self._pool.dtype)
         cell_elements = shape.cell_tokens * packed.slot_elements(cfg)
         self._host = np.zeros((shape.host_pages * shape.cells, cell_elements), self._dtype)
+        self._staging = _pinned_host(self._pool)
         self._mover = ThreadPoolExecutor(1, "jgr-host-tier")
         self._moving: list[Future[None]] = []
 
@@ -109,6 +113,7 @@ class PagedExecutor:
             approximate=self._approximate,
             listed=self._listed,
             segment_rows=segment_rows,
+            repair=self._repair,
         )
         other._writes = self._writes
         if other._shapes() == self._shapes():
@@ -188,8 +193,10 @@ class PagedExecutor:
 
     def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
         longest = min(self._longest, profile.tokens + profile.context) if profile.kind == "recommend" else 0
-        shape = self.shape
-        return pack(works, profile, cell_tokens=shape.cell_tokens, slots=shape.slots, longest=longest)
+        shape, repair = self.shape, self._repair if profile.kind == "rank" else NO_REPAIR
+        return pack(
+            works, profile, cell_tokens=shape.cell_tokens, slots=shape.slots, longest=longest, repair=repair
+        )
 
     def _recommend_inputs(
         self, profile: Profile, arrays: Packed, works: Sequence[SegmentsWork]
@@ -217,12 +224,14 @@ class PagedExecutor:
                 for moved in [moving for moving in self._moving if moving.done()]:
                     moved.result()
                     self._moving.remove(moved)
+                read = jax.device_put(read, self._staging)  # by the device itself, behind what was dispatched before
                 self._moving.append(self._mover.submit(self._keep, read, host))
                 continue
             for moving in self._moving:
                 moving.result()
             values = np.zeros((MOVED_CELLS, self._host.shape[1]), self._dtype)
             values[: len(host)] = self._host[host]
+            values = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
             self._pool = packed.write_cells(self._pool, numbers, values, cells=cells)
 
     def _keep(self, read: jax.Array, host: npt.NDArray[np.int32]) -> None:
@@ -271,6 +280,16 @@ class Executors:
         if profile.packed and self.paged is not None:
             return self.paged.run(profile, works)
         return self.plain.run(profile, works)
+
+
+def _pinned_host(pool: jax.Array) -> jax.sharding.Sharding:
+    """Where copies between host and device pass through: host memory that the device reads and writes by itself, where
+    the backend has it; else the device's own, which is no stop at all."""
+    (device,) = pool.devices()
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        return pool.sharding
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
 def _smallest_work(profile: Profile) -> SegmentsWork:

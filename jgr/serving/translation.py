@@ -43,7 +43,13 @@ from jgr.serving.api import (
     quoted,
 )
 from jgr.serving.policies.batching import Kind
-from jgr.serving.policies.prompt_scheduling import Parts, PlannedPrompt, PlannedSegment
+from jgr.serving.policies.prompt_scheduling import (
+    NO_REPAIR,
+    Parts,
+    PlannedPrompt,
+    PlannedSegment,
+    Repair,
+)
 from jgr.serving.work import (
     Outcome,
     RankOutcome,
@@ -94,6 +100,11 @@ class Task:
         """Beam width, or number of candidates."""
         return len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
 
+    @property
+    def tokens(self) -> int:
+        """That the device computes at most."""
+        return self.work.tokens if self.parts is None else self.parts.computed_at_most
+
 
 class Translator:
     """Requests to tasks, outcomes to items, for one model and catalog.
@@ -124,6 +135,7 @@ class Translator:
         self._tree = tree
         self._prompts, self._segments, self._cached = prompts, segments, cached
         self._item_names = LazyNames(segments)
+        self._repair = Repair.of(config.cache)
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
         self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
@@ -240,7 +252,7 @@ class Translator:
         if self._segments is not None:
             prompt = self._segments.prompt(self._prompts.user(rows), candidates)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
-            parts = _parts(request, prompt, self._item_names.of(candidates))
+            parts = _parts(request, prompt, self._item_names.of(candidates), self._repair)
         elif request.layout is not None:
             raise invalid(
                 "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
@@ -336,10 +348,11 @@ class LazyNames:
         return found
 
 
-def shadow(task: Task) -> Task:
-    """The same task, to be computed without the cache in the layout that it had."""
+def shadow(task: Task, repair: Repair | None = None) -> Task:
+    """The same task, to be computed without the cache in the layout that it had. repair: another one than it had."""
     assert task.parts is not None and task.plan is not None
-    parts = dataclasses.replace(task.parts, layout=task.plan.layout, fresh=True)
+    repair = task.parts.repair if repair is None else repair
+    parts = dataclasses.replace(task.parts, layout=task.plan.layout, fresh=True, repair=repair)
     return dataclasses.replace(task, usage=copy(task.usage), parts=parts)
 
 
@@ -348,21 +361,32 @@ def user_entry(user_id: str) -> str:
     return f"id:{user_id}"
 
 
-def _parts(request: Request, prompt: SegmentedPrompt, items: Sequence[tuple[Name, Content]]) -> Parts:
+def _parts(
+    request: Request,
+    prompt: SegmentedPrompt,
+    items: Sequence[tuple[Name, Content]],
+    repair: Repair = NO_REPAIR,
+) -> Parts:
     """A user without an id is known by the history."""
     history = Content(prompt.user)
     given = request.user_id is not None
     user = user_entry(str(request.user_id)) if given else f"history:{history.digest.hex()}"
     behind = len(prompt.behind) + len(prompt.probe) * len(prompt.items)
     layout = request.layout if isinstance(request, RankRequest) else "user_prefix"
-    return Parts(user, history, items, behind, layout)
+    return Parts(user, history, items, behind, layout, repair=repair)
 
 
 def _reuse(
     segment: Literal["user", "item"], tokens: int, source: PlannedSegment, item_id: str | UnsetType = UNSET
 ) -> Reuse:
-    kept = source.write is not None
-    return Reuse(segment=segment, item_id=item_id, tokens=tokens, cached_tokens=source.cached, kept=kept)
+    return Reuse(
+        segment=segment,
+        item_id=item_id,
+        tokens=tokens,
+        cached_tokens=source.reused,
+        repaired_tokens=source.repaired or UNSET,
+        kept=source.write is not None,
+    )
 
 
 def _texts(item_ids: list[str | int]) -> list[str]:

@@ -118,7 +118,7 @@ def test_items_share_pages_and_the_longest_unused_goes_first() -> None:
 def test_with_a_hotness_the_least_frequent_user_goes_first() -> None:
     pool = Pool(2, hot=True)
     meta, hotness = pool.meta, pool.meta.hotness
-    assert hotness is not None and meta.coldest_frequency(0) is None
+    assert hotness is not None and meta.coldest_frequency(0) == 0
     for at, name in enumerate("aab"):
         hotness.touch(user(name), at)
     pool.store(user("a"), 1)

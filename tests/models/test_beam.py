@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -54,6 +55,14 @@ def prompts(lengths: list[int], padded: int, seed: int = 0, filler: int = 0) -> 
     return tokens, np.array(lengths, np.int32)
 
 
+WIDTH, PADDED = 8, 24  # of what most tests ask of one shop, so that they share its programs
+
+
+@pytest.fixture(scope="module")
+def shop(weights) -> World:
+    return world(weights, 200, 3)
+
+
 def search(weights, tables, tokens, lengths, widths, width, normalize="valid", filters=None) -> beam.Beams:
     out = beam.recommend(
         weights, tables, tokens, lengths, np.asarray(widths, np.int32), filters,
@@ -95,8 +104,9 @@ def same_ranking(leaves: np.ndarray, scores: np.ndarray, want: np.ndarray) -> No
     np.testing.assert_allclose(scores, want[leaves], atol=ATOL)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 5])
-@pytest.mark.parametrize("normalize", ["valid", "full"])
+@pytest.mark.parametrize(
+    ("depth", "normalize"), [(1, "valid"), (3, "valid"), (5, "valid"), (1, "full"), (3, "full")]
+)
 def test_wide_beams_equal_brute_force(weights, depth: int, normalize: str) -> None:
     small = world(weights, 30, depth)
     tokens, lengths = prompts([9], 9)
@@ -114,19 +124,17 @@ def test_wide_beams_equal_brute_force(weights, depth: int, normalize: str) -> No
 
 
 @pytest.mark.parametrize("normalize", ["valid", "full"])
-def test_rank_gives_the_scores_of_recommend(weights, normalize: str) -> None:
-    shop = world(weights, 200, 3)
-    tokens, lengths = prompts([11, 5], 16)
-    beams = search(weights, shop.tables, tokens, lengths, [16, 16], 16, normalize)
+def test_rank_gives_the_scores_of_recommend(weights, shop: World, normalize: str) -> None:
+    tokens, lengths = prompts([11, 5], PADDED)
+    beams = search(weights, shop.tables, tokens, lengths, [WIDTH, WIDTH], WIDTH, normalize)
     scores = beam.rank(weights, shop.tables, tokens, lengths, beams.leaves, cfg=CFG, normalize=normalize)
     np.testing.assert_allclose(np.asarray(scores), beams.scores, atol=ATOL)
 
 
-def test_mixed_lengths_and_widths_in_one_batch_change_nothing(weights) -> None:
-    shop = world(weights, 300, 3)
-    lengths, widths = [3, 16], [8, 3]
-    tokens, counts = prompts(lengths, 24, filler=7)
-    together = search(weights, shop.tables, tokens, counts, widths, 8)
+def test_mixed_lengths_and_widths_in_one_batch_change_nothing(weights, shop: World) -> None:
+    lengths, widths = [3, 16], [WIDTH, 3]
+    tokens, counts = prompts(lengths, PADDED, filler=7)
+    together = search(weights, shop.tables, tokens, counts, widths, WIDTH)
     for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         alone = search(
             weights, shop.tables, tokens[row : row + 1, :length], counts[row : row + 1], [width], width
@@ -138,10 +146,9 @@ def test_mixed_lengths_and_widths_in_one_batch_change_nothing(weights) -> None:
         np.testing.assert_array_equal(together.leaves[row, :width][clear], alone.leaves[0][clear])
 
 
-def test_rank_is_independent_of_company_and_order(weights) -> None:
-    shop = world(weights, 100, 3)
-    tokens, lengths = prompts([7, 12], 12)
-    leaves = np.random.default_rng(0).permutation(shop.tree.n_leaves)[:20].astype(np.int32)
+def test_rank_is_independent_of_company_and_order(weights, shop: World) -> None:
+    tokens, lengths = prompts([7, 12], PADDED)
+    leaves = np.random.default_rng(0).permutation(shop.tree.n_leaves)[:WIDTH].astype(np.int32)
     both = np.asarray(
         beam.rank(weights, shop.tables, tokens, lengths, np.stack([leaves, leaves[::-1]]), cfg=CFG)
     )
@@ -305,8 +312,7 @@ def test_tiny_catalogs(weights, codes: list[list[int]], width: int) -> None:
         )
 
 
-def test_width_1_is_greedy(weights) -> None:
-    shop = world(weights, 300, 3)
+def test_width_1_is_greedy(weights, shop: World) -> None:
     tokens, lengths = prompts([8], 8)
     path: tuple[int, ...] = ()
     codes = np.stack([shop.tree.codes[i][shop.tree.paths[:, i]] for i in range(3)], 1)
@@ -324,11 +330,10 @@ def test_width_1_is_greedy(weights) -> None:
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), width=st.integers(1, 8))
-def test_every_beam_is_an_item_and_no_item_comes_twice(weights_seed0, seed: int, width: int) -> None:
-    weights, shop = weights_seed0
-    tokens, lengths = prompts([5, 10], 12, seed=seed)
-    beams = search(weights, shop.tables, tokens, lengths, [width, 8], 8)
+@given(seed=st.integers(0, 1000), width=st.integers(1, WIDTH))
+def test_every_beam_is_an_item_and_no_item_comes_twice(weights, shop: World, seed: int, width: int) -> None:
+    tokens, lengths = prompts([5, 10], PADDED, seed=seed)
+    beams = search(weights, shop.tables, tokens, lengths, [width, WIDTH], WIDTH)
     for row in range(2):
         alive = np.isfinite(beams.scores[row])
         leaves = beams.leaves[row][alive]
@@ -338,16 +343,11 @@ def test_every_beam_is_an_item_and_no_item_comes_twice(weights_seed0, seed: int,
         np.testing.assert_array_equal(beams.codes[row][alive], codes)
 
 
-@pytest.fixture(scope="module")
-def weights_seed0(weights):
-    return weights, world(weights, 150, 3)
-
-
-def test_the_prompt_is_computed_once_for_all_candidates(weights) -> None:
+def test_the_prompt_is_computed_once_for_all_candidates(weights, shop: World) -> None:
     """Counted FLOPs of the compiled programs: 999 more candidates cost 999 x their own tokens, and no prompt."""
-    shop = world(weights, 200, 3)
     tokens, lengths = prompts([48], 48)
 
+    @functools.cache
     def flops(candidates: int, prompt: int) -> float:
         leaves = np.zeros((1, candidates), np.int32)
         analysis = beam.rank.lower(
@@ -371,12 +371,13 @@ def test_growth_classes_are_few_and_not_much_larger(n: int) -> None:
 
 
 @pytest.mark.parametrize("normalize", ["valid", "full"])
-def test_tables_with_room_to_grow_give_the_same(weights, normalize) -> None:
-    small = world(weights, 40, 3)
+def test_tables_with_room_to_grow_give_the_same(weights, shop: World, normalize) -> None:
     level_tokens = tuple((4 + LEVEL * level + np.arange(LEVEL)).astype(np.int32) for level in range(3))
-    grown = beam.catalog_tables(small.tree, level_tokens, weights, growing=True)
-    assert grown.n_leaves == 64 > small.tables.n_leaves
-    tokens, lengths = prompts([9, 4], 12)
-    plain, roomy = (search(weights, t, tokens, lengths, [8, 5], 8, normalize) for t in (small.tables, grown))
+    grown = beam.catalog_tables(shop.tree, level_tokens, weights, growing=True)
+    assert grown.n_leaves == 192 > shop.tables.n_leaves
+    tokens, lengths = prompts([9, 4], PADDED)
+    plain, roomy = (
+        search(weights, t, tokens, lengths, [WIDTH, 5], WIDTH, normalize) for t in (shop.tables, grown)
+    )
     for one, other in zip(plain, roomy, strict=True):
         np.testing.assert_array_equal(one, other)

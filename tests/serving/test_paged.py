@@ -308,7 +308,8 @@ def test_no_program_copies_the_pool() -> None:
         packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG).compile().memory_analysis()
     )
     assert large.temp_size_in_bytes == small.temp_size_in_bytes
-    analysis: Any = server.executor.compile_write(48).memory_analysis()
+    # The new keys and values are a quarter of the pool, and may stand there twice.
+    analysis: Any = server.executor.compile_write(24).memory_analysis()
     pool_bytes = server.executor._pool.nbytes
     assert analysis.alias_size_in_bytes == pool_bytes
     assert analysis.temp_size_in_bytes < pool_bytes

@@ -122,7 +122,7 @@ class _Running(NamedTuple):
     out: tuple[jax.Array, ...]
 
 
-def _dot(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
     # One pass of TF32, a GPU's default for float32, keeps three digits; exact products do without tensor cores.
     tf32 = a.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if tf32 else None
@@ -142,7 +142,7 @@ def _visit(
     k_ref, v_ref, keys_ref, list_ref, _ = source
     here = pl.ds(list_ref[at] * static.tiles.keys, static.tiles.keys)
     parts = [
-        _dot(q[c], k_ref[here, pl.ds(*piece)].T, static.interpret) for c, piece in enumerate(static.pieces)
+        dot(q[c], k_ref[here, pl.ds(*piece)].T, static.interpret) for c, piece in enumerate(static.pieces)
     ]
     scores = functools.reduce(jnp.add, parts) * static.scale
     values = [v_ref[here, pl.ds(*piece)] for piece in static.pieces]
@@ -155,7 +155,7 @@ def _visit(
     top = jnp.maximum(running.top, scores.max(axis=1))
     shrink, weights = jnp.exp2(running.top - top), jnp.exp2(scores - top[:, None])
     out = tuple(
-        o * shrink[:, None] + _dot(weights.astype(x.dtype), x, static.interpret)
+        o * shrink[:, None] + dot(weights.astype(x.dtype), x, static.interpret)
         for o, x in zip(running.out, values, strict=True)
     )
     return _Running(top, running.total * shrink + weights.sum(axis=1), out)
@@ -192,13 +192,13 @@ Lists = tuple[jax.Array, jax.Array]
 """Of each block of queries the key blocks, wholly seen ones first [B, n, m], and how many: wholly, at all [B, n, 2]."""
 
 
-def _lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
+def lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
     related = relation(queries, keys, tiles.queries, tiles.keys)
     counts = jnp.stack([(related == ALL).sum(-1), (related != NOTHING).sum(-1)], axis=-1)
     return jnp.argsort(-related, axis=-1, stable=True).astype(jnp.int32), counts.astype(jnp.int32)
 
 
-def _causal_lists(lengths: jax.Array, n: int, m: int, tiles: Tiles) -> Lists:
+def causal_lists(lengths: jax.Array, n: int, m: int, tiles: Tiles) -> Lists:
     """Of plain prompts without context: the blocks are in order already, and their numbers are known without a sort."""
     first = jnp.arange(n) * tiles.queries
     counts = jnp.stack([first // tiles.keys, pl.cdiv(first + tiles.queries, tiles.keys)], axis=-1)
@@ -213,7 +213,7 @@ def _stacked(x: Queries | Keys) -> tuple[tuple[str, ...], jax.Array]:
     return tuple(there), jnp.stack(list(there.values()), axis=1)
 
 
-def _fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     extra = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
 
@@ -240,7 +240,7 @@ def run(
         longest = max(s.k.shape[2] for s in sources)
         tiles = choose_tiles(count, longest, dim, q.dtype.itemsize)
     queries = pad_tokens(prepared, tiles.queries)
-    q = _fill(q, 1, tiles.queries)
+    q = fill(q, 1, tiles.queries)
     blocks = q.shape[1] // tiles.queries
 
     # Later blocks of a causal prompt see more: they start first.
@@ -255,12 +255,12 @@ def run(
     for source in sources:
         padded = pad_tokens(source.keys, tiles.keys)
         key_fields, key_vectors = _stacked(padded)
-        source_k, source_v = (_fill(x, 2, tiles.keys) for x in (source.k, source.v))
+        source_k, source_v = (fill(x, 2, tiles.keys) for x in (source.k, source.v))
         span = source_k.shape[2]
         if is_triangle(tokens, context, window, override):
-            order, counts = _causal_lists(tokens.lengths, blocks, span // tiles.keys, tiles)
+            order, counts = causal_lists(tokens.lengths, blocks, span // tiles.keys, tiles)
         else:
-            order, counts = _lists(queries, padded, tiles)
+            order, counts = lists(queries, padded, tiles)
         operands += [source_k, source_v, key_vectors, order, counts]
         values = pl.BlockSpec((None, None, span, dim), lambda i, h, b: (b, h // groups, 0, 0))
         specs += [

@@ -101,12 +101,12 @@ def prepare(
     if plain and (keys is not None or layout != CAUSAL):
         raise ValueError("tokens are Causal: the layout must be CAUSAL, and keys the queries' own")
     before = context.tokens.lengths if context is not None and isinstance(context.tokens, Causal) else 0
-    own = _spell_out(tokens, queries, before)
+    own = spell_out(tokens, queries, before)
     needs_kinds = not plain
     new = own if keys is None else keys
     sources = [Source(k, v, _keys(new, needs_kinds))]
     if context is not None:
-        known = _spell_out(context.tokens, context.k.shape[2], 0)
+        known = spell_out(context.tokens, context.k.shape[2], 0)
         sources.insert(0, Source(context.k, context.v, _keys(known, needs_kinds)))
     order = own.order
     result = Queries(
@@ -124,7 +124,8 @@ def prepare(
     return Problem(result, tuple(sources))
 
 
-def _spell_out(tokens: Tokens | Causal, count: int, before: jax.Array | int) -> Tokens:
+def spell_out(tokens: Tokens | Causal, count: int, before: jax.Array | int) -> Tokens:
+    """Five arrays [B, count], also of plain prompts: those stand behind `before` tokens of each row."""
     if isinstance(tokens, Tokens):
         return Tokens(*(jnp.asarray(x, jnp.int32) for x in tokens))
     place = jnp.arange(count, dtype=jnp.int32)

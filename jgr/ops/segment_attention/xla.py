@@ -91,13 +91,13 @@ def heuristic(shape: Shape) -> Blocks:
     return fitting[-1] if fitting else candidates(shape)[0]
 
 
-def _causal_pairs(blocks: int) -> Pairs:
+def causal_pairs(blocks: int) -> Pairs:
     """Blocks of one size, so that the mask is only needed where they are the same."""
     i, j = np.tril_indices(blocks)
     return i.astype(np.int32), j.astype(np.int32), i == j
 
 
-def _seen_pairs(queries: Queries, keys: Keys, query_block: int, key_block: int) -> tuple[Pairs, jax.Array]:
+def seen_pairs(queries: Queries, keys: Keys, query_block: int, key_block: int) -> tuple[Pairs, jax.Array]:
     """The pairs that see each other in any row of the batch, and how many they are."""
     related = relation(queries, keys, query_block, key_block)
     seen, masked = (related != NOTHING).any(0), (related != ALL).any(0)
@@ -184,9 +184,9 @@ def run(
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     running = Running(jnp.zeros(q.shape, jnp.float32), zeros + _MASKED, zeros)
     if triangle:
-        running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, _causal_pairs(query_blocks))
+        running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, causal_pairs(query_blocks))
     else:
-        pairs, number = _seen_pairs(queries, all_keys, query_block, key_block)
+        pairs, number = seen_pairs(queries, all_keys, query_block, key_block)
         running = jax.lax.fori_loop(
             0, number, lambda at, r: step(r, jax.tree.map(lambda x: x[at], pairs)), running
         )

@@ -6,11 +6,15 @@ pinned, and what is not is given cells to be written to. The first one that woul
 tokens, gives back what it was given and waits; a single request may exceed the cap. What a batch writes is valid from
 its `finished` on. An item that two requests of a batch miss is computed for both and written once.
 
+Repaired item tokens (BAT-15) are planned as computed ones, and never written: an item that is missed is computed alone
+besides, for the cache and for its other tokens.
+
 Pure, as `batching` is, which calls it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,18 +24,54 @@ import numpy.typing as npt
 
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
+from jgr.config import CacheConfig
 from jgr.serving.policies.batching import Group, Job, Profile
 from jgr.serving.policies.prefix_choice import LayoutName, Policy, Situation, choose
 
 Int32 = npt.NDArray[np.int32]
 _NO_CELLS = np.zeros(0, np.int32)
+PLENTY = 4
+"""Room for so many users like this one is plenty: what others that went left over, in a full cache, is less."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Which item tokens of an item_prefix prompt see the items before theirs (BAT-15), which cached ones do not.
+
+    first: so many of each item but the list's first (PIC-4). share: of a prompt's item tokens, to be chosen by the
+    program (PIC-3). At most one is above 0; both 0: none, and no answer is an approximation.
+    """
+
+    first: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def of(cls, cache: CacheConfig) -> Repair:
+        """As configured."""
+        return cls(cache.repair_tokens, cache.repair_share)
+
+    def __bool__(self) -> bool:
+        return self.first > 0 or self.share > 0
+
+    def firsts(self, lengths: Sequence[int]) -> list[int]:
+        """Of each item, the number of its first tokens that are repaired."""
+        return [min(self.first, length) if i else 0 for i, length in enumerate(lengths)]
+
+    def chosen(self, lengths: Sequence[int]) -> int:
+        """How many tokens the program chooses."""
+        return math.ceil(self.share * sum(lengths))
+
+
+NO_REPAIR = Repair()
+ALL_ITEM_TOKENS = Repair(first=2**30)
+"""Plain causal order among the items: what a repair is measured against."""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
     """What a prompt is made of. user: its entry's id; behind: tokens of the instruction and of all probes.
 
-    layout: where the caller insists on one. fresh: compute all of it, for comparison.
+    layout: where the caller insists on one. fresh: compute all of it, for comparison. repair: where items come first.
     """
 
     user: str
@@ -40,27 +80,56 @@ class Parts:
     behind: int
     layout: LayoutName | None = None
     fresh: bool = False
+    repair: Repair = NO_REPAIR
+
+    @property
+    def computed_at_most(self) -> int:
+        """Tokens, with nothing cached: of the prompt, and second copies of those that are repaired."""
+        lengths = [len(content) for _, content in self.items]
+        firsts = self.repair.firsts(lengths)
+        copies = sum(n for n, length in zip(firsts, lengths, strict=True) if n < length)
+        return len(self.history) + sum(lengths) + self.behind + copies + self.repair.chosen(lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedSegment:
     """The first `cached` tokens stand in the cells `read`; the others are computed, and kept where there are `write`
-    cells, which are those of the whole segment. All int32."""
+    cells, which are those of the whole segment. All int32.
+
+    repaired: so many first tokens of an item are computed seeing the items before it, and nobody else sees those that
+    are computed or cached in their place. Such an item is cached wholly or not at all.
+    """
 
     cached: int
     read: Int32 = field(default_factory=lambda: _NO_CELLS)
     write: Int32 | None = None
+    repaired: int = 0
+
+    @property
+    def reused(self) -> int:
+        """Cached tokens that the row reads."""
+        return max(0, self.cached - self.repaired)
+
+    def alone(self, tokens: int) -> bool:
+        """Whether a repaired item of so many tokens is computed as it is cached besides."""
+        return not self.cached and 0 < self.repaired < tokens
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedPrompt:
-    """The source of each segment; what stands behind them is computed."""
+    """The source of each segment; what stands behind them is computed.
+
+    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are; None: it is no repaired
+    prompt.
+    """
 
     layout: LayoutName
     user: PlannedSegment
     items: tuple[PlannedSegment, ...]
     computed_tokens: int
     cached_tokens: int
+    chosen: int = 0
+    repaired_tokens: int | None = None
 
 
 class PromptScheduler:
@@ -150,22 +219,44 @@ class PromptScheduler:
         layout = parts.layout or chosen
         read: list[Entry] = []
         written: list[Entry] = []
+        if layout == "item_prefix":
+            return self._items_first(parts, read, written), read, written
         user = PlannedSegment(0)
-        items = [user] * len(parts.items)
-        cached = 0
-        if parts.fresh:
-            pass
-        elif layout == "user_prefix" and self._policy in ("user", "cache_agnostic", "hotness"):
+        if not parts.fresh and self._policy in ("user", "cache_agnostic", "hotness"):
             # What ends the prompt is computed in any case.
             most = min(self._most_context, len(parts.history) - (parts.behind == 0))
             user = self._source(name, parts.history, most, chosen == layout, read, written)
-            cached = user.cached
-        elif layout == "item_prefix" and self._policy in ("item", "cache_agnostic", "hotness"):
-            for i, (item, content) in enumerate(parts.items):
-                items[i] = self._source(item, content, self._most_context - cached, True, read, written)
-                cached += items[i].cached
         total = len(parts.history) + sum(len(content) for _, content in parts.items) + parts.behind
-        return PlannedPrompt(layout, user, tuple(items), total - cached, cached), read, written
+        items = (PlannedSegment(0),) * len(parts.items)
+        return PlannedPrompt(layout, user, items, total - user.cached, user.cached), read, written
+
+    def _items_first(self, parts: Parts, read: list[Entry], written: list[Entry]) -> PlannedPrompt:
+        lengths = [len(content) for _, content in parts.items]
+        repair, firsts = parts.repair, parts.repair.firsts(lengths)
+        reads = not parts.fresh and self._policy in ("item", "cache_agnostic", "hotness")
+        items: list[PlannedSegment] = []
+        cached = copies = 0
+        for (name, content), length, first in zip(parts.items, lengths, firsts, strict=True):
+            item = PlannedSegment(0, repaired=first)
+            if reads and not 0 < first == length:
+                most = self._most_context - cached + first
+                most = 0 if repair and most < length else most
+                item = self._source(name, content, most, True, read, written, first)
+                assert not repair or item.cached in (0, length)
+            items.append(item)
+            cached += item.reused
+            copies += first if item.alone(length) else 0
+        chosen = repair.chosen(lengths)
+        total = len(parts.history) + sum(lengths) + parts.behind
+        return PlannedPrompt(
+            "item_prefix",
+            PlannedSegment(0),
+            tuple(items),
+            total - cached + copies + chosen,
+            cached,
+            chosen,
+            sum(firsts) + chosen if repair else None,
+        )
 
     def _layout(self, name: Name, parts: Parts, now_ns: int) -> LayoutName:
         meta, history = self._meta, parts.history
@@ -173,15 +264,23 @@ class PromptScheduler:
         if self._policy == "hotness":
             at = replace(
                 at,
-                cached=meta.has(name, history),
-                room=meta.has_room("user", len(history)),
+                cached_user=meta.valid_tokens(name, history),
+                cached_items=sum(meta.valid_tokens(*item) for item in parts.items),
+                room=meta.has_room("user", PLENTY * len(history)),
                 frequency=0.0 if meta.hotness is None else meta.hotness.frequency(name, now_ns),
                 coldest=meta.coldest_frequency(now_ns),
             )
         return choose(self._policy, at, self._hysteresis)
 
     def _source(
-        self, name: Name, content: Content, most: int, keep: bool, read: list[Entry], written: list[Entry]
+        self,
+        name: Name,
+        content: Content,
+        most: int,
+        keep: bool,
+        read: list[Entry],
+        written: list[Entry],
+        repaired: int = 0,
     ) -> PlannedSegment:
         """Reuse at most so many tokens, and where it is asked for and possible keep the rest."""
         meta = self._meta
@@ -198,7 +297,7 @@ class PromptScheduler:
             if writer is not None:
                 written.append(writer)
                 write = writer.cells
-        return PlannedSegment(cached, cells, write)
+        return PlannedSegment(cached, cells, write, repaired)
 
     def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:
         for entry in written:

@@ -9,7 +9,7 @@ import pytest
 
 from jgr.serving.policies.prefix_choice import Policy, Situation, choose
 
-LONG = Situation(user_tokens=100, item_tokens=60, cached=False, room=False, frequency=3.0, coldest=3.0)
+LONG = Situation(user_tokens=100, item_tokens=60, room=False, frequency=3.0, coldest=3.0)
 SHORT = replace(LONG, user_tokens=59)
 
 
@@ -35,10 +35,18 @@ def test_each_policy(policy: Policy, long: str, short: str) -> None:
         ({"frequency": 3.1}, 0.0, "user_prefix"),
         ({"frequency": 3.1}, 0.1, "item_prefix"),
         ({"frequency": 3.4}, 0.1, "user_prefix"),
-        ({"cached": True, "frequency": 0.0}, 0.1, "user_prefix"),
         ({"room": True, "frequency": 0.0}, 0.1, "user_prefix"),
-        ({"coldest": None, "frequency": 9.0}, 0.1, "item_prefix"),
-        ({"user_tokens": 59, "cached": True, "room": True, "frequency": 9.0}, 0.0, "item_prefix"),
+        ({"coldest": 0.0, "frequency": 0.1}, 0.1, "user_prefix"),  # nobody is cached
+        ({"coldest": 0.0, "frequency": 0.0}, 0.1, "item_prefix"),
+        ({"user_tokens": 59, "cached_user": 59, "room": True, "frequency": 9.0}, 0.0, "item_prefix"),
+        # Cached, whoever is computed less goes first, however rarely the user comes.
+        ({"cached_user": 40, "cached_items": 40, "frequency": 0.0}, 0.1, "user_prefix"),
+        ({"cached_user": 40, "cached_items": 41, "room": True, "frequency": 9.0}, 0.1, "item_prefix"),
+        # Admitted, a user must be expected to give back the cached items that are computed now for its sake:
+        # 4 times in a window are 2 to come, which save 100 - 60 or 100 - 70 tokens each.
+        ({"cached_items": 60, "frequency": 4.0, "coldest": 1.0}, 0.1, "user_prefix"),
+        ({"cached_items": 70, "frequency": 4.0, "coldest": 1.0}, 0.1, "item_prefix"),
+        ({"cached_items": 70, "frequency": 4.0, "room": True}, 0.1, "user_prefix"),
     ],
 )
 def test_hotness_admits_who_is_hotter_than_the_coldest(change: dict, hysteresis: float, layout: str) -> None:
