@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog, CatalogError
+from jgr.catalog import MAX_NAME_CHARS, Catalog, CatalogError
 from jgr.data.prefix_tree import PrefixTree
 
 Int32 = npt.NDArray[np.int32]
@@ -224,6 +224,11 @@ def pack_bits(bits: npt.NDArray[np.bool_]) -> Uint32:
     return words.astype(np.uint32, copy=False)
 
 
+def _is_name(value: object) -> bool:
+    """Whether a request can ask for it (jgr.serving.api.Filters)."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS
+
+
 def catalog_segments(catalog: Catalog, field: str) -> dict[str, Int32]:
     """The rows of each segment that a catalog's metadata names in `field`, a name or a list of names; by name.
 
@@ -235,11 +240,11 @@ def catalog_segments(catalog: Catalog, field: str) -> dict[str, Int32]:
             continue
         value: Any = metadata[field]
         names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        if not isinstance(names, list) or not all(map(_is_name, names)):
             item = catalog.item_ids[row]
             raise CatalogError(
-                f"item {item!r}: metadata.{field} must be a list of segment names (catalog.segments), "
-                f"found {str(value)[:80]!r}"
+                f"item {item!r}: metadata.{field} must be a list of segment names (catalog.segments) of 1 to "
+                f"{MAX_NAME_CHARS} characters, found {str(value)[:80]!r}"
             )
         for name in names:
             rows.setdefault(name, []).append(row)

@@ -13,10 +13,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+from jgr.catalog import MAX_NAME_CHARS
 
 ErrorType = Literal[
     "invalid_http",
@@ -101,7 +104,7 @@ class Filters(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
         Meta(description="Item ids, the only ones that may be returned. null: any."),
     ] = None
     segments: Annotated[
-        list[Annotated[str, Meta(max_length=512)]],
+        list[Annotated[str, Meta(max_length=MAX_NAME_CHARS)]],
         Meta(
             max_length=MAX_SEGMENTS,
             description="Segments of the catalog; an item must be in all of them.",
@@ -433,15 +436,25 @@ def _non_finite_field(body: bytes) -> str | None:
     if b"NaN" not in body and b"Infinity" not in body:
         return None
     try:
-        fields = json.loads(body, parse_constant=_NonFinite)
+        path = _path_to_non_finite(json.loads(body, parse_constant=_NonFinite))
     except (ValueError, RecursionError):
         return None
-    for name, value in fields.items() if isinstance(fields, dict) else ():
-        if isinstance(value, _NonFinite):
-            return str(name)[:MAX_QUOTED_CHARS]
-        for index, element in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(element, _NonFinite):
-                return f"{str(name)[:MAX_QUOTED_CHARS]}[{index}]"
+    return path[1 : 1 + MAX_QUOTED_CHARS] if path and path[0] == "." else None
+
+
+def _path_to_non_finite(value: Any) -> str | None:
+    """Such as `.filters.deny[0]`."""
+    if isinstance(value, _NonFinite):
+        return ""
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        parts = ((f".{str(name)[:MAX_QUOTED_CHARS]}", part) for name, part in value.items())
+    elif isinstance(value, list):
+        parts = ((f"[{at}]", part) for at, part in enumerate(value))
+    for step, part in parts:
+        below = _path_to_non_finite(part)
+        if below is not None:
+            return step + below
     return None
 
 

@@ -72,6 +72,10 @@ class Catalogs:
                     raise RequestError(
                         "invalid_request", f"the catalog cannot be served: {message}"
                     ) from None
+        except OSError as error:  # the disk is full, or there is no folder for temporary files
+            raise RequestError(
+                "unavailable", f"the upload cannot be kept while it is read: {error.strerror or error}"
+            ) from error
         finally:
             self._uploading = False
         self._note_served()

@@ -66,7 +66,8 @@ _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
-_ADMIN_PATH = re.compile("/v1/(models/.+/reload|catalogs(/.*)?)")
+_ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
+"""How the paths begin that only take a POST from an admin: more than there are, so that no spelling escapes."""
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
@@ -127,7 +128,7 @@ class App:
         reply = _Reply(send, request_id or os.urandom(16).hex(), self._deployment)
         parse = self._hot.get(path)
         try:
-            if scope["method"] == "POST" and _ADMIN_PATH.fullmatch(path):
+            if scope["method"] == "POST" and path.startswith(_ADMIN_PATHS):
                 self._authorize_admin(key)
             elif self._key and path not in _OPEN_PATHS:
                 _authorize(key, self._key, "API key")

@@ -101,9 +101,11 @@ def test_segments_come_from_the_metadata() -> None:
     found = catalog_segments(catalog, "segments")
     assert {name: rows.tolist() for name, rows in found.items()} == {"eu": [0, 2], "stock": [0]}
     assert catalog_segments(catalog, "region") == {}
+    longest = Catalog.build(["a"], [(0,)], [{"segments": "x" * 512}])
+    assert list(catalog_segments(longest, "segments")) == ["x" * 512]
 
 
-@pytest.mark.parametrize("bad", [7, ["eu", 7], [""], {"eu": True}, None])
+@pytest.mark.parametrize("bad", [7, ["eu", 7], [""], {"eu": True}, None, "x" * 513])
 def test_other_metadata_in_the_field_is_refused(bad: object) -> None:
     catalog = Catalog.build(["a", "b"], [(0,), (1,)], [{}, {"segments": bad}])
     with pytest.raises(CatalogError, match=r"item 'b': metadata.segments must be a list of segment names"):

@@ -66,6 +66,7 @@ FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "deadline NaN": ("recommend", {"deadline_ms": float("nan")}, "deadline_ms", ("finite", "NaN")),
     "deadline Infinity": ("rank", {"deadline_ms": float("inf")}, "deadline_ms", ("finite",)),
     "deadline -Infinity": ("rank", {"deadline_ms": float("-inf")}, "deadline_ms", ("finite",)),
+    "NaN in a filter": ("recommend", {"filters": {"deny": [float("nan")]}}, "filters.deny[0]", ("finite",)),
     "NaN in history": ("recommend", {"history": ["a", float("nan")]}, "history[1]", ("finite",)),
     "history a string": ("recommend", {"history": "a"}, "history", ("`array`", "`str`")),
     "history null": ("recommend", {"history": None}, "history", ("`array`", "`null`")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from jgr.catalog import Catalog, load_catalog, save_catalog
 from jgr.config import UserError
@@ -124,6 +125,17 @@ def test_one_upload_at_a_time() -> None:
         assert conflicts(post(server, "/v1/catalogs", BODY_OF_UPLOAD), "another catalog is being uploaded")
         rebuilds.open.set()
         assert first.reply().status == 201
+        assert post(server, "/v1/catalogs", BODY_OF_UPLOAD).status == 201
+
+
+def test_an_upload_that_cannot_be_written_is_a_503(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    server, _, _ = changing_server()
+    with server:
+        with monkeypatch.context() as patch:
+            patch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+            reply = post(server, "/v1/catalogs", BODY_OF_UPLOAD)
+        assert (reply.status, reply.error["type"]) == (503, "unavailable")
+        assert reply.error["message"].endswith("No such file or directory")
         assert post(server, "/v1/catalogs", BODY_OF_UPLOAD).status == 201
 
 

@@ -220,6 +220,14 @@ def test_the_admin_key_opens_reloads_and_no_other_key_does() -> None:
         assert server.call(RELOAD, b"{}", **ADMIN).status == 202
 
 
+@pytest.mark.parametrize("end", ["", "%0A", "%0D", "%0A%0A", "/", "%00"])
+def test_no_spelling_of_a_path_escapes_the_admin_key(server: LiveServer, end: str) -> None:
+    """Starlette's own patterns end in a $, which matches in front of a last line feed."""
+    paths = ("catalogs", "catalogs/rollback", "catalogs/0123456789abcdef/activate", "models/jgr/reload")
+    for path in paths:
+        assert server.call(f"/v1/{path}{end}", b"x", method="POST").status == 403, path
+
+
 def test_without_an_admin_key_reloads_are_forbidden(server: LiveServer) -> None:
     for headers in ({}, ADMIN, {"authorization": "Bearer "}):
         reply = server.call(RELOAD, method="POST", **headers)
