@@ -4,7 +4,7 @@
 The host knows the placement, so it knows before a batch runs which device wants which cell of which other one. It gives
 every device the list of cells to send to each other one, and of where to find what arrives; the program is a gather, an
 all_to_all and another gather. Lists have one length, Q, for all pairs of devices, so that shapes are fixed; what they
-are filled up with is moved too, and counted apart.
+are filled up with is moved too, and counted apart. The arrays are filled once, for one placement (BAT-11).
 
 Letters: D devices, H cells of replicated items, C cells of sharded items on a device, Q cells for a pair of devices, M
 cells that a device wants, E numbers of a cell.
@@ -22,16 +22,49 @@ import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgr.placement.items import ItemPlacement
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 AXIS = "cache"
+EVERYWHERE, NOBODY = -1, -2
 
 
 class Where(NamedTuple):
-    """Of each cell: the device that has it, -1 for all, and its number there. [cells] int32 both."""
+    """Cells of all items, behind each other in the order of the rows.
+
+    owner: [cells] int32, the device that has it, or EVERYWHERE or NOBODY. slot: [cells] int32, its number there, among
+    the replicated cells or among the device's own. ends: [n] int64, behind each item's last cell.
+    """
 
     owner: Int32
     slot: Int32
+    ends: Int64
+
+    def cells(self, rows: Int32) -> Int32:
+        """The cells of these items, in order."""
+        starts = np.concatenate([[0], self.ends[:-1]])[rows]
+        counts = self.ends[rows] - starts
+        first = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        cells: Int32 = (first + np.arange(len(first))).astype(np.int32)
+        return cells
+
+    def on(self, owner: int) -> Int32:
+        """What the arrays hold: the cells of a device, or the replicated ones, by slot."""
+        return np.flatnonzero(self.owner == owner).astype(np.int32)
+
+
+def lay_out(placement: ItemPlacement) -> Where:
+    """A place for each cell of a placement whose workers are the devices."""
+    items = placement.items
+    counts = items.room_bytes // (items.cell_tokens * items.bytes_per_token)
+    sharded_or_not = np.where(placement.replicated, EVERYWHERE, NOBODY)
+    owner = np.repeat(np.where(placement.owner >= 0, placement.owner, sharded_or_not), counts)
+    where = Where(owner.astype(np.int32), np.zeros(len(owner), np.int32), np.cumsum(counts))
+    for device in range(EVERYWHERE, placement.workers.count):
+        cells = where.on(device)
+        where.slot[cells] = np.arange(len(cells))
+    return where
 
 
 class Exchange(NamedTuple):
@@ -47,7 +80,10 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(where: Where, wanted: Sequence[Int32], pair: int, most: int, replicated: int) -> Exchange:
-    """wanted: per device, cells in any order, at most `most`. pair: Q. replicated: H. ValueError: they do not fit."""
+    """wanted: per device, cells in any order, at most `most`. pair: Q. replicated: H.
+
+    ValueError: they do not fit, or nobody has one of them.
+    """
     devices = len(wanted)
     send = np.zeros((devices, devices, pair), np.int32)
     take = np.zeros((devices, most), np.int32)
@@ -56,6 +92,8 @@ def plan_exchange(where: Where, wanted: Sequence[Int32], pair: int, most: int, r
         if len(cells) > most:
             raise ValueError(f"device {to} wants {len(cells)} cells, there is room for {most}")
         owners, slots = where.owner[cells], where.slot[cells]
+        if (owners == NOBODY).any():
+            raise ValueError(f"device {to} wants a cell that no device has")
         take[to, : len(cells)] = slots
         for source in range(devices):
             mine = np.flatnonzero(owners == source)

@@ -186,21 +186,6 @@ class ItemPlacement:
         """The rows on this worker, ascending."""
         return np.flatnonzero(self.replicated | (self.owner == worker)).astype(np.int32)
 
-    def is_local(self, worker: int, rows: Int32) -> Bool:
-        """Of the shape of `rows`: whether the worker has its own copy."""
-        local: Bool = self.replicated[rows] | (self.owner[rows] == worker)
-        return local
-
-    def remote_tokens(self, worker: int, rows: Int32) -> Int64:
-        """[N]: tokens that this worker reads from each other for these rows, each occurrence counted."""
-        return self.remote_sums(worker, rows, self.items.tokens)
-
-    def remote_sums(self, worker: int, rows: Int32, sizes: Int64) -> Int64:
-        """[N]: as `remote_tokens`, of any sizes, [n]."""
-        sources = self.owner[rows]
-        remote = (sources >= 0) & (sources != worker)
-        return _sums(sources[remote], sizes[rows][remote], self.workers.count)
-
     def used_bytes(self) -> Int64:
         """[N]: memory taken on each worker."""
         room = self.items.room_bytes
@@ -323,7 +308,9 @@ def expected_bytes(
     sizes = placement.items.room_bytes if whole_cells else placement.items.transfer_bytes
     moved = np.zeros((n_workers, n_workers), np.int64)
     for worker, rows in requests:
-        moved[:, worker] += placement.remote_sums(worker, rows, sizes)
+        sources = placement.owner[rows]
+        remote = (sources >= 0) & (sources != worker)
+        moved[:, worker] += _sums(sources[remote], sizes[rows][remote], n_workers)
     return moved
 
 

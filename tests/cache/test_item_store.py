@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgr.cache.item_store import Where, plan_exchange
+from jgr.cache.item_store import EVERYWHERE, NOBODY, Where, lay_out, plan_exchange
+from jgr.placement.items import NOWHERE, REPLICATED, SHARDED, ItemPlacement, Items, Workers
 
 READ = """
 import json, sys
@@ -23,28 +24,26 @@ jax.config.update("jax_num_cpu_devices", devices)
 if processes > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, number)
 import numpy as np
-from jgr.cache.item_store import AXIS, ItemStore, Where, plan_exchange
-from jgr.placement.items import Items, Workers, hrcs
+from jgr.cache.item_store import AXIS, EVERYWHERE, ItemStore, lay_out, plan_exchange
+from jgr.placement.items import Items, Workers, expected_bytes, hrcs
 
-D, E, PAIR, MOST = processes * devices, 6, 24, 40
+D, E, PAIR, MOST = processes * devices, 6, 60, 90
 rng = np.random.default_rng(0)
-frequency = 1.0 / np.arange(1, 65)
-tokens = np.ones(64, np.int64)
-items, workers = Items(frequency, tokens, E * 4), Workers(D, 64 * E * 4)
-placement = hrcs(items, workers, prefill_s=1.0, item_tokens=20.0, link_bytes_per_s=960.0)
-hot_rows = np.flatnonzero(placement.replicated)
-values = rng.standard_normal((64, E)).astype(np.float32)
-owner, slot = placement.owner.copy(), np.zeros(64, np.int32)
-slot[hot_rows] = np.arange(len(hot_rows))
-cold = np.zeros((D, 64, E), np.float32)
+# A cell has 2 tokens of 12 bytes, an item 1 to 3 cells.
+items = Items(1.0 / np.arange(1, 65), rng.integers(1, 6, 64), bytes_per_token=12, cell_tokens=2)
+workers = Workers(D, int(items.room_bytes.sum()))
+placement = hrcs(items, workers, prefill_s=1.0, item_tokens=20.0, link_bytes_per_s=480.0)
+where = lay_out(placement)
+values = rng.standard_normal((len(where.owner), E)).astype(np.float32)
+hot = where.on(EVERYWHERE)
+cold = np.zeros((D, max(len(where.on(device)) for device in range(D)), E), np.float32)
 for device in range(D):
-    rows = np.flatnonzero(owner == device)
-    slot[rows] = np.arange(len(rows))
-    cold[device, : len(rows)] = values[rows]
-wanted = [rng.integers(0, 64, rng.integers(1, MOST)).astype(np.int32) for _ in range(D)]
+    cold[device, : len(where.on(device))] = values[where.on(device)]
+rows = [rng.integers(0, 64, rng.integers(1, 30)).astype(np.int32) for _ in range(D)]
+wanted = [where.cells(some) for some in rows]
 mesh = jax.make_mesh((D,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-store = ItemStore(mesh, values[hot_rows], cold)
-exchange = plan_exchange(Where(owner, slot), wanted, PAIR, MOST, len(hot_rows))
+store = ItemStore(mesh, values[hot], cold)
+exchange = plan_exchange(where, wanted, PAIR, MOST, len(hot))
 out = store.read(exchange)
 out.block_until_ready()
 right = all(
@@ -52,10 +51,10 @@ right = all(
     for shard in out.addressable_shards
     for at in [shard.index[0].start or 0]
 )
-predicted = sum(
-    int(placement.remote_tokens(device, cells).sum()) * E * 4 for device, cells in enumerate(wanted)
-)
-print(json.dumps([right, len(hot_rows), store.moved_bytes(exchange), predicted]))
+predicted = expected_bytes(placement, list(enumerate(rows)), whole_cells=True)
+between = exchange.useful * (1 - np.eye(D, dtype=np.int64)) * E * 4
+right = right and np.array_equal(between, predicted)
+print(json.dumps([right, int(placement.replicated.sum()), store.moved_bytes(exchange), int(predicted.sum())]))
 if processes > 1:
     jax.distributed.shutdown()
 """
@@ -94,8 +93,22 @@ def test_every_device_gets_what_it_wants_and_the_bytes_are_the_placements(
         assert 0 < useful == predicted < sent
 
 
+def test_cells_are_numbered_item_by_item_and_laid_out_device_by_device() -> None:
+    items = Items(np.array([1.0, 9.0, 2.0, 3.0, 1.0]), np.array([3, 1, 2, 4, 2]), 1, cell_tokens=2)
+    holding = np.array([SHARDED, REPLICATED, SHARDED, SHARDED, NOWHERE], np.uint8)
+    where = lay_out(ItemPlacement(items, Workers(2, 99), holding, np.arange(5, dtype=np.int32)))
+    # Rows 0 and 2 are at home on device 0, row 3 on device 1; rows 0 and 3 have two cells each.
+    assert where.ends.tolist() == [2, 3, 4, 6, 7]
+    assert where.owner.tolist() == [0, 0, EVERYWHERE, 0, 1, 1, NOBODY]
+    assert where.slot[:6].tolist() == [0, 1, 0, 2, 0, 1]
+    assert where.cells(np.array([3, 0, 3, 1], np.int32)).tolist() == [4, 5, 0, 1, 4, 5, 2]
+    assert where.on(0).tolist() == [0, 1, 3] and where.on(EVERYWHERE).tolist() == [2]
+    with pytest.raises(ValueError, match="device 1 wants a cell that no device has"):
+        plan_exchange(where, [np.zeros(0, np.int32), np.array([6], np.int32)], 2, 4, 1)
+
+
 def test_lists_that_do_not_fit_are_refused() -> None:
-    where = Where(np.array([0, 1, -1], np.int32), np.zeros(3, np.int32))
+    where = Where(np.array([0, 1, -1], np.int32), np.zeros(3, np.int32), np.arange(1, 4))
     for wanted, words in (([1, 1, 1], "of device 1"), ([2] * 5, "room for 4")):
         with pytest.raises(ValueError, match=words):
             plan_exchange(where, [np.array(wanted, np.int32), np.zeros(0, np.int32)], 2, 4, 1)

@@ -100,7 +100,7 @@ def test_one_worker_holds_everything_itself(bound: Bound) -> None:
     assert placement.budget == LinkBudget(0.2, math.inf) and placement.budget.max_remote == 0.0
     short = _hrcs(_items([3.0, 2.0, 1.0]), Workers(1, 80), 0.5, bound)
     assert short.held_by(0).tolist() == [0, 1] and short.dropped.tolist() == [2]
-    assert short.alpha == 0.0 and short.is_local(0, np.array([0, 1, 2])).tolist() == [True, True, False]
+    assert short.alpha == 0.0
 
 
 def test_no_remote_reads_allowed_and_all_allowed() -> None:
@@ -228,8 +228,6 @@ def test_hrcs_equals_a_search_by_loops(
     for worker in range(n_workers):
         assert placement.held_by(worker).tolist() == sorted(held[worker])
         assert np.flatnonzero(placement.held()[worker]).tolist() == sorted(held[worker])
-        local = placement.is_local(worker, np.arange(len(rows), dtype=np.int32))
-        assert np.flatnonzero(local).tolist() == sorted(held[worker])
         assert placement.used_bytes()[worker] == sum(room[i] for i in held[worker])
     assert placement.dropped.tolist() == sorted(set(range(len(rows))).difference(*held))
 
@@ -259,10 +257,6 @@ def test_traffic_equals_a_hand_loop(
     stream = [(worker, np.array(wanted, np.int32)) for worker, wanted in requests]
     assert expected_bytes(placement, stream).tolist() == (tokens * 4).tolist()
     assert expected_bytes(placement, stream, whole_cells=True).tolist() == (cells * cell * 4).tolist()
-    remote = np.zeros_like(tokens)
-    for worker, wanted_rows in stream:
-        remote[:, worker] += placement.remote_tokens(worker, wanted_rows)
-    assert remote.tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The placed items of one cache worker, as entries of its meta service (BAT-7, BAT-12).
+
+What the life cycle's steps are to a worker: a copy takes cells, which nobody can read before they are published; what
+is published is pinned, so that it never goes to make room for something else; and what is dropped cannot be found any
+more, but keeps its cells until the last of those who read it has finished.
+
+Pure: who moves the bytes fills the cells that `copy` names. Calls come in the order of the life cycle's steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.entries import Content, Entry, Name
+from jgr.cache.meta import CacheMeta
+
+Int32 = npt.NDArray[np.int32]
+
+
+def item_name(row: int) -> Name:
+    """What a catalog's row is called in a meta service."""
+    return Name("item", row, "item_prefix")
+
+
+class CacheWorker:
+    """meta: of the worker, which may have other entries too. content: of a row.
+
+    The pages that the meta service allows to items must hold what the placement puts here.
+    """
+
+    def __init__(self, meta: CacheMeta, content: Callable[[int], Content]) -> None:
+        self._meta, self._content = meta, content
+        self._placed: dict[int, Entry] = {}  # pinned
+        self._arriving: dict[int, Entry] = {}
+
+    def copy(self, rows: Iterable[int]) -> dict[int, Int32] | None:
+        """Of each row the cells to be filled; rows that are there already, as somebody's own result, are left out.
+
+        None: there is no room before readers of dropped items, or the writer of one of these, have finished.
+        """
+        assert not self._arriving, "one copy at a time"
+        to_fill: dict[int, Int32] = {}
+        for row in rows:
+            name, content = item_name(row), self._content(row)
+            entry = self._meta.find(name, content)
+            if entry is not None and entry.tokens == len(content):
+                self._meta.hold(entry)
+            elif (entry := self._meta.extend(name, content)) is not None:
+                to_fill[row] = entry.cells
+            else:
+                self.fail()
+                return None
+            self._arriving[row] = entry
+        return to_fill
+
+    def publish(self) -> None:
+        """The cells of the last copy are filled."""
+        for row, entry in self._arriving.items():
+            if entry.growing is not None:
+                self._meta.written(entry)
+            self._placed[row] = entry
+        self._arriving.clear()
+
+    def fail(self) -> None:
+        """The last copy was given up; its cells are free again."""
+        for entry in self._arriving.values():
+            if entry.growing is not None:
+                self._meta.failed(entry)
+            self._meta.release(entry)
+        self._arriving.clear()
+
+    def drop(self, rows: Iterable[int]) -> None:
+        """Published rows; ValueError names one that is not."""
+        for row in rows:
+            if row not in self._placed:
+                raise ValueError(f"item {row} is not published here")
+            self._meta.drop(item_name(row))
+            self._meta.release(self._placed.pop(row))
+
+    def check(self) -> None:
+        """Audit: what is placed is pinned, complete and can be found. AssertionError."""
+        self._meta.check()
+        for row, entry in self._placed.items():
+            content = self._content(row)
+            assert entry.named and entry.pins and entry.tokens == len(content), f"item {row} is not whole"
+            assert self._meta.valid_tokens(item_name(row), content), f"item {row} is lost"
