@@ -168,21 +168,32 @@ class FeaturesConfig:
     """The store of the items' features, and its cache in this process."""
 
     store: str = field(default="", repr=False)  # redis://host:port/db or an SQLite file; empty: no features
-    schema: str = ""  # for jgr features load: "price:float32, genres:int32[4]"; empty: what the metadata holds
+    schema: str = (
+        ""  # for jgr features load: "price:float32, genres:int32[4]"; empty: what the metadata holds
+    )
     # Whether a request waits for the store: never; for what is not cached; for what is too old, too.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
     cache_mb: float = 64.0
-    buckets: int = 64  # parts of the cache, each with a lock of its own
+    buckets: int = 64  # parts of the cache, each of which drops what was used longest ago
     ttl_s: float = 60.0  # until a record is asked for again; 10 % more or less, drawn for each
     absent_ttl_s: float = 5.0  # the same for an item that the store has nothing of
     max_wait_ms: float = 20.0  # of a request for the store, within its deadline
     timeout_ms: float = 500.0  # of the store's answer
-    linger_ms: float = 5.0  # that a fetch waits for others, in the mode in which no request waits for it
+    linger_ms: float = 20.0  # that a fetch waits for others, in the mode in which no request waits for it
     connections: int = 4  # threads that ask the store
     bind_threads: bool = True  # to the accelerator's NUMA node, where there are several
 
     def __post_init__(self) -> None:
-        _check(self, cache_mb=0, buckets=1, ttl_s=1e-3, absent_ttl_s=1e-3, max_wait_ms=0, timeout_ms=1, connections=1)
+        _check(
+            self,
+            cache_mb=0,
+            buckets=1,
+            ttl_s=1e-3,
+            absent_ttl_s=1e-3,
+            max_wait_ms=0,
+            timeout_ms=1,
+            connections=1,
+        )
         _check(self, linger_ms=0)
 
 
@@ -278,9 +289,13 @@ class TrainConfig:
     dropout: float = 0.1  # probability
     # Items that a retriever's softmax is sampled from in a step, 0: all; other candidates of a ranker's prompt.
     negatives: int = 0
-    weigh_negatives: bool = True  # the sampled ones stand for all items; False: for themselves, as in HSTU's recipe
+    weigh_negatives: bool = (
+        True  # the sampled ones stand for all items; False: for themselves, as in HSTU's recipe
+    )
     temperature: float = 1.0  # that a retriever's scores are divided by in the softmax
     times: bool = False  # hstu's bias depends on times too, which the dataset must have
+    # A retriever learns from the validation targets as well, as HSTU's recipe does; nothing is left to validate on.
+    learn_valid: bool = False
     layouts: Literal["both", "user_prefix", "item_prefix"] = "both"  # of a ranker's prompts
     retriever: str = ""  # folder of a retriever that names half of a ranker's negatives; empty: none
     max_items: int = 20  # history items per training sequence
@@ -308,6 +323,10 @@ class TrainConfig:
         for name in ("dropout", "adam_b2"):
             value = getattr(self, name)
             _require(value < 1, f"train.{name} must be below 1, not {value}")
+        validates = self.learn_valid and self.evaluate_every > 0
+        _require(
+            not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
+        )
         _require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         fits = self.heads % self.kv_heads == 0
         _require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")

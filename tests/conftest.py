@@ -24,10 +24,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A test's time is XLA's compiling. Values do not hang on optimization, and what one test has compiled, such as the
 # engine of a small model, another or a subprocess reads from a folder that lasts as long as the run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# The older of XLA's two ways to emit a fused loop compiles in a third of the time. The newer jax has the other alone.
-_OLDER_EMITTER = "--xla_cpu_use_fusion_emitters=false"
-if version("jax").startswith("0.10.") and _OLDER_EMITTER not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_OLDER_EMITTER}".strip()
+# The older of XLA's two ways to emit a fused loop compiles in a third of the time. Newer jax has the other alone, and
+# so tests it; here XLA_FLAGS=--xla_cpu_use_fusion_emitters=true does.
+_FLAGS, _EMITTER = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters"
+if version("jax").startswith("0.10.") and _EMITTER not in _FLAGS:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} {_EMITTER}=false".strip()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="jgr-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies golden arrays into tests/golden, so that a plain clone can be tested.
 
-    python -m tools.copy_golden --source=../shared/golden --folders=hf,metrics
+    python -m tools.copy_golden --source=../shared/golden --folders=hf,hstu,metrics
 
 The folders are checked against the source's own manifest where it has one, replaced as a whole, and listed
 with their hashes in tests/golden/MANIFEST.json, which a test verifies.
@@ -66,5 +66,5 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("source", "../shared/golden", "the folder to copy from")
-    flags.DEFINE_list("folders", ["hf", "metrics"], "the folders to replace")
+    flags.DEFINE_list("folders", ["hf", "hstu", "metrics"], "the folders to replace")
     app.run(main)

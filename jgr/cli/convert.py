@@ -3,6 +3,9 @@
 
 Reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids; every token is resolved
 by its name through the tokenizer file. Writes weights, tokenizer, catalog, and config.py with the family's prompt.
+
+Or, for the family hstu, Meta's research checkpoint (jgr/models/hstu_import.py says in which form) and the catalog of
+its items into a retriever that `jgr retrieve` and `jgr evaluate --baseline` take.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from jgr.catalog import Catalog
     from jgr.models.decoder import DecoderConfig
 
-HELP = "turn a MiniOneRec, LC-Rec or OpenOneRec checkpoint into a model folder"
+HELP = "turn a MiniOneRec, LC-Rec, OpenOneRec or HSTU checkpoint into a model folder"
+HSTU = "hstu"
 
 _TASK = "Below is an instruction that describes a task"
 _ASK = "The user has interacted with items {history} in chronological order. "
@@ -57,11 +61,16 @@ class Fitted:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("checkpoint", None, "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+    flags.DEFINE_string(
+        "checkpoint",
+        None,
+        "Hugging Face folder: config.json, *.safetensors, tokenizer.json; of hstu a .npz or .safetensors file",
+    )
     flags.DEFINE_string(
         "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"
     )
-    flags.DEFINE_enum("family", None, tuple(PROMPTS), "whose prompt the checkpoint was trained with")
+    flags.DEFINE_enum("family", None, (*PROMPTS, HSTU), "whose prompt the checkpoint was trained with")
+    flags.DEFINE_integer("heads", 1, "attention heads of an hstu checkpoint", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to write")
 
 
@@ -72,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
         if not getattr(values, name):
             raise UserError(f"--{name} is not set")
     source, out = Path(values.checkpoint), Path(values.out)
+    if values.family == HSTU:
+        return _convert_hstu(source, Path(values.items), out, values.heads)
     _refuse_what_is_not_whole(source)
     from jgr.catalog import save_catalog
     from jgr.models import checkpoint, hf
@@ -97,6 +108,19 @@ def main(argv: Sequence[str]) -> int:
         f"{catalog.n_items} items behind {ids} semantic ids of {catalog.depth} levels; version {catalog.version}"
     )
     print(f"prompts of up to {fitted.tokens} tokens; serve it: jgr serve --config={out / 'config.py'}")
+    print(out)
+    return 0
+
+
+def _convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
+    from jgr.models import checkpoint, hstu_import, retrievers
+
+    checkpoint.require_writable(out)
+    item_ids = _catalog(items).item_ids
+    digest = retrievers.items_digest(item_ids)
+    cfg, params = hstu_import.research(hstu_import.read_state(source), item_ids, digest, heads=heads)
+    retrievers.save(out, cfg, params, lambda folder: None)
+    print(f"HSTU: {cfg.layers} layers, hidden {cfg.hidden}, {cfg.n_items} items, bias of {cfg.bias}")
     print(out)
     return 0
 

@@ -78,7 +78,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("plot", None, "PNG file for the curve of a sweep")
     flags.DEFINE_multi_string(
-        "baseline", [], "folder of a SASRec or LRURec that jgr train made, for a row of its own"
+        "baseline", [], "folder of a SASRec, LRURec or HSTU that jgr train made, for a row of its own"
     )
 
 
@@ -167,8 +167,9 @@ def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dic
         if len(options.baseline) > 1:
             name = f"{name} {Path(text).name}"
         found[name] = retrievers.top_k(
-            params, cfg, examples.histories, max(options.ks), exclude_seen=options.exclude_history
-        )
+            params, cfg, examples.histories, max(options.ks),
+            exclude_seen=options.exclude_history, asked=examples.target_times,
+        )  # fmt: skip
     return found
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "prepare": "jgr.cli.prepare",
     "ids": "jgr.cli.ids",
     "catalog": "jgr.cli.catalog",
+    "features": "jgr.cli.features",
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
     "retrieve": "jgr.cli.retrieve",

@@ -20,7 +20,7 @@ HELP = "name a ranker's candidates for the users of a dataset"
 
 def define_flags() -> None:
     flags.DEFINE_string(
-        "retriever", None, "folder of a LRURec or SASRec that jgr train made; default: train.out"
+        "retriever", None, "folder of a LRURec, SASRec or HSTU that jgr train made; default: train.out"
     )
     flags.DEFINE_enum("split", "test", ("valid", "test"), "whose users, and which targets to look for")
     flags.DEFINE_integer("k", 100, "candidates of a user", lower_bound=1, upper_bound=10_000)

@@ -41,11 +41,13 @@ class Ragged:
     """n row sequences as windows of one flat array; windows may overlap.
 
     rows: [total] int32 catalog rows. starts, stops: [n] int64; sequence i is rows[starts[i]:stops[i]].
+    times: [total] int64 seconds, when each row was taken; None where it is not known.
     """
 
     rows: Int32
     starts: Int64
     stops: Int64
+    times: Int64 | None = None
 
     @classmethod
     def of(cls, sequences: Sequence[npt.ArrayLike]) -> Ragged:
@@ -76,7 +78,13 @@ class Ragged:
 
     def select(self, indices: slice | Int64) -> Ragged:
         """The sequences at `indices`, sharing the flat array."""
-        return Ragged(self.rows, self.starts[indices], self.stops[indices])
+        return Ragged(self.rows, self.starts[indices], self.stops[indices], self.times)
+
+    def times_of(self, i: int) -> Int64:
+        """When the rows of sequence i were taken, a view. DataError where it is not known."""
+        if self.times is None:
+            raise DataError("the dataset has no times")
+        return self.times[self.starts[i] : self.stops[i]]
 
     def positions(self) -> tuple[Int64, Int64]:
         """Each element's place in `rows` and the index of its sequence, end to end: both [sum of lengths]."""
@@ -95,18 +103,21 @@ class Ragged:
 class Examples:
     """Next-item examples.
 
-    histories: n, oldest row first. targets: [n] int32 rows. users: [n] int32 into `user_ids`.
+    histories: n, oldest row first. targets: [n] int32 rows. users: [n] int32 into `user_ids`. target_times: [n] int64
+    seconds; None where it is not known.
     """
 
     histories: Ragged
     targets: Int32
     users: Int32
+    target_times: Int64 | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def select(self, indices: slice | Int64) -> Examples:
-        return Examples(self.histories.select(indices), self.targets[indices], self.users[indices])
+        times = None if self.target_times is None else self.target_times[indices]
+        return Examples(self.histories.select(indices), self.targets[indices], self.users[indices], times)
 
 
 @dataclass(frozen=True, eq=False)

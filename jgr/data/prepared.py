@@ -40,6 +40,7 @@ SPLITS = ("train", "valid", "test")
 # Above this size a file's length is compared, not its hash: loading must not take longer than reading.
 HASHED_BYTES = 64 << 20
 MAX_ID_CHARS = 512
+_MILLISECONDS = 10**11  # 1973
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,15 +139,23 @@ class Arrays:
 
     def interactions(self, user_ids: tuple[str, ...]) -> Interactions:
         """As examples; call `check` before."""
+        seconds = None if self.times is None else _seconds(self.times)
 
         def examples(windows: Int64) -> Examples:
             users, starts, stops, targets = windows
-            return Examples(Ragged(self.rows, starts, stops), self.rows[targets], users.astype(np.int32))
+            histories = Ragged(self.rows, starts, stops, seconds)
+            asked = None if seconds is None else seconds[targets]
+            return Examples(histories, self.rows[targets], users.astype(np.int32), asked)
 
-        sequences = Ragged(self.rows, self.offsets[:-1], self.train_stops)
+        sequences = Ragged(self.rows, self.offsets[:-1], self.train_stops, seconds)
         return Interactions(
             user_ids, sequences, examples(self.train), examples(self.valid), examples(self.test)
         )
+
+
+def _seconds(times: Int64) -> Int64:
+    """Times of a source as seconds. Sources count seconds or milliseconds; as seconds the latter were past 5000 AD."""
+    return times // 1000 if times.max(initial=0) > _MILLISECONDS else times
 
 
 def _between(low: Int64, values: Int64, high: Int64) -> bool:

@@ -60,7 +60,9 @@ def retrieve(
     exclude_seen: bool,
 ) -> Candidates:
     """The candidates of a split's examples. exclude_seen: leave out the items of the history."""
-    rows = retrievers.top_k(params, cfg, examples.histories, k, exclude_seen=exclude_seen)
+    rows = retrievers.top_k(
+        params, cfg, examples.histories, k, exclude_seen=exclude_seen, asked=examples.target_times
+    )
     hits = rows == examples.targets[:, None]
     target_at = np.where(hits.any(axis=1), hits.argmax(axis=1), -1).astype(np.int32)
     users = np.array(dataset.interactions.user_ids)[examples.users]

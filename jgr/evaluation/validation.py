@@ -84,11 +84,14 @@ def generator_recall(config: Config, dataset: Dataset) -> Callable[[GeneratorCon
 
 
 def retriever_recall(config: Config, dataset: Dataset) -> Callable[[RetrieverConfig, RetrieverParams], float]:
-    """recall@10 of a SASRec or LRURec."""
+    """recall@10 of a retriever."""
     examples = validation_examples(config, dataset)
 
     def recall(cfg: RetrieverConfig, params: RetrieverParams) -> float:
-        return _recall(retrievers.top_k(params, cfg, examples.histories, TOP_K, exclude_seen=False), examples)
+        found = retrievers.top_k(
+            params, cfg, examples.histories, TOP_K, exclude_seen=False, asked=examples.target_times
+        )
+        return _recall(found, examples)
 
     return recall
 
@@ -108,7 +111,9 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
         row[: len(recent)] = recent
     if train.retriever:
         found, retriever = retrievers.load_for(Path(train.retriever), catalog.item_ids)
-        candidates = retrievers.top_k(retriever, found, examples.histories, RANKED, exclude_seen=True)
+        candidates = retrievers.top_k(
+            retriever, found, examples.histories, RANKED, exclude_seen=True, asked=examples.target_times
+        )
     else:
         weights = jnp.log(jnp.asarray(ranker.popularity(dataset.interactions.sequences, catalog.n_items)))
         others, targets = min(RANKED, catalog.n_items) - 1, jnp.asarray(examples.targets)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that score every item of a catalog after a history by one matmul: SASRec and LRURec.
+"""Models that score every item of a catalog after a history by one matmul: SASRec, LRURec and HSTU.
 
 A retriever's module gives three functions and a config by whose type they are found. Ranking, saving and loading are
 the same for all, and so is training (`jgr.training.retriever`).
@@ -24,16 +24,17 @@ import numpy.typing as npt
 
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
-from jgr.models import checkpoint, lru_rec, sasrec
+from jgr.models import checkpoint, hstu, lru_rec, sasrec
+from jgr.models.hstu import HstuConfig, HstuParams
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.sasrec import Dropout, SasrecConfig, SasrecParams
 
 BATCH = 256  # histories that are ranked at once
 
-RetrieverConfig = SasrecConfig | LruRecConfig
+RetrieverConfig = SasrecConfig | LruRecConfig | HstuConfig
 """Each with n_items, max_items, and items, the digest of the catalog's item ids."""
-RetrieverParams = SasrecParams | LruRecParams
+RetrieverParams = SasrecParams | LruRecParams | HstuParams
 
 
 class Retriever(Protocol):
@@ -64,8 +65,12 @@ class Retriever(Protocol):
 
 
 # By train.model, which is also config.json's model_type.
-_CONFIGS: dict[str, type[RetrieverConfig]] = {"sasrec": SasrecConfig, "lrurec": LruRecConfig}
-_RETRIEVERS: dict[type, Retriever] = {SasrecConfig: sasrec, LruRecConfig: lru_rec}
+_CONFIGS: dict[str, type[RetrieverConfig]] = {
+    "sasrec": SasrecConfig,
+    "lrurec": LruRecConfig,
+    "hstu": HstuConfig,
+}
+_RETRIEVERS: dict[type, Retriever] = {SasrecConfig: sasrec, LruRecConfig: lru_rec, HstuConfig: hstu}
 MODELS = tuple(_CONFIGS)
 
 
@@ -84,11 +89,33 @@ def make_config(train: TrainConfig, item_ids: Sequence[str]) -> RetrieverConfig:
     return _CONFIGS[train.model].of(train, len(item_ids), items_digest(item_ids))
 
 
+def timed(cfg: RetrieverConfig) -> bool:
+    """Whether `encode` needs times."""
+    return isinstance(cfg, HstuConfig) and cfg.timed
+
+
+def encode(
+    params: RetrieverParams,
+    cfg: RetrieverConfig,
+    rows: jax.Array,
+    times: jax.Array | None = None,
+    *,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """[B, N, D], as Retriever.encode. times: [B, N + 1] int32 where `timed`, see `hstu.encode`."""
+    if isinstance(cfg, HstuConfig) and isinstance(params, HstuParams):
+        return hstu.encode(params, cfg, rows, times=times, dropout=dropout, key=key)
+    return retriever(cfg).encode(params, cfg, rows, dropout=dropout, key=key)
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
-def scores_after(params: RetrieverParams, rows: jax.Array, *, cfg: RetrieverConfig) -> jax.Array:
-    """[B, n] float32: the score of every item after each history. rows: [B, N] int32, -1 on the right."""
+def scores_after(
+    params: RetrieverParams, rows: jax.Array, times: jax.Array | None = None, *, cfg: RetrieverConfig
+) -> jax.Array:
+    """[B, n] float32: the score of every item after each history. Arguments as of `encode`."""
     model = retriever(cfg)
-    hidden = model.encode(params, cfg, rows)
+    hidden = encode(params, cfg, rows, times)
     last = jnp.maximum((rows >= 0).sum(axis=1) - 1, 0)
     embed, bias = model.output(params)
     scores = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0] @ embed.T
@@ -100,12 +127,13 @@ def _best(
     params: RetrieverParams,
     rows: jax.Array,
     seen: jax.Array,
+    times: jax.Array | None,
     *,
     cfg: RetrieverConfig,
     k: int,
     exclude_seen: bool,
 ) -> jax.Array:
-    scores = scores_after(params, rows, cfg=cfg)
+    scores = scores_after(params, rows, times, cfg=cfg)
     if exclude_seen:
         at = jnp.where(seen >= 0, seen, cfg.n_items)
         scores = scores.at[jnp.arange(len(rows))[:, None], at].set(-jnp.inf, mode="drop")
@@ -114,12 +142,21 @@ def _best(
 
 
 def top_k(
-    params: RetrieverParams, cfg: RetrieverConfig, histories: Ragged, k: int, *, exclude_seen: bool
+    params: RetrieverParams,
+    cfg: RetrieverConfig,
+    histories: Ragged,
+    k: int,
+    *,
+    exclude_seen: bool,
+    asked: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int32]:
     """The k best rows after each history, best first: [b, k] int32, -1 where the catalog has no further item.
 
-    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history.
+    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history. asked: [b] seconds, when
+    the item that is looked for will be taken, where `timed`; then the histories must have times too. UserError.
     """
+    if timed(cfg) and (asked is None or histories.times is None):
+        raise UserError("this retriever depends on times, and the histories have none")
     found = np.full((len(histories), k), -1, np.int32)
     places = min(k, cfg.n_items)
     # Two shapes at most are compiled: whatever is seen is padded to the longest history.
@@ -128,12 +165,17 @@ def top_k(
         batch = histories.select(slice(at, at + BATCH))
         rows = np.full((BATCH, cfg.max_items), -1, np.int32)
         seen = np.full((BATCH, width), -1, np.int32)
+        times = np.zeros((BATCH, cfg.max_items + 1), np.int32) if timed(cfg) else None
         for i, history in enumerate(batch):
             recent = history[-cfg.max_items :]
             rows[i, : len(recent)] = recent
+            if times is not None and asked is not None and len(recent):
+                happened = batch.times_of(i)[-cfg.max_items :]
+                times[i, : len(recent)] = happened - happened[0]
+                times[i, len(recent)] = asked[at + i] - happened[0]
             if exclude_seen:
                 seen[i, : len(history)] = history
-        best = _best(params, rows, seen, cfg=cfg, k=places, exclude_seen=exclude_seen)
+        best = _best(params, rows, seen, times, cfg=cfg, k=places, exclude_seen=exclude_seen)
         found[at : at + BATCH, :places] = np.asarray(best)[: len(batch)]
     return found
 

@@ -224,7 +224,9 @@ class PagedExecutor:
                 for moved in [moving for moving in self._moving if moving.done()]:
                     moved.result()
                     self._moving.remove(moved)
-                read = jax.device_put(read, self._staging)  # by the device itself, behind what was dispatched before
+                read = jax.device_put(
+                    read, self._staging
+                )  # by the device itself, behind what was dispatched before
                 self._moving.append(self._mover.submit(self._keep, read, host))
                 continue
             for moving in self._moving:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train SASRec (MODEL-11) or LRURec (MODEL-29) from a dataset: the baseline of an evaluation, a ranker's retriever.
+"""Train SASRec, HSTU (MODEL-11) or LRURec (MODEL-29) from a dataset: a baseline of an evaluation, a ranker's retriever.
 
 The loss is the softmax over all items, or over the target and train.negatives items drawn uniformly for the whole
-batch; a drawn item that is the target itself is left out.
+batch; a drawn item that is the target itself is left out. HSTU's authors draw for each place of its own.
 
 Letters: B batch, N items of a window, n items of the catalog, M negatives, D hidden.
 """
@@ -10,13 +10,16 @@ Letters: B batch, N items of a window, n items of the catalog, M negatives, D hi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
+from jgr.data.interactions import Interactions, Ragged
 from jgr.models import checkpoint, retrievers
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams, retriever
 from jgr.training.run import Progress, train_to_best
@@ -24,15 +27,24 @@ from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
 
 
-def softmax_loss(cfg: RetrieverConfig, negatives: int, dropout_rate: float) -> Loss:
-    """Cross-entropy of every item of a window after the first."""
+def softmax_loss(
+    cfg: RetrieverConfig,
+    negatives: int,
+    dropout_rate: float,
+    *,
+    temperature: float = 1.0,
+    weigh_negatives: bool = True,
+) -> Loss:
+    """Cross-entropy of every item of a window after the first. Arguments as in TrainConfig."""
 
     model = retriever(cfg)
 
-    def loss(weights: RetrieverParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(weights: RetrieverParams, windows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, times = (windows[..., 0], windows[..., 1]) if windows.ndim == 3 else (windows, None)
         dropout_key, negatives_key = jax.random.split(key)
         drop = None if dropout_rate == 0 else lambda x, k: dropout(x, k, dropout_rate)
-        hidden = model.encode(weights, cfg, rows[:, :-1], dropout=drop, key=dropout_key)
+        hidden = retrievers.encode(weights, cfg, rows[:, :-1], times, dropout=drop, key=dropout_key)
+        hidden = hidden / temperature
         targets = jnp.maximum(rows[:, 1:], 0)
         embed, bias = model.output(weights)
         if negatives == 0:
@@ -43,14 +55,24 @@ def softmax_loss(cfg: RetrieverConfig, negatives: int, dropout_rate: float) -> L
             taken = (hidden * embed[targets]).sum(axis=-1) + (0 if bias is None else bias[targets])
             others = hidden @ embed[drawn].T + (0 if bias is None else bias[drawn])
             others = jnp.where(drawn == targets[..., None], -jnp.inf, others)
-            # The target stands for itself, the drawn ones for all others.
-            others = others + jnp.log((cfg.n_items - 1) / negatives)
+            if weigh_negatives:  # the target stands for itself, the drawn ones for all others
+                others = others + jnp.log((cfg.n_items - 1) / negatives)
             scores = jnp.concatenate([taken[..., None], others], axis=-1)
         real = rows[:, 1:] >= 0
         nats = jnp.where(real, jax.nn.logsumexp(scores, axis=-1) - taken, 0.0)
         return nats.sum(), real.sum().astype(jnp.float32)
 
     return loss
+
+
+def training_sequences(interactions: Interactions, learn_valid: bool) -> Ragged:
+    """Per user, what is learnt from: up to the first held-out target, or up to the last of the validation split."""
+    sequences = interactions.sequences
+    if not learn_valid:
+        return sequences
+    stops = sequences.stops.copy()
+    np.maximum.at(stops, interactions.valid.users, interactions.valid.histories.stops + 1)
+    return replace(sequences, stops=stops)
 
 
 def train_retriever(
@@ -72,8 +94,14 @@ def train_retriever(
     return train_to_best(
         train,
         retriever(cfg).spec(cfg),
-        softmax_loss(cfg, train.negatives, train.dropout),
-        Windows(dataset.interactions.sequences, train),
+        softmax_loss(
+            cfg,
+            train.negatives,
+            train.dropout,
+            temperature=train.temperature,
+            weigh_negatives=train.weigh_negatives,
+        ),
+        Windows(training_sequences(dataset.interactions, train.learn_valid), train),
         described={"items": cfg.items},
         validate=None if validate is None else lambda params: validate(cfg, params),
         progress=progress,

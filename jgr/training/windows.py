@@ -5,6 +5,8 @@ The batch of step s is a pure function of (data, seed, s), so a resumed run need
 reads ahead; it does not decide. A window is up to max_items + 1 consecutive items: every item after the first is a
 target. Users of like length share a batch, so that little of it is padding.
 
+With train.times a window has times beside its rows: seconds since its first event.
+
 Letters: B batch, N max_items.
 """
 
@@ -41,6 +43,8 @@ class Windows:
         self._sequences = sequences.select(np.flatnonzero(sequences.lengths >= 2))
         if not len(self._sequences):
             raise ConfigError("no user has two interactions: there is nothing to learn from")
+        if train.times and sequences.times is None:
+            raise ConfigError("train.times: the dataset has no times")
         self._train = train
         self._sizes = np.minimum(self._sequences.lengths, train.max_items + 1)
         self._epoch_order = functools.lru_cache(maxsize=2)(self._draw_order)
@@ -56,10 +60,16 @@ class Windows:
         digest = hashlib.sha256()
         for sequence in self._sequences:
             digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
+        if self._train.times:
+            for i in range(len(self)):
+                digest.update(self._sequences.times_of(i).tobytes())
         return digest.hexdigest()[:16]
 
     def batch(self, step: int) -> Int32:
-        """[B, n <= N + 1] rows, -1 on the right of shorter windows. Long users: another window every epoch."""
+        """[B, n <= N + 1] rows, -1 on the right of shorter windows. Long users: another window every epoch.
+
+        With train.times [B, n, 2], rows and times.
+        """
         epoch, position = divmod(step, self.steps_per_epoch())
         users = self._epoch_order(epoch)[position]
         fractions = np.random.default_rng((self._train.seed, epoch, position)).random(len(users))
@@ -67,11 +77,15 @@ class Windows:
         quantum = -(-longest // WIDTHS)
         width = min(-(-int(self._sizes[users].max()) // quantum) * quantum, longest)
         rows = np.full((len(users), width), -1, np.int32)
+        times = np.zeros_like(rows)
         for i, (user, fraction) in enumerate(zip(users, fractions, strict=True)):
             sequence, size = self._sequences[user], self._sizes[user]
             start = int(fraction * (len(sequence) - size + 1))
             rows[i, :size] = sequence[start : start + size]
-        return rows
+            if self._train.times:
+                happened = self._sequences.times_of(user)[start : start + size]
+                times[i, :size] = happened - happened[0]
+        return np.stack([rows, times], axis=-1) if self._train.times else rows
 
     def batches(self, start: int) -> Iterator[Int32]:
         """The batches of steps start, start + 1, ... up to train.steps, read ahead by Grain."""

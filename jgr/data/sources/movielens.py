@@ -2,7 +2,8 @@
 """MovieLens 100K and 1M, as GroupLens publishes them.
 
 ML-1M is also read from `sequences.txt`, lines of `user movie movie ...` oldest first without times, where
-`ratings.dat` is not there. Every rating is an event, whatever its value.
+`ratings.dat` is not there; and as the first half of `ratings.dat`, users 1 to 2999 with times. Every rating is an
+event, whatever its value.
 """
 
 from __future__ import annotations
@@ -59,6 +60,11 @@ def _open_1m(folder: Path) -> Raw:
     return Raw(((find(folder, "ratings.dat", "sequences.txt"), user_lines),), movies)
 
 
+def _open_1m_half(folder: Path) -> Raw:
+    ratings = find(folder, "ratings_users_1-2999.dat")
+    return Raw(((ratings, _ratings_1m),), (find(folder, "movies.dat"), _movies_1m))
+
+
 def _ratings_1m(path: Path) -> Iterator[tuple[int, Event]]:
     return parsed(path, lambda line: [_rating(fields_of(line, "::", 4))])
 
@@ -90,6 +96,7 @@ _ML_1M = Counts(6040, 3706, 1_000_209)
 SOURCES = {
     "movielens-100k": Source(_open_100k, raw=Counts(943, 1682, 100_000)),
     "movielens-1m": Source(_open_1m, raw=_ML_1M),
+    "movielens-1m-half": Source(_open_1m_half, raw=Counts(2999, 3615, 487_650)),
     # The form of SASRec, BERT4Rec and gSASRec: movies with five ratings or more, original ids.
     "movielens-1m-sasrec": Source(_open_1m, raw=_ML_1M, kept=Counts(6040, 3416, 999_611), min_item=5),
 }

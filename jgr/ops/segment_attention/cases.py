@@ -8,7 +8,7 @@ longest row's. causal: plain prompts, by lengths alone. window, repaired: draw t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -186,6 +186,14 @@ def _options(case: Case) -> dict[str, Any]:
     return {"layout": case.shape["layout"]}
 
 
+def tokens_of(vectors: Mapping[str, jax.Array], prefix: str = "") -> Tokens | Causal:
+    """The tokens that `integers` describes, of the new keys or, with the prefix "context_", of the context."""
+    if prefix + "lengths" in vectors:
+        return Causal(vectors[prefix + "lengths"])
+    found = {name: vectors[prefix + name] for name in _FIELDS}
+    return Tokens(**found, position=found["order"])
+
+
 def flat(
     q: jax.Array,
     k: jax.Array,
@@ -200,21 +208,14 @@ def flat(
     **vectors: jax.Array,
 ) -> jax.Array:
     """segment_attention with every array an argument of its own, as OpCases has it."""
-
-    def tokens(prefix: str) -> Tokens | Causal:
-        if prefix + "lengths" in vectors:
-            return Causal(vectors[prefix + "lengths"])
-        found = {name: vectors[prefix + name] for name in _FIELDS}
-        return Tokens(**found, position=found["order"])
-
     context = None
     if context_k is not None and context_v is not None:
-        context = Context(context_k, context_v, tokens("context_"))
+        context = Context(context_k, context_v, tokens_of(vectors, "context_"))
     return segment_attention(
         q,
         k,
         v,
-        tokens(""),
+        tokens_of(vectors),
         LAYOUTS[layout],
         context=context,
         window=window,

@@ -4,9 +4,9 @@
 The choice decides what is admitted to the cache too: a user who comes too rarely to be kept is not admitted and then
 thrown out, but read behind the items, which are there for everybody.
 
-Beyond the paper, which compares frequencies alone: putting a new user first computes items that are cached, now, so as to
-save the user's tokens later. A user is admitted where that pays, and one whose cached tokens are fewer than those of
-the items is read behind them.
+Beyond the paper, which compares frequencies alone: putting a new user first computes items that are cached, now, so as
+to save the user's tokens later. A user is admitted where that pays, and one whose cached tokens are fewer than those
+of the items is read behind them.
 """
 
 from __future__ import annotations

@@ -136,7 +136,18 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
 
 def test_who_comes_for_the_first_time_takes_nobodys_place() -> None:
     scheduler = make("hotness", pages=8)  # four for users, of four tokens each
-    came = ["a user", "b item", "b user", "c item", "c user", "d item", "d user", "e item", "e user", "a item"]
+    came = [
+        "a user",
+        "b item",
+        "b user",
+        "c item",
+        "c user",
+        "d item",
+        "d user",
+        "e item",
+        "e user",
+        "a item",
+    ]
     for number, (user, layout) in enumerate(map(str.split, [*came, "e user"])):
         group = plan(scheduler, job(10 * number, user, [ord(user)] * 4, [0]))
         assert group.prompts[0].layout == f"{layout}_prefix", (number, user)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr features`: fills a feature store from the items' metadata of a prepared dataset.
+
+The last line of stdout is what was loaded as one JSON document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import UserError
+
+HELP = "jgr features load: a prepared dataset's item features into a store"
+BATCH = 1000
+
+
+def define_flags() -> None:
+    flags.DEFINE_string("data", "", "folder that jgr prepare wrote")
+    flags.DEFINE_string(
+        "feature_store", "", "redis://host:port/db or an SQLite file; as --set features.store="
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    if not argv:
+        print("jgr features load --data=FOLDER --feature_store=redis://HOST:PORT/DB | FILE")
+        return
+    name, *rest = argv
+    console.refuse_arguments(rest)
+    if name != "load":
+        raise UserError(f"there is no 'jgr features {name}'; there is load")
+    config = console.load(flags.FLAGS).features
+    if flags.FLAGS.feature_store:
+        config = dataclasses.replace(config, store=flags.FLAGS.feature_store)
+    if not flags.FLAGS.data:
+        raise UserError("--data: name the folder that jgr prepare wrote")
+    if not config.store:
+        raise UserError("--feature_store: name a store, redis://host:port/db or an SQLite file")
+    from jgr.data.prepared import load_prepared
+    from jgr.features import extraction
+    from jgr.features.addresses import open_store
+    from jgr.features.schema import Schema
+
+    prepared = load_prepared(flags.FLAGS.data)
+    ids, metadata = prepared.item_ids, prepared.metadata
+    schema = Schema.parse(config.schema) if config.schema else extraction.derive(metadata)
+    records = extraction.extract(schema, ids, metadata)
+    store = open_store(config.store, config.timeout_ms / 1e3, create=True)
+    before = store.schema()
+    for start in console.progress(range(0, len(ids), BATCH), "features"):
+        store.put_many(ids[start : start + BATCH], records[start : start + BATCH])
+    store.set_schema(str(schema))
+    store.close()
+    if before not in (None, str(schema)):
+        print(f"the schema was {before}: restart what serves from this store")
+    loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
+    print(f"{len(ids)} items, {schema.record_bytes} bytes each: {schema}")
+    print(json.dumps(loaded))

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an address to a store."""
+
+from __future__ import annotations
+
+from jgr.features.redis_store import RedisStore
+from jgr.features.sqlite_store import SqliteStore
+from jgr.features.stores import FeatureStore, StoreError
+
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+def open_store(address: str, timeout_s: float, *, create: bool = False) -> FeatureStore:
+    """The store at redis://host:port/db (also rediss://, unix://), or in the SQLite file of that path.
+
+    timeout_s: how long a connection or an answer is waited for. create: make the file where there is none. StoreError
+    for an address that cannot be read and for a file that is not a store; a Redis server is not asked yet.
+    """
+    if address.startswith(REDIS_SCHEMES):
+        return RedisStore(address, timeout_s)
+    if "://" in address:
+        raise StoreError(
+            f"features.store: {address!r} is neither one of {', '.join(REDIS_SCHEMES)} nor a file"
+        )
+    return SqliteStore(address, timeout_s, create=create)

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The feature cache as the serving path sees it: `get_many`, from any thread or from an event loop (FLAME-2..4).
+
+The one idea: the pure `memory` decides, under one lock for tens of microseconds; this file owns the clock, the threads
+that ask the store, and who waits for what. All of a request's items that are to be fetched go to the store in one round
+trip, together with those of other requests that wait for a free thread.
+
+Invariants: each item is fetched once at a time (single flight); every fetch that starts ends in a commit, whatever the
+store does; a get never waits beyond its deadline, and serves what is there then. Values that are not records of the
+schema are counted and never served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import FeaturesConfig
+from jgr.features import numa
+from jgr.features.memory import FAILED, FRESH, MISSING, STALE, End, Failed, Got, Memory
+from jgr.features.schema import Schema
+from jgr.features.states import WAITS
+from jgr.features.stores import FeatureStore, StoreError
+
+MAX_BATCH = 4096
+"""Items of a round trip, unless one request alone has more."""
+MAX_QUEUED = 1 << 16
+"""Items that may wait for the store; while there are more, nothing further is fetched."""
+COMMITTED = 512
+"""Items whose fetch ends at once; more would keep gets waiting for the lock."""
+JITTER = 0.1
+
+UInt8 = npt.NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
+
+
+class Features(NamedTuple):
+    """What there is of n items. records: [n] of the schema's dtype.
+
+    states: [n] uint8, FRESH, STALE or MISSING. A missing item has the default record (FLAME-2's EMPTY): it is not there
+    yet, or the store has none.
+    """
+
+    records: npt.NDArray[np.void]
+    states: npt.NDArray[np.uint8]
+
+    @property
+    def stale(self) -> int:
+        """Items served after their time to live."""
+        return int(np.count_nonzero(self.states == STALE))
+
+    @property
+    def missing(self) -> int:
+        """`feature_missing`: items served as default records."""
+        return int(np.count_nonzero(self.states == MISSING))
+
+
+@dataclass
+class Counts:
+    """Since the start, but for the last two; items unless it says otherwise."""
+
+    fresh: int = 0
+    stale: int = 0
+    missing: int = 0
+    waits: int = 0  # gets that waited for a fetch
+    late: int = 0  # gets whose fetch was not there by the deadline
+    fetched: int = 0  # asked for at the store
+    joined: int = 0  # not asked for, since that was under way: single flight's savings
+    not_found: int = 0
+    invalid: int = 0  # values that were truncated, foreign or of a wrong type
+    round_trips: int = 0
+    failures: int = 0  # round trips without an answer
+    held: int = 0  # gets of an item that was not fetched: after a failure, or since too many waited
+    bytes: int = 0  # of values that the store sent
+    evicted: int = 0
+    entries: int = 0  # now
+    used_bytes: int = 0  # now
+
+
+class _Wait:
+    """A get that waits for fetches, which write into its records and states.
+
+    Its methods are called under the cache's lock. done: set once nothing is awaited.
+    """
+
+    def __init__(self, records: UInt8, seen: UInt8) -> None:
+        self.records, self.seen, self.awaited = records, seen, 0
+        self.done: futures.Future[None] = futures.Future()
+        self.done.set_running_or_notify_cancel()  # an event loop that stops waiting must not cancel it
+
+    def deliver(self, place: int, end: End) -> None:
+        if isinstance(end, bytes):
+            self.records[place] = np.frombuffer(end, np.uint8)
+        if not isinstance(end, Failed):
+            self.seen[place] = MISSING if end is None else FRESH
+        self.awaited -= 1
+
+    def given_up(self) -> int:
+        """Nothing is written from now on to what was served; how many had not come."""
+        if self.awaited:
+            self.records, self.seen = self.records.copy(), self.seen.copy()
+        return self.awaited
+
+
+class FeatureCache:
+    """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
+
+    config.store and config.schema are not read here. clock: nanoseconds that never go back. seed: of the jitter.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        schema: Schema,
+        config: FeaturesConfig,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        seed: int = 0,
+    ) -> None:
+        self.schema, self._store, self._clock = schema, store, clock
+        self._max_wait_ns = round(config.max_wait_ms * 1e6)
+        self._memory = Memory(
+            schema.default,
+            buckets=config.buckets,
+            capacity=round(config.cache_mb * 2**20),
+            ttl_ns=round(config.ttl_s * 1e9),
+            absent_ttl_ns=round(config.absent_ttl_s * 1e9),
+        )
+        self._waits = WAITS[config.mode]
+        self._waiting: dict[int, list[tuple[_Wait, int]]] = {}  # by slot: who, and for which place
+        # Where nobody waits, requests that follow one another share a round trip.
+        self._linger_s = 0.0 if self._waits else config.linger_ms / 1e3
+        self._bind = config.bind_threads
+        self._random = np.random.default_rng(seed)
+        self._counts = Counts()
+        self._lock = threading.Lock()  # of all of the above
+        self._queue: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._gathering = threading.Lock()
+        self._queued = 0
+        self._answering = True
+        self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"features-{number}", daemon=True)
+            for number in range(config.connections)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def get_many(
+        self, item_ids: Sequence[str], deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
+    ) -> Features:
+        """The records of items, in order; an item may come twice. Blocks as the mode says.
+
+        Waits until `deadline_ns` of the clock, and never longer than config.max_wait_ms. It raises nothing: what the
+        store does not give is stale or missing. out: where the records are written, [n, record bytes] of contiguous
+        rows, such as a view of a `packed.Staging`; the features returned are then a view of it.
+        """
+        features, wait = self._begin(item_ids, out)
+        if wait is not None:
+            futures.wait([wait.done], timeout=self._patience_s(deadline_ns))
+            self._waited(wait)
+        return self._finish(features)
+
+    async def get_many_async(
+        self, item_ids: Sequence[str], deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
+    ) -> Features:
+        """As `get_many`, while the event loop goes on."""
+        features, wait = self._begin(item_ids, out)
+        if wait is not None:
+            await asyncio.wait([asyncio.wrap_future(wait.done)], timeout=self._patience_s(deadline_ns))
+            self._waited(wait)
+        return self._finish(features)
+
+    def counts(self) -> Counts:
+        """A copy."""
+        memory = self._memory
+        with self._lock:
+            now = {"evicted": memory.evicted, "entries": len(memory), "used_bytes": memory.used_bytes}
+            return replace(self._counts, **now)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Fetch no more, and close the store. False where a thread still waits for the store; it ends with that."""
+        self._closed.set()
+        for _ in self._threads:
+            self._queue.put(None)
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        self._store.close()
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _begin(self, item_ids: Sequence[str], out: npt.NDArray[Any] | None) -> tuple[Features, _Wait | None]:
+        """What is in the cache, and what is waited for; fetches what has to be."""
+        shape = (len(item_ids), self.schema.record_bytes)
+        records = np.empty(shape, np.uint8) if out is None else out.view(np.uint8)
+        wait: _Wait | None = None
+        now_ns = self._clock()
+        with self._lock:
+            may_fetch = self._queued < MAX_QUEUED and not self._closed.is_set()
+            got = self._memory.get(item_ids, now_ns, may_fetch, records)
+            if self._waits and len(got.old):
+                wait = self._wait(got, records)
+            self._queued += len(got.fetch)
+            self._counts.joined += got.joined
+            self._counts.held += got.held
+        if got.fetch:
+            self._queue.put(got.fetch)
+        return Features(records.view(self.schema.dtype)[:, 0], got.seen), wait
+
+    def _wait(self, got: Got, records: UInt8) -> _Wait | None:
+        wait = _Wait(records, got.seen)
+        for place, slot, state in zip(got.old.tolist(), got.slots.tolist(), got.states.tolist(), strict=True):
+            if state in self._waits:
+                self._waiting.setdefault(slot, []).append((wait, place))
+                wait.awaited += 1
+        return wait if wait.awaited else None
+
+    def _waited(self, wait: _Wait) -> None:
+        with self._lock:
+            self._counts.waits += 1
+            self._counts.late += wait.given_up() > 0
+
+    def _finish(self, features: Features) -> Features:
+        missing, stale = features.missing, features.stale
+        with self._lock:
+            self._counts.fresh += len(features.states) - missing - stale
+            self._counts.stale += stale
+            self._counts.missing += missing
+        return features
+
+    def _patience_s(self, deadline_ns: int | None) -> float:
+        left_ns = self._max_wait_ns
+        if deadline_ns is not None:
+            left_ns = min(left_ns, deadline_ns - self._clock())
+        return max(0, left_ns) / 1e9
+
+    def _work(self) -> None:
+        """A thread: the store's answers, until there is nothing more to ask."""
+        if self._bind:
+            numa.bind_thread()
+        while slots := self._gather():
+            # What is pending keeps its slot, and a slot its item.
+            items = [self._memory.item(slot) for slot in slots]
+            ends: Sequence[End] = [FAILED] * len(slots)
+            try:
+                ends = self._fetch(items)
+            except Exception:
+                _log.exception("a fetch of %d items' features failed", len(items))
+            for start in range(0, len(slots), COMMITTED):
+                self._commit(slots[start : start + COMMITTED], ends[start : start + COMMITTED])
+
+    def _gather(self) -> list[int]:
+        """The slots that wait for the store, MAX_BATCH or one request's; nothing: the end."""
+        with self._gathering:
+            first = self._queue.get()
+            if first is None:
+                return []
+            self._closed.wait(self._linger_s)
+            slots = list(first)
+            while len(slots) < MAX_BATCH:
+                try:
+                    more = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    self._queue.put(None)  # somebody's end
+                    break
+                slots += more
+        return slots
+
+    def _fetch(self, items: Sequence[str]) -> list[End]:
+        with self._lock:
+            self._counts.round_trips += 1
+            self._counts.fetched += len(items)
+        try:
+            values = self._store.get_many(items)
+        except StoreError as cause:
+            self._answers(False, cause)
+            with self._lock:
+                self._counts.failures += 1
+            return [FAILED] * len(items)
+        self._answers(True)
+        ends: list[End] = list(values)
+        faults = self.schema.faults(values)
+        for place, _ in faults:
+            ends[place] = FAILED
+        if faults:
+            place, fault = faults[0]
+            _log.warning("%d feature values are wrong; that of item %r %s", len(faults), items[place], fault)
+        with self._lock:
+            self._counts.invalid += len(faults)
+            self._counts.not_found += values.count(None)
+            self._counts.bytes += sum(len(value) for value in values if value is not None)
+        if len(ends) != len(items):
+            raise ValueError(f"the store gave {len(ends)} values for {len(items)} items")
+        return ends
+
+    def _commit(self, slots: Sequence[int], ends: Sequence[End]) -> None:
+        now_ns, done = self._clock(), list[_Wait]()
+        with self._lock:
+            self._queued -= len(slots)
+            jitter = self._random.uniform(-JITTER, JITTER, len(slots))
+            self._memory.commit(slots, ends, now_ns, jitter)
+            for slot, end in zip(slots, ends, strict=True) if self._waiting else ():
+                for wait, place in self._waiting.pop(slot, ()):
+                    wait.deliver(place, end)
+                    if not wait.awaited:
+                        done.append(wait)
+        for wait in done:
+            wait.done.set_result(None)
+
+    def _answers(self, well: bool, cause: StoreError | None = None) -> None:
+        """Say once that the store fails, and once that it is back."""
+        if well != self._answering:
+            self._answering = well
+            if well:
+                _log.info("the feature store answers again")
+            else:
+                _log.warning("the feature store fails; cached features are served: %s", cause)

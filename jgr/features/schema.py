@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an item's feature record is: named features of a fixed dtype and width behind a header of 16 bytes.
+
+    b"jgr\\x01" | 8 bytes: sha256 of the schema's text | uint32: bytes of the whole record | the features, in order
+
+The one idea: all records of a schema have the same length and the same header, so that a record is checked by two
+comparisons, and n records end to end are an array. Numbers are little endian, a feature begins at a multiple of its
+number's size, and a record's length is a multiple of 4. All features zero is the default record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.config import UserError
+
+DTYPES = ("float32", "float16", "int32", "int16", "int8", "uint8")
+MAX_RECORD_BYTES = 1 << 16
+_MAGIC = b"jgr\x01"
+_HEADER_BYTES = 16
+_FEATURE = re.compile(
+    r"(?P<name>[A-Za-z_][A-Za-z0-9_.-]*)\s*:\s*(?P<dtype>\w+)\s*(\[(?P<width>[1-9]\d{0,4})\])?"
+)
+
+
+class SchemaError(UserError):
+    """A schema that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """width: numbers of the feature. dtype: one of DTYPES."""
+
+    name: str
+    dtype: str
+    width: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.dtype}" + (f"[{self.width}]" if self.width > 1 else "")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The features of a record, in order; use `parse`, which checks them. Its text names it: str(schema)."""
+
+    features: tuple[Feature, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Schema:
+        """Read "price:float32, genres:int32[4]". SchemaError names the feature that is wrong."""
+        features = []
+        for part in text.split(","):
+            found = _FEATURE.fullmatch(part.strip())
+            if found is None or found["dtype"] not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise SchemaError(f"features: {part.strip()!r} is not name:dtype[width], dtype of {known}")
+            features.append(Feature(found["name"], found["dtype"], int(found["width"] or 1)))
+        names = [feature.name for feature in features]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise SchemaError(f"features: {repeated!r} is named twice")
+        schema = cls(tuple(features))
+        if schema.record_bytes > MAX_RECORD_BYTES:
+            raise SchemaError(
+                f"features: a record of {schema.record_bytes} bytes; {MAX_RECORD_BYTES} are the most"
+            )
+        return schema
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.features))
+
+    @cached_property
+    def dtype(self) -> np.dtype[np.void]:
+        """Of a record: each feature is a field of shape (width,)."""
+        names, formats, offsets, end = [], [], [], _HEADER_BYTES
+        for feature in self.features:
+            number = np.dtype(feature.dtype).newbyteorder("<")
+            start = -(-end // number.itemsize) * number.itemsize
+            names.append(feature.name)
+            formats.append((number, (feature.width,)))
+            offsets.append(start)
+            end = start + number.itemsize * feature.width
+        fields: Any = {"names": names, "formats": formats, "offsets": offsets, "itemsize": -(-end // 4) * 4}
+        record: np.dtype[np.void] = np.dtype(fields)
+        return record
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of a record, its header included."""
+        return self.dtype.itemsize
+
+    @cached_property
+    def header(self) -> bytes:
+        named = hashlib.sha256(str(self).encode()).digest()[:8]
+        return _MAGIC + named + self.record_bytes.to_bytes(4, "little")
+
+    @cached_property
+    def default(self) -> bytes:
+        """The record of an item whose features are not there: FLAME-2's EMPTY."""
+        return self.header.ljust(self.record_bytes, b"\0")
+
+    def faults(self, values: Sequence[bytes | None]) -> list[tuple[int, str]]:
+        """The places of values that should be records and are not, and what is wrong with each. None is no fault."""
+        size, header = self.record_bytes, self.header
+        found = []
+        for place, value in enumerate(values):
+            if value is None or (len(value) == size and value[:_HEADER_BYTES] == header):
+                continue
+            cut = f"has {len(value)} bytes, a record has {size}"
+            found.append((place, cut if len(value) != size else "is not a record of this schema"))
+        return found
+
+    def pack(self, columns: Mapping[str, npt.NDArray[Any]]) -> list[bytes]:
+        """n records of [n, width] arrays, one for each feature. Numbers are cast to the feature's dtype."""
+        n = len(next(iter(columns.values())))
+        records = np.frombuffer(bytearray(self.default * n), self.dtype)
+        for feature in self.features:
+            records[feature.name] = columns[feature.name]
+        content, size = records.tobytes(), self.record_bytes
+        return [content[start : start + size] for start in range(0, n * size, size)]
+
+    def records(self, values: Sequence[bytes]) -> npt.NDArray[np.void]:
+        """[n] of `dtype`, read-only: n records without fault, copied end to end."""
+        return np.frombuffer(b"".join(values), self.dtype)

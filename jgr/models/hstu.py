@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HSTU as its authors trained it on MovieLens: a retriever by gated attention without a softmax (MODEL-6 to MODEL-12).
+
+    h = dropout(embed[items] * sqrt(D) + position)
+    per layer:  u, v, q, k = silu(norm(h) W);  o_i = sum over j <= i of silu(q_i . k_j + bias_ij) / N * v_j
+                h += dropout(u * norm(o)) W_o + b_o
+    score of item i after the history's last item = unit(h) . unit(embed[i])
+    bias_ij = positions[N - 1 + j - i] + times[bucket(t_{i+1} - t_j)]
+
+N belongs to the checkpoint, never to the shape of a call: the weights are not normalised, so another N is another
+model. Norms have no parameters. A row's bias depends on the time of the *next* event, for the last row the time at
+which it is asked; so of a cached history the newest row is computed again when it grows, and all others are final.
+
+Letters: B batch, S = max_items places of a history, N length, n items of the catalog, m new events, L layers, D hidden,
+H heads, a and b width of a query and of a value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgr.config import ConfigError, TrainConfig
+from jgr.layouts import Kind, Tokens
+from jgr.models.params import Spec
+from jgr.models.sasrec import NORM_EPS, Dropout
+from jgr.ops.biased_attention import Bias, Causal, biased_attention
+from jgr.ops.dense import dense
+
+NAME = "HSTU"
+BEHIND = 11
+"""N less max_items in the authors' code: places for the ten events that it may generate, and for the target."""
+BUCKETS = 129
+"""Of times, the last for all that is longer ago."""
+
+
+class WindowSlides(ValueError):
+    """Events that a cached history cannot take: its oldest would have to go, and with it every row would change."""
+
+
+@dataclass(frozen=True)
+class HstuConfig:
+    """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds.
+
+    length: N. bias: what a logit's bias depends on; "times" on positions too. concat_ua: W_o is given [u, o', u * o']
+    of the normalised o'. activated: silu on u, v, q and k.
+    """
+
+    n_items: int
+    max_items: int
+    hidden: int
+    layers: int
+    heads: int
+    qk_dim: int
+    v_dim: int
+    length: int
+    items: str
+    bias: Literal["none", "positions", "times"] = "positions"
+    concat_ua: bool = False
+    activated: bool = True
+
+    @classmethod
+    def of(cls, train: TrainConfig, n_items: int, items: str) -> HstuConfig:
+        """The HSTU that a TrainConfig describes; kv_heads, head_dim and mlp say nothing to it. ConfigError."""
+        if train.hidden % train.heads:
+            raise ConfigError(
+                f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for hstu"
+            )
+        width = train.hidden // train.heads
+        return cls(
+            n_items, train.max_items, train.hidden, train.layers, train.heads, width, width,
+            train.max_items + BEHIND, items, "times" if train.times else "positions",
+        )  # fmt: skip
+
+    @property
+    def timed(self) -> bool:
+        return self.bias == "times"
+
+    @property
+    def gated(self) -> int:
+        """Vectors of H b that W_o is given."""
+        return 3 if self.concat_ua else 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HstuLayer:
+    """Leading axis L on every leaf. The tables of the bias are None where it does not depend on them."""
+
+    uvqk: Any  # [L, D, 2 H b + 2 H a], in the order u, v, q, k
+    out: Any  # [L, H b, D], 3 H b where concat_ua
+    out_bias: Any  # [L, 1, D]
+    positions: Any  # [L, 1, 2 N - 1]
+    times: Any  # [L, 1, BUCKETS]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HstuParams:
+    embed: Any  # [n, D]
+    position: Any  # [N, D]
+    layers: HstuLayer
+
+
+def spec(cfg: HstuConfig) -> HstuParams:
+    """The declaration of every parameter; the authors' scales."""
+    n, hidden, values = cfg.layers, cfg.hidden, cfg.heads * cfg.v_dim
+    gated = cfg.gated * values
+    layers = HstuLayer(
+        uvqk=Spec((n, hidden, 2 * (values + cfg.heads * cfg.qk_dim)), ("layer", "embed", "heads")),
+        out=Spec((n, gated, hidden), ("layer", "heads", "embed"), fan_in=(gated + hidden) // 2),
+        out_bias=Spec((n, 1, hidden), ("layer", "one", "embed"), "zeros"),
+        positions=None
+        if cfg.bias == "none"
+        else Spec((n, 1, 2 * cfg.length - 1), ("layer", "one", "distance")),
+        times=Spec((n, 1, BUCKETS), ("layer", "one", "bucket")) if cfg.timed else None,
+    )
+    position = Spec((cfg.length, hidden), ("positions", "embed"), fan_in=(cfg.length + hidden) // 2)
+    return HstuParams(Spec((cfg.n_items, hidden), ("items", "embed")), position, layers)
+
+
+def standard(x: jax.Array, eps: float = NORM_EPS) -> jax.Array:
+    """x [..., D] at mean 0 and variance 1."""
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """x [..., D] at length 1; shorter than 1e-6 stays short."""
+    # Not jnp.linalg.norm: its gradient at 0 is not a number.
+    return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=-1, keepdims=True), NORM_EPS**2))
+
+
+def split_uvqk(x: jax.Array, heads: int, qk_dim: int, v_dim: int) -> tuple[jax.Array, ...]:
+    """u [B, T, H b] and, as attention takes them, v [B, H, T, b], q [B, T, H, a], k [B, H, T, a].
+
+    x: [B, T, 2 H (a + b)].
+    """
+    values, keys = heads * v_dim, heads * qk_dim
+    u, v, q, k = jnp.split(x, (values, 2 * values, 2 * values + keys), axis=-1)
+    v, k = (part.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3) for part in (v, k))
+    return u, v, q.reshape(*x.shape[:2], heads, qk_dim), k
+
+
+def _embed(params: HstuParams, cfg: HstuConfig, rows: jax.Array, places: jax.Array) -> jax.Array:
+    """[B, T, D] of rows [B, T], at places [B or 1, T]; zeros where there is no row."""
+    x = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[places]
+    return jnp.where(rows[..., None] >= 0, x, 0.0)
+
+
+def _layer(
+    layer: HstuLayer,
+    cfg: HstuConfig,
+    h: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Bias | None], jax.Array],
+    drop: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """[B, T, D]. attend(q, k, v, bias) -> [B, T, H, b], the attention of these rows."""
+    x = dense(standard(h), layer.uvqk)
+    u, v, q, k = split_uvqk(jax.nn.silu(x) if cfg.activated else x, cfg.heads, cfg.qk_dim, cfg.v_dim)
+    bias = None if cfg.bias == "none" else Bias(layer.positions, layer.times)
+    o = standard(attend(q, k, v, bias).reshape(u.shape))
+    gated = jnp.concatenate([u, o, u * o], axis=-1) if cfg.concat_ua else u * o
+    out: jax.Array = h + dense(drop(gated), layer.out) + layer.out_bias
+    return out
+
+
+def blocks(
+    layers: HstuLayer,
+    cfg: HstuConfig,
+    h: jax.Array,
+    lengths: jax.Array,
+    times: jax.Array | None = None,
+    *,
+    dropout: Dropout | None = None,
+    keys: jax.Array | None = None,
+) -> jax.Array:
+    """The layers over embedded histories: h [B, T, D] -> [B, T, D]; what stands behind a length has no meaning.
+
+    lengths: [B] int32. times: [B, T + 1] int32 seconds where cfg.timed, see `encode`. keys: [L], for dropout.
+    """
+    if cfg.timed and times is None:
+        raise ValueError("this HSTU's bias depends on times: they must be given")
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: Bias | None) -> jax.Array:
+        asked, happened = (None, None) if times is None or not cfg.timed else (times[:, 1:], times[:, :-1])
+        return biased_attention(
+            q, k, v, Causal(lengths), bias=bias, query_times=asked, key_times=happened,
+            activation="silu", divisor=cfg.length, implementation="xla",  # the form with gradients
+        )  # fmt: skip
+
+    def layer_step(h: jax.Array, xs: tuple[HstuLayer, jax.Array | None]) -> tuple[jax.Array, None]:
+        layer, key = xs
+        drop = (lambda x: x) if dropout is None or key is None else (lambda x: dropout(x, key))
+        return _layer(layer, cfg, h, attend, drop), None
+
+    out: jax.Array = jax.lax.scan(layer_step, h, (layers, keys))[0]
+    return out
+
+
+def encode(
+    params: HstuParams,
+    cfg: HstuConfig,
+    rows: jax.Array,
+    *,
+    times: jax.Array | None = None,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """[B, T, D] of length 1: at each place what is looked for after the items up to it.
+
+    rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 seconds where cfg.timed, of each event from an
+    origin of the history's own, and behind the last one of the event that is asked for. dropout: (x, key) -> x on the
+    embedding and on what W_o is given, for training; needs key.
+    """
+    keys = None if key is None else jax.random.split(key, cfg.layers + 1)
+    h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])
+    if dropout is not None and keys is not None:
+        h = dropout(h, keys[-1])
+    rest = None if keys is None else keys[:-1]
+    lengths = (rows >= 0).sum(axis=1)
+    return unit(blocks(params.layers, cfg, h, lengths, times, dropout=dropout, keys=rest))
+
+
+def output(params: HstuParams) -> tuple[jax.Array, jax.Array | None]:
+    """What an item's score is made of: its row of [n, D] at length 1, and no bias."""
+    return unit(params.embed), None
+
+
+class History(NamedTuple):
+    """Users' events, each with the keys and values of all layers, in absolute places (MODEL-12).
+
+    k: [L, B, H, S, a]. v: [L, B, H, S, b]. rows: [B, S] int32, -1 behind the last event. times: [B, S] int32 seconds,
+    of use where cfg.timed; from an origin per user that never changes.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    rows: jax.Array
+    times: jax.Array
+
+
+def empty(cfg: HstuConfig, batch: int) -> History:
+    """Users without events."""
+    places = (batch, cfg.max_items)
+    k, v = (
+        jnp.zeros((cfg.layers, batch, cfg.heads, cfg.max_items, dim), jnp.float32)
+        for dim in (cfg.qk_dim, cfg.v_dim)
+    )
+    return History(k, v, jnp.full(places, -1, jnp.int32), jnp.zeros(places, jnp.int32))
+
+
+def extend(
+    params: HstuParams, cfg: HstuConfig, history: History, rows: jax.Array, times: jax.Array | None = None
+) -> tuple[jax.Array, History]:
+    """[B, D] of length 1, what is looked for after all events, and the history with the new ones.
+
+    The result is that of `encode` over all events, at the cost of the new ones and of the newest before them. That one
+    is computed again: its bias held the time of the last request, and now holds the time of the event that came. All
+    others are final.
+
+    rows: [B, m] int32 new events, -1 on the right, as many of each user as come; none at all asks again. times:
+    [B, m + 1] int32 where cfg.timed, as of `encode`. Raises WindowSlides where a user would have more than S events:
+    positions count from the start of the window, so a window that slides changes every row. Begin again from `empty`
+    with the latest events, fewer than S of them, that it may grow.
+    """
+    counts = (history.rows >= 0).sum(axis=1) + (rows >= 0).sum(axis=1)
+    if counts.size and int(counts.max()) > cfg.max_items:
+        raise WindowSlides(f"{int(counts.max())} events, the window holds {cfg.max_items}: it would slide")
+    if cfg.timed and times is None:
+        raise ValueError("this HSTU's bias depends on times: they must be given")
+    if times is None:
+        times = jnp.zeros((rows.shape[0], rows.shape[1] + 1), jnp.int32)
+    extended: tuple[jax.Array, History] = _extend(params, history, rows, times, cfg=cfg)
+    return extended
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _extend(
+    params: HstuParams, history: History, rows: jax.Array, times: jax.Array, *, cfg: HstuConfig
+) -> tuple[jax.Array, History]:
+    batch, new = rows.shape
+    before = (history.rows >= 0).sum(axis=1)[:, None]
+    total = before + (rows >= 0).sum(axis=1)[:, None]
+    places = jnp.arange(cfg.max_items + 1)[None]
+
+    def joined(old: jax.Array, added: jax.Array) -> jax.Array:  # [B, S + 1]
+        fresh = jnp.take_along_axis(added, jnp.clip(places - before, 0, new), axis=1)
+        return jnp.where(places < before, jnp.pad(old, ((0, 0), (0, 1))), fresh)
+
+    all_times = joined(history.times, times)
+    all_rows = jnp.where(places < total, joined(history.rows, jnp.pad(rows, ((0, 0), (0, 1)))), -1)
+    first = jnp.maximum(before - 1, 0)
+    at = first + jnp.arange(new + 1)[None]
+    own = jnp.take_along_axis(all_rows, jnp.minimum(at, cfg.max_items), axis=1)
+    asked = jnp.take_along_axis(all_times, jnp.minimum(at + 1, cfg.max_items), axis=1)
+
+    def described(rows: jax.Array, places: jax.Array) -> Tokens:
+        zeros, places = jnp.zeros_like(rows), jnp.broadcast_to(places, rows.shape)
+        return Tokens(jnp.where(rows >= 0, 0, -1), zeros, zeros + int(Kind.USER), places, places)
+
+    tokens, keys = described(own, at), described(all_rows[:, :-1], places[:, :-1])
+    slots = jnp.where(own >= 0, at, cfg.max_items)  # out of bounds: not stored
+    rows_of = jnp.arange(batch)[:, None]
+
+    def layer_step(h: jax.Array, xs: tuple[HstuLayer, jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+        layer, *cached = xs
+        stored: list[jax.Array] = []
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: Bias | None) -> jax.Array:
+            for old, fresh in zip(cached, (k, v), strict=True):
+                stored.append(old.at[rows_of, :, slots].set(fresh.transpose(0, 2, 1, 3), mode="drop"))
+            return biased_attention(
+                q, stored[0], stored[1], tokens, keys=keys, bias=bias,
+                query_times=asked if cfg.timed else None, key_times=all_times[:, :-1] if cfg.timed else None,
+                activation="silu", divisor=cfg.length,
+            )  # fmt: skip
+
+        return _layer(layer, cfg, h, attend, lambda x: x), tuple(stored)
+
+    h = _embed(params, cfg, own, jnp.minimum(at, cfg.length - 1))
+    h, (k, v) = jax.lax.scan(layer_step, h, (params.layers, history.k, history.v))
+    last = jnp.maximum(total - 1 - first, 0)[..., None]
+    after = unit(jnp.take_along_axis(h, last, axis=1)[:, 0])
+    return after, History(k, v, all_rows[:, :-1], all_times[:, :-1])

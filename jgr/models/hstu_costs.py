@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What HSTU's layers cost, in either form (MODEL-30): FLOPs of their products, bytes that must move. Imports no jax."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+FLOAT_BYTES = 4
+
+
+class Stack(Protocol):
+    """HstuConfig or StuConfig. gated: vectors of H * v_dim that W_o is given."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def qk_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+    @property
+    def gated(self) -> int: ...
+
+
+class Work(NamedTuple):
+    """new: rows that are computed. cached: rows whose keys and values are read. pairs: of a query and a key it sees."""
+
+    new: int
+    cached: int
+    pairs: int
+
+
+class Cost(NamedTuple):
+    flops: int
+    bytes: int
+
+
+def of_history(events: int, cached: int = 0) -> Work:
+    """A user's events behind so many cached ones; each sees itself and those before it."""
+    return Work(events, cached, events * cached + events * (events + 1) // 2)
+
+
+def of_candidates(candidates: int, history: int, micro_batch: int) -> Work:
+    """M-FALCON: each candidate sees the history, which every micro-batch reads, and itself."""
+    return Work(candidates, history * -(-candidates // micro_batch), candidates * (history + 1))
+
+
+def cost(cfg: Stack, work: Work) -> Cost:
+    """Of all layers, in float32; weights are read once."""
+    values, both = cfg.heads * cfg.v_dim, cfg.heads * (cfg.qk_dim + cfg.v_dim)
+    products = cfg.hidden * (2 * both + cfg.gated * values)
+    flops = 2 * (work.new * products + work.pairs * both)
+    moved = products + (work.new + work.cached) * both
+    return Cost(cfg.layers * flops, cfg.layers * moved * FLOAT_BYTES)

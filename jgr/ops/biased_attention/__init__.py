@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with a relative bias, by softmax or SiLU: of HSTU (MODEL-6, 15) and Climber (MODEL-19); FLAME-8."""
+
+from __future__ import annotations
+
+import jax
+
+from jgr.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
+from jgr.ops.biased_attention import pallas_triton, reference, xla
+from jgr.ops.biased_attention.bias import Activation, Bias, prepare
+from jgr.ops.dispatch import Implementation, dispatch, kernel
+from jgr.ops.segment_attention.visibility import Causal, Context
+
+__all__ = ["IMPLEMENTATIONS", "Bias", "Causal", "Context", "biased_attention"]
+
+IMPLEMENTATIONS = (
+    *kernel(pallas_triton.biased_attention, pallas_triton.interpreted, pallas_triton.supports),
+    Implementation("xla", xla.biased_attention),
+    Implementation("reference", reference.biased_attention),
+)
+
+
+def biased_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: Tokens | Causal,
+    layout: Layout | jax.Array = SINGLE_USER_MULTI_ITEM,
+    *,
+    keys: Tokens | None = None,
+    context: Context | None = None,
+    window: jax.Array | None = None,
+    bias: Bias | None = None,
+    query_times: jax.Array | None = None,
+    key_times: jax.Array | None = None,
+    activation: Activation = "softmax",
+    scale: float | jax.Array = 1.0,
+    divisor: float = 1.0,
+    implementation: str = "auto",
+) -> jax.Array:
+    """Attention of each query to the keys that it sees, with an additive bias of relative positions and times.
+
+        silu      sum_j silu(scale * q.k_j + bias_j) / divisor * v_j          HSTU: divisor is the pinned N
+        softmax   sum_j softmax_j((q.k_j + bias_j) * scale) * v_j             Climber: scale is 1 / temperature
+
+    The mask and the bias are evaluated block by block from vectors over tokens; no T x T array exists. Sums and
+    activations are in float32. Who sees whom is the rule of jgr.ops.segment_attention. The forms "xla" and "reference"
+    have gradients, of q, k, v, tables and scale; the kernel has none.
+
+    Args:
+        q: [B, T, H, dq]. Rows are independent.
+        k, v: [B, H, S, dq] and [B, H, S, dv] of the new tokens; S = T unless `keys`.
+        tokens: of the queries, [B, T] each, padding wherever request < 0; or Causal(lengths [B]): row b is one history.
+            What stands in padding has no effect.
+        layout: a Layout; or [B, T] int32, of each query `Layout.bits[kind]`.
+        keys: the tokens of k and v, [B, S], where they are not the queries' own.
+        context: keys and values in front of the new ones (M-FALCON's, MODEL-13); of Causal tokens, Causal too.
+        window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
+        bias: tables for tokens' `position`; those of Causal tokens are 0, 1, 2, ..., the context's first.
+        query_times, key_times: [B, T] and [B, C + S] int32 seconds, needed where the bias has times, from an origin
+            that a row's tokens share, so that no difference leaves int32. The context's C stand first. HSTU's query
+            time is that of the next event (MODEL-7).
+        activation: "softmax" or "silu".
+        scale: a number, or float32 [B] or [B, H].
+        divisor: of silu's weights (MODEL-6: a property of the checkpoint, not of the call); 1 for softmax.
+
+    Returns:
+        [B, T, H, dv] in q's dtype; 0 for padding and for queries that see nothing.
+
+    Raises:
+        ValueError: arguments that do not fit together, or that the named implementation cannot run.
+    """
+    problem = prepare(
+        q,
+        k,
+        v,
+        tokens,
+        layout,
+        keys,
+        context,
+        window,
+        bias,
+        query_times,
+        key_times,
+        activation,
+        scale,
+        divisor,
+    )
+    out: jax.Array = dispatch("biased_attention", IMPLEMENTATIONS, implementation, problem)
+    return out

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The relative bias of HSTU and Climber (MODEL-7), and the arguments of biased attention as plain arrays.
+
+All forms of the op begin with `prepare`. Who sees whom is segment attention's rule; what is added to a logit depends on
+two differences only, of positions and of times, so that any block of the bias can be computed from the vectors of its
+rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jgr.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Layout, Tokens
+from jgr.ops.segment_attention import visibility
+from jgr.ops.segment_attention.visibility import Causal, Context, Keys, Queries, spell_out
+
+Activation = Literal["softmax", "silu"]
+
+_BUCKET_WIDTH = 0.301
+"""Of a bucket of times, in the natural logarithm of seconds."""
+
+
+class Bias(NamedTuple):
+    """Tables of a relative bias, float32. K: 1, shared by the heads, or H.
+
+    positions: [K, 2N - 1], or [B, K, 2N - 1] where the rows of the batch have tables of their own (Climber's
+        scenarios). Entry N - 1 + key's position - query's position; the nearest where that is beyond the table.
+    times: [K, n] or [B, K, n]. Entry bucket(query's time - key's time, n). None: times have no part in it.
+    """
+
+    positions: jax.Array
+    times: jax.Array | None = None
+
+
+class Places(NamedTuple):
+    """What the bias needs to know of tokens, [B, n] int32. time: None where times have no part in it."""
+
+    position: jax.Array
+    time: jax.Array | None
+
+
+class Source(NamedTuple):
+    """Some of the keys: k [B, H, n, dq], v [B, H, n, dv], and what is known of their tokens."""
+
+    k: jax.Array
+    v: jax.Array
+    keys: Keys
+    places: Places
+
+
+class Problem(NamedTuple):
+    """The arguments of biased_attention: sources are the context's keys, where there is a context, and the new ones.
+
+    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n]. scale: [1 or B, 1 or H]. triangle: plain causal from position 0
+    on, whatever the values.
+    """
+
+    q: jax.Array
+    queries: Queries
+    places: Places
+    sources: tuple[Source, ...]
+    bias: Bias | None
+    scale: jax.Array
+    activation: Activation
+    divisor: float
+    triangle: bool
+
+
+def bucket(difference: jax.Array, buckets: int) -> jax.Array:
+    """int32 of any shape: min(floor(ln(max(1, |difference|)) / 0.301), buckets - 1) of seconds (MODEL-7)."""
+    seconds = jnp.maximum(jnp.abs(difference), 1).astype(jnp.float32)
+    return jnp.minimum((jnp.log(seconds) / _BUCKET_WIDTH).astype(jnp.int32), buckets - 1)
+
+
+def entry(query: jax.Array, key: jax.Array, entries: int) -> jax.Array:
+    """Of the table of positions, int32; shapes broadcast. entries: 2N - 1."""
+    return jnp.clip(entries // 2 + key - query, 0, entries - 1)
+
+
+def look_up(table: jax.Array, index: jax.Array) -> jax.Array:
+    """table [1 or B, K, n] at index [B, T, S] int32 -> [B, K, T, S] float32."""
+    each = jnp.broadcast_to(table, (index.shape[0], *table.shape[1:])).astype(jnp.float32)
+    found: jax.Array = jax.vmap(lambda row, at: row[:, at])(each, index)
+    return found
+
+
+def joined(sources: Sequence[Source]) -> Source:
+    """One behind the other; v is 0 in padding, where not-a-number times a weight of 0 would still be one."""
+    keys, places = (
+        jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(getattr(s, name) for s in sources))
+        for name in ("keys", "places")
+    )
+    k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
+    return Source(k, jnp.where(keys.request[:, None, :, None] >= 0, v, jnp.zeros((), v.dtype)), keys, places)
+
+
+def prepare(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tokens: Tokens | Causal,
+    layout: Layout | jax.Array,
+    keys: Tokens | None,
+    context: Context | None,
+    window: jax.Array | None,
+    bias: Bias | None,
+    query_times: jax.Array | None,
+    key_times: jax.Array | None,
+    activation: Activation,
+    scale: float | jax.Array,
+    divisor: float,
+) -> Problem:
+    """Raises ValueError where the arguments do not fit together."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
+    if activation == "softmax" and divisor != 1:
+        raise ValueError(f"divisor is {divisor}: softmax's weights have none")
+    if isinstance(tokens, Causal) and isinstance(layout, Layout) and layout == SINGLE_USER_MULTI_ITEM:
+        layout = CAUSAL  # the same, of a history alone
+    queries, sources = visibility.prepare(k, v, q.shape[1], tokens, layout, keys, context, window, None)
+    before = context.tokens.lengths if context is not None and isinstance(context.tokens, Causal) else 0
+    own = spell_out(tokens, q.shape[1], before).position
+    positions = [own if keys is None else spell_out(keys, k.shape[2], 0).position]
+    if context is not None:
+        positions.insert(0, spell_out(context.tokens, context.k.shape[2], 0).position)
+    tables, asked = None, None
+    happened: Sequence[jax.Array | None] = [None] * len(sources)
+    if bias is not None:
+        tables = Bias(*(None if x is None else x.reshape(-1, *x.shape[-2:]) for x in bias))  # type: ignore[arg-type]
+        if bias.times is not None:
+            asked = _times(query_times, own.shape)
+            new = _times(key_times, (own.shape[0], sum(x.shape[1] for x in positions)))
+            happened = jnp.split(new, [positions[0].shape[1]][: len(sources) - 1], axis=1)
+    factor = jnp.asarray(scale, jnp.float32)
+    return Problem(
+        q,
+        queries,
+        Places(own, asked),
+        tuple(Source(*s, Places(*x)) for s, *x in zip(sources, positions, happened, strict=True)),
+        tables,
+        factor.reshape(*factor.shape, *[1] * (2 - factor.ndim)),
+        activation,
+        divisor,
+        triangle=visibility.is_triangle(tokens, context, window, None),
+    )
+
+
+def _times(given: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    if given is None or given.shape != shape:
+        found = "none" if given is None else list(given.shape)
+        raise ValueError(
+            f"the bias has times: they must be {list(shape)}, of the context's tokens too, not {found}"
+        )
+    return jnp.asarray(given, jnp.int32)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a fused linear layer as its forms take them, and the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Activation = Literal["none", "silu", "gelu", "relu"]
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "none": lambda x: x,
+    "silu": jax.nn.silu,
+    "gelu": _gelu,
+    "relu": jax.nn.relu,
+}
+
+
+class Layer(NamedTuple):
+    """x: [M, D]. w: [D, F]. bias: [F]. scale, shift: [D] of the norm. residual: [M, F]."""
+
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    scale: jax.Array | None
+    shift: jax.Array | None
+    residual: jax.Array | None
+    normalize: bool
+    eps: float
+    activation: Activation
+
+
+def normalized(layer: Layer) -> jax.Array:
+    """What the matrix is multiplied with: [M, D] in float32."""
+    x = layer.x.astype(jnp.float32)
+    if not layer.normalize:
+        return x
+    x = x - x.mean(-1, keepdims=True)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + layer.eps)
+    if layer.scale is not None:
+        x = x * layer.scale.astype(jnp.float32)
+    return x if layer.shift is None else x + layer.shift.astype(jnp.float32)
+
+
+def finished(layer: Layer, product: jax.Array) -> jax.Array:
+    """What follows on the product [M, F], in float32; the result in x's dtype."""
+    out = product.astype(jnp.float32)
+    if layer.bias is not None:
+        out = out + layer.bias.astype(jnp.float32)
+    out = ACTIVATIONS[layer.activation](out)
+    if layer.residual is not None:
+        out = out + layer.residual.astype(jnp.float32)
+    return out.astype(layer.x.dtype)

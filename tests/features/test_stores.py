@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both stores alike, and the cache before a real Redis server that is killed, slow, or holds something else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from jgr.config import FeaturesConfig
+from jgr.features.addresses import open_store
+from jgr.features.cache import FeatureCache
+from jgr.features.memory import FRESH, MISSING, STALE
+from jgr.features.redis_store import PREFIX
+from jgr.features.schema import Schema
+from jgr.features.stores import FeatureStore, StoreError
+from tests.features.redis_process import Proxy, RedisProcess
+
+SCHEMA = Schema.parse("x:int32")
+ITEMS = [f"item {n}" for n in range(300)]
+RECORDS = SCHEMA.pack({"x": np.arange(300)[:, None]})
+PATIENCE_S = 30.0
+DEADLINE_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    process = RedisProcess(tmp_path_factory.mktemp("redis"))
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def proxy(server: RedisProcess) -> Iterator[Proxy]:
+    store = open_store(server.address, PATIENCE_S)
+    store.put_many(ITEMS, RECORDS)
+    store.close()
+    before = Proxy(server.socket)
+    yield before
+    before.close()
+
+
+@pytest.fixture(params=["redis", "sqlite"])
+def store(request: pytest.FixtureRequest, server: RedisProcess, tmp_path: Path) -> Iterator[FeatureStore]:
+    address = server.address if request.param == "redis" else str(tmp_path / "features.sqlite")
+    opened = open_store(address, PATIENCE_S, create=True)
+    yield opened
+    opened.close()
+
+
+def test_stores_give_back_what_was_put(store: FeatureStore) -> None:
+    assert store.schema() is None
+    store.set_schema("x:int8")
+    store.set_schema(str(SCHEMA))
+    assert store.schema() == str(SCHEMA)
+    store.put_many(["a", "ä \0'%", "b"], [b"\0\xff", b"", b"old"])
+    store.put_many(["b"], [b"new"])
+    asked = ["b", "not there", "ä \0'%", "b", "a"]
+    assert store.get_many(asked) == [b"new", None, b"", b"new", b"\0\xff"]
+    found: list[list[bytes | None]] = []
+    thread = threading.Thread(target=lambda: found.append(store.get_many(asked[:1])))
+    thread.start()
+    thread.join()
+    assert found == [[b"new"]]
+    many = [str(n) for n in range(3000)]
+    store.put_many(many, [item.encode() for item in many])
+    assert store.get_many(many) == [item.encode() for item in many]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("missing.sqlite", "missing.sqlite: there is no such feature store; run jgr features load"),
+        ("http://host/", "'http://host/' is neither"),
+        ("redis://host:port/x", "features.store: "),
+    ],
+)
+def test_wrong_addresses_are_named(address: str, message: str) -> None:
+    with pytest.raises(StoreError) as raised:
+        open_store(address, 1.0)
+    assert message in str(raised.value)
+
+
+def test_what_is_not_a_store_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "text.sqlite"
+    path.write_text("not a database at all, whatever its name says")
+    with pytest.raises(StoreError, match=r"text\.sqlite: cannot be used as a feature store"):
+        open_store(str(path), 1.0)
+    store = open_store(f"unix://{tmp_path}/nobody.sock", 1.0)
+    calls: list[Callable[[], object]] = [
+        lambda: store.get_many(["a"]),
+        lambda: store.put_many(["a"], [b""]),
+        store.schema,
+        lambda: store.set_schema("x:int8"),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="the Redis server failed"):
+            call()
+
+
+def serve(proxy: Proxy, **settings: float) -> FeatureCache:
+    config = FeaturesConfig(
+        max_wait_ms=PATIENCE_S * 1e3, **{"timeout_ms": PATIENCE_S * 1e3, "ttl_s": 3600.0, **settings}
+    )  # type: ignore[arg-type]
+    return FeatureCache(open_store(proxy.address, config.timeout_ms / 1e3), SCHEMA, config)
+
+
+def deadline_ns() -> int:
+    return time.monotonic_ns() + round(DEADLINE_S * 1e9)
+
+
+def test_wrong_types_and_cut_values_are_counted(server: RedisProcess, proxy: Proxy) -> None:
+    with redis.Redis.from_url(server.address) as direct:
+        direct.delete(PREFIX + ITEMS[0])
+        direct.rpush(PREFIX + ITEMS[0], "a", "list")
+        direct.set(PREFIX + ITEMS[1], RECORDS[1][:-3])
+        cache = serve(proxy)
+        features = cache.get_many([*ITEMS[:3], "not there"])
+        assert features.states.tolist() == [MISSING, MISSING, FRESH, MISSING]
+        assert features.records["x"][:, 0].tolist() == [0, 0, 2, 0]
+        counts = cache.counts()
+        assert (counts.invalid, counts.not_found, counts.failures) == (2, 1, 0)
+        # What is put right is found, without a restart.
+        direct.delete(PREFIX + ITEMS[0])
+        direct.mset({PREFIX + ITEMS[0]: RECORDS[0], PREFIX + ITEMS[1]: RECORDS[1]})
+        until(lambda: cache.get_many(ITEMS[:2]).states.tolist() == [FRESH, FRESH])
+        assert cache.close(PATIENCE_S)
+
+
+def test_a_slow_server_is_not_waited_for_beyond_the_deadline(proxy: Proxy) -> None:
+    cache = serve(proxy)
+    assert cache.get_many(ITEMS[:1]).missing == 0
+    proxy.hold()
+    for _ in range(3):  # the answer is held until all have ended
+        features = cache.get_many(ITEMS[:2], deadline_ns())
+        assert features.states.tolist() == [FRESH, MISSING]
+    proxy.release()
+    assert cache.get_many(ITEMS[:2]).missing == 0
+    assert cache.counts().fetched == 2 and cache.counts().late == 3
+    assert cache.close(PATIENCE_S)
+
+
+def test_an_answer_that_never_comes_is_a_failure_and_is_asked_for_again(proxy: Proxy) -> None:
+    cache = serve(proxy, timeout_ms=50.0)
+    proxy.hold()
+    assert cache.get_many(ITEMS[:1]).missing == 1
+    assert cache.counts().failures == 1
+    proxy.release()
+    until(lambda: cache.get_many(ITEMS[:1]).missing == 0)
+    assert cache.close(PATIENCE_S)
+
+
+def test_killed_and_restarted_under_load(server: RedisProcess, proxy: Proxy) -> None:
+    cache = serve(proxy, ttl_s=0.05, absent_ttl_s=0.05, timeout_ms=200.0)
+    cache.get_many(ITEMS[:200])
+    stop, seen, slowest = threading.Event(), [threading.Semaphore(0) for _ in range(3)], [0.0]
+
+    def load(first: int) -> None:
+        number = first
+        while not stop.is_set():
+            number += 7
+            start = time.monotonic()
+            features = cache.get_many([ITEMS[(number + n) % 300] for n in range(16)], deadline_ns())
+            slowest.append(time.monotonic() - start)
+            # Whatever the server does, a record is the item's own or the default one.
+            x = features.records["x"][:, 0]
+            own = (np.arange(16) + number) % 300
+            assert np.array_equal(x, np.where(features.states == MISSING, 0, own))
+            for state in np.unique(features.states):
+                seen[state].release()
+
+    threads = [threading.Thread(target=load, args=(100 * n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        failures = cache.counts().failures
+        server.kill()
+        proxy.cut()
+        until(lambda before=failures: cache.counts().failures > before)  # type: ignore[misc]
+        await_(seen[STALE])  # it is visible that the server is gone
+        server.start()
+        reloaded = open_store(server.address, PATIENCE_S)
+        reloaded.put_many(ITEMS, RECORDS)
+        reloaded.close()
+        await_(seen[FRESH])
+        until(lambda: cache.get_many(ITEMS, time.monotonic_ns() + 10**10).missing == 0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    counts = cache.counts()
+    assert counts.failures > 0 and counts.stale > 0 and counts.invalid == 0
+    assert max(slowest) < DEADLINE_S + 1
+    assert cache.close(PATIENCE_S)
+
+
+def await_(event: threading.Semaphore) -> None:
+    """An event from now on."""
+    while event.acquire(blocking=False):
+        pass
+    assert event.acquire(timeout=PATIENCE_S)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end

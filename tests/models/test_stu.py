@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The STU form: Meta's PyTorch stacks whole and in parts, its positional encoder, and M-FALCON's invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgr.layouts import SINGLE_USER_MULTI_ITEM
+from jgr.models import hstu_import, stu, stu_ranker
+from jgr.models.hstu import WindowSlides
+from jgr.models.hstu_costs import cost, of_candidates, of_history
+from jgr.models.params import CheckpointError, Spec
+from jgr.models.stu import StuConfig, StuLayer
+from jgr.models.stu_ranker import Events, HistoryIsWhole, Mlp, StuRankerConfig, StuRankerParams
+from jgr.ops.segment_attention.visibility import prepare, visible
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hstu"
+ATOL = 5e-5  # what the golden set states
+STACKS = ("stu_stack", "stu_stack_contextual", "stu_stack_window")
+
+layers = jax.jit(stu.layers, static_argnames="cfg")
+
+
+def golden(name: str) -> dict[str, Any]:
+    return dict(np.load(GOLDEN / f"{name}.npz"))
+
+
+def golden_stack(z: dict[str, Any]) -> tuple[StuConfig, StuLayer]:
+    depth = sum(name.endswith("_uvqk_weight") for name in z)
+    cfg = StuConfig(
+        hidden=z["x"].shape[2], layers=depth, heads=int(z["num_heads"]), qk_dim=int(z["attention_dim"]),
+        v_dim=int(z["linear_dim"]), length=int(z["max_seq_len"]), contextual=int(z["contextual_seq_len"]),
+        max_attention=int(z["max_attn_len"]), group_norm=bool(z["group_norm"]),
+    )  # fmt: skip
+
+    def of(name: str) -> np.ndarray:
+        return np.stack([z[f"layer{i}_{name}"] for i in range(depth)])
+
+    def norm(name: str) -> np.ndarray:
+        return np.stack([of(f"{name}_weight") - 1, of(f"{name}_bias")], axis=1)
+
+    return cfg, StuLayer(
+        norm("input_norm"),
+        of("uvqk_weight"),
+        of("uvqk_beta")[:, None],
+        norm("output_norm"),
+        of("output_weight"),
+    )
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_the_stack_is_the_authors_whole_and_in_parts(name: str) -> None:
+    z = golden(name)
+    cfg, weights = golden_stack(z)
+    lengths, targets = (z[key].astype(np.int32) for key in ("lengths", "num_targets"))
+    history, delta = lengths - targets, int(z["delta_size"])
+    real = np.arange(cfg.length) < lengths[:, None]
+    whole, _ = layers(weights, cfg, z["x"], stu.describe(cfg, history, lengths, 0, cfg.length), history)
+    np.testing.assert_allclose(whole[real], z["y"][real], rtol=0, atol=ATOL)
+
+    before = lengths - delta
+    cached = np.arange(cfg.length) < before[:, None]
+    first, past = layers(weights, cfg, z["x"], stu.describe(cfg, history, before, 0, cfg.length), history)
+    np.testing.assert_allclose(first[cached], z["prefill_y"][cached], rtol=0, atol=ATOL)
+    for i in range(cfg.layers):
+        for got, key in ((past.k, "k_cache"), (past.v, "v_cache")):
+            ours = np.asarray(got[i]).transpose(0, 2, 1, 3)
+            np.testing.assert_allclose(ours[cached], z[f"layer{i}_{key}"][cached], rtol=0, atol=ATOL)
+    at = before[:, None] + np.arange(delta)
+    x = np.take_along_axis(z["x"], at[..., None], axis=1)
+    rest, _ = layers(weights, cfg, x, stu.describe(cfg, history, lengths, before, delta), history, past)
+    np.testing.assert_allclose(rest, z["delta_y"], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("variant", np.load(GOLDEN / "attention_op.npz")["variants"].tolist())
+def test_rows_see_what_the_authors_masks_say(variant: str) -> None:
+    z = golden("attention_op")
+    targets, window, context, full = z[f"{variant}_uses"].tolist()
+    cfg = StuConfig(4, 1, 1, 4, 4, 24, contextual=context, max_attention=window, full_rows=full)
+    want = z[f"{variant}_mask"]
+    lengths, rows = z["lengths"].astype(np.int32), want.shape[1]
+    history = lengths - z["num_targets"].astype(np.int32) * targets
+    tokens = stu.describe(cfg, history, lengths, 0, rows)
+    queries, (source,) = prepare(
+        np.zeros((5, 1, rows, 4)), np.zeros((5, 1, rows, 4)), rows, tokens, SINGLE_USER_MULTI_ITEM, None, None,
+        stu.window(cfg, tokens, history), None,
+    )  # fmt: skip
+    columns = jax.tree.map(lambda x: x[:, None], source.keys)
+    got = np.asarray(visible(jax.tree.map(lambda x: x[:, :, None], queries), columns))
+    real = np.arange(rows) < lengths[:, None]
+    np.testing.assert_array_equal(got, want & real[:, :, None] & real[:, None])
+
+
+@pytest.mark.parametrize("variant", ["sqrt", "log", "no_targets", "no_context", "interleaved"])
+def test_the_positional_encoder_is_the_authors(variant: str) -> None:
+    z = golden("positional_encoder")
+    lengths, targets = z["lengths"], z["num_targets"]
+    places = np.arange(22)
+    real = places < lengths[:, None]
+    flat = np.minimum(z["seq_offsets"][:-1, None] + places, len(z["timestamps"]) - 1)
+    last = z["timestamps"][z["seq_offsets"][1:] - 1]
+    without = variant in ("no_context", "interleaved")
+    got = stu_ranker.encode_positions(
+        jnp.asarray(z["seq_embeddings"][flat]), jnp.asarray(z["position_embedding"]), jnp.asarray(z["time_embedding"]),
+        np.broadcast_to(places, real.shape), lengths - targets * {"no_targets": 0, "interleaved": 2}.get(variant, 1),
+        jnp.asarray(last[:, None] - z["timestamps"][flat]), 0 if without else 3, "log" if variant == "log" else "sqrt",
+    )  # fmt: skip
+    np.testing.assert_allclose(got[real], z[f"{variant}_out"], rtol=0, atol=ATOL)
+
+
+STACK = StuConfig(hidden=12, layers=2, heads=2, qk_dim=4, v_dim=6, length=40, contextual=2)
+CFG = StuRankerConfig(
+    stack=STACK, n_items=30, max_items=9, item_dim=8, actions=3, action_dim=2, slots=(4, 5), mlp=10,
+    position_rows=16, time_rows=20, tasks=("click", "like"), items="v",
+)  # fmt: skip
+GROWING = dataclasses.replace(
+    CFG, stack=dataclasses.replace(STACK, contextual=0, max_attention=4), slots=(), position_rows=0, time_rows=0
+)  # fmt: skip
+NOW = np.array([10**8 + 50_000, 10**8 + 90_000, 10**8 + 700_000], np.int32)
+
+
+def draw(cfg: StuRankerConfig) -> StuRankerParams:
+    """Parameters where nothing is zero."""
+    rng = np.random.default_rng(0)
+
+    def one(declared: Spec) -> np.ndarray:
+        scale = 0.2 + (declared.fan_in or 25) ** -0.5
+        return np.float32(scale * rng.normal(size=declared.shape))
+
+    drawn: StuRankerParams = jax.tree.map(one, stu_ranker.spec(cfg), is_leaf=lambda x: isinstance(x, Spec))
+    return drawn
+
+
+def draw_events(counts: tuple[int, ...], places: int) -> Events:
+    """Of users with so many events; times up to three days before NOW."""
+    rng = np.random.default_rng(1)
+    shape = (len(counts), places)
+    rows = np.where(np.arange(places) < np.array(counts)[:, None], rng.integers(0, 30, shape), -1)
+    times = NOW[:, None] - np.sort(rng.integers(1, 250_000, shape))[:, ::-1]
+    return Events(rows.astype(np.int32), rng.integers(0, 8, shape).astype(np.int32), times.astype(np.int32))
+
+
+EVENTS = draw_events((9, 0, 4), 9)
+CONTEXT = np.array([[1, 4], [3, -1], [-1, 0]], np.int32)
+CANDIDATES = np.random.default_rng(2).permuted(np.tile(np.arange(30, dtype=np.int32), (3, 1)), axis=1)[:, :11]
+
+
+def scores_by_hand(weights: StuRankerParams, user: int, candidate: int) -> np.ndarray:
+    """[P] in float64, of one candidate and its user in one pass: the formulas around the stack, and its layers."""
+    w = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
+
+    def norm(x: np.ndarray, scale_bias: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+        normal: np.ndarray = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+        return normal * (1 + scale_bias[0]) + scale_bias[1]
+
+    def mlp(x: np.ndarray, of: Mlp) -> np.ndarray:
+        x = x @ of.w1 + of.b1[0]
+        x = (x / (1 + np.exp(-norm(x, of.norm1)))) @ of.w2 + of.b2[0]
+        return x if of.norm2 is None else norm(x, of.norm2)
+
+    first = (0, 4)
+    inputs = [
+        np.zeros(12) if value < 0 else w.slots[first[slot] + value] @ w.slot_weights[slot] + w.slot_biases[slot]
+        for slot, value in enumerate(CONTEXT[user])
+    ]  # fmt: skip
+    events = [i for i in range(9) if EVENTS.rows[user, i] >= 0]
+    for i in events:
+        bits = np.array([EVENTS.actions[user, i] >> bit & 1 for bit in range(3)])
+        done = mlp((w.actions * bits[:, None]).ravel(), w.action)
+        inputs.append(mlp(w.embed[EVENTS.rows[user, i]], w.content) + done)
+    inputs.append(mlp(w.embed[candidate], w.content) + mlp(w.candidate_action, w.action))
+    count = len(events)
+    backwards = [min(2 + count - i, 15) for i in range(count)]
+    ages = [0, 0, *(NOW[user] - EVENTS.times[user, i] for i in events), 0]
+    buckets = [min(int(np.sqrt(max(age, 1e-6) / 60)), 19) for age in ages]
+    h = np.stack(inputs) * np.sqrt(12) + w.position[[0, 1, *backwards, 2]] + w.time[buckets]
+    numbers = np.array([0, 0, *range(1, count + 2)])
+    sees = np.eye(len(h), dtype=bool) | (numbers[:, None] > numbers) | (numbers[:, None] == 0)
+    sees[:2, -1] = False  # context sees no candidate
+    for at in range(2):
+        layer = jax.tree.map(lambda x, at=at: x[at], w.layers)
+        u, v, q, k = np.split(
+            norm(h, layer.input_norm, 1e-6) @ layer.uvqk + layer.beta[0], (12, 24, 32), axis=1
+        )
+        u, o = u / (1 + np.exp(-u)), np.zeros_like(u)
+        for head in range(2):
+            qk, of = slice(4 * head, 4 * head + 4), slice(6 * head, 6 * head + 6)
+            logits = q[:, qk] @ k[:, qk].T / 2
+            o[:, of] = np.where(sees, logits / (1 + np.exp(-logits)) / 40, 0) @ v[:, of]
+        h = h + np.concatenate([u, o, u * norm(o, layer.output_norm, 1e-6)], axis=1) @ layer.out
+    angles = [2 * np.pi * (NOW[user] % period) / period for period in (86_400, 604_800)]
+    asked = norm(np.concatenate([h[-1], np.cos(angles), np.sin(angles)]) @ w.out + w.out_bias[0], w.out_norm)
+    return 1 / (1 + np.exp(-mlp(asked * mlp(w.embed[candidate], w.tower), w.head)))
+
+
+def test_scores_are_the_formulas_of_the_whole_ranker() -> None:
+    weights = draw(CFG)
+    user = stu_ranker.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
+    got = stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4)
+    for row in range(3):
+        expected = [scores_by_hand(weights, row, candidate) for candidate in CANDIDATES[row, :3]]
+        np.testing.assert_allclose(got[row, :3], expected, rtol=0, atol=2e-5)
+
+
+def test_scores_depend_on_no_micro_batch_order_or_company() -> None:
+    weights = draw(CFG)
+    user = stu_ranker.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
+    want = np.asarray(stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4))
+    got = stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=16)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    order = np.random.default_rng(3).permutation(11)
+    got = stu_ranker.score(weights, user, CANDIDATES[:, order], cfg=CFG, micro_batch=4)
+    np.testing.assert_allclose(got, want[:, order], rtol=0, atol=2e-6)
+    fewer = np.where(np.arange(11) % 3 == 0, CANDIDATES, -1)
+    got = stu_ranker.score(weights, user, fewer, cfg=CFG, micro_batch=4)
+    np.testing.assert_allclose(got, np.where(fewer[..., None] >= 0, want, 0), rtol=0, atol=2e-6)
+
+
+def test_a_history_grows_where_no_row_depends_on_its_end() -> None:
+    weights, counts, none = draw(GROWING), np.array([5, 0, 4]), np.zeros((3, 0), np.int32)
+    places = np.arange(9)
+    begun = EVENTS._replace(rows=np.where(places < counts[:, None], EVENTS.rows, -1))
+    user = stu_ranker.prefill(weights, begun, none, NOW, cfg=GROWING)
+    new = jax.tree.map(lambda x: x[:, 5:], EVENTS)  # four more of the first user, none of the others
+    user = stu_ranker.extend(weights, user, new, NOW + 60, cfg=GROWING)
+    got = stu_ranker.score(weights, user, CANDIDATES, cfg=GROWING, micro_batch=4)
+    whole = stu_ranker.prefill(weights, EVENTS, none, NOW + 60, cfg=GROWING)
+    want = stu_ranker.score(weights, whole, CANDIDATES, cfg=GROWING, micro_batch=4)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    with pytest.raises(WindowSlides, match="13 events, the window holds 9"):
+        stu_ranker.extend(weights, user, new, NOW, cfg=GROWING)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"position_rows": 4}, "positions that count back"),
+        ({"time_rows": 4}, "times that count back"),
+        ({"stack": dataclasses.replace(GROWING.stack, full_rows=1)}, "full rows at"),
+        ({"stack": STACK, "slots": (4, 5)}, "contextual slots, which see the history both ways"),
+    ],
+)
+def test_a_history_whose_rows_depend_on_its_end_does_not_grow(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(HistoryIsWhole, match=words):
+        stu_ranker.refuse_growth(dataclasses.replace(GROWING, **change))
+
+
+def test_the_authors_layers_and_tables_are_imported() -> None:
+    z = golden("stu_stack_contextual")
+    cfg, want = golden_stack(z)
+    prefix = "module._hstu_transducer._stu_module._stu_layers."
+    state = {
+        f"{prefix}{name[5]}._{name[7:]}": x for name, x in z.items()
+        if name.startswith("layer") and name.endswith(("_weight", "_bias", "_beta"))
+    }  # fmt: skip
+    encoder = "_hstu_transducer._positional_encoder."
+    state |= {
+        f"{encoder}_position_embeddings_weight": z["x"][0],
+        f"{encoder}_timestamp_embeddings_weight": z["x"][1],
+    }
+    state["_item_embedding.weight"] = np.zeros(1)
+    jax.tree.map(np.testing.assert_array_equal, hstu_import.stu_layers(state, cfg), want)
+    for got, table in zip(hstu_import.positional_tables(state), z["x"], strict=False):
+        np.testing.assert_array_equal(got, table)
+    state[f"{prefix}1._extra"] = state.pop(f"{prefix}0._uvqk_beta")
+    with pytest.raises(CheckpointError, match=r"missing \S+0\._uvqk_beta; unexpected \S+1\._extra"):
+        hstu_import.stu_layers(state, cfg)
+
+
+def test_the_candidates_cost_does_not_hold_the_history_again() -> None:
+    products, both = 12 * (2 * 2 * (4 + 6) + 3 * 2 * 6), 2 * (4 + 6)
+    history, candidates = of_history(100), of_candidates(6, history=100, micro_batch=4)
+    assert candidates == (6, 200, 606) and history == (100, 0, 5050)
+    assert cost(STACK, candidates) == (
+        2 * 2 * (6 * products + 606 * both), 2 * 4 * (products + 206 * both)
+    )  # fmt: skip
