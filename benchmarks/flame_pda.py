@@ -48,6 +48,7 @@ from benchmarks.pda_world import (
     Traffic,
     UInt32,
     fill,
+    names,
     parameters,
     random_records,
     redis_server,
@@ -191,10 +192,12 @@ class Cached:
     def __init__(self, near: FeatureStore, far: FeatureStore, setting: Setting, mode: str) -> None:
         config: dict[str, Any] = {"mode": mode, "cache_mb": setting.cache_mb, "ttl_s": setting.ttl_s}
         self._clock, self._store = Clock(), Switch(near, far)
-        self._cache = FeatureCache(self._store, SCHEMA, FeaturesConfig(**config), clock=self._clock)
+        self._cache = FeatureCache(
+            self._store, SCHEMA, names(setting.items), FeaturesConfig(**config), clock=self._clock
+        )
 
     def get(self, request: Request, out: UInt32 | None) -> Had:
-        features = self._cache.get_many(request.ids, out=out)
+        features = self._cache.get_many(request.rows, out=out)
         return Had(features.records, features.missing, features.stale)
 
     def bytes(self) -> int:
@@ -204,7 +207,7 @@ class Cached:
         self._store.to(near=True)
         for request in requests:
             self._clock.advance(gap_ns)
-            self._cache.get_many(request.ids)
+            self._cache.get_many(request.rows)
         self._store.to(near=False)
 
     def going(self) -> AbstractContextManager[None]:

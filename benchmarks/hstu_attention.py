@@ -67,13 +67,18 @@ def make_case(tokens: int, shape: Mapping[str, Any]) -> Case:
     return Case("layer", dict(**causal(tokens), activation="silu", reach=tokens, timed=True, **shape))
 
 
+def _op(a: Arrays, options: Mapping[str, Any]) -> jax.Array:
+    out: jax.Array = OP.call(**a, **options)
+    return out
+
+
 def calls(case: Case, forms: Sequence[str]) -> dict[str, Callable[[Arrays], jax.Array]]:
     options = OP.options(case)
     found: dict[str, Callable[[Arrays], jax.Array]] = {
         "plain": functools.partial(plain, scale=options["scale"], divisor=options["divisor"])
     }
     for form in forms:
-        found[form] = lambda a, form=form: OP.call(**a, **options, implementation=form)
+        found[form] = functools.partial(_op, options=options | {"implementation": form})
     return found
 
 
@@ -94,6 +99,7 @@ def gradient(call: Callable[[Arrays], jax.Array]) -> Callable[[Arrays], Any]:
 def temporary_bytes(call: Callable[[Arrays], Any], arrays: Any) -> int:
     """arrays: or their shapes."""
     analysis = jax.jit(call).lower(arrays).compile().memory_analysis()
+    assert analysis is not None
     return int(analysis.temp_size_in_bytes)
 
 

@@ -51,6 +51,10 @@ class Request(NamedTuple):
     history: Int32
 
 
+def names(items: int) -> list[str]:
+    return [str(row) for row in range(items)]
+
+
 class Traffic:
     """Endless requests; item n is called by its number and is the n-th most popular."""
 
@@ -58,7 +62,7 @@ class Traffic:
         self._rng = np.random.default_rng(seed)
         share = 1.0 / np.arange(1, items + 1) ** ZIPF
         self._below = np.cumsum(share / share.sum())
-        self._names = [str(row) for row in range(items)]
+        self._names = names(items)
 
     def requests(self, count: int) -> list[Request]:
         return [self._request() for _ in range(count)]

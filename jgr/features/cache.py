@@ -41,6 +41,7 @@ COMMITTED = 512
 JITTER = 0.1
 
 UInt8 = npt.NDArray[np.uint8]
+Int32 = npt.NDArray[np.int32]
 
 _log = logging.getLogger(__name__)
 
@@ -116,22 +117,24 @@ class _Wait:
 class FeatureCache:
     """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
 
-    config.store and config.schema are not read here. clock: nanoseconds that never go back. seed: of the jitter.
+    item_ids: of the catalog, whose rows are asked for and whose ids the store knows. config.store and config.schema are not read here. clock: nanoseconds that never go back. seed: of the jitter.
     """
 
     def __init__(
         self,
         store: FeatureStore,
         schema: Schema,
+        item_ids: Sequence[str],
         config: FeaturesConfig,
         *,
         clock: Callable[[], int] = time.monotonic_ns,
         seed: int = 0,
     ) -> None:
-        self.schema, self._store, self._clock = schema, store, clock
+        self.schema, self._store, self._clock, self._item_ids = schema, store, clock, item_ids
         self._max_wait_ns = round(config.max_wait_ms * 1e6)
         self._memory = Memory(
             schema.default,
+            items=len(item_ids),
             buckets=config.buckets,
             capacity=round(config.cache_mb * 2**20),
             ttl_ns=round(config.ttl_s * 1e9),
@@ -158,25 +161,25 @@ class FeatureCache:
             thread.start()
 
     def get_many(
-        self, item_ids: Sequence[str], deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
+        self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
     ) -> Features:
-        """The records of items, in order; an item may come twice. Blocks as the mode says.
+        """The records of the items of rows [n], in order; one may come twice. Blocks as the mode says.
 
         Waits until `deadline_ns` of the clock, and never longer than config.max_wait_ms. It raises nothing: what the
         store does not give is stale or missing. out: where the records are written, [n, record bytes] of contiguous
         rows, such as a view of a `packed.Staging`; the features returned are then a view of it.
         """
-        features, wait = self._begin(item_ids, out)
+        features, wait = self._begin(rows, out)
         if wait is not None:
             futures.wait([wait.done], timeout=self._patience_s(deadline_ns))
             self._waited(wait)
         return self._finish(features)
 
     async def get_many_async(
-        self, item_ids: Sequence[str], deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
+        self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
     ) -> Features:
         """As `get_many`, while the event loop goes on."""
-        features, wait = self._begin(item_ids, out)
+        features, wait = self._begin(rows, out)
         if wait is not None:
             await asyncio.wait([asyncio.wrap_future(wait.done)], timeout=self._patience_s(deadline_ns))
             self._waited(wait)
@@ -186,8 +189,8 @@ class FeatureCache:
         """A copy."""
         memory = self._memory
         with self._lock:
-            now = {"evicted": memory.evicted, "entries": len(memory), "used_bytes": memory.used_bytes}
-            return replace(self._counts, **now)
+            used = memory.entries * memory.slot_bytes
+            return replace(self._counts, evicted=memory.evicted, entries=memory.entries, used_bytes=used)
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fetch no more, and close the store. False where a thread still waits for the store; it ends with that."""
@@ -200,15 +203,15 @@ class FeatureCache:
         self._store.close()
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _begin(self, item_ids: Sequence[str], out: npt.NDArray[Any] | None) -> tuple[Features, _Wait | None]:
+    def _begin(self, rows: Int32, out: npt.NDArray[Any] | None) -> tuple[Features, _Wait | None]:
         """What is in the cache, and what is waited for; fetches what has to be."""
-        shape = (len(item_ids), self.schema.record_bytes)
+        shape = (len(rows), self.schema.record_bytes)
         records = np.empty(shape, np.uint8) if out is None else out.view(np.uint8)
         wait: _Wait | None = None
         now_ns = self._clock()
         with self._lock:
             may_fetch = self._queued < MAX_QUEUED and not self._closed.is_set()
-            got = self._memory.get(item_ids, now_ns, may_fetch, records)
+            got = self._memory.get(rows, now_ns, may_fetch, records)
             if self._waits and len(got.old):
                 wait = self._wait(got, records)
             self._queued += len(got.fetch)
@@ -250,8 +253,8 @@ class FeatureCache:
         if self._bind:
             numa.bind_thread()
         while slots := self._gather():
-            # What is pending keeps its slot, and a slot its item.
-            items = [self._memory.item(slot) for slot in slots]
+            # What is pending keeps its slot.
+            items = [self._item_ids[row] for row in self._memory.rows(slots)]
             ends: Sequence[End] = [FAILED] * len(slots)
             try:
                 ends = self._fetch(items)

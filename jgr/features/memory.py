@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache's memory: records in one array, and what is known of each item (FLAME-2, 4). Pure: time and chance come in.
 
-The one idea: an item has a slot, and everything about slots is an array, so that a request's items take their steps of
-`states.TABLE` together, in a few array operations, and their records are copied once, to where they are needed. (One
-object for each item, behind a lock for each bucket, took five times as long in Python.)
+The one idea: items are rows of a catalog, a cached row has a slot, and everything about slots is an array, so that a
+request's items take their steps of `states.TABLE` together, in a few array operations, and their records are copied
+once, to where they are needed. (An object for each item behind a lock for each bucket took five times as long in
+Python, and a table keyed by item ids twice as long as this.)
 
-Slots belong to buckets, items to buckets by their hash, and each bucket drops what was used longest ago. All records
-have the same length, so that a capacity in bytes is one in slots. Slot 0 is nobody's: it stands for what gets no slot.
+Slots belong to buckets, as rows do, and each bucket drops what was used longest ago. All records have the same length,
+so that a capacity in bytes is one in slots. Slot 0 is nobody's: it stands for what has no slot.
 
-Invariants (`check`): an item has one slot, in its bucket; a slot without a found record holds the default one; what is
+Invariants (`check`): a row has one slot, in its bucket; a slot without a found record holds the default one; what is
 pending keeps its slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -24,14 +24,15 @@ import numpy.typing as npt
 from jgr.features.states import ACTION, AGED, BACK_OFF_NS, FETCH, NEXT, Event, State
 
 FRESH, STALE, MISSING = 0, 1, 2
-SLOT_BYTES = 300
-"""What a slot takes besides its record, measured on CPython 3.11 with ids of ten characters."""
+SLOT_BYTES = 64
+"""What a slot takes besides its record: seven numbers about it, and three where its bucket sorts."""
 _NEVER = np.iinfo(np.int64).max
 _SEEN = np.array([MISSING, FRESH], np.uint8)  # by whether a record is there
 _SEEN_OLD = np.array([MISSING, STALE], np.uint8)
 _VALUE, _NOT_FOUND, _FAILURE = int(Event.VALUE), int(Event.NOT_FOUND), int(Event.FAILURE)
 
 UInt8 = npt.NDArray[np.uint8]
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 
@@ -53,7 +54,7 @@ class Got(NamedTuple):
 
     seen: UInt8
     old: Int64
-    slots: Int64
+    slots: Int32
     states: UInt8
     fetch: list[int]
     joined: int
@@ -61,8 +62,8 @@ class Got(NamedTuple):
 
 
 class _Bucket:
-    """Slots `first` to `end`, those from `unused` on never used. victims: slots, used longest ago first, and the
-    ticks at which they were; those before `tried` are dealt with, and those that were used since are no victims."""
+    """Slots from `unused` to `end` were never used. victims: the bucket's slots, used longest ago first, and the ticks
+    at which they were; those before `tried` are dealt with, and those that were used since are no victims."""
 
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end, self.unused, self.tried = first, end, first, 0
@@ -71,57 +72,50 @@ class _Bucket:
 
 
 class Memory:
-    """default: the record of an item without features. capacity: bytes. ttl_ns: of records, absent_ttl_ns: of the
-    knowledge that there is none."""
+    """default: the record of an item without features. items: of the catalog. capacity: bytes. ttl_ns: of records,
+    absent_ttl_ns: of the knowledge that there is none."""
 
     def __init__(
-        self, default: bytes, *, buckets: int, capacity: int, ttl_ns: int, absent_ttl_ns: int
+        self, default: bytes, *, items: int, buckets: int, capacity: int, ttl_ns: int, absent_ttl_ns: int
     ) -> None:
         self._default = np.frombuffer(default, np.uint8)
         self.slot_bytes = len(default) + SLOT_BYTES
-        each = capacity // buckets // self.slot_bytes
+        each = min(capacity // buckets // self.slot_bytes, -(-items // buckets))
         n = 1 + each * buckets
         self._ttl_ns, self._absent_ttl_ns = ttl_ns, absent_ttl_ns
+        self._slots = np.zeros(items, np.int32)  # by row
+        self._rows = np.full(n, -1, np.int64)  # by slot, as all below
         self._records = np.zeros((n, len(default)), np.uint8)  # pages that were never written take no memory
         self._records[0] = self._default
         self._state, self._found = np.zeros(n, np.uint8), np.zeros(n, np.bool_)
         self._expires_ns, self._used = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._failures, self._retry_ns = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._retry_ns[0] = _NEVER
-        self._items: list[str] = [""] * n
-        self._slots: dict[str, int] = {}
         self._buckets = [_Bucket(1 + each * k, 1 + each * (k + 1)) for k in range(buckets)]
         self._tick = 0
-        self.evicted = 0
+        self.entries = self.evicted = 0
 
-    def __len__(self) -> int:
-        return len(self._slots)
+    def rows(self, slots: Sequence[int]) -> list[int]:
+        found: list[int] = self._rows[np.array(slots, np.int64)].tolist()
+        return found
 
-    @property
-    def used_bytes(self) -> int:
-        return len(self._slots) * self.slot_bytes
+    def get(self, rows: Int32, now_ns: int, may_fetch: bool, out: UInt8) -> Got:
+        """Copy the records of rows [n] to out, [n, record bytes], and do what asking for them does.
 
-    def item(self, slot: int) -> str:
-        return self._items[slot]
-
-    def get(self, items: Sequence[str], now_ns: int, may_fetch: bool, out: UInt8) -> Got:
-        """Copy the items' records to out, [n, record bytes], and do what asking for them does.
-
-        may_fetch: whether anything may be fetched. An item may come twice.
+        may_fetch: whether anything may be fetched. A row may come twice.
         """
-        n = len(items)
-        slots = np.fromiter(map(self._slots.get, items, repeat(0)), np.int64, n)
+        slots = self._slots[rows]
         begin = self._tick
         self._use(slots)
-        if may_fetch:
-            for place in np.flatnonzero(slots == 0).tolist():
-                slots[place] = self._slots.get(items[place]) or self._admit(items[place], begin)
+        if may_fetch and not slots.all():
+            self._admit(np.unique(rows[slots == 0]).tolist(), begin)
+            slots = self._slots[rows]
         np.take(self._records, slots, axis=0, out=out, mode="clip")  # the other modes copy out first
         found = self._found[slots].view(np.uint8)
         seen = _SEEN[found]
         old = np.flatnonzero(self._expires_ns[slots] <= now_ns)
         if not len(old):
-            return Got(seen, old, old, seen[:0], [], 0, 0)
+            return Got(seen, old, slots[:0], seen[:0], [], 0, 0)
         slots, found = slots[old], found[old]
         seen[old] = _SEEN_OLD[found]
         state = AGED[self._state[slots], found]
@@ -156,62 +150,65 @@ class Memory:
         values = b"".join([end for end in ends if isinstance(end, bytes)])
         self._records[at[there]] = np.frombuffer(values, np.uint8).reshape(-1, len(self._default))
 
-    def state(self, item: str, now_ns: int) -> State:
+    def state(self, row: int, now_ns: int) -> State:
         """Of an item; it does not count as used."""
-        slot = self._slots.get(item, 0)
-        state = self._state[slot]
+        slot = self._slots[row]
         aged = self._expires_ns[slot] <= now_ns
-        return State(int(AGED[state, int(self._found[slot])] if aged else state))
+        return State(int(AGED[self._state[slot], int(self._found[slot])] if aged else self._state[slot]))
 
-    def bucket(self, item: str) -> int:
-        """The number of an item's bucket."""
-        return hash(item) % len(self._buckets)
+    def bucket(self, row: int) -> int:
+        """The number of a row's bucket."""
+        return row % len(self._buckets)
 
-    def kept(self) -> list[list[str]]:
-        """The items of each bucket, used longest ago first."""
-        order = sorted(self._slots.values(), key=lambda slot: int(self._used[slot]))
-        items: list[list[str]] = [[] for _ in self._buckets]
-        for slot in order:
-            items[self.bucket(self._items[slot])].append(self._items[slot])
-        return items
+    def kept(self) -> list[list[int]]:
+        """The rows of each bucket, used longest ago first."""
+        rows: list[list[int]] = [[] for _ in self._buckets]
+        for slot in np.argsort(self._used, kind="stable").tolist():
+            if self._rows[slot] >= 0:
+                rows[self.bucket(int(self._rows[slot]))].append(int(self._rows[slot]))
+        return rows
 
     def check(self) -> None:
         """Audit; AssertionError."""
-        for item, slot in self._slots.items():
-            bucket = self._buckets[self.bucket(item)]
-            assert self._items[slot] == item, "an item and its slot disagree"
+        slots = np.flatnonzero(self._rows >= 0)
+        assert (self._slots[self._rows[slots]] == slots).all(), "a row and its slot disagree"
+        assert np.count_nonzero(self._slots) == len(slots) == self.entries, "slots are lost"
+        for slot, row in zip(slots.tolist(), self._rows[slots].tolist(), strict=True):
+            bucket = self._buckets[self.bucket(row)]
             assert bucket.first <= slot < bucket.unused, "a slot is not its bucket's"
-        empty = [slot for slot in self._slots.values() if not self._found[slot]]
-        assert (self._records[[0, *empty]] == self._default).all(), "an item without features has some"
-        in_use = {0, *self._slots.values()}
+        empty = np.append(0, slots[~self._found[slots]])
+        assert (self._records[empty] == self._default).all(), "an item without features has some"
         pending = np.flatnonzero(np.isin(self._state, (State.PENDING, State.STALE_PENDING)))
-        assert in_use.issuperset(pending.tolist()), "a pending item lost its slot"
+        assert (self._rows[pending] >= 0).all(), "a pending item lost its slot"
 
-    def _use(self, slots: Int64) -> None:
+    def _use(self, slots: npt.NDArray[np.integer]) -> None:
         self._used[slots] = np.arange(self._tick, self._tick + len(slots))
         self._tick += len(slots)
 
-    def _admit(self, item: str, begin: int) -> int:
-        """A slot for an item that has none; 0 where all of its bucket are pending, or used from tick `begin` on."""
-        bucket = self._buckets[self.bucket(item)]
+    def _admit(self, rows: list[int], begin: int) -> None:
+        """Slots for rows that have none, as far as there are slots that were not used since tick `begin`."""
+        pairs = [(slot, row) for row in rows if (slot := self._room(self._buckets[self.bucket(row)], begin))]
+        if not pairs:
+            return
+        slots, admitted = np.array(pairs, np.int64).T
+        dropped = self._rows[slots]
+        dropped = dropped[dropped >= 0]
+        self._slots[dropped] = 0
+        self.evicted += len(dropped)
+        self.entries += len(slots) - len(dropped)
+        self._slots[admitted], self._rows[slots] = slots, admitted
+        self._found[slots] = False
+        self._state[slots] = State.ABSENT
+        self._expires_ns[slots] = self._failures[slots] = self._retry_ns[slots] = 0
+        self._records[slots] = self._default
+        self._use(slots)
+
+    def _room(self, bucket: _Bucket, begin: int) -> int:
+        """A slot for another row of a bucket, each call another one; 0: there is none."""
         if bucket.unused < bucket.end:
-            slot = bucket.unused
             bucket.unused += 1
-        else:
-            slot = self._victim(bucket, begin)
-            if not slot:
-                return 0
-            del self._slots[self._items[slot]]
-            self.evicted += 1
-            self._found[slot] = False
-            self._state[slot] = State.ABSENT
-            self._expires_ns[slot] = self._failures[slot] = self._retry_ns[slot] = 0
-        self._records[slot] = self._default
-        self._items[slot] = item
-        self._slots[item] = slot
-        self._used[slot] = self._tick
-        self._tick += 1
-        return slot
+            return bucket.unused - 1
+        return self._victim(bucket, begin)
 
     def _victim(self, bucket: _Bucket, begin: int) -> int:
         """The slot that was used longest ago, before `begin`, and is not pending; 0: none.
@@ -224,6 +221,7 @@ class Memory:
                 bucket.tried += 1
                 pending = self._state[slot] in (State.PENDING, State.STALE_PENDING)
                 if self._used[slot] == tick and tick < begin and not pending:
+                    self._used[slot] = begin  # it is taken
                     return slot
             own = slice(bucket.first, bucket.end)
             order = np.argsort(self._used[own], kind="stable")

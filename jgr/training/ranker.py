@@ -189,6 +189,8 @@ def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
     if not train.retriever:
         return lambda history: jnp.log(base)
     cfg, params = retrievers.load_for(Path(train.retriever), catalog.item_ids)
+    if retrievers.timed(cfg):
+        raise ConfigError(f"train.retriever: {train.retriever} depends on times, which no prompt has")
     if train.max_items > cfg.max_items:
         raise ConfigError(
             f"train.max_items ({train.max_items}) must be at most train.retriever's, {cfg.max_items}"

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from jgr.config import FeaturesConfig
@@ -23,6 +24,12 @@ from jgr.features.stores import StoreError
 SCHEMA = Schema.parse("x:int32")
 PATIENCE_S = 30.0
 S = 10**9
+ITEMS = [*"abcdefgh", *map(str, range(1000))]
+ROWS = {item: row for row, item in enumerate(ITEMS)}
+
+
+def rows(*items: str) -> npt.NDArray[np.int32]:
+    return np.array([ROWS[item] for item in items], np.int32)
 
 
 def record(x: int) -> bytes:
@@ -72,7 +79,7 @@ def cached(
     store: FakeStore, mode: str, clock: Callable[[], int] = lambda: 0, **settings: Any
 ) -> Iterator[FeatureCache]:
     given: dict[str, Any] = {"mode": mode, "max_wait_ms": PATIENCE_S * 1e3, "linger_ms": 0.0, **settings}
-    cache = FeatureCache(store, SCHEMA, FeaturesConfig(**given), clock=clock)
+    cache = FeatureCache(store, SCHEMA, ITEMS, FeaturesConfig(**given), clock=clock)
     try:
         yield cache
     finally:
@@ -97,7 +104,7 @@ def test_single_flight_under_32_threads() -> None:
     with cached(store, "synchronous", clock) as cache, ThreadPoolExecutor(32) as threads:
         # Each asks for some of the items, in an order of its own, one of them twice.
         asked = [[items[(7 * t + n) % 20] for n in range(12)] * 2 for t in range(32)]
-        gets = [threads.submit(cache.get_many, one) for one in asked]
+        gets = [threads.submit(cache.get_many, rows(*one)) for one in asked]
         for _ in gets:
             assert begun.acquire(timeout=PATIENCE_S)
         store.open.set()
@@ -113,25 +120,25 @@ def test_single_flight_under_32_threads() -> None:
 def test_stale_is_served_while_the_refresh_hangs(mode: str) -> None:
     store, clock = FakeStore({"a": record(1)}), Clock()
     with cached(store, "synchronous", clock) as cache:
-        assert served(cache.get_many(["a"])) == [(1, FRESH)]
+        assert served(cache.get_many(rows("a"))) == [(1, FRESH)]
     store.asked.clear()
     with cached(store, mode, clock) as cache:
-        cache.get_many(["a"])
+        cache.get_many(rows("a"))
         if mode == "asynchronous":  # it was missing, and is there once its fetch has ended
             cache.close(PATIENCE_S)
-        assert served(cache.get_many(["a"])) == [(1, FRESH)]
+        assert served(cache.get_many(rows("a"))) == [(1, FRESH)]
     with cached(store, "sync_missing", clock) as cache:
-        cache.get_many(["a"])
+        cache.get_many(rows("a"))
         clock.now = 67 * S  # beyond the time to live of 60 s with its jitter
         store.values["a"] = record(2)
         store.open.clear()
         store.entered.clear()
         for _ in range(3):
-            assert served(cache.get_many(["a"])) == [(1, STALE)]
+            assert served(cache.get_many(rows("a"))) == [(1, STALE)]
         assert store.entered.wait(PATIENCE_S)
         store.open.set()
         cache.close(PATIENCE_S)  # once the refresh has ended
-        assert served(cache.get_many(["a"])) == [(2, FRESH)]
+        assert served(cache.get_many(rows("a"))) == [(2, FRESH)]
         counts = cache.counts()
     assert (counts.stale, counts.fetched, counts.joined, counts.waits) == (3, 2, 2, 1)
 
@@ -140,18 +147,18 @@ def test_the_modes_wait_for_what_they_say() -> None:
     store, clock = FakeStore({"a": record(1), "b": record(2)}), Clock()
     with cached(store, "asynchronous", clock) as cache:
         store.open.clear()
-        assert served(cache.get_many(["a", "b"])) == [(0, MISSING)] * 2
-        assert cache.get_many(["a", "b"]).missing == 2
+        assert served(cache.get_many(rows("a", "b"))) == [(0, MISSING)] * 2
+        assert cache.get_many(rows("a", "b")).missing == 2
         store.open.set()
         cache.close(PATIENCE_S)
-        assert served(cache.get_many(["b", "a"])) == [(2, FRESH), (1, FRESH)]
+        assert served(cache.get_many(rows("b", "a"))) == [(2, FRESH), (1, FRESH)]
         assert cache.counts().waits == 0
     assert store.asked == [["a", "b"]]  # one round trip
     with cached(store, "synchronous", clock) as cache:
-        cache.get_many(["a"])
+        cache.get_many(rows("a"))
         clock.now = 67 * S
         store.values["a"] = record(3)
-        features = cache.get_many(["a", "b"])
+        features = cache.get_many(rows("a", "b"))
         assert served(features) == [(3, FRESH), (2, FRESH)]
         assert store.asked[1:] == [["a"], ["a", "b"]]
 
@@ -160,37 +167,37 @@ def test_the_modes_wait_for_what_they_say() -> None:
 def test_a_get_ends_at_its_deadline_with_what_there_is(asynchronous: bool) -> None:
     store, clock = FakeStore({"a": record(1), "b": record(2)}), Clock()
 
-    def get(cache: FeatureCache, items: list[str], deadline_ns: int | None) -> Features:
+    def get(cache: FeatureCache, asked: npt.NDArray[np.int32], deadline_ns: int | None) -> Features:
         if asynchronous:
-            return asyncio.run(cache.get_many_async(items, deadline_ns))
-        return cache.get_many(items, deadline_ns)
+            return asyncio.run(cache.get_many_async(asked, deadline_ns))
+        return cache.get_many(asked, deadline_ns)
 
     with cached(store, "synchronous", clock) as cache:
-        assert served(get(cache, ["a"], None)) == [(1, FRESH)]
+        assert served(get(cache, rows("a"), None)) == [(1, FRESH)]
         clock.now = 67 * S
         store.open.clear()
         # The store hangs until all of these have ended.
         for deadline_ns in (clock.now + 10**7, clock.now, 0):
-            features = get(cache, ["a", "b"], deadline_ns)
+            features = get(cache, rows("a", "b"), deadline_ns)
             assert served(features) == [(1, STALE), (0, MISSING)]
             assert (features.stale, features.missing) == (1, 1)
         assert cache.counts().late == 3
         store.open.set()
-        assert get(cache, ["b", "a"], None).missing == 0
+        assert get(cache, rows("b", "a"), None).missing == 0
     with cached(store, "synchronous", clock, max_wait_ms=1.0) as cache:
         store.open.clear()
-        assert get(cache, ["a"], clock.now + 3600 * S).missing == 1
+        assert get(cache, rows("a"), clock.now + 3600 * S).missing == 1
 
 
 def test_not_found_is_remembered_for_a_short_time() -> None:
     store, clock = FakeStore({}), Clock()
     with cached(store, "sync_missing", clock) as cache:
         for _ in range(3):
-            assert served(cache.get_many(["a"])) == [(0, MISSING)]
+            assert served(cache.get_many(rows("a"))) == [(0, MISSING)]
         assert store.asked == [["a"]]
         store.values["a"] = record(1)
         clock.now = 5 * S
-        assert served(cache.get_many(["a"])) == [(1, FRESH)]
+        assert served(cache.get_many(rows("a"))) == [(1, FRESH)]
         assert (cache.counts().not_found, cache.counts().missing) == (1, 3)
 
 
@@ -198,34 +205,34 @@ def test_not_found_is_remembered_for_a_short_time() -> None:
 def test_failures_keep_what_is_stale_and_are_tried_again(error: Exception) -> None:
     store, clock = FakeStore({"a": record(1)}), Clock()
     with cached(store, "synchronous", clock) as cache:
-        cache.get_many(["a"])
+        cache.get_many(rows("a"))
         clock.now, store.error = 67 * S, error
-        assert served(cache.get_many(["a", "b"])) == [(1, STALE), (0, MISSING)]
-        assert served(cache.get_many(["a", "b"])) == [(1, STALE), (0, MISSING)]  # held: not asked again
+        assert served(cache.get_many(rows("a", "b"))) == [(1, STALE), (0, MISSING)]
+        assert served(cache.get_many(rows("a", "b"))) == [(1, STALE), (0, MISSING)]  # held: not asked again
         assert len(store.asked) == 2 and cache.counts().held == 2
         clock.now += S
         store.error, store.values["b"] = None, record(2)
-        assert served(cache.get_many(["a", "b"])) == [(1, FRESH), (2, FRESH)]
+        assert served(cache.get_many(rows("a", "b"))) == [(1, FRESH), (2, FRESH)]
         assert cache.counts().failures == isinstance(error, StoreError)
 
 
 def test_wrong_values_are_counted_and_never_served() -> None:
     other = Schema.parse("y:int32").default
-    store, clock = FakeStore({"cut": record(1)[:-1], "foreign": other, "good": record(3)}), Clock()
+    store, clock = FakeStore({"c": record(1)[:-1], "f": other, "g": record(3)}), Clock()
     with cached(store, "synchronous", clock) as cache:
-        items = ["cut", "good", "foreign"]
-        assert served(cache.get_many(items)) == [(0, MISSING), (3, FRESH), (0, MISSING)]
+        items = ["c", "g", "f"]
+        assert served(cache.get_many(rows(*items))) == [(0, MISSING), (3, FRESH), (0, MISSING)]
         assert cache.counts().invalid == 2 and cache.counts().bytes == 19 + 20 + 20
         clock.now = S
-        store.values["cut"] = record(1)
-        assert served(cache.get_many(items)) == [(1, FRESH), (3, FRESH), (0, MISSING)]
+        store.values["c"] = record(1)
+        assert served(cache.get_many(rows(*items))) == [(1, FRESH), (3, FRESH), (0, MISSING)]
 
 
 def test_requests_that_follow_one_another_share_a_round_trip() -> None:
     store = FakeStore({"a": record(1), "b": record(2)})
     with cached(store, "asynchronous", linger_ms=PATIENCE_S * 1e3, connections=2) as cache:
-        cache.get_many(["a"])
-        cache.get_many(["b", "a"])
+        cache.get_many(rows("a"))
+        cache.get_many(rows("b", "a"))
         cache.close(PATIENCE_S)  # ends the lingering
         assert store.asked == [["a", "b"]]
 
@@ -236,19 +243,19 @@ def test_a_full_cache_forgets_and_an_empty_request_is_answered() -> None:
     with cached(store, "synchronous", cache_mb=0.1, buckets=4) as cache:
         for start in range(0, 1000, 50):
             asked = items[start : start + 50]
-            assert served(cache.get_many(asked)) == [(int(item), FRESH) for item in asked]
+            assert served(cache.get_many(rows(*asked))) == [(int(item), FRESH) for item in asked]
         counts = cache.counts()
         assert 0 < counts.used_bytes <= 0.1 * 2**20 and counts.entries + counts.evicted == 1000
-        assert cache.get_many([]).records.shape == (0,)
+        assert cache.get_many(rows()).records.shape == (0,)
         assert cache.close(PATIENCE_S)
-        assert store.closed and cache.get_many(items).missing == counts.evicted  # no fetch any more
+        assert store.closed and cache.get_many(rows(*items)).missing == counts.evicted  # no fetch any more
 
 
 def test_records_are_written_where_the_caller_says() -> None:
     store, clock = FakeStore({"a": record(1), "b": record(2)}), Clock()
     with cached(store, "synchronous", clock) as cache:
         words = np.full((3, SCHEMA.record_bytes // 4), 9, np.uint32)
-        features = cache.get_many(["b", "none", "a"], out=words)
+        features = cache.get_many(rows("b", "h", "a"), out=words)
         assert served(features) == [(2, FRESH), (0, MISSING), (1, FRESH)]
         assert words.tobytes() == record(2) + SCHEMA.default + record(1)
         assert np.shares_memory(features.records, words)
@@ -256,7 +263,7 @@ def test_records_are_written_where_the_caller_says() -> None:
         clock.now = 67 * S
         store.values["a"] = record(5)
         store.open.clear()
-        assert served(cache.get_many(["a"], 0, words[:1])) == [(1, STALE)]
+        assert served(cache.get_many(rows("a"), 0, words[:1])) == [(1, STALE)]
         store.open.set()
-        assert served(cache.get_many(["a"])) == [(5, FRESH)]
+        assert served(cache.get_many(rows("a"))) == [(5, FRESH)]
         assert words[:1].tobytes() == record(1)

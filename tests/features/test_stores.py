@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import redis
 
@@ -22,10 +23,14 @@ from jgr.features.stores import FeatureStore, StoreError
 from tests.features.redis_process import Proxy, RedisProcess
 
 SCHEMA = Schema.parse("x:int32")
-ITEMS = [f"item {n}" for n in range(300)]
+ITEMS = [*(f"item {n}" for n in range(300)), "not there"]
 RECORDS = SCHEMA.pack({"x": np.arange(300)[:, None]})
 PATIENCE_S = 30.0
 DEADLINE_S = 0.1
+
+
+def rows(*numbers: int) -> npt.NDArray[np.int32]:
+    return np.array(numbers, np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
 @pytest.fixture
 def proxy(server: RedisProcess) -> Iterator[Proxy]:
     store = open_store(server.address, PATIENCE_S)
-    store.put_many(ITEMS, RECORDS)
+    store.put_many(ITEMS[:300], RECORDS)
     store.close()
     before = Proxy(server.socket)
     yield before
@@ -107,7 +112,7 @@ def serve(proxy: Proxy, **settings: float) -> FeatureCache:
     config = FeaturesConfig(
         max_wait_ms=PATIENCE_S * 1e3, **{"timeout_ms": PATIENCE_S * 1e3, "ttl_s": 3600.0, **settings}
     )  # type: ignore[arg-type]
-    return FeatureCache(open_store(proxy.address, config.timeout_ms / 1e3), SCHEMA, config)
+    return FeatureCache(open_store(proxy.address, config.timeout_ms / 1e3), SCHEMA, ITEMS, config)
 
 
 def deadline_ns() -> int:
@@ -120,7 +125,7 @@ def test_wrong_types_and_cut_values_are_counted(server: RedisProcess, proxy: Pro
         direct.rpush(PREFIX + ITEMS[0], "a", "list")
         direct.set(PREFIX + ITEMS[1], RECORDS[1][:-3])
         cache = serve(proxy)
-        features = cache.get_many([*ITEMS[:3], "not there"])
+        features = cache.get_many(rows(0, 1, 2, 300))
         assert features.states.tolist() == [MISSING, MISSING, FRESH, MISSING]
         assert features.records["x"][:, 0].tolist() == [0, 0, 2, 0]
         counts = cache.counts()
@@ -128,19 +133,19 @@ def test_wrong_types_and_cut_values_are_counted(server: RedisProcess, proxy: Pro
         # What is put right is found, without a restart.
         direct.delete(PREFIX + ITEMS[0])
         direct.mset({PREFIX + ITEMS[0]: RECORDS[0], PREFIX + ITEMS[1]: RECORDS[1]})
-        until(lambda: cache.get_many(ITEMS[:2]).states.tolist() == [FRESH, FRESH])
+        until(lambda: cache.get_many(rows(0, 1)).states.tolist() == [FRESH, FRESH])
         assert cache.close(PATIENCE_S)
 
 
 def test_a_slow_server_is_not_waited_for_beyond_the_deadline(proxy: Proxy) -> None:
     cache = serve(proxy)
-    assert cache.get_many(ITEMS[:1]).missing == 0
+    assert cache.get_many(rows(0)).missing == 0
     proxy.hold()
     for _ in range(3):  # the answer is held until all have ended
-        features = cache.get_many(ITEMS[:2], deadline_ns())
+        features = cache.get_many(rows(0, 1), deadline_ns())
         assert features.states.tolist() == [FRESH, MISSING]
     proxy.release()
-    assert cache.get_many(ITEMS[:2]).missing == 0
+    assert cache.get_many(rows(0, 1)).missing == 0
     assert cache.counts().fetched == 2 and cache.counts().late == 3
     assert cache.close(PATIENCE_S)
 
@@ -148,16 +153,16 @@ def test_a_slow_server_is_not_waited_for_beyond_the_deadline(proxy: Proxy) -> No
 def test_an_answer_that_never_comes_is_a_failure_and_is_asked_for_again(proxy: Proxy) -> None:
     cache = serve(proxy, timeout_ms=50.0)
     proxy.hold()
-    assert cache.get_many(ITEMS[:1]).missing == 1
+    assert cache.get_many(rows(0)).missing == 1
     assert cache.counts().failures == 1
     proxy.release()
-    until(lambda: cache.get_many(ITEMS[:1]).missing == 0)
+    until(lambda: cache.get_many(rows(0)).missing == 0)
     assert cache.close(PATIENCE_S)
 
 
 def test_killed_and_restarted_under_load(server: RedisProcess, proxy: Proxy) -> None:
     cache = serve(proxy, ttl_s=0.05, absent_ttl_s=0.05, timeout_ms=200.0)
-    cache.get_many(ITEMS[:200])
+    cache.get_many(rows(*range(200)))
     stop, seen, slowest = threading.Event(), [threading.Semaphore(0) for _ in range(3)], [0.0]
 
     def load(first: int) -> None:
@@ -165,7 +170,7 @@ def test_killed_and_restarted_under_load(server: RedisProcess, proxy: Proxy) -> 
         while not stop.is_set():
             number += 7
             start = time.monotonic()
-            features = cache.get_many([ITEMS[(number + n) % 300] for n in range(16)], deadline_ns())
+            features = cache.get_many(rows(*((number + n) % 300 for n in range(16))), deadline_ns())
             slowest.append(time.monotonic() - start)
             # Whatever the server does, a record is the item's own or the default one.
             x = features.records["x"][:, 0]
@@ -185,10 +190,10 @@ def test_killed_and_restarted_under_load(server: RedisProcess, proxy: Proxy) -> 
         await_(seen[STALE])  # it is visible that the server is gone
         server.start()
         reloaded = open_store(server.address, PATIENCE_S)
-        reloaded.put_many(ITEMS, RECORDS)
+        reloaded.put_many(ITEMS[:300], RECORDS)
         reloaded.close()
         await_(seen[FRESH])
-        until(lambda: cache.get_many(ITEMS, time.monotonic_ns() + 10**10).missing == 0)
+        until(lambda: cache.get_many(rows(*range(300)), time.monotonic_ns() + 10**10).missing == 0)
     stop.set()
     for thread in threads:
         thread.join()

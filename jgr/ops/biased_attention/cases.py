@@ -48,8 +48,8 @@ CASES = (
     Case("climber", dict(_CLIMBER | dict(reach=20), **_targets(40, 9))),
     Case("cached_history", dict(**causal(30, 21), cached=17, **_CLIMBER)),
     Case(
-        "hstu_ml1m_b128",
-        dict(**causal(*[211] * 128), activation="silu", reach=211, timed=True, **_heads(1, 50)),
+        "hstu_ml20m_b32",
+        dict(**causal(*[211] * 32), activation="silu", reach=211, timed=True, **_heads(8, 32)),
         _BENCH,
     ),
     Case("stu_4k", dict(**causal(4096), **_STU), _BENCH | _COMPILE),

@@ -30,7 +30,7 @@ CASES = (
     _case("plain_norm", 5, 64, 48, _CI, activation="silu"),
     _case("no_norm", 20, 48, 32, _CI, with_=("bias", "residual"), normalize=False, activation="relu"),
     _case("shift_only", 16, 32, 16, _CI, with_=("shift",)),
-    _case("hstu_ml1m_b128", 128 * 211, 50, 200, _BENCH, activation="silu"),
+    _case("hstu_ml20m_b32", 32 * 211, 256, 1024, _BENCH, activation="silu"),
     _case("stu_4k", 4096, 512, 2048, _BENCH | _COMPILE, with_=_AFFINE),
     _case("stu_out_4k", 4096, 1536, 512, _BENCH | _COMPILE, with_=("residual",), normalize=False),
     _case("climber_up", 1024, 128, 128, _BENCH | _COMPILE, with_=_AFFINE, activation="gelu"),
