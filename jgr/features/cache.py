@@ -117,7 +117,8 @@ class _Wait:
 class FeatureCache:
     """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
 
-    item_ids: of the catalog, whose rows are asked for and whose ids the store knows. config.store and config.schema are not read here. clock: nanoseconds that never go back. seed: of the jitter.
+    item_ids: of the catalog, whose rows are asked for and whose ids the store knows. config.store and config.schema are
+    not read here. clock: nanoseconds that never go back. seed: of the jitter.
     """
 
     def __init__(
