@@ -10,8 +10,8 @@ within a request. The paths, each with threads that take requests in turn, get t
     full          cache, and all inputs in one buffer (FLAME-6), made after binding to a NUMA node (FLAME-5)
     sync_missing  full, but a request waits for what is missing (FLAME-3); shown, not claimed
 
-Equal CPU load: every path is driven by random arrivals at the rate at which its threads spend LOAD of one core, and
-throughput is pairs a second at exactly that load. Left out are the thread that makes the arrivals, and XLA's own ones:
+Equal CPU load: every path is driven by random arrivals at the rate at which its threads keep 16 % of the machine
+busy, and throughput is pairs a second at exactly that load. Left out are the thread that makes the arrivals, and XLA's own ones:
 they run the model, which the paper's CPUs do not. The process has one core, Redis and the proxy the other. The model is
 a small stand-in, a table and two layers over the features: no model of jgr reads side features yet. Caches are brought
 to their steady state by a time to live of requests in virtual time.
@@ -59,8 +59,8 @@ from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.stores import FeatureStore
 
-LOAD = 0.16
-"""Of a core, for all but the model; the paper's machines stood at 16 %."""
+LOAD = 0.16 * (os.cpu_count() or 1)
+"""In cores, of all but the model; the paper's machines stood at 16 %."""
 
 
 class Setting(NamedTuple):
@@ -313,7 +313,7 @@ def cpu_times() -> CpuTimes:
     return CpuTimes(host, model)
 
 
-FIRST_RATE = 150.0
+FIRST_RATE = 300.0
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:

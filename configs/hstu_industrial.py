@@ -15,7 +15,7 @@ def get_config() -> Config:
             learning_rate=1e-3,
             weight_decay=0.0,
             dropout=0.5,
-            temperature=0.05,
+            temperature=0.1,
             max_items=10,
             checkpoint_every=100,
             evaluate_every=100,

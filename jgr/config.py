@@ -14,29 +14,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.machinery
-import math
 import sys
 import traceback
 import types
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_type_hints
+
+from jgr.fields import ConfigError as ConfigError
+from jgr.fields import UserError as UserError
+from jgr.fields import check, describe, parse, require, sizes
 
 MAX_WAIT_MS = 60_000
 """More than any caller waits for company; a typing error otherwise."""
-
-
-class UserError(ValueError):
-    """A mistake that the user can mend; the base class of every such error in jgr.
-
-    The message is one line that names the file, field or flag and says what to change. The command line
-    prints it without a traceback and exits with code 2.
-    """
-
-
-class ConfigError(UserError):
-    """A configuration file, or an override of it, that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +41,8 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        _check(self)
-        _require(bool(self.name), "model.name must not be empty")
+        check(self)
+        require(bool(self.name), "model.name must not be empty")
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ class CatalogConfig:
     max_upload_bytes: int = 256 << 20  # of a catalog sent to POST /v1/catalogs
 
     def __post_init__(self) -> None:
-        _check(self, segment_rows=1, max_versions=3, max_upload_bytes=1)
+        check(self, segment_rows=1, max_versions=3, max_upload_bytes=1)
 
 
 @dataclass(frozen=True)
@@ -82,10 +72,10 @@ class PromptConfig:
     separator: str = ""  # text between two items
 
     def __post_init__(self) -> None:
-        _check(self, max_items=1, stride=1)
+        check(self, max_items=1, stride=1)
         fits = self.stride <= self.max_items
-        _require(fits, f"prompt.stride ({self.stride}) must be at most prompt.max_items ({self.max_items})")
-        _require(self.template.count("{history}") == 1, "prompt.template must hold {history} exactly once")
+        require(fits, f"prompt.stride ({self.stride}) must be at most prompt.max_items ({self.max_items})")
+        require(self.template.count("{history}") == 1, "prompt.template must hold {history} exactly once")
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class BeamConfig:
     items_per_id: int = 50  # items of an answer that may share a semantic id; the catalog's first of them
 
     def __post_init__(self) -> None:
-        _check(self, width=1, approximate=0, items_per_id=1)
+        check(self, width=1, approximate=0, items_per_id=1)
 
 
 @dataclass(frozen=True)
@@ -121,9 +111,9 @@ class RankConfig:
     candidates: int = 256  # of a batch
 
     def __post_init__(self) -> None:
-        _check(self, item_span=1, requests=1, candidates=1)
-        _sizes("rank.tokens", self.tokens)
-        _sizes("rank.context", self.context)
+        check(self, item_span=1, requests=1, candidates=1)
+        sizes("rank.tokens", self.tokens)
+        sizes("rank.context", self.context)
 
 
 @dataclass(frozen=True)
@@ -151,16 +141,16 @@ class CacheConfig:
     repair_share: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
-        _check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
-        _require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
+        check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
+        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
+        require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
         both = self.repair_tokens and self.repair_share
-        _require(not both, "cache.repair_tokens and cache.repair_share: only one of them can be above 0")
+        require(not both, "cache.repair_tokens and cache.repair_share: only one of them can be above 0")
         share = self.item_share
-        _require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
-        _require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
+        require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
+        require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
         fits = self.page_tokens % self.item_cells == 0
-        _require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
+        require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
 
 
 @dataclass(frozen=True)
@@ -184,7 +174,7 @@ class FeaturesConfig:
     bind_threads: bool = True  # to the accelerator's NUMA node, where there are several
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self,
             cache_mb=0,
             buckets=1,
@@ -194,7 +184,7 @@ class FeaturesConfig:
             timeout_ms=1,
             connections=1,
         )
-        _check(self, linger_ms=0)
+        check(self, linger_ms=0)
 
 
 @dataclass(frozen=True)
@@ -207,9 +197,9 @@ class ProfilesConfig:
     candidates: tuple[int, ...] = (128,)  # candidates per row, for rank
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
         for f in dataclasses.fields(self):
-            _sizes(f"profiles.{f.name}", getattr(self, f.name))
+            sizes(f"profiles.{f.name}", getattr(self, f.name))
 
 
 @dataclass(frozen=True)
@@ -221,9 +211,9 @@ class BatchingConfig:
     max_queue: int = 1024  # waiting requests; one more is refused with 429
 
     def __post_init__(self) -> None:
-        _check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
+        check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
         ms = self.max_wait_ms
-        _require(ms <= MAX_WAIT_MS, f"batching.max_wait_ms must be at most {MAX_WAIT_MS}, not {ms}")
+        require(ms <= MAX_WAIT_MS, f"batching.max_wait_ms must be at most {MAX_WAIT_MS}, not {ms}")
 
 
 @dataclass(frozen=True)
@@ -245,14 +235,14 @@ class ServerConfig:
     default_deadline_ms: float | None = None  # of a request that names none; None: no deadline
 
     def __post_init__(self) -> None:
-        _check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
-        _check(self, max_filter_items=0)
+        check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
+        check(self, max_filter_items=0)
         same = bool(self.api_key) and self.api_key == self.admin_key
-        _require(not same, "server.admin_key must not be server.api_key, which clients have")
-        _require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
-        _require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
+        require(not same, "server.admin_key must not be server.api_key, which clients have")
+        require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
+        require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
         ms = self.default_deadline_ms
-        _require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")
+        require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")
 
 
 @dataclass(frozen=True)
@@ -264,7 +254,7 @@ class DataConfig:
     path: str = ""  # the folder; the shop needs none
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
 
 
 @dataclass(frozen=True)
@@ -311,28 +301,28 @@ class TrainConfig:
     mlp: int = 256  # inner width of the feed-forward block
 
     def __post_init__(self) -> None:
-        _check(
+        check(
             self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
         )
-        _check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
-        _check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
-        _check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
+        check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
+        check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
+        check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
         for name in ("clip_norm", "temperature"):
-            _require(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
-        _require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
+            require(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
+        require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
         for name in ("dropout", "adam_b2"):
             value = getattr(self, name)
-            _require(value < 1, f"train.{name} must be below 1, not {value}")
+            require(value < 1, f"train.{name} must be below 1, not {value}")
         validates = self.learn_valid and self.evaluate_every > 0
-        _require(
+        require(
             not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
         )
-        _require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
+        require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         fits = self.heads % self.kv_heads == 0
-        _require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
-        _require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
+        require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
+        require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
         parts = self.micro_batches * self.devices
-        _require(
+        require(
             self.batch % parts == 0,
             f"train.batch ({self.batch}) must be a multiple of train.micro_batches x train.devices ({parts})",
         )
@@ -356,7 +346,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(self)
 
 
 def load_config(path: str | Path) -> Config:
@@ -402,9 +392,9 @@ def override(config: Config, *assignments: str) -> Config:
             raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
         section, name = key.split(".")
         try:
-            updates.setdefault(section, {})[name] = _parse(text, hints[key])
+            updates.setdefault(section, {})[name] = parse(text, hints[key])
         except ValueError:
-            raise ConfigError(f"{key} must be {_describe(hints[key])}, not '{text}'") from None
+            raise ConfigError(f"{key} must be {describe(hints[key])}, not '{text}'") from None
     sections = {s: dataclasses.replace(getattr(config, s), **values) for s, values in updates.items()}
     return dataclasses.replace(config, **sections)
 
@@ -441,72 +431,3 @@ def _field_types() -> dict[str, Any]:
     """Every "section.field" with its annotation."""
     sections = get_type_hints(Config).items()
     return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}
-
-
-def _parse(text: str, hint: Any) -> Any:
-    """Read `text` as a value of annotation `hint`. Raises ValueError."""
-    options = get_args(hint)
-    if hint is str:
-        return text
-    if hint is int or hint is float:
-        return hint(text)
-    text = text.strip()
-    if get_origin(hint) is tuple:
-        parts = text.removeprefix("(").removesuffix(")").removesuffix(",").split(",")
-        return tuple(_parse(part, options[0]) for part in parts)
-    if get_origin(hint) is types.UnionType:
-        return None if text.lower() == "none" else _parse(text, options[0])
-    words = {"true": True, "false": False} if hint is bool else {option: option for option in options}
-    if text not in words:
-        raise ValueError(text)
-    return words[text]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is one of annotation `hint`; numbers must be finite."""
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        return value in options
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
-    if get_origin(hint) is types.UnionType:
-        return value is None or _fits(value, options[0])
-    if isinstance(value, bool):
-        return hint is bool
-    if hint is float:
-        return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, hint)
-
-
-def _describe(hint: Any) -> str:
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(options)
-    if get_origin(hint) is tuple:
-        return "integers such as (1, 8)"
-    if get_origin(hint) is types.UnionType:
-        return f"{_describe(options[0])} or none"
-    names = {str: "text", int: "an integer", float: "a finite number", bool: "true or false"}
-    return names.get(hint) or f"a {hint.__name__}"
-
-
-def _check(section: Any, **minimum: float) -> None:
-    """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
-    # A section's class is named after its place in the tree, so that messages name the field as --set does.
-    place = type(section).__name__.removesuffix("Config").lower()
-    for name, hint in get_type_hints(type(section)).items():
-        value = getattr(section, name)
-        key = f"{place}.{name}" if place else name
-        _require(_fits(value, hint), f"{key} must be {_describe(hint)}, not {value!r}")
-        if name in minimum:
-            _require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
-
-
-def _sizes(name: str, sizes: tuple[int, ...]) -> None:
-    fits = len(sizes) > 0 and sizes[0] >= 1 and all(a < b for a, b in pairwise(sizes))
-    _require(fits, f"{name} must be ascending sizes such as (1, 8), not {sizes}")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ConfigError(message)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr import config as config_module
+from jgr import fields
 from jgr.config import BeamConfig, Config, ConfigError, UserError, load_config, override, to_json
 
 
@@ -110,9 +110,9 @@ def test_any_text_gives_a_config_or_a_config_error(text: str) -> None:
     [(bool, "true", True), (bool, "false", False), (Literal["a", "b"], "b", "b"), (int | None, "none", None)],
 )
 def test_every_kind_of_annotation_can_be_read(hint: Any, text: str, value: Any) -> None:
-    assert config_module._parse(text, hint) is value
+    assert fields.parse(text, hint) is value
     with pytest.raises(ValueError, match="maybe"):
-        config_module._parse("maybe", hint)
+        fields.parse("maybe", hint)
 
 
 @pytest.mark.parametrize("value", ["32", 32.0, True, None])

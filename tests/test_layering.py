@@ -17,7 +17,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    ("jgr.config", "jgr.catalog", "jgr.prompt", "jgr.prompt_segments", "jgr.layouts", "jgr.data"),
+    (
+        "jgr.fields",
+        "jgr.config",
+        "jgr.catalog",
+        "jgr.prompt",
+        "jgr.prompt_segments",
+        "jgr.layouts",
+        "jgr.data",
+    ),
     ("jgr.ops",),
     ("jgr.models", "jgr.training"),
     ("jgr.cache", "jgr.placement", "jgr.features"),

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(f"--{name} is not set")
     source, out = Path(values.checkpoint), Path(values.out)
     if values.family == HSTU:
-        return _convert_hstu(source, Path(values.items), out, values.heads)
+        return convert_hstu(source, Path(values.items), out, values.heads)
     _refuse_what_is_not_whole(source)
     from jgr.catalog import save_catalog
     from jgr.models import checkpoint, hf
@@ -112,7 +112,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
+def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
+    """Write the retriever of the family hstu. UserError."""
     from jgr.models import checkpoint, hstu_import, retrievers
 
     checkpoint.require_writable(out)

@@ -205,10 +205,11 @@ class Memory:
 
     def _room(self, bucket: _Bucket, begin: int) -> int:
         """A slot for another row of a bucket, each call another one; 0: there is none."""
-        if bucket.unused < bucket.end:
-            bucket.unused += 1
-            return bucket.unused - 1
-        return self._victim(bucket, begin)
+        if bucket.unused == bucket.end:
+            return self._victim(bucket, begin)
+        self._used[bucket.unused] = begin  # it is taken
+        bucket.unused += 1
+        return bucket.unused - 1
 
     def _victim(self, bucket: _Bucket, begin: int) -> int:
         """The slot that was used longest ago, before `begin`, and is not pending; 0: none.

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgr.catalog import Catalog, save_catalog
+from jgr.cli.convert import convert_hstu
 from jgr.config import ConfigError, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples, Interactions, Ragged
@@ -270,9 +272,12 @@ def test_the_authors_checkpoint_becomes_a_retriever(tmp_path: Path) -> None:
     assert cfg == dataclasses.replace(golden_config(z, 3), max_items=9)
     np.testing.assert_array_equal(weights.embed, z["item_embedding"][[3, 1, 60]])
     whole = [str(i) for i in range(1, 61)]
-    cfg, weights = hstu_import.research(hstu_import.read_state(tmp_path / "hstu.npz"), whole, "v", heads=2)
+    catalog = Catalog.build(whole, [[f"<a_{i}>"] for i in whole], [{} for _ in whole])
+    save_catalog(catalog, tmp_path / "catalog.jsonl")
+    convert_hstu(tmp_path / "hstu.npz", tmp_path / "catalog.jsonl", tmp_path / "out", heads=2)
+    found, converted = retrievers.load_for(tmp_path / "out", whole)
     rows = z["past_ids"].astype(np.int32) - 1
-    scores = retrievers.scores_after(weights, rows, next_times(z), cfg=cfg)
+    scores = retrievers.scores_after(converted, rows, next_times(z), cfg=found)
     np.testing.assert_allclose(scores, z["item_scores"], rtol=0, atol=ATOL)
 
 

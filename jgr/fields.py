@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values by their annotations: what a dataclass's fields may hold, and how text becomes it. And the errors of users."""
+
+from __future__ import annotations
+
+import math
+import types
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the base class of every such error in jgr.
+
+    The message is one line that names the file, field or flag and says what to change. The command line
+    prints it without a traceback and exits with code 2.
+    """
+
+
+class ConfigError(UserError):
+    """A configuration file, or an override of it, that cannot be used."""
+
+
+def parse(text: str, hint: Any) -> Any:
+    """Read `text` as a value of annotation `hint`. Raises ValueError."""
+    options = get_args(hint)
+    if hint is str:
+        return text
+    if hint is int or hint is float:
+        return hint(text)
+    text = text.strip()
+    if get_origin(hint) is tuple:
+        parts = text.removeprefix("(").removesuffix(")").removesuffix(",").split(",")
+        return tuple(parse(part, options[0]) for part in parts)
+    if get_origin(hint) is types.UnionType:
+        return None if text.lower() == "none" else parse(text, options[0])
+    words = {"true": True, "false": False} if hint is bool else {option: option for option in options}
+    if text not in words:
+        raise ValueError(text)
+    return words[text]
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether `value` is one of annotation `hint`; numbers must be finite."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in options
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, options[0]) for v in value)
+    if get_origin(hint) is types.UnionType:
+        return value is None or _fits(value, options[0])
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """What a value of annotation `hint` is, in words."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(options)
+    if get_origin(hint) is tuple:
+        return "integers such as (1, 8)"
+    if get_origin(hint) is types.UnionType:
+        return f"{describe(options[0])} or none"
+    names = {str: "text", int: "an integer", float: "a finite number", bool: "true or false"}
+    return names.get(hint) or f"a {hint.__name__}"
+
+
+def check(section: Any, **minimum: float) -> None:
+    """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
+    # A section's class is named after its place in the tree, so that messages name the field as --set does.
+    place = type(section).__name__.removesuffix("Config").lower()
+    for name, hint in get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        key = f"{place}.{name}" if place else name
+        require(_fits(value, hint), f"{key} must be {describe(hint)}, not {value!r}")
+        if name in minimum:
+            require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
+
+
+def sizes(name: str, given: tuple[int, ...]) -> None:
+    """Raise ConfigError unless they are positive and ascending."""
+    fits = len(given) > 0 and given[0] >= 1 and all(a < b for a, b in pairwise(given))
+    require(fits, f"{name} must be ascending sizes such as (1, 8), not {given}")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise ConfigError with the message unless it holds."""
+    if not holds:
+        raise ConfigError(message)
