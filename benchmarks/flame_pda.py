@@ -11,10 +11,10 @@ within a request. The paths, each with threads that take requests in turn, get t
     sync_missing  full, but a request waits for what is missing (FLAME-3); shown, not claimed
 
 Equal CPU load: every path is driven by random arrivals at the rate at which its threads keep 16 % of the machine
-busy, and throughput is pairs a second at exactly that load. Left out are the thread that makes the arrivals, and XLA's
-own ones: they run the model, which the paper's CPUs do not. The process has one core, Redis and the proxy the other. The model is
-a small stand-in, a table and two layers over the features: no model of jgr reads side features yet. Caches are brought
-to their steady state by a time to live of requests in virtual time.
+busy, and throughput is pairs a second at exactly that load. Left out are the thread that makes the arrivals, and
+XLA's own ones: they run the model, which the paper's CPUs do not. The process has one core, Redis and the proxy the
+other. The model is a small stand-in, a table and two layers over the features: no model of jgr reads side features
+yet. Caches are brought to their steady state by a time to live of requests in virtual time.
 
     python -m benchmarks.flame_pda [--quick]
 """
