@@ -36,7 +36,7 @@ class Network(NamedTuple):
     bytes_per_s: float = 1.25e9
 
 
-class _Line:
+class Line:
     """What all connections share: chance, and the time at which the link is free."""
 
     def __init__(self, network: Network, seed: int) -> None:
@@ -58,7 +58,7 @@ class _Line:
 class _Client(asyncio.Protocol):
     """A connection to us, and the one to the server that it stands for."""
 
-    def __init__(self, line: _Line, server: str) -> None:
+    def __init__(self, line: Line, server: str) -> None:
         self._line, self._server = line, server
         self._loop = asyncio.get_running_loop()
         self._due_s = 0.0
@@ -113,7 +113,7 @@ class _Server(asyncio.Protocol):
 
 
 async def _serve(server: str, network: Network, seed: int, ready: Connection) -> None:
-    line = _Line(network, seed)
+    line = Line(network, seed)
     listener = await asyncio.get_running_loop().create_server(lambda: _Client(line, server), "127.0.0.1", 0)
     ready.send(listener.sockets[0].getsockname()[1])
     await listener.serve_forever()

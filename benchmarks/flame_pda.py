@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLAME's proximal data accelerator on a real Redis server: no cache, the cache, and the cache with packed transfer.
 
-A ranking request has a user's history and 128 candidates, whose feature records (12 features, 368 bytes) lie in Redis,
+A ranking request has a user's history and 128 candidates, whose feature records (12 features, 364 bytes) lie in Redis,
 behind a proxy that adds FLAME's network (benchmarks/delay_proxy.py). Candidates are Zipf(1.05) over the items, distinct
 within a request. The paths, each with threads that take requests in turn, get the records and run the model:
 
@@ -26,7 +26,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -59,6 +59,11 @@ from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.stores import FeatureStore
 
+NETWORK = Network()
+FIRST_RATE = 300.0
+"""Requests a second, before it is known what they cost."""
+THREADS, WAITING_THREADS = 2, 16
+"""Of a path: waiting ones are more than there are ever round trips under way at once."""
 LOAD = 0.16 * (os.cpu_count() or 1)
 """In cores, of all but the model; the paper's machines stood at 16 %."""
 
@@ -151,7 +156,7 @@ class Source(Protocol):
     def bytes(self) -> int:
         """Of the values that the store has sent so far."""
 
-    def warm(self, requests: Sequence[Request], gap_ns: int) -> None: ...
+    def warm(self, requests: Iterable[Request], gap_ns: int) -> None: ...
     def going(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
 
@@ -176,7 +181,7 @@ class Uncached:
     def bytes(self) -> int:
         return self._bytes
 
-    def warm(self, requests: Sequence[Request], gap_ns: int) -> None:
+    def warm(self, requests: Iterable[Request], gap_ns: int) -> None:
         pass
 
     def going(self) -> AbstractContextManager[None]:
@@ -203,7 +208,7 @@ class Cached:
     def bytes(self) -> int:
         return self._cache.counts().bytes
 
-    def warm(self, requests: Sequence[Request], gap_ns: int) -> None:
+    def warm(self, requests: Iterable[Request], gap_ns: int) -> None:
         self._store.to(near=True)
         for request in requests:
             self._clock.advance(gap_ns)
@@ -246,16 +251,17 @@ class System:
 
     def settle(self) -> None:
         """Bring the cache to its steady state, and the rate to the load that is wanted."""
-        for seconds in (self._setting.seconds / 4, self._setting.seconds / 2):
+        for _ in range(2):
             count = round(self.rate * self._setting.ttl_s)
             self.source.warm(self._traffic.requests(count), round(1e9 / self.rate))
-            self.rate = self.run(seconds).pairs_at_load / CANDIDATES
+            for _ in range(2):
+                self.rate = self.run(self._setting.seconds / 4).pairs_at_load / CANDIDATES
 
     def run(self, seconds: float | None = None) -> Served:
         """Random arrivals at the rate. This thread makes them, and its time does not count."""
         seconds = seconds or self._setting.seconds
         count = max(1, round(self.rate * seconds))
-        requests = self._traffic.requests(count)
+        requests = list(self._traffic.requests(count))
         due = np.cumsum(np.random.default_rng(count).exponential(seconds / count, count)).tolist()
         with self.source.going():
             received, cpu, start = self.source.bytes(), cpu_times(), time.perf_counter()
@@ -313,9 +319,6 @@ def cpu_times() -> CpuTimes:
     return CpuTimes(host, model)
 
 
-FIRST_RATE = 300.0
-
-
 def measure(quick: bool, quiet: Quiet) -> Measured:
     setting = Setting(items=20_000, cache_mb=16.0, ttl_s=4.0, seconds=3.0, rounds=1) if quick else Setting()
     check()
@@ -357,14 +360,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     return Measured(claims(rows), rows)
 
 
-NETWORK = Network()
-THREADS, WAITING_THREADS = 2, 16
-"""Of a path: waiting ones are more than there are ever round trips under way at once."""
-
-
 def check() -> None:
     """Both ways to the device give the same scores."""
-    request = Traffic(1000).requests(1)[0]
+    request = next(Traffic(1000).requests(1))
     content = b"".join(random_records(CANDIDATES, np.random.default_rng(2)))
     had = Had(np.frombuffer(content, SCHEMA.dtype), 0, 0)
 

@@ -64,8 +64,9 @@ class Traffic:
         self._below = np.cumsum(share / share.sum())
         self._names = names(items)
 
-    def requests(self, count: int) -> list[Request]:
-        return [self._request() for _ in range(count)]
+    def requests(self, count: int) -> Iterator[Request]:
+        for _ in range(count):
+            yield self._request()
 
     def _request(self) -> Request:
         drawn = self._draw(4 * CANDIDATES)

@@ -19,7 +19,6 @@ def open_store(address: str, timeout_s: float, *, create: bool = False) -> Featu
     if address.startswith(REDIS_SCHEMES):
         return RedisStore(address, timeout_s)
     if "://" in address:
-        raise StoreError(
-            f"features.store: {address!r} is neither one of {', '.join(REDIS_SCHEMES)} nor a file"
-        )
+        scheme = address.partition("://")[0]  # the rest may hold a password
+        raise StoreError(f"features.store: {scheme}:// is none of {', '.join(REDIS_SCHEMES)}, nor a file")
     return SqliteStore(address, timeout_s, create=create)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jgr.config import FeaturesConfig
 from jgr.features import numa
-from jgr.features.memory import FAILED, FRESH, MISSING, STALE, End, Failed, Got, Memory
+from jgr.features.memory import FAILED, FRESH, MISSING, End, Failed, Got, Memory
 from jgr.features.schema import Schema
 from jgr.features.states import WAITS
 from jgr.features.stores import FeatureStore, StoreError
@@ -47,24 +47,16 @@ _log = logging.getLogger(__name__)
 
 
 class Features(NamedTuple):
-    """What there is of n items. records: [n] of the schema's dtype.
+    """What there is of n items. records: [n] of the schema's dtype. states: [n] uint8, FRESH, STALE or MISSING.
 
-    states: [n] uint8, FRESH, STALE or MISSING. A missing item has the default record (FLAME-2's EMPTY): it is not there
-    yet, or the store has none.
+    stale: how many were served after their time to live. missing: FLAME's `feature_missing`, how many have the default
+    record (EMPTY), since they are not there yet or the store has none.
     """
 
     records: npt.NDArray[np.void]
-    states: npt.NDArray[np.uint8]
-
-    @property
-    def stale(self) -> int:
-        """Items served after their time to live."""
-        return int(np.count_nonzero(self.states == STALE))
-
-    @property
-    def missing(self) -> int:
-        """`feature_missing`: items served as default records."""
-        return int(np.count_nonzero(self.states == MISSING))
+    states: UInt8
+    stale: int
+    missing: int
 
 
 @dataclass
@@ -170,21 +162,21 @@ class FeatureCache:
         store does not give is stale or missing. out: where the records are written, [n, record bytes] of contiguous
         rows, such as a view of a `packed.Staging`; the features returned are then a view of it.
         """
-        features, wait = self._begin(rows, out)
+        records, seen, wait = self._begin(rows, out)
         if wait is not None:
             futures.wait([wait.done], timeout=self._patience_s(deadline_ns))
             self._waited(wait)
-        return self._finish(features)
+        return self._finish(records, seen)
 
     async def get_many_async(
         self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
     ) -> Features:
         """As `get_many`, while the event loop goes on."""
-        features, wait = self._begin(rows, out)
+        records, seen, wait = self._begin(rows, out)
         if wait is not None:
             await asyncio.wait([asyncio.wrap_future(wait.done)], timeout=self._patience_s(deadline_ns))
             self._waited(wait)
-        return self._finish(features)
+        return self._finish(records, seen)
 
     def counts(self) -> Counts:
         """A copy."""
@@ -204,8 +196,8 @@ class FeatureCache:
         self._store.close()
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _begin(self, rows: Int32, out: npt.NDArray[Any] | None) -> tuple[Features, _Wait | None]:
-        """What is in the cache, and what is waited for; fetches what has to be."""
+    def _begin(self, rows: Int32, out: npt.NDArray[Any] | None) -> tuple[UInt8, UInt8, _Wait | None]:
+        """Records and states as the cache has them, and what is waited for; fetches what has to be."""
         shape = (len(rows), self.schema.record_bytes)
         records = np.empty(shape, np.uint8) if out is None else out.view(np.uint8)
         wait: _Wait | None = None
@@ -220,7 +212,7 @@ class FeatureCache:
             self._counts.held += got.held
         if got.fetch:
             self._queue.put(got.fetch)
-        return Features(records.view(self.schema.dtype)[:, 0], got.seen), wait
+        return records, got.seen, wait
 
     def _wait(self, got: Got, records: UInt8) -> _Wait | None:
         wait = _Wait(records, got.seen)
@@ -235,13 +227,13 @@ class FeatureCache:
             self._counts.waits += 1
             self._counts.late += wait.given_up() > 0
 
-    def _finish(self, features: Features) -> Features:
-        missing, stale = features.missing, features.stale
+    def _finish(self, records: UInt8, seen: UInt8) -> Features:
+        fresh, stale, missing = np.bincount(seen, minlength=3).tolist()
         with self._lock:
-            self._counts.fresh += len(features.states) - missing - stale
+            self._counts.fresh += fresh
             self._counts.stale += stale
             self._counts.missing += missing
-        return features
+        return Features(records.view(self.schema.dtype)[:, 0], seen, stale, missing)
 
     def _patience_s(self, deadline_ns: int | None) -> float:
         left_ns = self._max_wait_ns

@@ -3,8 +3,8 @@
 
 The one idea: items are rows of a catalog, a cached row has a slot, and everything about slots is an array, so that a
 request's items take their steps of `states.TABLE` together, in a few array operations, and their records are copied
-once, to where they are needed. (An object for each item behind a lock for each bucket took five times as long in
-Python, and a table keyed by item ids twice as long as this.)
+once, to where they are needed. (In Python an object for each item behind a lock for each bucket took seven times as
+long, and slots in a dict of item ids twice as long.)
 
 Slots belong to buckets, as rows do, and each bucket drops what was used longest ago. All records have the same length,
 so that a capacity in bytes is one in slots. Slot 0 is nobody's: it stands for what has no slot.
@@ -92,7 +92,8 @@ class Memory:
         self._failures, self._retry_ns = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._retry_ns[0] = _NEVER
         self._buckets = [_Bucket(1 + each * k, 1 + each * (k + 1)) for k in range(buckets)]
-        self._tick = 0
+        self._tick = 0  # of gets and commits
+        self._last_retry_ns = -_NEVER  # the last time at which something that failed may be tried again
         self.entries = self.evicted = 0
 
     def rows(self, slots: Sequence[int]) -> list[int]:
@@ -105,10 +106,10 @@ class Memory:
         may_fetch: whether anything may be fetched. A row may come twice.
         """
         slots = self._slots[rows]
-        begin = self._tick
-        self._use(slots)
+        self._tick += 1
+        self._used[slots] = self._tick
         if may_fetch and not slots.all():
-            self._admit(np.unique(rows[slots == 0]).tolist(), begin)
+            self._admit(list(dict.fromkeys(rows[slots == 0].tolist())))
             slots = self._slots[rows]
         np.take(self._records, slots, axis=0, out=out, mode="clip")  # the other modes copy out first
         found = self._found[slots].view(np.uint8)
@@ -119,8 +120,10 @@ class Memory:
         slots, found = slots[old], found[old]
         seen[old] = _SEEN_OLD[found]
         state = AGED[self._state[slots], found]
-        # GET is 0, HELD 1.
-        held = (self._retry_ns[slots] > now_ns).view(np.uint8) if may_fetch else np.ones(len(old), np.uint8)
+        # GET is 0, HELD 1; one for all of them where all have slots and nothing failed lately.
+        held: int | UInt8 = int(not may_fetch)
+        if may_fetch and (now_ns < self._last_retry_ns or not slots.all()):
+            held = (self._retry_ns[slots] > now_ns).view(np.uint8)
         self._state[slots] = after = NEXT[state, held]
         action = ACTION[state, held]
         _, starts, joined, kept_back = np.bincount(action, minlength=4).tolist()
@@ -132,13 +135,15 @@ class Memory:
     ) -> None:
         """Fetches ended, each slot once. jitter: [n], so much of the time to live is added."""
         at = np.array(slots, np.int64)
-        self._use(at)
+        self._tick += 1
+        self._used[at] = self._tick
         event = np.array([_event(end) for end in ends], np.int64)
         self._state[at] = NEXT[self._state[at], event]
         if _FAILURE in event:
             failed = at[event == _FAILURE]
             failures = self._failures[failed]
             self._retry_ns[failed] = now_ns + BACK_OFF_NS[np.minimum(failures, len(BACK_OFF_NS) - 1)]
+            self._last_retry_ns = max(self._last_retry_ns, int(self._retry_ns[failed].max()))
             self._failures[failed] = failures + 1
             ended = event != _FAILURE
             at, event, jitter = at[ended], event[ended], jitter[ended]
@@ -181,38 +186,40 @@ class Memory:
         pending = np.flatnonzero(np.isin(self._state, (State.PENDING, State.STALE_PENDING)))
         assert (self._rows[pending] >= 0).all(), "a pending item lost its slot"
 
-    def _use(self, slots: npt.NDArray[np.integer]) -> None:
-        self._used[slots] = np.arange(self._tick, self._tick + len(slots))
-        self._tick += len(slots)
-
-    def _admit(self, rows: list[int], begin: int) -> None:
-        """Slots for rows that have none, as far as there are slots that were not used since tick `begin`."""
-        pairs = [(slot, row) for row in rows if (slot := self._room(self._buckets[self.bucket(row)], begin))]
+    def _admit(self, rows: list[int]) -> None:
+        """Slots for rows that have none, as far as there are slots that this get does not use itself."""
+        pairs = [(slot, row) for row in rows if (slot := self._room(self._buckets[self.bucket(row)]))]
         if not pairs:
             return
         slots, admitted = np.array(pairs, np.int64).T
         dropped = self._rows[slots]
-        dropped = dropped[dropped >= 0]
-        self._slots[dropped] = 0
-        self.evicted += len(dropped)
-        self.entries += len(slots) - len(dropped)
         self._slots[admitted], self._rows[slots] = slots, admitted
+        self._records[slots] = self._default
+        self.entries += len(slots)
+        if (dropped >= 0).any():
+            self._drop(slots[dropped >= 0], dropped[dropped >= 0])
+
+    def _drop(self, slots: Int64, rows: Int64) -> None:
+        """Forget what is known of rows whose slots others have now."""
+        self._slots[rows] = 0
         self._found[slots] = False
         self._state[slots] = State.ABSENT
         self._expires_ns[slots] = self._failures[slots] = self._retry_ns[slots] = 0
-        self._records[slots] = self._default
-        self._use(slots)
+        self.entries -= len(rows)
+        self.evicted += len(rows)
 
-    def _room(self, bucket: _Bucket, begin: int) -> int:
+    def _room(self, bucket: _Bucket) -> int:
         """A slot for another row of a bucket, each call another one; 0: there is none."""
-        if bucket.unused == bucket.end:
-            return self._victim(bucket, begin)
-        self._used[bucket.unused] = begin  # it is taken
-        bucket.unused += 1
-        return bucket.unused - 1
+        slot = bucket.unused
+        if slot == bucket.end:
+            slot = self._victim(bucket)
+        else:
+            bucket.unused += 1
+        self._used[slot] = self._tick  # it is taken
+        return slot
 
-    def _victim(self, bucket: _Bucket, begin: int) -> int:
-        """The slot that was used longest ago, before `begin`, and is not pending; 0: none.
+    def _victim(self, bucket: _Bucket) -> int:
+        """The slot that was used longest ago, before this tick, and is not pending; 0: none.
 
         The order is sorted once and then read on: a slot that was used meanwhile comes after all that were not.
         """
@@ -221,8 +228,7 @@ class Memory:
                 slot, tick = int(bucket.victims[bucket.tried]), bucket.ticks[bucket.tried]
                 bucket.tried += 1
                 pending = self._state[slot] in (State.PENDING, State.STALE_PENDING)
-                if self._used[slot] == tick and tick < begin and not pending:
-                    self._used[slot] = begin  # it is taken
+                if self._used[slot] == tick and tick < self._tick and not pending:
                     return slot
             own = slice(bucket.first, bucket.end)
             order = np.argsort(self._used[own], kind="stable")

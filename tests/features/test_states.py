@@ -151,9 +151,9 @@ def test_a_request_is_served_whole_or_not_at_all_by_its_own_items() -> None:
     assert (len(got.fetch), got.joined, got.held) == (2, 1, 1)  # no slot for 3, which drops neither 1 nor 2
     kept.commit(1, b"aaaa")
     kept.commit(2, b"bbbb")
-    records, got = kept.get(3, 2, 1)
-    assert (records, got.held) == ([DEFAULT, b"bbbb", b"aaaa"], 1)
-    assert kept.get(3)[0] == [DEFAULT] and kept.memory.kept() == [[1, 3]]
+    records, got = kept.get(3, 1, 2)
+    assert (records, got.held) == ([DEFAULT, b"aaaa", b"bbbb"], 1)
+    assert kept.get(3)[0] == [DEFAULT] and kept.memory.kept() == [[2, 3]]
 
 
 class PlainLru:

@@ -81,7 +81,7 @@ def test_stores_give_back_what_was_put(store: FeatureStore) -> None:
     ("address", "message"),
     [
         ("missing.sqlite", "missing.sqlite: there is no such feature store; run jgr features load"),
-        ("http://host/", "'http://host/' is neither"),
+        ("http://host/", "features.store: http:// is none of redis://"),
         ("redis://host:port/x", "features.store: "),
     ],
 )

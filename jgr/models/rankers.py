@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model must give to score a user's candidates in one pass: two functions, and a config by whose type they are
+found.
+
+The one idea: `read` turns a user into a state whose shapes depend on the config alone, and `score` needs that state and
+the candidates. So the state may be computed once for all parts of a request, or kept between requests, and which of
+them was done cannot change a score; nor can the other candidates (MODEL-13).
+
+Letters: B users, S = max_items places of a history, C contextual slots, m candidates, P tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jgr.models import retrievers, stu_ranker
+from jgr.models.params import PyTree
+from jgr.models.retrievers import RetrieverConfig
+from jgr.models.stu_ranker import StuRankerConfig
+
+
+class Users(NamedTuple):
+    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits of what was done.
+
+    times: [B, S] int32 seconds, and now [B], from an origin of each user's own. context: [B, C] int32 values, -1:
+    missing. scenario: [B] int32, where the request comes from. What a model has no use for is not read.
+    """
+
+    rows: jax.Array
+    actions: jax.Array
+    times: jax.Array
+    now: jax.Array
+    context: jax.Array
+    scenario: jax.Array
+
+
+class Candidates(NamedTuple):
+    """rows: [B, m] int32, -1: none. features: [B, m, width] of each feature that the config names."""
+
+    rows: jax.Array
+    features: Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model reads of a user and of candidates, besides the items. tasks: what a candidate's scores are.
+
+    actions: bits. slots: number of values of each contextual slot. scenarios: their number. features: name and width.
+    """
+
+    max_items: int
+    tasks: tuple[str, ...] = ("score",)
+    timed: bool = False
+    actions: int = 0
+    slots: tuple[int, ...] = ()
+    scenarios: int = 1
+    features: tuple[tuple[str, int], ...] = ()
+
+
+class Ranker(Protocol):
+    """The functions of a family of rankers; cfg.items is the digest of the catalog whose rows it knows."""
+
+    def spec(self, cfg: Any) -> PyTree:
+        """The declaration of every parameter."""
+
+    def needs(self, cfg: Any) -> Needs:
+        """What it reads."""
+
+    def read(self, params: Any, cfg: Any, users: Users) -> PyTree:
+        """The users' part of every score asked for `now`. Leaves whose shapes depend on cfg and B alone."""
+
+    def score(self, params: Any, cfg: Any, state: Any, candidates: Candidates) -> jax.Array:
+        """[B, m, P] float32, higher is better; 0 where there is no candidate."""
+
+
+class _Retriever:
+    """SASRec, LRURec and HSTU: a vector for the user, and a product with each candidate's row."""
+
+    def spec(self, cfg: RetrieverConfig) -> PyTree:
+        return retrievers.retriever(cfg).spec(cfg)
+
+    def needs(self, cfg: RetrieverConfig) -> Needs:
+        return Needs(cfg.max_items, timed=retrievers.timed(cfg))
+
+    def read(self, params: Any, cfg: RetrieverConfig, users: Users) -> jax.Array:
+        lengths = (users.rows >= 0).sum(axis=1)
+        times = None
+        if retrievers.timed(cfg):
+            places = jnp.arange(users.rows.shape[1] + 1)[None]
+            padded = jnp.pad(users.times, ((0, 0), (0, 1)))
+            times = jnp.where(places < lengths[:, None], padded, users.now[:, None])
+        hidden = retrievers.encode(params, cfg, users.rows, times)
+        last = jnp.maximum(lengths - 1, 0)
+        return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+
+    def score(self, params: Any, cfg: RetrieverConfig, state: jax.Array, candidates: Candidates) -> jax.Array:
+        rows = jnp.maximum(candidates.rows, 0)
+        embed, bias = retrievers.retriever(cfg).output(params)
+        found = jnp.einsum("bmd,bd->bm", embed[rows], state)
+        found = found if bias is None else found + bias[rows]
+        return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
+
+
+class _Stu:
+    """DLRMv3's HSTU."""
+
+    def spec(self, cfg: StuRankerConfig) -> PyTree:
+        return stu_ranker.spec(cfg)
+
+    def needs(self, cfg: StuRankerConfig) -> Needs:
+        return Needs(cfg.max_items, cfg.tasks, timed=True, actions=cfg.actions, slots=cfg.slots)
+
+    def read(self, params: Any, cfg: StuRankerConfig, users: Users) -> stu_ranker.User:
+        events = stu_ranker.Events(users.rows, users.actions, users.times)
+        state: stu_ranker.User = stu_ranker.prefill(params, events, users.context, users.now, cfg=cfg)
+        return state
+
+    def score(
+        self, params: Any, cfg: StuRankerConfig, state: stu_ranker.User, candidates: Candidates
+    ) -> jax.Array:
+        rows = candidates.rows
+        found: jax.Array = stu_ranker.score(params, state, rows, cfg=cfg, micro_batch=rows.shape[1])
+        return found
+
+
+RankerConfig = RetrieverConfig | StuRankerConfig
+_RANKERS: dict[type, Ranker] = {
+    **dict.fromkeys(get_args(RetrieverConfig), _Retriever()),
+    StuRankerConfig: _Stu(),
+}
+
+
+def ranker(cfg: RankerConfig) -> Ranker:
+    """The functions of the model that a config describes."""
+    return _RANKERS[type(cfg)]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The PDA benchmark's world: its network, its requests, its two ways to the model, and what it claims."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks import flame_pda, pda_world
+from benchmarks.delay_proxy import Line, Network
+from benchmarks.pda_world import CANDIDATES, HISTORY, SCHEMA, Traffic
+
+
+def test_latencies_are_lognormal_as_asked() -> None:
+    line = Line(Network(median_ms=5.0, p99_ms=20.0), seed=0)
+    drawn = np.array([line.latency_s() for _ in range(100_000)]) * 1e3
+    assert np.percentile(drawn, [50, 99]) == pytest.approx([5.0, 20.0], rel=0.03)
+
+
+def test_answers_share_the_link() -> None:
+    line = Line(Network(bytes_per_s=1000.0), seed=0)
+    assert line.arrival_s(10.0, 500) == pytest.approx(10.5)
+    assert line.arrival_s(10.1, 100) == pytest.approx(10.6)  # behind the first
+    assert line.arrival_s(20.0, 100) == pytest.approx(20.1)
+
+
+def test_requests_are_distinct_within_and_zipf_over_items() -> None:
+    (whole,) = Traffic(CANDIDATES).requests(1)
+    assert sorted(whole.rows.tolist()) == list(range(CANDIDATES))
+    requests = list(Traffic(5000, seed=1).requests(200))
+    assert all(len(set(request.ids)) == CANDIDATES for request in requests)
+    assert all(request.ids == [str(row) for row in request.rows] for request in requests)
+    assert requests[0].history.shape == (HISTORY,)
+    history = np.concatenate([request.history for request in requests])
+    share = 1 / np.arange(1, 5001) ** 1.05
+    counted = np.bincount(history, minlength=5000)[:3] / len(history)
+    assert counted == pytest.approx((share / share.sum())[:3], rel=0.05)
+
+
+def test_records_are_as_long_as_the_text_says() -> None:
+    assert len(SCHEMA.features) == 12 and SCHEMA.record_bytes == 364
+    assert SCHEMA.faults(list(pda_world.random_records(3, np.random.default_rng(0)))) == []
+
+
+def test_separate_and_packed_inputs_give_the_same_scores() -> None:
+    flame_pda.check()
+
+
+def test_claims_are_ratios_of_medians() -> None:
+    def row(path: str, pairs: float, mean: float) -> dict[str, object]:
+        return {"path": path, "pairs_per_s_at_load": {"median": pairs}, "mean_ms": {"median": mean}}
+
+    found = flame_pda.claims([row("no_cache", 10.0, 8.0), row("full", 25.0, 2.0)])
+    assert [(claim.value, claim.target) for claim in found] == [(2.5, 1.9), (4.0, 1.7)]
