@@ -52,7 +52,7 @@ class World:
             [str(row) for row in range(workload.items)], names, [{"title": title} for title in titles]
         )
         self._write_model()
-        self._histories: dict[int, list[str | int]] = {}
+        self._histories = Histories(self.traffic, seed)
 
     def _write_model(self) -> None:
         words = [
@@ -113,6 +113,17 @@ class World:
         return int(self.traffic.item_tokens.sum()) * token
 
     def request(self, access: Access) -> RankRequest:
+        return self._histories.request(access)
+
+
+class Histories:
+    """Of a workload's users, each drawn once, and requests that have them."""
+
+    def __init__(self, traffic: Traffic, seed: int = 0) -> None:
+        self._traffic, self._seed = traffic, seed
+        self._known: dict[int, list[str | int]] = {}
+
+    def request(self, access: Access) -> RankRequest:
         return RankRequest(
             user_id=access.user,
             history=self._history(access.user)[: self._items_of(access)],
@@ -123,19 +134,19 @@ class World:
     def _items_of(self, access: Access) -> int:
         rows = np.array(self._history(access.user), np.int64)
         return max(
-            1, int(np.searchsorted(np.cumsum(self.traffic.item_tokens[rows]), access.user_tokens, "right"))
+            1, int(np.searchsorted(np.cumsum(self._traffic.item_tokens[rows]), access.user_tokens, "right"))
         )
 
     def _history(self, user: int) -> list[str | int]:
-        known = self._histories.get(user)
+        known = self._known.get(user)
         if known is None:
-            lengths, most = self.traffic.item_tokens, int(self.traffic.user_tokens[user])
+            lengths, most = self._traffic.item_tokens, int(self._traffic.user_tokens[user])
             rng = np.random.default_rng((self._seed, user))
             rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
             while lengths[rows].sum() < most:
                 rows = np.append(rows, rng.integers(0, len(lengths), 256))
             enough = int(np.searchsorted(np.cumsum(lengths[rows]), most, "right"))
-            known = self._histories[user] = [str(row) for row in rows[: max(1, enough)].tolist()]
+            known = self._known[user] = [str(row) for row in rows[: max(1, enough)].tolist()]
         return known
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import bat_placement as bench
-from benchmarks.bat_nodes import Cluster
+from benchmarks.bat_nodes import NODES, Cluster, System, TokenBucket
 from jgr.cache.entries import Content
 from jgr.data.workloads import Access
 from jgr.placement.items import Items, Workers, hash_items, replicate
@@ -25,7 +25,7 @@ ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), byte
 
 
 def test_a_bucket_passes_its_burst_at_once_and_the_rest_at_its_rate() -> None:
-    link = bench.TokenBucket(rate=10.0, burst=5.0)
+    link = TokenBucket(rate=10.0, burst=5.0)
     assert link.passed(3, 0.0) == 0.0  # 2 left
     assert link.passed(12, 0.0) == 1.0  # 10 behind
     assert link.passed(10, 0.5) == 2.0  # behind those: 5 still to go, and 10
@@ -42,11 +42,11 @@ def _job(number: int, user: int, history: int, rows: list[int]) -> Job:
 
 @pytest.mark.parametrize("place", [replicate, hash_items])
 def test_what_a_request_reads_is_there_or_fetched_and_counted_alike(place: Any) -> None:
-    placement = place(ITEMS, Workers(bench.NODES, 768))
+    placement = place(ITEMS, Workers(NODES, 768))
     cluster = Cluster(placement, CONTENTS, SHAPE, PROFILES)
-    system = bench.System("some", placement, None)
+    system = System("some", placement)
     rng = np.random.default_rng(0)
-    moved = np.zeros((bench.NODES, bench.NODES), np.int64)
+    moved = np.zeros((NODES, NODES), np.int64)
     layouts = set()
     for number in range(60):
         user, rows = int(rng.integers(20)), rng.choice(16, 4, replace=False).tolist()
@@ -55,7 +55,7 @@ def test_what_a_request_reads_is_there_or_fetched_and_counted_alike(place: Any) 
         system.plans.append(planned)
         system.fetched.append(cluster.fetched(planned))
         layouts.add(planned.prompt.layout)
-        node = user % bench.NODES
+        node = user % NODES
         if planned.prompt.layout == "item_prefix":
             assert planned.rows.tolist() == rows, "all are held, so none is computed"
             for row in rows:
@@ -75,29 +75,24 @@ def test_what_a_request_reads_is_there_or_fetched_and_counted_alike(place: Any) 
         holder.items.check()
 
 
-def test_claims_compare_with_replicate_on_the_same_link_at_the_same_skew() -> None:
-    def row(skew: float, name: str, alpha: float | None, speeds: dict[int, float]) -> dict[str, Any]:
+def test_claims_compare_with_replicate_on_the_same_link_of_the_same_setting() -> None:
+    def row(users: str, skew: float, name: str, speeds: dict[int, float]) -> dict[str, Any]:
         links = [{"gbit_per_s": gbit, "requests_per_s": speed} for gbit, speed in speeds.items()]
-        return {
-            "top10_share": skew,
-            "placement": name,
-            "asked_alpha": alpha,
-            "links": links,
-            "pairs_counted_differently": 0,
-        }
+        setting = {"users": users, "top10_share": skew}
+        return {**setting, "placement": name, "links": links, "pairs_counted_differently": 0}
 
     rows = [
-        row(0.9, "replicate", None, {10: 10.0, 100: 10.0}),
-        row(0.9, "hash", None, {10: 8.0, 100: 11.0}),
-        row(0.9, "hrcs", 0.2, {10: 12.0}),
-        row(0.9, "hrcs", 0.2, {100: 9.0}),
-        row(0.5, "replicate", None, {10: 20.0}),
-        row(0.5, "hrcs", 0.05, {10: 21.0}),
+        row("all", 0.9, "replicate", {10: 10.0, 100: 10.0}),
+        row("all", 0.9, "hash", {10: 8.0, 100: 11.0}),
+        row("all", 0.9, "hrcs", {10: 12.0}),
+        row("all", 0.9, "hrcs", {100: 9.0}),
+        row("returning", 0.5, "replicate", {10: 20.0}),
+        row("returning", 0.5, "hrcs", {10: 21.0}),
     ]
     assert [(claim.id, claim.value, claim.holds) for claim in bench.claims(rows)] == [
-        ("replicate-over-hash-at-10-gbit-at-90-percent-skew", 1.25, True),
-        ("hrcs-of-alpha-0.2-over-replicate-at-10-gbit-at-90-percent-skew", 1.2, True),
-        ("hrcs-of-alpha-0.2-over-replicate-at-100-gbit-at-90-percent-skew", 0.9, False),
-        ("hrcs-of-alpha-0.05-over-replicate-at-10-gbit-at-50-percent-skew", 1.05, True),
+        ("replicate-over-hash-at-10-gbit-all-users-at-90-percent-skew", 1.25, True),
+        ("hrcs-over-replicate-at-10-gbit-all-users-at-90-percent-skew", 1.2, True),
+        ("hrcs-over-replicate-at-100-gbit-all-users-at-90-percent-skew", 0.9, False),
+        ("hrcs-over-replicate-at-10-gbit-returning-users-at-50-percent-skew", 1.05, True),
         ("pairs-of-nodes-whose-bytes-are-counted-differently", 0, True),
     ]
