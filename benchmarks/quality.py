@@ -119,7 +119,7 @@ def measure(quality: Quality, quick: bool) -> Measured:
     rows.append({"published": {name: list(figures) for name, figures in quality.published.items()}})
     rows.append({"invalid": free, "invalid_examples": few})
     rows.append(_described(config, found))
-    rows.append({"training": _training(harness.ROOT / config.train.out)})
+    rows.append({"training": training(harness.ROOT / config.train.out)})
     ours = found["rows"][found["model"]]
     claims = [
         Claim(f"{quality.name}-test-{metric}-over-http", harness.rounded(ours[metric]), "", "higher", target)
@@ -153,7 +153,7 @@ def _described(config: Config, found: Mapping[str, Any]) -> Row:
     }
 
 
-def _training(folder: Path) -> Row:
+def training(folder: Path) -> Row:
     """The validations of the training that made the model, and where its losses ended."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
 
+from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
 from jgr.fields import check, describe, parse, require, sizes
@@ -114,6 +115,22 @@ class RankConfig:
         check(self, item_span=1, requests=1, candidates=1)
         sizes("rank.tokens", self.tokens)
         sizes("rank.context", self.context)
+
+
+@dataclass(frozen=True)
+class ExecutorsConfig:
+    """The compiled shapes of models that score a user's candidates in one pass: HSTU, STU, Climber, SASRec, LRURec."""
+
+    sizes: tuple[int, ...] = (128, 256, 512, 1024)  # candidates of a part; what has more is split
+    number: int = 2  # executors of each size
+    streams: int = 2  # parts that run at a time
+    # What all parts need of the user: computed in each part; once a request; or kept for later requests of the same
+    # user and history, in cache.device_mb of the device's memory.
+    share_user: Literal["part", "request", "cache"] = "request"
+
+    def __post_init__(self) -> None:
+        check(self, number=1, streams=1)
+        sizes("executors.sizes", self.sizes)
 
 
 @dataclass(frozen=True)
@@ -228,7 +245,7 @@ class ServerConfig:
     )  # of what changes the server: reloads, catalogs; empty: refused to all
     max_body_bytes: int = 1 << 20
     max_history: int = 4096  # items
-    max_candidates: int = 1000  # items
+    max_candidates: int = 10_000  # items
     max_filter_items: int = 4096  # items of a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # items of a history that the catalog lacks
     drain_timeout_s: float = 30.0  # after SIGTERM
@@ -262,8 +279,10 @@ class TrainConfig:
     """A small model and how it is trained."""
 
     # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec, LRURec or HSTU over items; a decoder that
-    # ranks the candidates in its prompt.
-    model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker"] = "generator"
+    # ranks the candidates in its prompt; Climber or DLRMv3's HSTU, which learn from feedback.
+    model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
+        "generator"
+    )
     out: str = ""  # folder for the checkpoint
     seed: int = 0
     steps: int = 2000  # optimizer steps
@@ -291,7 +310,7 @@ class TrainConfig:
     max_items: int = 20  # history items per training sequence
     checkpoint_every: int = 200  # steps; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    patience: int = 0  # validations without a better recall after which it stops; 0: never
+    patience: int = 0  # validations without a better one after which it stops; 0: never
     validation_examples: int = 1000  # of the validation split, drawn by the seed
     hidden: int = 64  # width of the residual stream
     layers: int = 2
@@ -337,6 +356,7 @@ class Config:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     beam: BeamConfig = field(default_factory=BeamConfig)
     rank: RankConfig = field(default_factory=RankConfig)
+    executors: ExecutorsConfig = field(default_factory=ExecutorsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)
@@ -344,6 +364,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
 
     def __post_init__(self) -> None:
         check(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -62,7 +63,8 @@ def describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(options)
     if get_origin(hint) is tuple:
-        return "integers such as (1, 8)"
+        listed = {float: "numbers such as (1, 0.5)", str: "names such as (a, b)"}
+        return listed.get(options[0], "integers such as (1, 8)")
     if get_origin(hint) is types.UnionType:
         return f"{describe(options[0])} or none"
     names = {str: "text", int: "an integer", float: "a finite number", bool: "true or false"}
@@ -85,6 +87,12 @@ def sizes(name: str, given: tuple[int, ...]) -> None:
     """Raise ConfigError unless they are positive and ascending."""
     fits = len(given) > 0 and given[0] >= 1 and all(a < b for a, b in pairwise(given))
     require(fits, f"{name} must be ascending sizes such as (1, 8), not {given}")
+
+
+def distinct(name: str, given: Sequence[str]) -> None:
+    """Raise ConfigError where two are equal."""
+    for at, value in enumerate(given):
+        require(value not in given[:at], f"{name}: there are two of {value!r}; each must be another")
 
 
 def require(holds: bool, message: str) -> None:

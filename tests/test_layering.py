@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     (
         "jgr.fields",
+        "jgr.feedback",
         "jgr.config",
         "jgr.catalog",
         "jgr.prompt",

@@ -87,7 +87,8 @@ def quality_table(results: Sequence[Result]) -> str:
             ours = {part["method"]: (part["hr@10"], part["ndcg@10"]) for part in parts if "method" in part}
             published = next(part["published"] for part in parts if "published" in part)
             others = "; ".join(f"{method} {_pair(figures)}" for method, figures in published.items())
-            rows.append((name.replace("-", " "), *(_pair(ours[method]) for method in METHODS), others))
+            found = (_pair(ours[method]) if method in ours else "" for method in METHODS)
+            rows.append((name.replace("-", " "), *found, others))
     return _markdown(rows)
 
 

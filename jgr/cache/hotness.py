@@ -34,6 +34,9 @@ class Hotness(Protocol):
     def let_go(self, user: Name) -> None:
         """The user is not cached any more."""
 
+    def forget(self, user: Name) -> None:
+        """The user, who is not cached, never came."""
+
     def coldest(self) -> Iterator[Name]:
         """The cached users, the least frequent first, ties by name. None may be held or let go while it is read."""
 
@@ -73,6 +76,10 @@ class ExponentialWindow:
     def let_go(self, user: Name) -> None:
         self._others[user] = self._cached.pop(user)
         self._forget()
+        self._sweep()
+
+    def forget(self, user: Name) -> None:
+        self._others.pop(user, None)
 
     def coldest(self) -> Iterator[Name]:
         read: list[tuple[float, Name]] = []
@@ -94,6 +101,9 @@ class ExponentialWindow:
 
     def _push(self, key: float, user: Name) -> None:
         heapq.heappush(self._heap, (key, user))
+        self._sweep()
+
+    def _sweep(self) -> None:
         if len(self._heap) > _lingering(len(self._cached)):
             self._heap = [(key, user) for user, key in self._cached.items()]
             heapq.heapify(self._heap)
@@ -129,6 +139,10 @@ class ExactWindow:
 
     def let_go(self, user: Name) -> None:
         self._cached.remove(user)
+
+    def forget(self, user: Name) -> None:
+        for counts in [self._counts, *(counts for _, counts in self._past)]:
+            counts.pop(user, None)
 
     def coldest(self) -> Iterator[Name]:
         return iter(sorted(self._cached, key=lambda user: (self._counts.get(user, 0), user)))

@@ -146,6 +146,13 @@ class CacheMeta:
             self._free(entry)
         return True
 
+    def forget(self, user: Name) -> bool:
+        """`drop`, and nothing is known any more of how often the user came."""
+        dropped = self.drop(user)
+        if self.hotness is not None:
+            self.hotness.forget(user)
+        return dropped
+
     def clear(self) -> None:
         """Forget everything, as when the pool's content is lost."""
         for name in [*(name for kind in KINDS for name in self._entries[kind]), *self._aside]:
@@ -166,6 +173,11 @@ class CacheMeta:
     def has_room(self, kind: EntryKind, tokens: int) -> bool:
         """Whether an entry of so many tokens would need no other entry to go."""
         return self.pages.size(kind, -(-tokens // self.cell_tokens)) <= self.pages.room(kind)
+
+    def can_keep(self, kind: EntryKind, tokens: int) -> bool:
+        """Whether an entry of so many tokens fits at all, if every other one goes."""
+        size = self.pages.size(kind, -(-tokens // self.cell_tokens))
+        return size <= self.pages.limit(kind) * self.pages.cells
 
     def coldest_frequency(self, now_ns: int) -> float:
         """The least frequency of a cached user (BAT-10); 0 where no user is cached or frequencies are not kept."""
@@ -227,8 +239,8 @@ class CacheMeta:
         kind, more = entry.name.kind, -(-tokens // self.cell_tokens) - len(entry.cells)
         if more <= 0:
             return True
-        if self.pages.size(kind, more) > self.pages.limit(kind) * self.pages.cells:
-            return False
+        if not self.can_keep(kind, tokens):
+            return False  # before others go for nothing
         while (cells := self.pages.take(kind, more)) is None:
             victim = self._victim(kind)
             if victim is None:

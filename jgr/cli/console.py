@@ -26,7 +26,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 def define_flags() -> None:
     """Define the flags that every command has."""
-    flags.DEFINE_string("config", None, "Python file whose get_config() returns the configuration")
+    flags.DEFINE_multi_string("config", [], "Python file whose get_config() returns the configuration")
     flags.DEFINE_multi_string("set", [], "override one field, as in --set beam.width=256; may be repeated")
     flags.DEFINE_enum("log_format", "human", ("human", "json"), "how logs are written to stderr")
     flags.DEFINE_enum("log_level", "info", LOG_LEVELS, "the least severe level that is logged")
@@ -34,7 +34,9 @@ def define_flags() -> None:
 
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     """The configuration the flags ask for: the file of --config, else `default`, with every --set applied."""
-    base = load_config(values.config) if values.config else default or Config()
+    if len(values.config) > 1:
+        raise UserError("--config may be given once; only jgr serve takes a configuration for each model")
+    base = load_config(values.config[0]) if values.config else default or Config()
     return override(base, *values.set)
 
 

@@ -38,7 +38,7 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
-    path = flags.FLAGS.config or CONFIG
+    path = flags.FLAGS.config[0] if flags.FLAGS.config else CONFIG
     if not Path(path).exists():
         raise UserError(f"{path} is not here: run jgr demo in the project's folder, or name it with --config")
     config = console.load(flags.FLAGS, load_config(path))

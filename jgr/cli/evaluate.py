@@ -2,8 +2,9 @@
 """`jgr evaluate`: recommendation quality through the serving path, beside popularity and item-kNN.
 
 Without --url the configured model is loaded into an engine of this process; with --url a running server is asked
-over HTTP. --sweep measures quality and latency for several values of a field in place of the table. The last line of
-stdout is the result as one JSON document.
+over HTTP. --sweep measures quality and latency for several values of a field in place of the table; --feedback how
+well a ranker predicts what users did with their impressions. The last line of stdout is the result as one JSON
+document.
 """
 
 from __future__ import annotations
@@ -51,10 +52,13 @@ class Options:
     requests: int = 200
     plot: str | None = None
     baseline: tuple[str, ...] = ()
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         if self.sweep and self.unconstrained:
             raise UserError("--sweep and --unconstrained are two measurements: give one of them")
+        if self.feedback and (self.sweep or self.unconstrained):
+            raise UserError("--feedback is a measurement of its own: leave out --sweep and --unconstrained")
         if self.plot and not self.sweep:
             raise UserError("--plot draws the curve of a --sweep: give one, as in --sweep=beam.width=8,16,32")
         if self.unconstrained and self.url:
@@ -72,6 +76,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("seed", 0, "of the bootstrap", lower_bound=0)
     flags.DEFINE_bool("unconstrained", False, "also search without the catalog, and count what is no item")
+    flags.DEFINE_bool("feedback", False, "AUC and log loss of a ranker's tasks, of what users were shown")
     flags.DEFINE_string("sweep", None, "quality and latency for values of a field, as in beam.width=8,16,32")
     flags.DEFINE_integer(
         "requests", 200, "of a sweep's latencies, one by one", lower_bound=1, upper_bound=100_000
@@ -100,14 +105,14 @@ def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[s
     if not len(examples):
         raise UserError(f"--split: the dataset has no {options.split} examples")
     examples = examples.select(slice(options.limit))
-    what = _sweep if options.sweep else _compare
+    what = _feedback if options.feedback else _sweep if options.sweep else _compare
     lines, found = what(config, dataset, examples, options)
+    cut = {} if options.feedback else {"k": list(options.ks), "exclude_history": options.exclude_history}
     return lines, {
         "dataset": config.data.kind,
         "split": options.split,
         "examples": len(examples),
-        "k": list(options.ks),
-        "exclude_history": options.exclude_history,
+        **cut,
         "catalog_version": dataset.catalog.version,
         "through": options.url or "engine",
         "bootstrap": {"resamples": options.resamples, "seed": options.seed, "confidence": 0.95},
@@ -132,9 +137,10 @@ def _compare(
 ) -> tuple[list[str], dict[str, Any]]:
     """The table of the model and the baselines."""
     from jgr.evaluation.report import compare, format_comparison
+    from jgr.serving.rank_loading import is_ranker
 
     catalog, ks = dataset.catalog, options.ks
-    if not options.url:
+    if not options.url and not is_ranker(Path(config.model.path)):
         _query(options, catalog, config.beam.width)  # refuses before a model is loaded
     with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
@@ -262,11 +268,52 @@ def _sweep(
     return [format_sweep(swept.field, points, max(options.ks))], found
 
 
+def _feedback(
+    config: Config, dataset: Dataset, examples: Examples, options: Options
+) -> tuple[list[str], dict[str, Any]]:
+    """The table of each task. model.path names the model with --url, too: its config says what to ask."""
+    from jgr.data.impressions import requests
+    from jgr.evaluation import feedback
+    from jgr.models import rankers
+
+    cfg = rankers.load_config(Path(config.model.path))
+    needs = rankers.ranker(cfg).needs(cfg)
+    found, model = requests(dataset.interactions, examples), config.model.name
+    scores = feedback.baselines(dataset.interactions, found, needs.tasks)
+    if model in scores:
+        raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
+    with (
+        _serve(config, dataset.catalog, options.url) as served,
+        _answers("evaluating", len(found)) as on_answers,
+    ):
+        scores[model] = feedback.ask(served, dataset.catalog, found, needs, lambda: on_answers(1))
+    measured = feedback.measure(
+        scores,
+        dataset.interactions,
+        found,
+        needs.tasks,
+        model,
+        resamples=options.resamples,
+        seed=options.seed,
+    )
+    counts = {
+        "requests": len(found),
+        "impressions": len(found.shown),
+        "users": len(set(found.users.tolist())),
+    }
+    return feedback.lines(measured, model), {"model": model, **counts, **asdict(measured)}
+
+
 def _query(options: Options, catalog: Catalog, width: int, partial: bool = False) -> Query:
-    """What is asked for. partial: a narrow beam answers less than the largest k, and the rest of it misses."""
+    """What is asked for. width: 0 of a model that only ranks.
+
+    partial: a narrow beam answers less than the largest k, and the rest of it misses.
+    """
     from jgr.evaluation.served import Query
 
     top_k = min(max(options.ks), catalog.n_items)
+    if not width:
+        return Query(top_k, None, options.exclude_history)
     if top_k > width and not partial:
         raise UserError(f"--k: {max(options.ks)} needs a beam.width of at least that; it is {width}")
     return Query(min(top_k, width), width, options.exclude_history)
@@ -279,12 +326,12 @@ def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served
         from jgr.evaluation.client import Client, RemoteServer
 
         with Client(url, config.server.api_key) as client:
-            yield RemoteServer(client, catalog)
+            yield RemoteServer(client, catalog, config.model.name)
         return
     from jgr.evaluation.recommendations import LocalEngine
-    from jgr.serving.loading import load_engine
+    from jgr.serving.rank_loading import load_any
 
-    with LocalEngine(load_engine(config), catalog, config.server.drain_timeout_s) as engine:
+    with LocalEngine(load_any(config), catalog, config.server.drain_timeout_s) as engine:
         yield engine
 
 

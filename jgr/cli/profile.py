@@ -93,7 +93,8 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
     """`count` requests; those of the source again from the first where it has fewer."""
     from msgspec.json import Decoder
 
-    from jgr.serving.api import RankRequest, RecommendRequest, RequestError, decode
+    from jgr.serving.api import RankRequest, RecommendRequest, RequestError
+    from jgr.serving.decoding import decode
 
     if path is None:
         from jgr.data.datasets import load_dataset

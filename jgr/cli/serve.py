@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr serve`: an engine behind HTTP, until SIGTERM or Ctrl-C.
+"""`jgr serve`: engines behind HTTP, until SIGTERM or Ctrl-C.
 
-The URL is printed to stdout once requests are served; everything else goes to stderr. SIGHUP reads the model's
-folder again. Exit codes: 0 after a drain or a stop before there was a model, 1 where the warm-up failed, 2 for a
-configuration that cannot be served.
+Each --config is a model. The URL is printed to stdout once requests are served; everything else goes to stderr. SIGHUP
+reads the models' folders again. Exit codes: 0 after a drain or a stop before there was a model, 1 where a warm-up
+failed, 2 for a configuration that cannot be served.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
-from jgr.config import Config
+from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config, override
+from jgr.fields import distinct
 
 if TYPE_CHECKING:
     from jgr.serving.deployment import Load
-    from jgr.serving.engine import Engine
+    from jgr.serving.engines import AnyEngine
 
-HELP = "serve recommendations over HTTP"
+HELP = "serve recommendations over HTTP; each --config is a model"
 
 JOIN_TIMEOUT_S = 1.0
+
+_log = logging.getLogger(__name__)
 
 
 def define_flags() -> None:
@@ -38,36 +41,80 @@ def define_flags() -> None:
         "api_key", None, "what clients must send as 'Authorization: Bearer ...'; sets server.api_key"
     )
     flags.DEFINE_integer("port", None, "port to listen on, 0 for any; sets server.port")
+    flags.DEFINE_string(
+        "feature_store", None, "redis://host:port/db or an SQLite file; sets features.store of every model"
+    )
     flags.DEFINE_bool("null", False, "serve numbered items without a model, to measure the server alone")
 
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
-    config = console.load(flags.FLAGS)
+    configs = configurations(flags.FLAGS.config, flags.FLAGS.set)
     given = {"api_key": flags.FLAGS.api_key, "port": flags.FLAGS.port}
-    server = dataclasses.replace(config.server, **{k: v for k, v in given.items() if v is not None})
-    config = dataclasses.replace(config, server=server)
+    server = dataclasses.replace(configs[0].server, **{k: v for k, v in given.items() if v is not None})
+    configs = [dataclasses.replace(config, server=server) for config in configs]
+    if (store := flags.FLAGS.feature_store) is not None:
+        configs = [override(config, f"features.store={store}") for config in configs]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
-    return serve(*make_engine(config, null=flags.FLAGS.null), config)
+    return serve([(*_named(config, flags.FLAGS.null, len(configs) > 1), config) for config in configs])
 
 
-def make_engine(config: Config, null: bool) -> tuple[Engine, Load | None]:
+def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Config]:
+    """One for each model: what the files say, or the defaults where there is none, overridden.
+
+    An assignment is for all of them, or as `name:section.field=value` for the one whose file calls its model `name`.
+    The section `server` of the first is everybody's. ConfigError for a name that is not there, or there twice.
+    """
+    files = [load_config(path) for path in paths] or [Config()]
+    names = [file.model.name for file in files]
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        name, addressed, field = key.rpartition(":")
+        if addressed and name not in own:
+            raise ConfigError(
+                f"--set {key}: no configuration has a model called {name!r}; there are {', '.join(own)}"
+            )
+        for model in [name] if addressed else own:
+            own[model].append(f"{field}{equals}{value}")
+    configs = [override(file, *own[name]) for file, name in zip(files, names, strict=True)]
+    distinct("model.name", [config.model.name for config in configs])
+    for file in files[1:]:
+        if file.server not in (ServerConfig(), files[0].server):
+            _log.warning("model %s: its section server is not used, the first's is", file.model.name)
+    return [dataclasses.replace(config, server=configs[0].server) for config in configs]
+
+
+def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load | None]:
+    """`make_engine`, whose errors name the model where there are several."""
+    try:
+        return make_engine(config, null)
+    except UserError as error:
+        if several:
+            raise UserError(f"model {config.model.name!r}: {error}") from error
+        raise
+
+
+def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
     """The engine of a configuration, and what makes the next one. What is slow to import is imported here."""
     if null:
         from jgr.serving.null import null_engine
 
         return null_engine(config), None
-    from jgr.serving.loading import load_engine
+    from jgr.serving.rank_loading import load_any
 
-    return load_engine(config), partial(load_engine, config)
+    return load_any(config), partial(load_any, config)
 
 
-def serve(engine: Engine, load: Load | None, config: Config) -> int:
+def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
     """Serve until a signal. The exit code."""
+    from jgr.serving.deployment import Deployment
     from jgr.serving.listener import Listener
 
+    (engine, load, config), *others = models
+    more = [Deployment(engine, config.catalog, load) for engine, load, config in others]
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(console.progress_bar("compiling"))
 
@@ -75,11 +122,11 @@ def serve(engine: Engine, load: Load | None, config: Config) -> int:
             stack.close()
             print(url, flush=True)
 
-        listener = Listener(engine, config, load=load, on_progress=bar, on_ready=announce)
+        listener = Listener(engine, config, load=load, more=more, on_progress=bar, on_ready=announce)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, listener.handle_exit)
         code = listener.serve_until_stopped()
-    if not listener.deployment.join(JOIN_TIMEOUT_S):
+    if not listener.models.join(JOIN_TIMEOUT_S):
         # The device cannot be interrupted, and Python must not be torn down under a thread that is inside it.
         logging.shutdown()
         sys.stdout.flush()

@@ -21,7 +21,9 @@ def main(argv: Sequence[str]) -> int:
     config = console.load(flags.FLAGS)
     from jgr.data.datasets import load_dataset
     from jgr.evaluation import validation
-    from jgr.models import retrievers
+    from jgr.features import extraction
+    from jgr.models import rankers, retrievers
+    from jgr.training.feedback import train_feedback
     from jgr.training.generator import train_generator
     from jgr.training.ranker import train_ranker
     from jgr.training.retriever import train_retriever
@@ -32,6 +34,10 @@ def main(argv: Sequence[str]) -> int:
         if config.train.model in retrievers.MODELS:
             recall = validation.retriever_recall(config, dataset) if validated else None
             folder = train_retriever(config, dataset, bar, recall)
+        elif config.train.model in rankers.MODELS:
+            features = extraction.of_catalog(config.features.schema, dataset.catalog)
+            area = validation.feedback_auc(config, dataset, features) if validated else None
+            folder = train_feedback(config, dataset, features, bar, area)
         elif config.train.model == "ranker":
             ranked = validation.ranker_recall(config, dataset) if validated else None
             folder = train_ranker(config, dataset, bar, ranked)

@@ -15,7 +15,7 @@ Letters: n sequences or examples, u users.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ Int64 = npt.NDArray[np.int64]
 
 MINIONEREC_HEADER = b"user_id:token\titem_id_list:token_seq\titem_id:token"
 MAX_ROW = 2**31 - 1
+UNRECORDED = "unrecorded"
+"""The action of an event of which nobody wrote down what the user did."""
 
 
 class DataError(UserError):
@@ -42,12 +44,16 @@ class Ragged:
 
     rows: [total] int32 catalog rows. starts, stops: [n] int64; sequence i is rows[starts[i]:stops[i]].
     times: [total] int64 seconds, when each row was taken; None where it is not known.
+    actions: [total] int32 bits of what the user did, see Interactions.actions. scenarios: [total] int32, where the row
+    was met, -1: not known. None where the dataset has no feedback.
     """
 
     rows: Int32
     starts: Int64
     stops: Int64
     times: Int64 | None = None
+    actions: Int32 | None = None
+    scenarios: Int32 | None = None
 
     @classmethod
     def of(cls, sequences: Sequence[npt.ArrayLike]) -> Ragged:
@@ -78,7 +84,7 @@ class Ragged:
 
     def select(self, indices: slice | Int64) -> Ragged:
         """The sequences at `indices`, sharing the flat array."""
-        return Ragged(self.rows, self.starts[indices], self.stops[indices], self.times)
+        return replace(self, starts=self.starts[indices], stops=self.stops[indices])
 
     def times_of(self, i: int) -> Int64:
         """When the rows of sequence i were taken, a view. DataError where it is not known."""
@@ -125,7 +131,8 @@ class Interactions:
     """One dataset with its splits.
 
     user_ids: [u]. sequences: u, each user's training sequence (empty for a user seen only later).
-    train: every position of `sequences` but the first ones, or those that the source gives.
+    train: every position of `sequences` but the first ones, or those that the source gives. actions: what bit i of an
+    event's actions says; empty where the dataset has no feedback.
     """
 
     user_ids: tuple[str, ...]
@@ -133,6 +140,7 @@ class Interactions:
     train: Examples
     valid: Examples
     test: Examples
+    actions: tuple[str, ...] = ()
 
 
 def leave_one_out(sequences: Sequence[npt.ArrayLike], user_ids: Sequence[str] | None = None) -> Interactions:
@@ -185,13 +193,14 @@ def load_minionerec(
         raise DataError(f"{folder}: {found} rows in train, valid and test, expected {counts}")
     whole = Ragged.of(reader.sequences)
     lengths = np.array(trained + [0] * (len(whole) - len(trained)), np.int64)
-    splits = []
+    splits: list[Examples] = []
     for rows in examples:
         user, size, position = np.array(rows, np.int64).reshape(-1, 3).T
         at = whole.starts[user] + position
         splits.append(_windows(whole.rows, at - size, at, user))
     sequences = Ragged(whole.rows, whole.starts, whole.starts + lengths)
-    return Interactions(tuple(reader.users), sequences, *splits)
+    train, valid, test = splits
+    return Interactions(tuple(reader.users), sequences, train, valid, test)
 
 
 def _existing(folder: Path, split: str) -> Path:

@@ -118,6 +118,7 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
         **identity,
         "jgr": jgr.__version__,
         "counts": counts,
+        **({"actions": list(source.actions)} if source.actions else {}),
         "outputs": {name: record(options.out / name) for name in outputs},
     }
     with writing(options.out / MANIFEST, DataError) as stream:
@@ -162,7 +163,8 @@ def _build(
             raise DataError(f"--min_user, --min_item: {options.source} comes with its examples cut out")
         return _copy_whole(options, source, raw), [ITEMS, USERS, INTERACTIONS, CATALOG]
     read_key = _key(FORMAT, options.source, inputs)
-    _stage(work, "read", read_key, [work / _EVENTS, work / USERS, work / ITEMS], lambda: _read(raw, work))
+    parts = [work / _EVENTS, work / USERS, work / ITEMS]
+    _stage(work, "read", read_key, parts, lambda: _read(raw, work, bool(source.actions)))
     events = _load_events(work)
     counts = Counts(len(events.user_ids), len(events.item_ids), len(events.user))
     _verify(options, "the raw files", counts, source.raw)
@@ -234,11 +236,12 @@ def _stage(work: Path, name: str, key: str, outputs: list[Path], make: Callable[
 # Stage: read
 
 
-def _read(raw: Raw, work: Path) -> None:
+def _read(raw: Raw, work: Path, feedback: bool) -> None:
     users: dict[str, int] = {}
     items: dict[str, int] = {}
     first_seen: list[tuple[Path, int]] = []
     user, item, time, split = array("i"), array("i"), array("q"), array("b")
+    actions, scenario = array("i"), array("i")
     for path, read in raw.events:
         for number, event in read(path):
             for event_id in (event.user_id, event.item_id):
@@ -249,6 +252,9 @@ def _read(raw: Raw, work: Path) -> None:
             if len(items) > len(first_seen):
                 first_seen.append((path, number))
             split.append(event.split)
+            if feedback:
+                actions.append(event.actions)
+                scenario.append(event.scenario)
             if event.time is not None:
                 time.append(event.time)
             # Compared while reading, so that the message can name the line.
@@ -258,6 +264,8 @@ def _read(raw: Raw, work: Path) -> None:
         raise DataError(f"{raw.events[0][0]}: the file holds no events")
     lines = _read_items(raw, items, first_seen)
     columns = {"user": user, "item": item, "time": time, "split": split}
+    if feedback:
+        columns |= {"actions": actions, "scenario": scenario}
     arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
     with writing(work / _EVENTS, DataError) as stream:
         np.savez(stream, **arrays)
@@ -317,7 +325,8 @@ def _load_events(work: Path) -> Events:
     lines = list(map(_item_line, item_ids, metadata))
     time = columns["time"] if len(columns["time"]) else None
     ids = read_ids(work / USERS)
-    return Events(columns["user"], columns["item"], time, columns["split"], ids, item_ids, lines)
+    given = (columns.get("actions"), columns.get("scenario"))
+    return Events(columns["user"], columns["item"], time, columns["split"], ids, item_ids, lines, *given)
 
 
 def _write(out: Path, result: Split) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ class Arrays:
     rows: [total] int32 items. offsets: [u + 1] int64, user i's events are rows[offsets[i]:offsets[i + 1]],
     oldest first. train_stops: [u] int64, where the events end that may be learnt from.
     train, valid, test: [4, n] int64: user, start and stop of the history, position of the target.
-    times: [total] int64 in the source's unit, or None.
+    times: [total] int64 in the source's unit, or None. actions: [total] int32 bits, named by the manifest's "actions",
+    and scenarios: [total] int32, -1: not known; both or neither.
     """
 
     rows: Int32
@@ -73,6 +74,8 @@ class Arrays:
     valid: Int64
     test: Int64
     times: Int64 | None = None
+    actions: Int32 | None = None
+    scenarios: Int32 | None = None
 
     @classmethod
     def of(cls, interactions: Interactions) -> Arrays:
@@ -84,8 +87,8 @@ class Arrays:
 
         whole = interactions.sequences
         offsets = np.append(whole.starts, len(whole.rows))
-        splits = [windows(getattr(interactions, split)) for split in SPLITS]
-        return cls(whole.rows, offsets, whole.stops, *splits)
+        train, valid, test = (windows(getattr(interactions, split)) for split in SPLITS)
+        return cls(whole.rows, offsets, whole.stops, train, valid, test)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -113,6 +116,12 @@ class Arrays:
             self._check_split(split, user_ids)
         if self.times is not None:
             self._check_times(user_ids)
+        for name, least in (("actions", 0), ("scenarios", -1)):
+            values = getattr(self, name)
+            if values is not None and (len(values) != total or values.min() < least):
+                raise DataError(f"{name}: not as many as events, or one is below {least}")
+        if (self.actions is None) != (self.scenarios is None):
+            raise DataError("there are actions and no scenarios, or the other way round")
 
     def _check_split(self, split: str, user_ids: tuple[str, ...]) -> None:
         users, starts, stops, targets = getattr(self, split)
@@ -137,20 +146,25 @@ class Arrays:
             user = int(np.searchsorted(self.offsets, np.argmax(earlier), side="right")) - 1
             raise DataError(f"user {user_ids[user]!r}: the events are not in order of time")
 
-    def interactions(self, user_ids: tuple[str, ...]) -> Interactions:
-        """As examples; call `check` before."""
+    def interactions(self, user_ids: tuple[str, ...], actions: tuple[str, ...] = ()) -> Interactions:
+        """As examples; call `check` before. actions: the names of the bits. DataError where they do not fit."""
+        if (self.actions is None) != (not actions):
+            raise DataError("actions have names that the manifest lacks, or the other way round")
+        if self.actions is not None and int(self.actions.max()) >> len(actions):
+            raise DataError(f"actions: {int(self.actions.max())} has more bits than the {len(actions)} names")
         seconds = None if self.times is None else _seconds(self.times)
 
         def examples(windows: Int64) -> Examples:
             users, starts, stops, targets = windows
-            histories = Ragged(self.rows, starts, stops, seconds)
+            histories = replace(sequences, starts=starts, stops=stops)
             asked = None if seconds is None else seconds[targets]
             return Examples(histories, self.rows[targets], users.astype(np.int32), asked)
 
-        sequences = Ragged(self.rows, self.offsets[:-1], self.train_stops, seconds)
-        return Interactions(
-            user_ids, sequences, examples(self.train), examples(self.valid), examples(self.test)
+        sequences = Ragged(
+            self.rows, self.offsets[:-1], self.train_stops, seconds, self.actions, self.scenarios
         )
+        train, valid, test = (examples(windows) for windows in (self.train, self.valid, self.test))
+        return Interactions(user_ids, sequences, train, valid, test, actions)
 
 
 def _seconds(times: Int64) -> Int64:
@@ -174,9 +188,10 @@ def load_prepared(folder: str | Path) -> Prepared:
     arrays = load_arrays(folder / INTERACTIONS)
     try:
         arrays.check(len(item_ids), user_ids)
+        interactions = arrays.interactions(user_ids, tuple(manifest.get("actions", ())))
     except DataError as cause:
         raise DataError(f"{folder / INTERACTIONS}: {cause}") from None
-    return Prepared(item_ids, metadata, arrays.interactions(user_ids), manifest)
+    return Prepared(item_ids, metadata, interactions, manifest)
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
@@ -190,14 +205,19 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: not JSON: {cause}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path}: is not a manifest of format {FORMAT}; run jgr prepare again")
-    try:
-        outputs = msgspec.convert(manifest.get("outputs"), dict[str, FileRecord])
-    except msgspec.ValidationError as cause:
-        raise DataError(f"{path}: outputs: {cause}") from None
+    outputs = _field(path, "outputs", manifest.get("outputs"), dict[str, FileRecord])
+    _field(path, "actions", manifest.get("actions", []), list[str])
     known = {ITEMS, USERS, INTERACTIONS}
     if not known <= outputs.keys() <= known | {TITLES, CATALOG}:
         raise DataError(f"{path}: outputs must be {', '.join(sorted(known))}, found {sorted(outputs)}")
     return manifest
+
+
+def _field(path: Path, name: str, value: Any, type_: Any) -> Any:
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as cause:
+        raise DataError(f"{path}: {name}: {cause}") from None
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -278,7 +298,7 @@ def load_arrays(path: Path) -> Arrays:
         raise DataError(f"{path}: holds other arrays than jgr prepare writes: {sorted(content)}")
     for name, array in content.items():
         shape = (4, *array.shape[1:2]) if name in SPLITS else array.shape[:1]
-        wanted = np.int32 if name == "rows" else np.int64
+        wanted = np.int32 if name in ("rows", "actions", "scenarios") else np.int64
         if array.dtype != wanted or array.shape != shape or array.size == 0:
             raise DataError(f"{path}: {name} is {array.dtype} {array.shape}")
     return Arrays(**content)

@@ -13,7 +13,7 @@ must run train, valid, test; every event but a user's first is a target, and eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ VALID_FROM, TEST_FROM = 0.8, 0.9
 class Events:
     """What was read: [total] int64 each, in file order; user and item index the ids, in the order first seen.
 
-    item_lines: the items' lines of items.jsonl.
+    item_lines: the items' lines of items.jsonl. actions, scenario: [total], None where the source has no feedback.
     """
 
     user: Int64
@@ -43,6 +43,8 @@ class Events:
     user_ids: tuple[str, ...]
     item_ids: tuple[str, ...]
     item_lines: list[bytes]
+    actions: Int64 | None = None
+    scenario: Int64 | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +83,9 @@ def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> 
     row = np.empty(len(kept_items), np.int32)
     row[by_popularity] = np.arange(len(kept_items), dtype=np.int32)
     arrays = _cut(row[item], offsets, user, rank, time, source.unordered)
+    if events.actions is not None and events.scenario is not None:
+        columns = [column[order].astype(np.int32) for column in (events.actions, events.scenario)]
+        arrays = replace(arrays, actions=columns[0], scenarios=columns[1])
     arrays.check(len(kept_items), tuple(user_ids))
     return Split(arrays, user_ids, [events.item_lines[i] for i in kept_items[by_popularity]])
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from jgr.catalog import Catalog
 from jgr.config import UserError
 from jgr.data.interactions import Examples
-from jgr.evaluation.served import Query, check_catalog, rows_of
-from jgr.serving.api import ModelInfo, ModelList
+from jgr.evaluation.served import Query, check_catalog, path, rows_of
+from jgr.serving.api import Item, ModelInfo, ModelList
 
 CONNECTIONS = 16
 TIMEOUT_S = 60.0
@@ -91,17 +91,21 @@ class Client:
 
 
 class RemoteServer:
-    """A running server, as jgr.evaluation.served.Served. catalog: must be the one that its answers name."""
+    """A model of a running server, as jgr.evaluation.served.Served.
+
+    catalog: must be the one that its answers name. name: the model's, where several have it; else the first of them.
+    """
 
     in_flight = CONNECTIONS
 
-    def __init__(self, client: Client, catalog: Catalog) -> None:
+    def __init__(self, client: Client, catalog: Catalog, name: str = "") -> None:
         try:
             models = msgspec.convert(client.get("/v1/models"), ModelList).data
         except msgspec.ValidationError as error:
             raise ServerError(f"/v1/models: is not the answer of a jgr server: {error}") from None
         check_catalog("server", {model.catalog_version for model in models}, catalog)
-        self.info: ModelInfo = next(model for model in models if model.catalog_version == catalog.version)
+        fitting = [model for model in models if model.catalog_version == catalog.version]
+        self.info: ModelInfo = next((model for model in fitting if model.id == name), fitting[0])
         self._client, self._catalog = client, catalog
 
     def recommend_all(
@@ -111,8 +115,8 @@ class RemoteServer:
         ranked = np.full((len(examples), query.top_k), -1, np.int32)
 
         def ask(i: int) -> None:
-            body = query.fields(self._catalog, self.info, examples.histories[i])
-            answer = self._client.post("/v1/recommend", body)
+            body = query.of(self._catalog, self.info, examples, i)
+            answer = self._ask(path(self.info), body)
             rows = rows_of(self._catalog, [item["item_id"] for item in answer["items"]])
             ranked[i, : len(rows)] = rows
             on_answer()
@@ -122,14 +126,30 @@ class RemoteServer:
                 pass
         return ranked
 
+    def rank_all(
+        self, requests: Sequence[dict[str, Any]], on_answer: Callable[[], None] = lambda: None
+    ) -> list[list[Item]]:
+        """See Served. Raises ServerError."""
+
+        def ask(body: dict[str, Any]) -> list[Item]:
+            items = msgspec.convert(self._ask("/v1/rank", body)["items"], list[Item])
+            on_answer()
+            return items
+
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            return list(pool.map(ask, requests))
+
+    def _ask(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post(endpoint, {**body, "model": self.info.id})
+
     def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
         """See Served: over one connection, from the request to the answer as this process reads it."""
         seconds: list[list[float]] = [[] for _ in queries]
-        for history in examples.histories:
+        for i in range(len(examples)):
             for query, taken in zip(queries, seconds, strict=True):
-                body = query.fields(self._catalog, self.info, history)
+                body = query.of(self._catalog, self.info, examples, i)
                 start = time.perf_counter()
-                self._client.post("/v1/recommend", body)
+                self._ask(path(self.info), body)
                 taken.append(time.perf_counter() - start)
         return seconds
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog import Catalog
 from jgr.data.interactions import Examples
-from jgr.evaluation.served import EvaluationError, Query, check_catalog, rows_of
-from jgr.serving.api import Answer, ModelInfo, RecommendRequest, RequestError
-from jgr.serving.engine import Engine
+from jgr.evaluation.served import EvaluationError, Query, check_catalog, ranks, rows_of
+from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, RecommendRequest, Request, RequestError
+from jgr.serving.engines import AnyEngine
 
 CONCURRENCY = 32  # requests in flight: enough to fill batches, few enough for any queue
 
 
 async def recommend_all(
-    engine: Engine,
+    engine: AnyEngine,
     examples: Examples,
     *,
     top_k: int,
@@ -34,14 +35,38 @@ async def recommend_all(
     """
     query = Query(top_k, beam_width, exclude_history)
     ranked = np.full((len(examples), top_k), -1, np.int32)
-    todo = iter(range(len(examples)))
+
+    async def ask(i: int) -> None:
+        answer = await _answer(engine, _request(engine, examples, i, query), i)
+        rows = rows_of(engine.catalog, [item.item_id for item in answer.items])
+        ranked[i, : len(rows)] = rows
+        on_answer()
+
+    await _each(len(examples), ask)
+    return ranked
+
+
+async def rank_all(
+    engine: AnyEngine, requests: Sequence[dict[str, Any]], on_answer: Callable[[], None]
+) -> list[list[Item]]:
+    """See Served. engine: started."""
+    found: list[list[Item]] = [[] for _ in requests]
+
+    async def ask(i: int) -> None:
+        found[i] = (await _answer(engine, RankRequest(**requests[i]), i)).items
+        on_answer()
+
+    await _each(len(requests), ask)
+    return found
+
+
+async def _each(count: int, ask: Callable[[int], Awaitable[None]]) -> None:
+    """Every number below count, CONCURRENCY of them at a time."""
+    todo = iter(range(count))
 
     async def worker() -> None:
         for i in todo:
-            answer = await _answer(engine, _request(engine, examples, i, query), i)
-            rows = rows_of(engine.translator.catalog, [item.item_id for item in answer.items])
-            ranked[i, : len(rows)] = rows
-            on_answer()
+            await ask(i)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -49,10 +74,9 @@ async def recommend_all(
                 group.create_task(worker())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return ranked
 
 
-async def latencies_s(engine: Engine, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
+async def latencies_s(engine: AnyEngine, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
     """See Served. engine: started."""
     seconds: list[list[float]] = [[] for _ in queries]
     for i in range(len(examples)):
@@ -73,8 +97,8 @@ class LocalEngine:
 
     in_flight = CONCURRENCY
 
-    def __init__(self, engine: Engine, catalog: Catalog, drain_timeout_s: float) -> None:
-        self.info: ModelInfo = engine.translator.info
+    def __init__(self, engine: AnyEngine, catalog: Catalog, drain_timeout_s: float) -> None:
+        self.info: ModelInfo = engine.info
         check_catalog("model", {self.info.catalog_version}, catalog)
         self._engine, self._drain_timeout_s = engine, drain_timeout_s
 
@@ -106,17 +130,23 @@ class LocalEngine:
         )
         return self._runner.run(asked)
 
+    def rank_all(
+        self, requests: Sequence[dict[str, Any]], on_answer: Callable[[], None] = lambda: None
+    ) -> list[list[Item]]:
+        """See Served."""
+        return self._runner.run(rank_all(self._engine, requests, on_answer))
+
     def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
         """See Served: from the request to the answer, in the event loop."""
         return self._runner.run(latencies_s(self._engine, examples, queries))
 
 
-def _request(engine: Engine, examples: Examples, i: int, query: Query) -> RecommendRequest:
-    translator = engine.translator
-    return RecommendRequest(**query.fields(translator.catalog, translator.info, examples.histories[i]))
+def _request(engine: AnyEngine, examples: Examples, i: int, query: Query) -> Request:
+    kind = RankRequest if ranks(engine.info) else RecommendRequest
+    return kind(**query.of(engine.catalog, engine.info, examples, i))
 
 
-async def _answer(engine: Engine, request: RecommendRequest, i: int) -> Answer:
+async def _answer(engine: AnyEngine, request: Request, i: int) -> Answer:
     try:
         return await engine.answer(request)
     except RequestError as error:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an evaluation asks: a model that is served, by an engine of this process or by a running server.
 
-Both are asked the same (`Query.fields`), so both give the same numbers.
+Both are asked the same (`Query.of`), so both give the same numbers. A model that generates is asked for items, one that
+ranks to order the whole catalog.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from jgr.catalog import Catalog
 from jgr.config import UserError
 from jgr.data.interactions import Examples
-from jgr.serving.api import ModelInfo
+from jgr.serving.api import Item, ModelInfo
 
 Int32 = npt.NDArray[np.int32]
 
@@ -33,8 +34,11 @@ class Query:
     beam_width: int | None = None
     exclude_history: bool = False
 
-    def fields(self, catalog: Catalog, info: ModelInfo, history: Int32) -> dict[str, Any]:
-        """The request by the fields of /v1/recommend. history: rows, oldest first."""
+    def of(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
+        """The request for the i-th example, by the fields of `path(info)`. EvaluationError."""
+        history = examples.histories[i]
+        if ranks(info):
+            return self._rank(catalog, info, examples, i)
         if not self.exclude_history:
             # Longer ones are refused; what lies before the prompt's items changes nothing else in an answer.
             history = history[-info.max_history :]
@@ -44,6 +48,38 @@ class Query:
             "beam_width": self.beam_width,
             "exclude_history": self.exclude_history,
         }
+
+    def _rank(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
+        """All items are candidates, but those of the whole history where it is excluded."""
+        whole = examples.histories[i]
+        hidden = set(whole.tolist()) if self.exclude_history else set()
+        candidates = [item_id for row, item_id in enumerate(catalog.item_ids) if row not in hidden]
+        if len(candidates) > info.max_candidates:
+            raise EvaluationError(
+                f"the model ranks {info.max_candidates} candidates at most, the catalog has {catalog.n_items} items"
+            )
+        history = whole[-info.max_history :]
+        fields: dict[str, Any] = {
+            "history": [catalog.item_ids[row] for row in history],
+            "candidates": candidates,
+            "top_k": min(self.top_k, len(candidates)),
+        }
+        if info.timed:
+            if examples.histories.times is None or examples.target_times is None:
+                raise EvaluationError("the model depends on times, and the dataset has none")
+            fields["history_times"] = examples.histories.times_of(i)[-info.max_history :].tolist()
+            fields["time"] = int(examples.target_times[i])
+        return fields
+
+
+def ranks(info: ModelInfo) -> bool:
+    """Whether the model only orders candidates."""
+    return info.max_beam_width == 0
+
+
+def path(info: ModelInfo) -> str:
+    """Of the endpoint that an evaluation asks."""
+    return "/v1/rank" if ranks(info) else "/v1/recommend"
 
 
 class Served(Protocol):
@@ -59,6 +95,11 @@ class Served(Protocol):
 
         on_answer: called after each answer, from any thread. A UserError says which request was refused, and why.
         """
+
+    def rank_all(
+        self, requests: Sequence[dict[str, Any]], on_answer: Callable[[], None] = lambda: None
+    ) -> list[list[Item]]:
+        """The items of each answer, by the fields of /v1/rank. on_answer, UserError: as of `recommend_all`."""
 
     def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
         """Seconds that each answer took, by query, asked for one after the other: every example with each query in

@@ -2,6 +2,7 @@
 """Recall on validation examples while a model trains: the served search, asked directly with the weights of the moment.
 
 The search, the prompts and the order of items are those of the engine; there is no server and no batching in between.
+Of a model that learns from feedback it is the area under the curve.
 """
 
 from __future__ import annotations
@@ -18,32 +19,42 @@ import numpy.typing as npt
 
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
-from jgr.data.interactions import Examples
+from jgr.data.impressions import action_bits, requests
+from jgr.data.interactions import Examples, Interactions
 from jgr.data.prefix_tree import PrefixTree
+from jgr.evaluation.binary_metrics import auc
 from jgr.evaluation.metrics import Hits, mean_all, rank_candidates
 from jgr.models import beam, retrievers
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.params import PyTree
+from jgr.models.rankers import RankerConfig
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
-from jgr.training import ranker
+from jgr.training import feedback, ranker
 
 METRIC = "recall@10"
 TOP_K = 10
 BATCH = 32  # prompts that are searched at once
 RANKED, RANKED_TOGETHER = 100, 8  # candidates of a ranker's prompt, and prompts at once
+WINDOWS = 64  # windows of impressions that are scored at once
 
 Int32 = npt.NDArray[np.int32]
 
 
 def validation_examples(config: Config, dataset: Dataset) -> Examples:
     """train.validation_examples of the validation split, drawn by train.seed. ConfigError where there is none."""
-    examples = dataset.interactions.valid
-    if not len(examples):
-        raise ConfigError("train.evaluate_every: the dataset has no validation examples; set it to 0")
+    examples = validation_split(dataset.interactions)
     count = min(config.train.validation_examples, len(examples))
     chosen = np.random.default_rng(config.train.seed).choice(len(examples), count, replace=False)
     return examples.select(np.sort(chosen))
+
+
+def validation_split(interactions: Interactions) -> Examples:
+    """Its validation examples. ConfigError where there is none."""
+    if not len(interactions.valid):
+        raise ConfigError("train.evaluate_every: the dataset has no validation examples; set it to 0")
+    return interactions.valid
 
 
 def generator_recall(config: Config, dataset: Dataset) -> Callable[[GeneratorConfig, GeneratorParams], float]:
@@ -144,6 +155,37 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
         return float(np.mean(recalls))
 
     return recall
+
+
+def feedback_auc(
+    config: Config, dataset: Dataset, features: feedback.Features
+) -> Callable[[RankerConfig, PyTree], float]:
+    """feedback.METRIC of a model that `train_feedback` makes, on the impressions of train.validation_examples requests.
+
+    ConfigError where they have one label alone for a task.
+    """
+    train, settings, interactions = config.train, config.feedback, dataset.interactions
+    found = requests(interactions, validation_split(interactions), settings.candidates)
+    count = min(train.validation_examples, len(found))
+    chosen = np.random.default_rng(train.seed).choice(len(found), count, replace=False)
+    given = feedback.windows(found, np.sort(chosen), train.max_items, settings.candidates)
+    bits = action_bits(interactions, settings.tasks, "feedback.tasks")
+    arrays = {name: jnp.asarray(array) for name, array in features.items()}
+    scores = jax.jit(feedback.scores, static_argnames="cfg")
+
+    def mean_auc(cfg: RankerConfig, params: PyTree) -> float:
+        parts = []
+        for at in range(0, len(given), WINDOWS):
+            batch = np.resize(given[at : at + WINDOWS], (WINDOWS, *given.shape[1:]))
+            parts.append([np.asarray(x)[: len(given) - at] for x in scores(params, cfg, batch, arrays)])
+        probabilities, actions = (np.concatenate(part) for part in zip(*parts, strict=True))
+        real = actions >= 0
+        areas = [auc(probabilities[real][:, task], actions[real] >> bit & 1) for task, bit in enumerate(bits)]
+        if np.isnan(areas).any():
+            raise ConfigError("train.validation_examples: too few, a task has one label alone among them")
+        return float(np.mean(areas))
+
+    return mean_auc
 
 
 def _recall(ranked: Int32, examples: Examples) -> float:

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from jgr.catalog import Catalog
 from jgr.config import UserError
 from jgr.features.schema import Feature, Schema, SchemaError
 
@@ -57,7 +59,14 @@ def _feature(name: str, metadata: Sequence[Metadata]) -> Feature | None:
 
 def extract(schema: Schema, item_ids: Sequence[str], metadata: Sequence[Metadata]) -> list[bytes]:
     """The items' records. ExtractionError names the item and the field that does not fit."""
-    columns = {}
+    return schema.pack(columns(schema, item_ids, metadata))
+
+
+def columns(
+    schema: Schema, item_ids: Sequence[str], metadata: Sequence[Metadata]
+) -> dict[str, npt.NDArray[Any]]:
+    """What `extract` packs: [n, width] of each feature's dtype."""
+    found = {}
     for feature in schema.features:
         column = np.zeros((len(metadata), feature.width), feature.dtype)
         for row, fields in enumerate(metadata):
@@ -70,8 +79,13 @@ def extract(schema: Schema, item_ids: Sequence[str], metadata: Sequence[Metadata
                 place = f"item {item_ids[row]!r}: {feature.name}"
                 raise ExtractionError(f"{place}: {value!r} does not fit {feature}: {cause}") from None
             column[row, : len(numbers)] = numbers
-        columns[feature.name] = column
-    return schema.pack(columns)
+        found[feature.name] = column
+    return found
+
+
+def of_catalog(schema: str, catalog: Catalog) -> dict[str, npt.NDArray[Any]]:
+    """`columns` of a schema's text, for the items of a catalog; empty: none. UserError."""
+    return columns(Schema.parse(schema), catalog.item_ids, catalog.metadata) if schema else {}
 
 
 def category(text: str) -> int:

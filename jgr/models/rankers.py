@@ -11,15 +11,19 @@ Letters: B users, S = max_items places of a history, C contextual slots, m candi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
-from jgr.models import retrievers, stu_ranker
-from jgr.models.params import PyTree
+from jgr.models import checkpoint, retrievers, stu_ranker
+from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_ranker import StuRankerConfig
 
@@ -133,8 +137,42 @@ _RANKERS: dict[type, Ranker] = {
     **dict.fromkeys(get_args(RetrieverConfig), _Retriever()),
     StuRankerConfig: _Stu(),
 }
+# By train.model, which is also config.json's model_type; those of retrievers are in jgr.models.retrievers.
+_TYPES: dict[str, type[StuRankerConfig]] = {"stu": StuRankerConfig}
+MODELS = tuple(_TYPES)
 
 
 def ranker(cfg: RankerConfig) -> Ranker:
     """The functions of the model that a config describes."""
     return _RANKERS[type(cfg)]
+
+
+def save(
+    folder: Path, cfg: RankerConfig, params: PyTree, write_beside: Callable[[Path], None] = lambda folder: None
+) -> None:
+    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
+    if isinstance(cfg, RetrieverConfig):
+        return retrievers.save(folder, cfg, params, write_beside)
+    model_type = next(name for name, of in _TYPES.items() if of is type(cfg))
+    checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
+
+
+def load(folder: Path) -> tuple[RankerConfig, PyTree]:
+    """What `save` wrote, of any family. Raises CheckpointError."""
+    cfg = load_config(folder)
+    if isinstance(cfg, RetrieverConfig):
+        return retrievers.load(folder)
+    return cfg, checkpoint.restore(folder / "params", ranker(cfg).spec(cfg))
+
+
+def load_config(folder: Path) -> RankerConfig:
+    """The config alone. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.pop("model_type")
+        if model_type in _TYPES:
+            return msgspec.convert(fields, _TYPES[model_type])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
+        raise CheckpointError(f"{path}: is not the config of a ranker that jgr trained") from None
+    return retrievers.load_config(folder)

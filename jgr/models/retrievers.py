@@ -188,14 +188,19 @@ def save(
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
 
-def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
-    """What `save` wrote. Raises CheckpointError."""
+def load_config(folder: Path) -> RetrieverConfig:
+    """The config of what `save` wrote. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        cfg = _CONFIGS[fields.pop("model_type")](**fields)
+        return _CONFIGS[fields.pop("model_type")](**fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: is not the config of a retriever that jgr trained") from None
+
+
+def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
+    """What `save` wrote. Raises CheckpointError."""
+    cfg = load_config(folder)
     return cfg, checkpoint.restore(folder / "params", retriever(cfg).spec(cfg))
 
 

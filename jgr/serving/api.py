@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire contract: what a request may say, what an answer says, and how a refusal looks.
 
-The one idea: the structs below both validate requests and describe them. `decode` checks a body against them
-in one pass, `jgr.serving.openapi` prints the same types, so the documentation cannot drift from the checks.
+The one idea: the structs below both validate requests and describe them. `jgr.serving.decoding` checks a body against
+them in one pass, `jgr.serving.openapi` prints the same types, so the documentation cannot drift from the checks.
 
 Item ids are text; an integer is read as its decimal text. What depends on the catalog or the configuration
 (known items, list limits, beam widths) is checked in `jgr.serving.translation`.
@@ -10,13 +10,8 @@ Item ids are text; an integer is read as its decimal text. What depends on the c
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jgr.catalog import MAX_NAME_CHARS
@@ -58,12 +53,21 @@ STATUS: dict[ErrorType, int] = {
 MAX_DEADLINE_MS = 600_000
 MAX_QUOTED_CHARS = 80
 MAX_SEGMENTS = 16
+MAX_SECONDS = 1 << 40
+MAX_CODE = (1 << 31) - 1
+MAX_NAMED = 256
+"""Of the slots or tasks that a request names."""
+
+Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
+Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
 
 UserId = Annotated[
-    Annotated[str, Meta(max_length=256)] | int | None,
+    Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+    | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    | None,
     Meta(
-        description="Identifies the user to caches. It changes an answer only through the choice of a layout, "
-        "which the answer names."
+        description="Identifies the user to caches; without control characters. It changes an answer only through the "
+        "choice of a layout, which the answer names."
     ),
 ]
 History = Annotated[
@@ -80,7 +84,9 @@ Deadline = Annotated[
 ]
 ModelName = Annotated[
     Annotated[str, Meta(max_length=256)] | None,
-    Meta(description="The model to ask: its id or its exact version. null: whatever this server has."),
+    Meta(
+        description="The model to ask: its id or its exact version. null: the server's first that serves this."
+    ),
 ]
 Explain = Annotated[
     bool, Meta(description="Add how many tokens of each part of the prompt came from the cache.")
@@ -155,21 +161,50 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
             "null: as the server's cache policy says. Only where rank.scorer puts candidates into the prompt."
         ),
     ] = None
+    history_times: Annotated[
+        list[Seconds] | None,
+        Meta(description="When the history's items came, in seconds, one each, ascending; for timed models."),
+    ] = None
+    time: Annotated[
+        Seconds | None, Meta(description="Now, in seconds, for timed models. null: the server's clock.")
+    ] = None
+    history_actions: Annotated[
+        list[Code] | None,
+        Meta(description="What was done with the history's items, one number each, a bit an action."),
+    ] = None
+    context: Annotated[
+        Annotated[dict[str, Code], Meta(max_length=MAX_NAMED)] | None,
+        Meta(description="The user's other features by slot, such as slot0; null, or no entry: not known."),
+    ] = None
+    scenario: Annotated[Code, Meta(description="Where the request comes from, of a model with several.")] = 0
+    task_weights: Annotated[
+        Annotated[dict[str, float], Meta(max_length=MAX_NAMED)] | None,
+        Meta(
+            description="Orders by the sum of the tasks' scores, each times its weight. null: the first task."
+        ),
+    ] = None
     deadline_ms: Deadline = None
     include_metadata: IncludeMetadata = False
     explain: Explain = False
 
 
 Request = RecommendRequest | RankRequest
-R = TypeVar("R", RecommendRequest, RankRequest)
 
 
 class Item(Struct, kw_only=True):
     """One recommended or ranked item."""
 
     item_id: Annotated[str, Meta(description="The catalog's id of the item.")]
-    score: Annotated[float, Meta(description="Log-likelihood of its semantic id given the prompt.")]
+    score: Annotated[
+        float,
+        Meta(
+            description="Log-likelihood of its semantic id given the prompt; of a ranking model, what it is ordered by."
+        ),
+    ]
     rank: Annotated[int, Meta(ge=1, description="1 for the best item.")]
+    scores: Annotated[
+        dict[str, float] | UnsetType, Meta(description="By task; only of models with several tasks.")
+    ] = UNSET
     metadata: Annotated[
         dict[str, Any] | UnsetType,
         Meta(description="The catalog's metadata; only where include_metadata is true."),
@@ -212,6 +247,17 @@ class Usage(Struct, kw_only=True):
         int | UnsetType, Meta(description="Item ids of the filters that the catalog does not have.")
     ] = UNSET
     candidates: Annotated[int | UnsetType, Meta(description="Candidates scored (rank).")] = UNSET
+    parts: Annotated[
+        int | UnsetType, Meta(description="Parts that the candidates were scored in (ranking models).")
+    ] = UNSET
+    feature_missing: Annotated[
+        int | UnsetType,
+        Meta(description="Candidates scored without their features; only where there is a feature store."),
+    ] = UNSET
+    feature_stale: Annotated[
+        int | UnsetType,
+        Meta(description="Candidates scored with old features; only where there is a feature store."),
+    ] = UNSET
 
 
 class Reuse(Struct, kw_only=True):
@@ -246,9 +292,12 @@ class Answer(Struct, kw_only=True):
     model: Annotated[str, Meta(description="Version of the model that scored.")]
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog that the items are from.")]
     normalize: Annotated[
-        Literal["valid", "full"],
-        Meta(description="Scores are normalised over a level's legal tokens, or the whole vocabulary."),
-    ]
+        Literal["valid", "full"] | UnsetType,
+        Meta(
+            description="Scores are normalised over a level's legal tokens, or the whole vocabulary; "
+            "absent of ranking models."
+        ),
+    ] = UNSET
     items: Annotated[
         list[Item],
         Meta(
@@ -303,6 +352,9 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     beam_width: Annotated[int, Meta(description="Beam width of a request that names none.")]
     max_beam_width: Annotated[int, Meta(description="Largest beam_width; 0: recommend is not served.")]
     max_candidates: Annotated[int, Meta(description="Most candidates of a request; 0: rank is not served.")]
+    timed: Annotated[
+        bool, Meta(description="Whether a request must have history_times, which the model reads.")
+    ] = False
     max_history: Annotated[int, Meta(description="Most items of a history.")]
     max_filter_items: Annotated[
         int, Meta(description="Most item ids of a request's filters, all lists together.")
@@ -400,66 +452,3 @@ def invalid(field: str, message: str) -> RequestError:
 def quoted(text: str) -> str:
     """A caller's text for a message: bounded, and on one line."""
     return repr(text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "...")
-
-
-def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    """Parse and validate a body in one pass. RequestError names the field, or says where the JSON breaks."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), decoder.type) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        field = _non_finite_field(body)
-        if field is not None:
-            raise invalid(field, f"{field} must be a finite number: JSON has no NaN or Infinity") from None
-        raise RequestError("invalid_json", f"the body is not JSON: {error}") from None
-
-
-def _explain(message: str, type: Any) -> RequestError:
-    """Turn msgspec's text into a message that starts with the field."""
-    if match := re.fullmatch(r"Object contains unknown field `(.*)` - at `\$\.([\w.]+)`", message, re.DOTALL):
-        return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
-    if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        name, known = match[1], type.__struct_fields__
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {nearest!r}")
-    if match := re.fullmatch(r"Object missing required field `(.*)`", message):
-        return invalid(match[1], f"{match[1]} is required")
-    if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
-        problem = match[1][0].lower() + match[1][1:]
-        return invalid(match[2], f"{match[2]}: {problem}")
-    return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
-
-
-def _non_finite_field(body: bytes) -> str | None:
-    """The first field holding NaN or Infinity, which the standard parser reads though they are not JSON."""
-    if b"NaN" not in body and b"Infinity" not in body:
-        return None
-    try:
-        path = _path_to_non_finite(json.loads(body, parse_constant=_NonFinite))
-    except (ValueError, RecursionError):
-        return None
-    return path[1 : 1 + MAX_QUOTED_CHARS] if path and path[0] == "." else None
-
-
-def _path_to_non_finite(value: Any) -> str | None:
-    """Such as `.filters.deny[0]`."""
-    if isinstance(value, _NonFinite):
-        return ""
-    parts: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        parts = ((f".{str(name)[:MAX_QUOTED_CHARS]}", part) for name, part in value.items())
-    elif isinstance(value, list):
-        parts = ((f"[{at}]", part) for at, part in enumerate(value))
-    for step, part in parts:
-        below = _path_to_non_finite(part)
-        if below is not None:
-            return step + below
-    return None
-
-
-class _NonFinite:
-    """Stands for NaN, Infinity or -Infinity in a parsed body."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name

@@ -40,7 +40,7 @@ class Caching:
 
     def forget(self, user_id: str) -> int:
         """Drop a user's entries; how many there were."""
-        return int(self.meta.drop(Name("user", user_entry(user_id), "user_prefix")))
+        return int(self.meta.forget(Name("user", user_entry(user_id), "user_prefix")))
 
 
 def packed_profiles(rank: RankConfig, kind: Kind, width: int) -> tuple[Profile, ...]:

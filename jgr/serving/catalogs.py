@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogs that a server holds: the one it was started with, uploads, and which of them is served.
+"""The catalogs that are held for a model: the one it was started with, uploads, and which of them is served.
 
 The one idea: a catalog's version is its content. An upload is checked against the model before it has a version; from
 then on it can be activated without a doubt, and be rolled back from, while `jgr.serving.deployment` does the swap. The
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jgr.catalog import Catalog, CatalogError, load_catalog
-from jgr.config import CatalogConfig, UserError
+from jgr.config import UserError
 from jgr.serving.api import CatalogInfo, CatalogList, CatalogState, RequestError, quoted
 from jgr.serving.deployment import Deployment, now
 
@@ -28,11 +28,12 @@ class _Entry:
 
 
 class Catalogs:
-    """Belongs to the event loop."""
+    """Of one deployment. Belongs to the event loop."""
 
-    def __init__(self, deployment: Deployment, config: CatalogConfig) -> None:
+    def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._max_versions, self._max_bytes = config.max_versions, config.max_upload_bytes
+        self._max_versions = deployment.catalogs.max_versions
+        self._max_bytes = deployment.catalogs.max_upload_bytes
         self._entries: dict[str, _Entry] = {}
         self._uploading = False
 
@@ -48,7 +49,9 @@ class Catalogs:
         if self._deployment.status != "ready":
             raise RequestError("unavailable", f"the server is {self._deployment.status}")
         if rebuild is None:
-            raise RequestError("conflict", "this server has no model that a catalog could fit")
+            raise RequestError(
+                "conflict", f"model {self._deployment.name!r} takes no catalog but the one it was loaded with"
+            )
         if self._uploading:
             raise RequestError("conflict", "another catalog is being uploaded")
         depth = self._deployment.engine.info.depth
@@ -112,7 +115,7 @@ class Catalogs:
 
     def _note_served(self) -> None:
         """What a start or a reload brought is in the list too."""
-        for catalog in (self._deployment.previous, self._deployment.engine.translator.catalog):
+        for catalog in (self._deployment.previous, self._deployment.engine.catalog):
             if catalog is not None:
                 self._entries.setdefault(catalog.version, _Entry(catalog, None))
         self._drop_oldest()

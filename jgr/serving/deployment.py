@@ -10,7 +10,8 @@ worker thread, sets the variable, and drains the old engine without a limit of t
 has happened: whatever fails before, out-of-memory included, is told and leaves the old engine serving. The device holds
 two models meanwhile, or two catalogs of one. One change runs at a time. All state here belongs to the event loop.
 
-A catalog that was activated stays active over reloads, as long as it fits the model.
+A catalog that was activated stays active over reloads, as long as it fits the model. `jgr.serving.models` has the
+deployments of one server.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from typing import Literal, TypeVar
 import msgspec
 
 from jgr.catalog import Catalog
-from jgr.config import UserError
-from jgr.serving.api import ModelInfo, ReloadState, RequestError, quoted
-from jgr.serving.engine import Engine, Status
+from jgr.config import CatalogConfig, UserError
+from jgr.serving.api import ModelInfo, ReloadState, RequestError
+from jgr.serving.engines import AnyEngine, Status
 from jgr.serving.metrics import Metrics
 from jgr.serving.work import Progress
 
-Load = Callable[[Metrics], Engine]
+Load = Callable[[Metrics], AnyEngine]
 """Makes the next engine, not started, which writes to the given metrics. Raises for what cannot be served."""
 
 MAX_ERROR_CHARS = 500
@@ -59,11 +60,13 @@ _log = logging.getLogger(__name__)
 class Deployment:
     """Serves a first engine, and after each change another. load: makes the engine of a reload; None: there are none.
 
-    changes: the last of each kind. previous: the catalog that was served before the present one.
+    catalogs: how many it may hold, and how large. changes: the last of each kind. previous: the catalog that was served
+    before the present one.
     """
 
-    def __init__(self, engine: Engine, load: Load | None = None) -> None:
+    def __init__(self, engine: AnyEngine, catalogs: CatalogConfig, load: Load | None = None) -> None:
         self.engine = engine
+        self.catalogs = catalogs
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
         self.previous: Catalog | None = None
@@ -73,10 +76,13 @@ class Deployment:
         self._loaded_at: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._threads: list[threading.Thread] = []
-        self._reload_next = False
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
-        self.metrics.watch_cache(lambda: None if (c := self.engine.caching) is None else c.meta)
+        self.metrics.watch_cache(lambda: self.engine.meta)
         self.metrics.show_model(engine.info)
+
+    @property
+    def name(self) -> str:
+        return self.engine.info.id
 
     @property
     def status(self) -> Status:
@@ -93,17 +99,6 @@ class Deployment:
             reload_error=self.changes["model"].error,
         )
 
-    def find(self, model: str | None) -> Engine:
-        """The engine for a request that names `model`. RequestError where it is not what is served."""
-        info = self.engine.info
-        if model is not None and model not in (info.version, info.id):
-            raise RequestError(
-                "not_found",
-                f"there is no model {quoted(model)}; there is {info.id!r}, now {info.version!r}",
-                "model",
-            )
-        return self.engine
-
     def forget(self, user_id: str) -> int:
         """Erase a user's cache entries, in versions that drain too; how many there were."""
         return sum(engine.forget(user_id) for engine in self._engines)
@@ -117,15 +112,13 @@ class Deployment:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""
         self._require_idle()
         if self._load is None:
-            raise RequestError("conflict", f"model {self.engine.info.id!r} was not loaded from a folder")
-        self._begin("model", self.engine.info.id, partial(self._reloaded, self._load, self._activated))
+            raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
+        self._begin("model", self.name, partial(self._reloaded, self._load, self._activated))
 
-    def reload_when_idle(self) -> None:
-        """As `reload`, but after a change that is running: for a signal, which cannot hear a refusal."""
-        if any(change.state == "running" for change in self.changes.values()):
-            self._reload_next = True
-        else:
-            self.reload()
+    async def settled(self) -> None:
+        """Wait until no change is running."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
 
     def activate(self, catalog: Catalog, *, uploaded: bool = True) -> None:
         """Begin to serve a catalog. RequestError where that cannot be; `changes` tells how it goes on.
@@ -135,7 +128,7 @@ class Deployment:
         self._require_idle()
         rebuild = self.engine.rebuild
         if rebuild is None:
-            raise RequestError("conflict", f"model {self.engine.info.id!r} was not loaded from a folder")
+            raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
         if catalog.version == self.engine.info.catalog_version:
             raise RequestError("conflict", f"catalog {catalog.version!r} is active already")
         self._begin(
@@ -145,14 +138,14 @@ class Deployment:
     def _require_idle(self) -> None:
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
-        name = self.engine.info.id
+        name = self.name
         if self.changes["model"].state == "running":
             raise RequestError("conflict", f"a reload of model {name!r} is running")
         if self.changes["catalog"].state == "running":
             to = self.changes["catalog"].to
             raise RequestError("conflict", f"catalog {to!r} is being activated")
 
-    def _reloaded(self, load: Load, activated: Catalog | None) -> Engine:
+    def _reloaded(self, load: Load, activated: Catalog | None) -> AnyEngine:
         engine = load(self.metrics)
         if activated is None or activated.version == engine.info.catalog_version:
             return engine
@@ -160,7 +153,7 @@ class Deployment:
         return engine.rebuild.engine(activated)
 
     def _begin(
-        self, kind: Kind, to: str, make: Callable[[], Engine], activated: Catalog | None = None
+        self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None
     ) -> None:
         self.changes[kind] = Change("running", to=to)
         self._task = asyncio.create_task(self._replace(kind, make, activated))
@@ -185,10 +178,10 @@ class Deployment:
         for engine in self._engines:
             engine.check()
 
-    async def _replace(self, kind: Kind, make: Callable[[], Engine], activated: Catalog | None) -> None:
+    async def _replace(self, kind: Kind, make: Callable[[], AnyEngine], activated: Catalog | None) -> None:
         change = self.changes[kind]
         _log.info("%s: a new %s is being loaded", self.engine.info.version, kind)
-        new: Engine | None = None
+        new: AnyEngine | None = None
         try:
             new = await self.in_thread(make)
             self._engines.append(new)
@@ -214,11 +207,11 @@ class Deployment:
             await self._swap(new)
             self._end(kind, "done")
 
-    async def _swap(self, new: Engine) -> None:
+    async def _swap(self, new: AnyEngine) -> None:
         old, self.engine = self.engine, new
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
-            self.previous = old.translator.catalog
+            self.previous = old.catalog
         self.metrics.hide_model(old.info)
         self.metrics.show_model(new.info)
         _log.info(
@@ -234,9 +227,6 @@ class Deployment:
     def _end(self, kind: Kind, outcome: ReloadState) -> None:
         self.changes[kind].state = outcome
         self.metrics.changes[kind][outcome].inc()
-        if self._reload_next and self.status == "ready":
-            self._reload_next = False
-            self.reload()
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """A daemon thread, unlike the loop's own: a process that stops must not wait for a load."""

@@ -24,27 +24,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
 from prometheus_client import Histogram
 
+from jgr.cache.meta import CacheMeta
 from jgr.catalog import Catalog
 from jgr.config import Config
 from jgr.data.prefix_tree import PrefixTree
 from jgr.serving import translation
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing, invalid
 from jgr.serving.caching import Caching, planned
+from jgr.serving.engines import ClientGone as ClientGone
+from jgr.serving.engines import Rebuild as Rebuild
+from jgr.serving.engines import Status as Status
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
 from jgr.serving.policies.prompt_scheduling import ALL_ITEM_TOKENS
 from jgr.serving.translation import Prompts, Task, Translator
 from jgr.serving.work import Executor, Outcome, Progress, RecommendOutcome
 from jgr.serving.worker import Run, Worker
-
-Status = Literal["starting", "ready", "draining", "failed"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +60,6 @@ class Shadow(NamedTuple):
     drift: Histogram
 
 
-class ClientGone(Exception):
-    """Ends the future of a request that nobody waits for."""
-
-
 @dataclass(eq=False)
 class Ticket:
     """A request on its way. Times are the engine's clock, in ns."""
@@ -72,17 +70,6 @@ class Ticket:
     answer: asyncio.Future[Answer]
     arrival_ns: int
     submitted_ns: int
-
-
-@dataclass(frozen=True)
-class Rebuild:
-    """How a model is served over another catalog. check: raises UserError where that cannot be.
-
-    engine: the catalog's engine, not started; as `check`, besides. Both take long and run in a thread of their own.
-    """
-
-    check: Callable[[Catalog], object]
-    engine: Callable[[Catalog], Engine]
 
 
 class Engine:
@@ -151,6 +138,15 @@ class Engine:
         return self.translator.info
 
     @property
+    def catalog(self) -> Catalog:
+        return self.translator.catalog
+
+    @property
+    def meta(self) -> CacheMeta | None:
+        """See jgr.serving.engines.AnyEngine."""
+        return None if self.caching is None else self.caching.meta
+
+    @property
     def queued(self) -> int:
         """Requests waiting for a batch."""
         return self._batcher.queued
@@ -160,7 +156,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._worker.start()
         try:
-            await self._worker.warm_up(progress)
+            await self._worker.warm_up(self.executor.warm_up, progress)
         except Exception:
             if self.status == "draining":
                 return
@@ -330,7 +326,7 @@ class Engine:
 
     def _shadow(self, task: Task, outcome: Outcome) -> None:
         """Compute the configured share of what was reused again, while nobody waits."""
-        self._shadow_due += self._shadow_share
+        self._shadow_due = min(1.0, self._shadow_due + self._shadow_share)  # what a busy time skipped is not made up
         if self._shadow_due < 1 or self._batcher.queued or self.status != "ready":
             return
         self._shadow_due -= 1

@@ -4,7 +4,7 @@
 The one idea: a stop is a drain. SIGTERM or SIGINT makes the engine refuse new work while the socket stays
 open, so that clients hear a 503 instead of a reset; what was accepted is finished, up to a time limit; then
 the connections are closed and the exit code is 0. A second signal ends the process at once. SIGHUP reloads the
-model.
+models, one after the other.
 
 The whole of a request, head and body, must arrive within `READ_TIMEOUT_S` (a catalog: `UPLOAD_TIMEOUT_S`), however
 slowly it drips, or the connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the
@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,7 +31,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from jgr.config import Config, UserError
 from jgr.serving.api import STATUS, RequestError
 from jgr.serving.deployment import Deployment, Load
-from jgr.serving.engine import Engine
+from jgr.serving.engines import AnyEngine
+from jgr.serving.models import Models
 from jgr.serving.server import UPLOAD_PATH, App, error_body
 from jgr.serving.work import Progress
 
@@ -60,28 +61,29 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Listener(uvicorn.Server):
-    """Serves an engine on a socket until a signal or `stop`.
+    """Serves an engine, and the models of `more` beside it, on a socket until a signal or `stop`.
 
     load: makes the engine that a reload goes on with; None: there are no reloads. on_progress: as of
-    Executor.warm_up, in the worker thread. on_ready: called with the server's URL once requests are served.
-    exit_code: 0, or 1 where the warm-up failed.
+    Executor.warm_up, in the worker thread. on_ready: called with the server's URL once all models are served.
+    exit_code: 0, or 1 where a warm-up failed. ConfigError where two models have one name.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AnyEngine,
         config: Config,
         *,
         load: Load | None = None,
+        more: Sequence[Deployment] = (),
         on_progress: Progress = lambda done, total, label: None,
         on_ready: Callable[[str], None] = lambda url: None,
         read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
-        self.deployment = Deployment(engine, load)
+        self.models = Models([Deployment(engine, config.catalog, load), *more])
         protocol: Any = partial(_Protocol, read_timeout_s=read_timeout_s)
         super().__init__(
             uvicorn.Config(
-                App(self.deployment, config.server, config.catalog),
+                App(self.models, config.server),
                 loop="uvloop",
                 http=protocol,
                 ws="none",
@@ -115,11 +117,11 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._hang_up)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.models.reload_all)
         self._warming = asyncio.create_task(self._warm_up())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if not await self.deployment.drain(self._drain_timeout_s):
+        if not await self.models.drain(self._drain_timeout_s):
             _log.warning("not everything was finished after %g s", self._drain_timeout_s)
         await super().shutdown(sockets)
 
@@ -130,21 +132,16 @@ class Listener(uvicorn.Server):
             signal.raise_signal(sig)
         self.should_exit = True
 
-    def _hang_up(self) -> None:
-        try:
-            self.deployment.reload_when_idle()
-        except RequestError as error:
-            _log.warning("SIGHUP has no effect: %s", error)
-
     async def _warm_up(self) -> None:
         try:
-            await self.deployment.start(self._on_progress)
+            await self.models.start(self._on_progress)
         except Exception:
-            _log.exception("the warm-up failed")
+            failed = [d.name for d in self.models.deployments if d.status == "failed"]
+            _log.exception("the warm-up of model %s failed", ", ".join(failed))
             self.exit_code = 1
             self.should_exit = True
         else:
-            if self.deployment.status == "ready":
+            if self.models.status == "ready":
                 self._on_ready(self.url)
 
 

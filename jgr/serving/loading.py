@@ -70,15 +70,24 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
     the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
     weights, a semantic id's token that the model's vocabulary lacks, a prompt that no profile takes.
     """
-    model = _load_model(config)
-    catalog = load_catalog(config.catalog.path or model.folder / "catalog.jsonl")
-    if metrics is None:
-        counter = CompilationCounter()
-        metrics = Metrics(lambda: counter.counts)
-    return make_engine(model, config, catalog, metrics)
+    folder = open_folder(config)
+    model = _load_model(folder, config)
+    return make_engine(model, config, read_catalog(folder, config), metrics or counting_metrics())
 
 
-def _load_model(config: Config) -> Model:
+def read_catalog(folder: Path, config: Config) -> Catalog:
+    """That of config.catalog.path, else the model folder's."""
+    return load_catalog(config.catalog.path or folder / "catalog.jsonl")
+
+
+def counting_metrics() -> Metrics:
+    """Of a server's first engine; they show what the process compiles from now on."""
+    counter = CompilationCounter()
+    return Metrics(lambda: counter.counts)
+
+
+def open_folder(config: Config) -> Path:
+    """The model's folder, with a device and a compilation cache. ConfigError where there is none of either."""
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
     try:
@@ -87,7 +96,10 @@ def _load_model(config: Config) -> Model:
         raise ConfigError(f"there is no device to serve on: {error}") from None
     if config.model.compilation_cache:
         use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
-    folder = Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
+    return Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
+
+
+def _load_model(folder: Path, config: Config) -> Model:
     files = ModelFiles(folder)
     cfg, params = checkpoint.load(folder, config.model.dtype)
     path = folder / "tokenizer.json"
@@ -193,7 +205,6 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
     misfit = generator(model.cfg).misfit(model.cfg, config.prompt, tokens)
     if misfit:
         raise ConfigError(f"{model.folder}: {misfit}")
-    _check_lengths(config, prompts, catalog, model.profiles, model.cfg.max_position)
     segments = None
     needs_decoder = config.rank.scorer != "likelihood" or config.cache.policy != "none"
     if needs_decoder and not isinstance(model.cfg, DecoderConfig):
@@ -208,34 +219,39 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
             raise ConfigError(
                 f"rank: token {segments.largest_token} is not in the vocabulary of {model.cfg.vocab_size}"
             )
+    _check_lengths(config, prompts, catalog, segments, model)
     return Fitted(tokens, prompts, segments, bool(catalog_segments(catalog, config.catalog.segments)))
 
 
 def _check_lengths(
-    config: Config,
-    prompts: PromptBuilder,
-    catalog: Catalog,
-    profiles: tuple[Profile, ...],
-    max_position: int,
+    config: Config, prompts: PromptBuilder, catalog: Catalog, segments: SegmentPrompts | None, model: Model
 ) -> None:
     """ConfigError where no prompt fits a profile, or a profile does not fit the model; a warning for the rest."""
-    longest = max(profile.tokens for profile in profiles)
+    field, longest = "profiles.tokens", max(profile.tokens for profile in model.profiles)
+    if (
+        config.cache.policy != "none"
+    ):  # what is cached now may not be then: a prompt must fit with nothing of it
+        field, longest = "rank.tokens", max(config.rank.tokens)
     if prompts.max_tokens > longest:
         shortest = len(prompts.prefix) + prompts.min_item_tokens + len(prompts.suffix)
         if shortest > longest:
             raise ConfigError(
-                f"profiles.tokens: the largest is {longest}, a prompt of one item has at least {shortest} tokens"
+                f"{field}: the largest is {longest}, a prompt of one item has at least {shortest} tokens"
             )
         _log.warning(
-            "a prompt of prompt.max_items=%d items can have %d tokens, the largest profile takes %d: "
+            "a prompt of prompt.max_items=%d items can have %d tokens, the largest of %s is %d: "
             "requests beyond it are refused",
             config.prompt.max_items,
             prompts.max_tokens,
+            field,
             longest,
         )
-    positions = min(prompts.max_tokens, longest) + catalog.depth
-    if positions > max_position:
+    behind = catalog.depth
+    if segments is not None:
+        behind = max(behind, config.rank.item_span + len(segments.instruction) + len(segments.probe))
+    positions = min(prompts.max_tokens, longest) + behind
+    if positions > model.cfg.max_position:
         raise ConfigError(
-            f"prompt.max_items: a prompt and an item can need {positions} positions, "
-            f"the model was made for {max_position}"
+            f"prompt.max_items: a prompt and what follows it can need {positions} positions, "
+            f"the model was made for {model.cfg.max_position}"
         )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus series of one server, all named `jgr_*`.
+"""Prometheus series of a server's models, all named `jgr_*`.
 
 The one idea: counters, never rates, so that any window can be computed later; and every label is resolved
-once, because a request observes a dozen series. The registry belongs to the server, so two engines in one
-process do not mix. Label values come from fixed sets, so the number of series is bounded.
+once, because a request observes a dozen series. The registry belongs to the model, so two models in one
+process do not mix; where there are several, their series are told apart by a label when they are read.
+Label values come from fixed sets, so the number of series is bounded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from jgr.cache.meta import KINDS as ENTRIES
 from jgr.cache.meta import CacheMeta
+from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo, Timing, Usage
 from jgr.serving.policies.batching import KINDS, Kind, Profile
 
@@ -30,11 +32,17 @@ EVENTS = (
     "to_host",
     "to_device",
 )
+FEATURE_STATES = ("fresh", "stale", "missing")
+FEATURE_EVENTS = (
+    "waits", "late", "fetched", "joined", "not_found", "invalid", "round_trips", "failures", "held", "bytes", "evicted",
+)  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+OF_THE_PROCESS = ("jgr_requests", "jgr_compilations")
+"""The families that are of no one model; a server keeps them with its first."""
 
 
 class Metrics:
-    """The series of one server, over all versions of its model. Not thread-safe: the event loop alone writes."""
+    """The series of one model, over all its versions. Not thread-safe: the event loop alone writes."""
 
     def __init__(self, compilations: Callable[[], Mapping[str, int]] = lambda: {}) -> None:
         """compilations: reads the process's counts of compiled programs, by phase."""
@@ -95,6 +103,19 @@ class Metrics:
             buckets=DRIFTS,
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
+        self._parts = self._counter("jgr_parts", "Parts of rankers' requests, by candidates; 0: users.", "size")
+        self._pairs = self._counter(
+            "jgr_pairs", "Pairs of a user and a candidate that rankers scored, padding apart.", "of"
+        )
+        self._executor_wait = Histogram(
+            "jgr_executor_wait_seconds",
+            "Time that a part waited for an executor, once it had its inputs.",
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self.feature_counts: Callable[[], Counts] | None = None
+        """Of the feature cache in use; None: there is none."""
+        self.registry.register(_Features(lambda: self.feature_counts and self.feature_counts()))
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
@@ -142,12 +163,43 @@ class Metrics:
         self._real_tokens[profile.kind].inc(real_tokens)
         self._padded_tokens[profile.kind].inc(profile.cost_tokens)
 
-    def render(self) -> bytes:
-        """The text exposition format, of type CONTENT_TYPE."""
-        return generate_latest(self.registry)
+    def observe_part(self, size: int, candidates: int, waited_s: float) -> None:
+        """Of one run of an executor; size 0: of a user's part."""
+        self._parts.labels(str(size)).inc()
+        self._pairs.labels("candidates").inc(candidates)
+        self._pairs.labels("padding").inc(size - candidates)
+        self._executor_wait.observe(waited_s)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
+
+
+def render(models: Mapping[str, Metrics]) -> bytes:
+    """The series of all models, by name, in the text exposition format, of type CONTENT_TYPE.
+
+    Where there are several, each series has the label `model`, besides those of `OF_THE_PROCESS`.
+    """
+    first, *others = models.values()
+    return generate_latest(_Labelled(models) if others else first.registry)
+
+
+class _Labelled(Collector):
+    """The series of several models as one family each."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, metrics in self._models.items():
+            for family in metrics.registry.collect():
+                if family.name not in OF_THE_PROCESS:
+                    family.samples = [s._replace(labels={"model": name, **s.labels}) for s in family.samples]
+                elif family.name in families:
+                    continue
+                if family is not families.setdefault(family.name, family):
+                    families[family.name].samples += family.samples
+        yield from families.values()
 
 
 class _Registry(CollectorRegistry):
@@ -201,3 +253,27 @@ class _Cache(Collector):
         for event in EVENTS:
             events.add_metric([event], meta.counts[event])
         yield from (pages, entries, waste, events)
+
+
+class _Features(Collector):
+    """Exports what a feature cache counts, when it is asked."""
+
+    def __init__(self, read: Callable[[], Counts | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._read()
+        if counts is None:
+            return
+        states = CounterMetricFamily(
+            "jgr_features", "Feature records that requests were given, by state.", labels=["state"]
+        )
+        for state in FEATURE_STATES:
+            states.add_metric([state], getattr(counts, state))
+        events = CounterMetricFamily(
+            "jgr_feature_events", "What the feature cache did since the engine's start.", labels=["event"]
+        )
+        for event in FEATURE_EVENTS:
+            events.add_metric([event], getattr(counts, event))
+        yield from (states, events)
+        yield GaugeMetricFamily("jgr_feature_entries", "Items in the feature cache.", counts.entries)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -27,7 +27,7 @@ _REF = "#/components/schemas/"
 class Operation:
     """One endpoint. answer, request: a struct, or the media type of what is none.
 
-    open: no key is asked for; admin: one of its own.
+    open: no key is asked for; admin: one of its own. of_model: the query may name the model.
     """
 
     method: str
@@ -38,6 +38,7 @@ class Operation:
     errors: tuple[ErrorType, ...] = ()
     open: bool = False
     admin: bool = False
+    of_model: bool = False
     status: int = 200
 
 
@@ -78,7 +79,14 @@ OPERATIONS = (
         admin=True,
         status=202,
     ),
-    Operation("get", "/v1/catalogs", "The catalogs held, and which is served", api.CatalogList),
+    Operation(
+        "get",
+        "/v1/catalogs",
+        "The catalogs held, and which is served",
+        api.CatalogList,
+        errors=("not_found", "invalid_request"),
+        of_model=True,
+    ),
     Operation(
         "post",
         "/v1/catalogs",
@@ -87,6 +95,7 @@ OPERATIONS = (
         "application/x-ndjson",
         errors=_CHANGE,
         admin=True,
+        of_model=True,
         status=201,
     ),
     Operation(
@@ -96,6 +105,7 @@ OPERATIONS = (
         api.CatalogInfo,
         errors=_CHANGE,
         admin=True,
+        of_model=True,
         status=202,
     ),
     Operation(
@@ -105,12 +115,20 @@ OPERATIONS = (
         api.CatalogInfo,
         errors=_CHANGE,
         admin=True,
+        of_model=True,
         status=202,
     ),
     Operation(
         "delete", "/v1/users/{user_id}/cache", "Erase what is cached of a user, given by user_id", api.Erased
     ),
-    Operation("get", "/v1/items/{item_id}", "An item of the catalog", api.CatalogItem, errors=("not_found",)),
+    Operation(
+        "get",
+        "/v1/items/{item_id}",
+        "An item of the catalog",
+        api.CatalogItem,
+        errors=("not_found", "invalid_request"),
+        of_model=True,
+    ),
     Operation("get", "/health/live", "Whether the process answers", api.Health, open=True),
     Operation(
         "get", "/health/ready", "Whether requests are served", api.Health, errors=("unavailable",), open=True
@@ -121,18 +139,20 @@ OPERATIONS = (
 )
 
 
-def document(info: api.ModelInfo, keyed: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of a server with the limits of `info`. keyed: it asks for an API key."""
+def document(infos: Sequence[api.ModelInfo], keyed: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 description of a server of these models, with the limits of the widest. keyed: it asks for an
+    API key."""
     types: list[Any] = [op.request for op in OPERATIONS if not isinstance(op.request, str | None)]
     types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
     _, schemas = msgspec.json.schema_components([*types, api.ErrorAnswer], ref_template=_REF + "{name}")
     for request in ("RecommendRequest", "RankRequest"):
-        schemas[request]["properties"]["history"]["maxItems"] = info.max_history
-    schemas["RankRequest"]["properties"]["candidates"]["maxItems"] = info.max_candidates
+        schemas[request]["properties"]["history"]["maxItems"] = max(info.max_history for info in infos)
+    most = max(info.max_candidates for info in infos)
+    schemas["RankRequest"]["properties"]["candidates"]["maxItems"] = most
     filters = schemas["Filters"]["properties"]
     for items in (filters["exclude"], filters["deny"], *filters["allow"]["anyOf"]):
         if items.get("type") == "array":
-            items["maxItems"] = info.max_filter_items
+            items["maxItems"] = max(info.max_filter_items for info in infos)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, keyed)
@@ -156,6 +176,16 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
             "schema": {"type": "string", "maxLength": 128},
         }
     ]
+    if operation.of_model:
+        parameters.insert(
+            0,
+            {
+                "name": "model",
+                "in": "query",
+                "description": "The model that the catalog is of; must be named where there are several.",
+                "schema": {"type": "string"},
+            },
+        )
     for name in re.findall(r"{(\w+)}", operation.path):
         parameters.insert(0, {"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     secured = operation.admin or (keyed and not operation.open)

@@ -172,6 +172,7 @@ class PagedExecutor:
             return self._run(profile, works)
         except Exception:
             self._pool = self._empty()
+            self._moving.clear()  # of no use any more, and where one has failed it would fail what waits for it
             raise
 
     def _run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
@@ -241,7 +242,9 @@ class PagedExecutor:
 
     def _empty(self) -> jax.Array:
         elements = self.shape.page_tokens * packed.slot_elements(self._cfg)
-        return jnp.zeros((self.shape.pages, elements), self._params.embed.dtype)
+        embed = self._params.embed
+        # Bound to its device, as what the host tier puts into it is: to jit an unbound array is another argument.
+        return jnp.zeros((self.shape.pages, elements), embed.dtype, device=embed.sharding)
 
 
 class Executors:

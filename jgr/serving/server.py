@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP face of a deployment: translation only.
+"""The HTTP face of the models that are served: translation only.
 
 The one idea: two endpoints are hot and everything else is not. `/v1/recommend` and `/v1/rank` are plain ASGI:
 one read, one decode into a typed struct, one encode, no middleware. The rest is Starlette.
@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from jgr.config import CatalogConfig, ServerConfig
+from jgr.config import ServerConfig
 from jgr.serving import metrics, openapi
 from jgr.serving.api import (
     STATUS,
@@ -45,12 +45,13 @@ from jgr.serving.api import (
     RecommendRequest,
     Request,
     RequestError,
-    decode,
     quoted,
 )
 from jgr.serving.catalogs import Catalogs
-from jgr.serving.deployment import Deployment
-from jgr.serving.engine import ClientGone, Engine, Ticket
+from jgr.serving.decoding import decode
+from jgr.serving.engines import AnyEngine, AnyTicket, ClientGone
+from jgr.serving.models import Models
+from jgr.serving.policies.batching import Kind
 
 UPLOAD_PATH = "/v1/catalogs"
 CLIENT_GONE = 499
@@ -60,7 +61,8 @@ DISCARD_BODIES = 8
 """This many times the body limit is read and thrown away, so that the client can hear the 413."""
 
 Headers = list[tuple[bytes, bytes]]
-Decode = Callable[[bytes], Request]
+Hot = tuple[Kind, Callable[[bytes], Request]]
+"""What a hot endpoint asks of a model, and what reads its bodies."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -77,26 +79,26 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 
 
 class App:
-    """The ASGI application of one deployment. `jgr.serving.listener` runs it; any ASGI server could."""
+    """The ASGI application of a server's models. `jgr.serving.listener` runs it; any ASGI server could."""
 
-    def __init__(self, deployment: Deployment, config: ServerConfig, catalogs: CatalogConfig) -> None:
-        self._deployment = deployment
-        self._catalogs = Catalogs(deployment, catalogs)
-        self._clock = deployment.engine.clock
-        self._metrics = deployment.metrics
+    def __init__(self, models: Models, config: ServerConfig) -> None:
+        self._models = models
+        self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
+        self._clock = models.deployments[0].engine.clock
+        self._metrics = models.deployments[0].metrics  # which holds what is the process's
         self._max_body = config.max_body_bytes
         self._key = config.api_key.encode()
         self._admin_key = config.admin_key.encode()
-        self._hot: dict[str, Decode] = {
-            "/v1/recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
-            "/v1/rank": partial(decode, msgspec.json.Decoder(RankRequest)),
+        self._hot: dict[str, Hot] = {
+            "/v1/recommend": ("recommend", partial(decode, msgspec.json.Decoder(RecommendRequest))),
+            "/v1/rank": ("rank", partial(decode, msgspec.json.Decoder(RankRequest))),
         }
-        description = openapi.document(deployment.info, keyed=bool(self._key))
+        description = openapi.document(models.infos, keyed=bool(self._key))
         self._description = _encode(description)
         self._page = openapi.page(description)
         self._cold = Starlette(
             routes=[
-                Route("/v1/models", self._models),
+                Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
                 Route("/v1/models/{name:path}", self._model),
                 Route(UPLOAD_PATH, self._list_catalogs),
@@ -125,18 +127,20 @@ class App:
                 key = value
             elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
-        reply = _Reply(send, request_id or os.urandom(16).hex(), self._deployment)
-        parse = self._hot.get(path)
+        reply = _Reply(send, request_id or os.urandom(16).hex(), self._models)
+        hot = self._hot.get(path)
         try:
             if scope["method"] == "POST" and path.startswith(_ADMIN_PATHS):
                 self._authorize_admin(key)
             elif self._key and path not in _OPEN_PATHS:
                 _authorize(key, self._key, "API key")
-            if parse is None:
+            if hot is None:
+                if "\n" in path:  # a route's pattern may end before it
+                    raise RequestError("not_found", f"there is no {quoted(path)}")
                 scope["jgr.request_id"] = reply.request_id
                 await self._cold(scope, receive, reply.forward)
             else:
-                answer = await self._answer(scope, receive, parse, reply.request_id, arrival_ns)
+                answer = await self._answer(scope, receive, hot, reply.request_id, arrival_ns)
                 await reply.send(200, _encode(answer))
         except RequestError as error:
             await reply.refuse(error)
@@ -147,7 +151,7 @@ class App:
             await reply.refuse(RequestError("internal", "the server failed; see its log"))
         finally:
             route = scope.get("route")
-            endpoint = path if parse else route.path.replace(":path", "") if route else "other"
+            endpoint = path if hot else route.path.replace(":path", "") if route else "other"
             self._metrics.count_request(endpoint, reply.status)
 
     def _authorize_admin(self, header: bytes) -> None:
@@ -158,13 +162,14 @@ class App:
         _authorize(header, self._admin_key, "admin key")
 
     async def _answer(
-        self, scope: Scope, receive: Receive, parse: Decode, request_id: str, arrival_ns: int
+        self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int
     ) -> Answer:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
         body = await self._read_body(receive)
+        kind, parse = hot
         request = parse(body)
-        engine = self._deployment.find(request.model)
+        engine = self._models.engine(request.model, kind)
         ticket = engine.submit(request, request_id, arrival_ns)
         watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
         watcher.add_done_callback(partial(_client_gone, engine, ticket))
@@ -193,49 +198,46 @@ class App:
             raise RequestError("body_too_large", f"the body may have at most {self._max_body} bytes")
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _models(self, request: HttpRequest) -> Response:
-        return _json(ModelList(data=[self._deployment.info]))
+    async def _list_models(self, request: HttpRequest) -> Response:
+        return _json(ModelList(data=self._models.infos))
 
     async def _model(self, request: HttpRequest) -> Response:
-        self._deployment.find(request.path_params["name"])
-        return _json(self._deployment.info)
+        return _json(self._models.find(request.path_params["name"]).info)
 
     async def _reload(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
         body = await self._read_body(request.receive)
         if body.strip() not in (b"", b"{}"):
             raise RequestError(
                 "invalid_request", "a reload takes no body: it reads the folder of model.path again"
             )
-        self._deployment.find(name)
-        self._deployment.reload()
-        return _json(
-            self._deployment.info, 202, {"Location": f"/v1/models/{quote(self._deployment.info.id)}"}
-        )
+        model = self._models.find(request.path_params["name"])
+        model.reload()
+        return _json(model.info, 202, {"Location": f"/v1/models/{quote(model.name)}"})
+
+    def _catalogs_of(self, request: HttpRequest) -> Catalogs:
+        return self._catalogs[self._models.choose(request.query_params.get("model")).name]
 
     async def _list_catalogs(self, request: HttpRequest) -> Response:
-        return _json(self._catalogs.listing())
+        return _json(self._catalogs_of(request).listing())
 
     async def _upload_catalog(self, request: HttpRequest) -> Response:
         try:
-            return _json(await self._catalogs.upload(request.stream()), 201)
+            return _json(await self._catalogs_of(request).upload(request.stream()), 201)
         except ClientDisconnect:
             raise ClientGone from None
 
     async def _activate(self, request: HttpRequest) -> Response:
-        return self._accepted(self._catalogs.activate(request.path_params["version"]))
+        info = self._catalogs_of(request).activate(request.path_params["version"])
+        return _json(info, 202, _listed_at(request))
 
     async def _roll_back(self, request: HttpRequest) -> Response:
-        return self._accepted(self._catalogs.rollback())
-
-    def _accepted(self, info: msgspec.Struct) -> Response:
-        return _json(info, 202, {"Location": "/v1/catalogs"})
+        return _json(self._catalogs_of(request).rollback(), 202, _listed_at(request))
 
     async def _forget(self, request: HttpRequest) -> Response:
-        return _json(Erased(entries=self._deployment.forget(request.path_params["user_id"])))
+        return _json(Erased(entries=self._models.forget(request.path_params["user_id"])))
 
     async def _item(self, request: HttpRequest) -> Response:
-        catalog = self._deployment.engine.translator.catalog
+        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
         item_id = request.path_params["item_id"]
         row = catalog.row(item_id)
         if row is None:
@@ -254,12 +256,12 @@ class App:
         return _json(Health(status="live"))
 
     async def _ready(self, request: HttpRequest) -> Response:
-        if self._deployment.status != "ready":
-            raise RequestError("unavailable", f"the server is {self._deployment.status}")
+        if self._models.status != "ready":
+            raise RequestError("unavailable", f"the server is {self._models.status}")
         return _json(Health(status="ready"))
 
     async def _render_metrics(self, request: HttpRequest) -> Response:
-        return Response(self._metrics.render(), media_type=metrics.CONTENT_TYPE)
+        return Response(self._models.render_metrics(), media_type=metrics.CONTENT_TYPE)
 
     async def _openapi(self, request: HttpRequest) -> Response:
         return Response(self._description, media_type="application/json")
@@ -271,11 +273,11 @@ class App:
 class _Reply:
     """One response, with the headers that every response has. status: 0 until it is sent."""
 
-    def __init__(self, send: Send, request_id: str, deployment: Deployment) -> None:
+    def __init__(self, send: Send, request_id: str, models: Models) -> None:
         self.request_id = request_id
         self.status = 0
         self._send = send
-        self._deployment = deployment
+        self._models = models
 
     async def send(self, status: int, body: bytes, extra: Headers | None = None) -> None:
         headers = [
@@ -297,7 +299,7 @@ class _Reply:
             self.status = message["status"]
             headers = message["headers"]
             headers.append((b"x-request-id", self.request_id.encode()))
-            if self._deployment.status == "draining":
+            if self._models.draining:
                 headers.append((b"connection", b"close"))
         await self._send(message)
 
@@ -333,12 +335,18 @@ def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | No
     return Response(_encode(value), status, headers, "application/json")
 
 
+def _listed_at(request: HttpRequest) -> dict[str, str]:
+    """Where it is told how an activation goes on."""
+    query = request.url.query
+    return {"Location": f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH}
+
+
 def _authorize(header: bytes, wanted: bytes, name: str) -> None:
     scheme, _, key = header.partition(b" ")
     if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
         raise RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
 
 
-def _client_gone(engine: Engine, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
+def _client_gone(engine: AnyEngine, ticket: AnyTicket, watcher: asyncio.Future[Message]) -> None:
     if not watcher.cancelled():
         engine.cancel(ticket)

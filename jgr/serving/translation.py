@@ -63,6 +63,8 @@ from jgr.serving.work import (
 Int32 = npt.NDArray[np.int32]
 
 MAX_LISTED_IDS = 10
+RANKER_FIELDS = ("history_times", "time", "history_actions", "context", "scenario", "task_weights")
+"""What a request to rank may hold for models that read more than items."""
 
 
 class Prompts(Protocol):
@@ -189,7 +191,7 @@ class Translator:
             raise invalid("top_k", f"top_k is {request.top_k}; it can be at most beam_width, here {width}")
         if request.top_k > info.catalog_items:
             raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
-        rows, unknown = self._history(request)
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         chosen, unknown_filtered = self._filter(request, rows)
         work: Work
         parts = None
@@ -212,10 +214,10 @@ class Translator:
         if filters is None:
             return (self._filters.choose(hidden, None, ()) if len(hidden) else NO_FILTER), 0
         self._check_filters(filters)
-        denied, unknown = self.catalog.rows(_texts([*filters.exclude, *filters.deny]))
+        denied, unknown = self.catalog.rows(texts([*filters.exclude, *filters.deny]))
         allowed = None
         if filters.allow is not None:
-            allowed, unknown_allowed = self.catalog.rows(_texts(filters.allow))
+            allowed, unknown_allowed = self.catalog.rows(texts(filters.allow))
             unknown += unknown_allowed
         chosen = self._filters.choose(np.concatenate([hidden, denied]), allowed, filters.segments)
         if not chosen.n_items:
@@ -240,13 +242,11 @@ class Translator:
                 raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 
     def _rank(self, request: RankRequest) -> Task:
-        limit, count = self.info.max_candidates, len(request.candidates)
-        if count > limit:
-            raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
-        if request.top_k is not None and request.top_k > count:
-            raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
-        candidates = self._candidates(request)
-        rows, unknown = self._history(request)
+        for name in RANKER_FIELDS:
+            if getattr(request, name):
+                raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
+        candidates = known_candidates(request, self.catalog, self.info.max_candidates)
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         work: Work
         parts = None
         if self._segments is not None:
@@ -260,37 +260,8 @@ class Translator:
         else:
             work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
         usage = self._usage(work, rows, unknown)
-        usage.candidates = count
+        usage.candidates = len(candidates)
         return Task(request, work, usage, candidates, parts)
-
-    def _candidates(self, request: RankRequest) -> Int32:
-        item_ids = _texts(request.candidates)
-        rows, unknown = self.catalog.rows(item_ids)
-        if unknown:
-            at = item_ids.index(unknown[0])
-            raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
-        if len(set(item_ids)) < len(item_ids):
-            first: dict[str, int] = {}
-            for at, item_id in enumerate(item_ids):
-                if first.setdefault(item_id, at) != at:
-                    raise invalid(
-                        f"candidates[{at}]", f"item {quoted(item_id)} is already candidates[{first[item_id]}]"
-                    )
-        return rows
-
-    def _history(self, request: Request) -> tuple[Int32, list[str]]:
-        """The rows of the history's known items, [h >= 1] int32, and the unknown ids."""
-        count, limit = len(request.history), self.info.max_history
-        if count > limit:
-            raise invalid("history", f"history has {count} items; the limit is {limit}")
-        item_ids = _texts(request.history)
-        rows, unknown = self.catalog.rows(item_ids)
-        if unknown and self._reject_unknown:
-            at = item_ids.index(unknown[0])
-            raise invalid(f"history[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
-        if not len(rows):
-            raise invalid("history", "no item of the history is in the catalog")
-        return rows, unknown
 
     def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
         return Usage(
@@ -348,6 +319,46 @@ class LazyNames:
         return found
 
 
+def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
+    """[c] int32 rows. RequestError for too many, for one that the catalog lacks or that comes twice, and for top_k."""
+    count = len(request.candidates)
+    if count > limit:
+        raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
+    if request.top_k is not None and request.top_k > count:
+        raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
+    item_ids = texts(request.candidates)
+    rows, unknown = catalog.rows(item_ids)
+    if unknown:
+        at = item_ids.index(unknown[0])
+        raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+    if len(set(item_ids)) < len(item_ids):
+        first: dict[str, int] = {}
+        for at, item_id in enumerate(item_ids):
+            if first.setdefault(item_id, at) != at:
+                raise invalid(
+                    f"candidates[{at}]", f"item {quoted(item_id)} is already candidates[{first[item_id]}]"
+                )
+    return rows
+
+
+def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) -> tuple[Int32, list[str]]:
+    """The rows of the history's known items, [h >= 1] int32, and the unknown ids.
+
+    RequestError for too many, for none that is known, and where `reject` for one that is not.
+    """
+    count = len(request.history)
+    if count > limit:
+        raise invalid("history", f"history has {count} items; the limit is {limit}")
+    item_ids = texts(request.history)
+    rows, unknown = catalog.rows(item_ids)
+    if unknown and reject:
+        at = item_ids.index(unknown[0])
+        raise invalid(f"history[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+    if not len(rows):
+        raise invalid("history", "no item of the history is in the catalog")
+    return rows, unknown
+
+
 def shadow(task: Task, repair: Repair | None = None) -> Task:
     """The same task, to be computed without the cache in the layout that it had. repair: another one than it had."""
     assert task.parts is not None and task.plan is not None
@@ -389,6 +400,6 @@ def _reuse(
     )
 
 
-def _texts(item_ids: list[str | int]) -> list[str]:
+def texts(item_ids: list[str | int]) -> list[str]:
     """Integers as their decimal text."""
     return [item_id if type(item_id) is str else str(item_id) for item_id in item_ids]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that talks to the device.
+"""The threads that talk to the device.
 
 The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but
-this thread ever waits for a device, and an executor is never entered twice. It is a daemon: a device call
-cannot be interrupted, and must not keep a process alive whose time to drain ran out.
+these threads ever waits for a device, and an executor, which has one of them, is never entered twice. They are daemons:
+a device call cannot be interrupted, and must not keep a process alive whose time to drain ran out.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ class Run:
     end_ns: int
 
 
-class Worker:
-    """Runs an executor in its own thread, first in first out."""
+class Calls:
+    """A daemon thread that makes calls, first in first out, and tells the event loop what came of them."""
 
-    def __init__(self, executor: Executor, clock: Callable[[], int]) -> None:
-        self._executor = executor
-        self._clock = clock
+    def __init__(self, name: str) -> None:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="jgr-device", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._stopping = False
 
@@ -46,19 +44,18 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def warm_up(self, progress: Progress) -> None:
-        """Compile every profile; `progress` is called in the worker thread. Raises what warm-up raises."""
-        ended: asyncio.Future[Exception | None] = self._loop.create_future()
-        self._inbox.put(partial(self._warm_up, progress, ended))
-        if error := await ended:
-            raise error
+    def call(self, call: Callable[[], None]) -> None:
+        """Queue a call, which must not raise."""
+        self._inbox.put(call)
 
-    def run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
-        """Queue a batch; `done` is called on the event loop."""
-        self._inbox.put(partial(self._run, profile, works, done))
+    def post(self, call: Callable[[], object]) -> None:
+        """From the thread: have the event loop make a call."""
+        # Where a drain ran out of time the loop is closed, and nobody waits for the result.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """End the thread once what was queued is done; a warm-up ends after its current profile."""
+        """End the thread once what was queued is done."""
         self._stopping = True
         self._inbox.put(None)
 
@@ -72,7 +69,19 @@ class Worker:
         while (call := self._inbox.get()) is not None:
             call()
 
-    def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
+    async def warm_up(self, warm_up: Callable[[Progress], None], progress: Progress) -> None:
+        """Call it in the thread, and `progress` too. Raises what it raises; `stop` ends it after its current step."""
+        ended: asyncio.Future[Exception | None] = self._loop.create_future()
+        self.call(partial(self._warm_up, warm_up, progress, ended))
+        if error := await ended:
+            raise error
+
+    def _warm_up(
+        self,
+        warm_up: Callable[[Progress], None],
+        progress: Progress,
+        ended: asyncio.Future[Exception | None],
+    ) -> None:
         def step(done: int, total: int, label: str) -> None:
             if self._stopping:
                 raise InterruptedError("the warm-up was interrupted")
@@ -80,10 +89,23 @@ class Worker:
 
         error: Exception | None = None
         try:
-            self._executor.warm_up(step)
+            warm_up(step)
         except Exception as cause:
             error = cause
-        self._post(partial(_resolve, ended, error))
+        self.post(partial(_resolve, ended, error))
+
+
+class Worker(Calls):
+    """Runs an executor in its own thread."""
+
+    def __init__(self, executor: Executor, clock: Callable[[], int]) -> None:
+        super().__init__("jgr-device")
+        self._executor = executor
+        self._clock = clock
+
+    def run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
+        """Queue a batch; `done` is called on the event loop."""
+        self.call(partial(self._run, profile, works, done))
 
     def _run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
         start_ns = self._clock()
@@ -95,12 +117,7 @@ class Worker:
                 raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(works)} works")
         except Exception as cause:
             error = cause
-        self._post(partial(done, Run(outcomes, error, start_ns, self._clock())))
-
-    def _post(self, call: Callable[[], object]) -> None:
-        # Where a drain ran out of time the loop is closed, and nobody waits for the result.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call)
+        self.post(partial(done, Run(outcomes, error, start_ns, self._clock())))
 
 
 def _resolve(future: asyncio.Future[Exception | None], result: Exception | None) -> None:

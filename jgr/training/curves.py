@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a training run as a picture: loss of every step, and recall of every validation."""
+"""The curves of a training run as a picture: loss of every step, and the metric of every validation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from jgr.training.progress import RECALL
-
 SMOOTHED = 50
 """Steps that the drawn loss is a running mean of."""
 
 
-def plot_curves(metrics: Path, picture: Path) -> None:
-    """Draw metrics.jsonl into a PNG."""
+def plot_curves(metrics: Path, picture: Path, metric: str) -> None:
+    """Draw metrics.jsonl into a PNG. metric: what was validated."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # 0.5 s of import time, and no display
     from matplotlib.figure import Figure
 
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     losses = np.array([(line["step"], line["loss"]) for line in lines if "loss" in line]).reshape(-1, 2)
-    recalls = np.array([(line["step"], line[RECALL]) for line in lines if RECALL in line]).reshape(-1, 2)
+    found = np.array([(line["step"], line[metric]) for line in lines if metric in line]).reshape(-1, 2)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -31,9 +29,10 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     axes.plot(losses[window - 1 :, 0], smooth, color="tab:blue")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per target", color="tab:blue")
-    if len(recalls):
+    if len(found):
         right = axes.twinx()
-        right.plot(recalls[:, 0], recalls[:, 1], color="tab:red", marker="o", markersize=3)
-        right.set_ylabel(f"validation {RECALL}", color="tab:red")
-        right.set_ylim(bottom=0)
+        right.plot(found[:, 0], found[:, 1], color="tab:red", marker="o", markersize=3)
+        right.set_ylabel(f"validation {metric}", color="tab:red")
+        if metric.startswith("recall"):
+            right.set_ylim(bottom=0)
     figure.savefig(picture, dpi=120)

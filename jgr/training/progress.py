@@ -3,7 +3,8 @@
 
     FOLDER/run.json         the configuration and data of the run; another run's folder is refused
     FOLDER/checkpoints/N/   the state after N steps, by Orbax: the last two, and the best validated one
-    FOLDER/metrics.jsonl    one line per step: step, loss (nats per target); one per validation: step, recall@10
+    FOLDER/metrics.jsonl    one line per step: step, loss (nats per target); one per validation: step and the metric,
+                            recall@10 unless the run names another
 
 Lines beyond the checkpoint that a run goes on from are dropped: they are written again, and equal.
 """
@@ -29,12 +30,12 @@ RECALL = "recall@10"
 
 
 class RunFolder:
-    """The folder of one run, made or reopened. `run` describes it: equal descriptions, equal runs.
+    """The folder of one run, made or reopened. `run` describes it: equal descriptions, equal runs. metric: validated.
 
     Raises ConfigError where the folder belongs to another run, or another process writes to it.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, run: Mapping[str, Any], metric: str = RECALL) -> None:
         import orbax.checkpoint as ocp  # 2-3 s of import time
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ class RunFolder:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-        self.metrics = folder / "metrics.jsonl"
+        self.metrics, self._metric = folder / "metrics.jsonl", metric
         self._pending: list[dict[str, Any]] = []
         self._args = ocp.args
         options = ocp.CheckpointManagerOptions(preservation_policy=self)
@@ -91,15 +92,15 @@ class RunFolder:
         return [at >= oldest or found.step == best for at, found in enumerate(checkpoints)]
 
     def validations(self) -> list[tuple[int, float]]:
-        """(step, recall) of every validation so far, in order."""
+        """(step, value of the metric) of every validation so far, in order."""
         lines = map(json.loads, self.metrics.read_text(encoding="utf-8").splitlines())
-        return [(line["step"], line[RECALL]) for line in lines if RECALL in line]
+        return [(line["step"], line[self._metric]) for line in lines if self._metric in line]
 
     def record(self, step: int, loss: jax.Array) -> None:
         """Keep a step's loss; it is fetched and written with the next `save`."""
         self._pending.append({"step": step, "loss": loss})
 
-    def save(self, step: int, state: State, recall: float | None = None) -> None:
+    def save(self, step: int, state: State, value: float | None = None) -> None:
         """Write losses, state and the step's validation, if there was one.
 
         Returns when they are on disk: the next step overwrites the state's buffers. Raises CheckpointError where they
@@ -108,8 +109,8 @@ class RunFolder:
         folder = self.metrics.parent
         require_space(folder, state)
         lines = [{"step": line["step"], "loss": float(line["loss"])} for line in self._pending]
-        if recall is not None:
-            lines.append({"step": step, RECALL: recall})
+        if value is not None:
+            lines.append({"step": step, self._metric: value})
         try:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -132,5 +133,5 @@ def _lock(folder: Path) -> int:
 
 
 def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:
-    """(step, recall) of the best; the latest of equal ones, which is the one whose checkpoint is kept."""
+    """(step, value) of the best; the latest of equal ones, which is the one whose checkpoint is kept."""
     return max(validations, key=lambda found: (found[1], found[0]))

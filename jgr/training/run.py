@@ -21,14 +21,14 @@ from jgr.models.params import PyTree
 from jgr.training.curves import plot_curves
 from jgr.training.progress import RECALL, RunFolder, best_validation
 from jgr.training.trainer import Loss, State, Trainer, fit
-from jgr.training.windows import Windows
+from jgr.training.windows import Batches
 
 LOG_EVERY = 100  # steps; each log waits for the device
 
 Progress = Callable[[int, int, str], None]
 """progress(steps done, steps in all, note)."""
 Validate = Callable[[PyTree], float]
-"""The recall@10 of parameters on validation examples."""
+"""The metric of parameters on validation examples, recall@10 where no other is named; the more the better."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,25 +37,27 @@ def train_to_best(
     train: TrainConfig,
     specs: PyTree,
     loss: Loss,
-    windows: Windows,
+    windows: Batches,
     *,
     described: Mapping[str, Any],
     validate: Validate | None,
     progress: Progress,
     save: Callable[[PyTree, Callable[[Path], None]], None],
+    metric: str = RECALL,
 ) -> Path:
     """Train, and `save` the parameters of the best validation, or of the last step where nothing is validated.
 
     described: what else, beside `train` and the windows, makes this run the run it is. save(params, write_beside) must
     call write_beside(folder), which adds metrics.jsonl and curves.png. Goes on where an earlier, killed call with the
-    same arguments stopped. Gives train.out. Raises ConfigError for a loss that is not finite.
+    same arguments stopped. metric: what `validate` gives, by its name in metrics.jsonl. Gives train.out. Raises
+    ConfigError for a loss that is not finite.
     """
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
     running = Path(f"{train.out}.training")
     run = {**described, "train": asdict(train), "windows": windows.digest()}
-    _log.info("training on %d users, %d steps an epoch", len(windows), windows.steps_per_epoch())
-    with RunFolder(running, run) as folder:
+    _log.info("training on %d examples, %d steps an epoch", len(windows), windows.steps_per_epoch())
+    with RunFolder(running, run, metric) as folder:
         fresh = trainer.initial()
         start = folder.latest(fresh)
         if start is not None:
@@ -84,24 +86,24 @@ def train_to_best(
                 return False
             if not np.isfinite(float(loss)):
                 raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
-            recall = validate(state.params) if validate is not None and to_validate else None
-            folder.save(done, state, recall)
-            if recall is not None:
-                note = f", {RECALL} {recall:.4f}"
-                _log.info("step %d of %d: validation %s %.4f", done, train.steps, RECALL, recall)
+            value = validate(state.params) if validate is not None and to_validate else None
+            folder.save(done, state, value)
+            if value is not None:
+                note = f", {metric} {value:.4f}"
+                _log.info("step %d of %d: validation %s %.4f", done, train.steps, metric, value)
             return to_validate and enough()
 
         if not enough():
             state = fit(trainer, state, windows.batches(int(state.step)), on_step)
         if validated:
-            step, recall = best_validation(folder.validations())
-            _log.info("keeping step %d: validation %s %.4f", step, RECALL, recall)
+            step, value = best_validation(folder.validations())
+            _log.info("keeping step %d: validation %s %.4f", step, metric, value)
             if step != int(state.step):
                 state = folder.restore(step, state)
 
         def write_beside(out: Path) -> None:
             shutil.copy(folder.metrics, out)
-            plot_curves(out / "metrics.jsonl", out / "curves.png")
+            plot_curves(out / "metrics.jsonl", out / "curves.png", metric)
 
         save(jax.device_get(state.params), write_beside)
     shutil.rmtree(running)

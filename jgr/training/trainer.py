@@ -29,7 +29,8 @@ Int32 = npt.NDArray[np.int32]
 Loss = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """(params, windows, key) -> sum of nats and number of targets, [] float32 both.
 
-windows: [B, N] int32 rows, -1 on the right; or [B, N, 2], rows and times, as jgr.training.windows gives them.
+windows: [B, N] int32 rows, -1 on the right; or [B, N, 2], rows and times, as jgr.training.windows gives them; or what
+else the Batches of the run give, [B, ...].
 """
 
 END_OF_SCHEDULE = 0.01
@@ -105,7 +106,7 @@ class Trainer:
     def step(self, state: State, rows: Int32) -> tuple[State, jax.Array]:
         """One optimizer step; gives the new state, in the buffers of the old one, and the loss before it.
 
-        rows: [train.batch, N] or [train.batch, N, 2]. The loss: mean nats per target, [] float32.
+        rows: [train.batch, ...], see Loss. The loss: mean nats per target, [] float32.
         """
         parts = rows.reshape(self._train.micro_batches, -1, *rows.shape[1:])
         stepped: tuple[State, jax.Array] = self._step(state, jax.device_put(parts, self._spread))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training windows over users' item sequences, and the batch of any step.
+"""Training windows, of users' item sequences among others, and the batch of any step.
 
 The batch of step s is a pure function of (data, seed, s), so a resumed run needs no state of its input pipeline. Grain
-reads ahead; it does not decide. A window is up to max_items + 1 consecutive items: every item after the first is a
-target. Users of like length share a batch, so that little of it is padding.
+reads ahead; it does not decide. A window of a sequence is up to max_items + 1 consecutive items: every item after the
+first is a target. Users of like length share a batch, so that little of it is padding.
 
 With train.times a window has times beside its rows: seconds since its first event.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,8 +34,53 @@ READ_AHEAD = 4
 """Batches."""
 
 
-class Windows:
-    """The batches of one training set. Users of fewer than two items teach nothing and are left out.
+class Batches(ABC):
+    """The batches of one training set. sizes: of each of its examples, those of like size share a batch."""
+
+    def __init__(self, train: TrainConfig, sizes: Int64) -> None:
+        self._train, self._sizes = train, sizes
+        self._epoch_order = functools.lru_cache(maxsize=2)(self._draw_order)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def steps_per_epoch(self) -> int:
+        return -(-len(self) // self._train.batch)
+
+    @abstractmethod
+    def digest(self) -> str:
+        """First 16 hex digits of a sha256 over the data: equal data, equal digest."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Int32:
+        """The windows of a step, [B, ...]."""
+
+    def batches(self, start: int) -> Iterator[Int32]:
+        """The batches of steps start, start + 1, ... up to train.steps, read ahead by Grain."""
+        import grain  # 2 s of import time
+
+        rest = grain.MapDataset.range(start, self._train.steps).map(self.batch)
+        # One thread keeps the order of what it computes; a batch costs far less than a step.
+        return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
+
+    def _place(self, step: int) -> tuple[int, int, Int64]:
+        """Epoch, position in it, and the B examples of a step."""
+        epoch, position = divmod(step, self.steps_per_epoch())
+        return epoch, position, self._epoch_order(epoch)[position]
+
+    def _draw_order(self, epoch: int) -> Int64:
+        """[steps per epoch, B] examples: every one once, the last batch filled up from the front."""
+        rng = np.random.default_rng((self._train.seed, epoch))
+        steps, size = self.steps_per_epoch(), self._train.batch
+        order = np.resize(rng.permutation(len(self)), steps * size)
+        for at in range(0, len(order), SORTED_TOGETHER * size):
+            group = order[at : at + SORTED_TOGETHER * size]
+            group[:] = group[np.argsort(self._sizes[group], kind="stable")]
+        return rng.permutation(order.reshape(steps, size))
+
+
+class Windows(Batches):
+    """Batches of item sequences. Users of fewer than two items teach nothing and are left out.
 
     sequences: per user, catalog rows in time order.
     """
@@ -45,18 +91,10 @@ class Windows:
             raise ConfigError("no user has two interactions: there is nothing to learn from")
         if train.times and sequences.times is None:
             raise ConfigError("train.times: the dataset has no times")
-        self._train = train
-        self._sizes = np.minimum(self._sequences.lengths, train.max_items + 1)
-        self._epoch_order = functools.lru_cache(maxsize=2)(self._draw_order)
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def steps_per_epoch(self) -> int:
-        return -(-len(self) // self._train.batch)
+        super().__init__(train, np.minimum(self._sequences.lengths, train.max_items + 1))
 
     def digest(self) -> str:
-        """First 16 hex digits of the sha256 over the sequences: equal data, equal digest."""
+        """See Batches: over the sequences."""
         digest = hashlib.sha256()
         for sequence in self._sequences:
             digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
@@ -70,8 +108,7 @@ class Windows:
 
         With train.times [B, n, 2], rows and times.
         """
-        epoch, position = divmod(step, self.steps_per_epoch())
-        users = self._epoch_order(epoch)[position]
+        epoch, position, users = self._place(step)
         fractions = np.random.default_rng((self._train.seed, epoch, position)).random(len(users))
         longest = self._train.max_items + 1
         quantum = -(-longest // WIDTHS)
@@ -86,21 +123,3 @@ class Windows:
                 happened = self._sequences.times_of(user)[start : start + size]
                 times[i, :size] = happened - happened[0]
         return np.stack([rows, times], axis=-1) if self._train.times else rows
-
-    def batches(self, start: int) -> Iterator[Int32]:
-        """The batches of steps start, start + 1, ... up to train.steps, read ahead by Grain."""
-        import grain  # 2 s of import time
-
-        rest = grain.MapDataset.range(start, self._train.steps).map(self.batch)
-        # One thread keeps the order of what it computes; a batch costs far less than a step.
-        return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
-
-    def _draw_order(self, epoch: int) -> Int64:
-        """[steps per epoch, B] users: every user once, the last batch filled up from the front."""
-        rng = np.random.default_rng((self._train.seed, epoch))
-        steps, size = self.steps_per_epoch(), self._train.batch
-        order = np.resize(rng.permutation(len(self)), steps * size)
-        for at in range(0, len(order), SORTED_TOGETHER * size):
-            group = order[at : at + SORTED_TOGETHER * size]
-            group[:] = group[np.argsort(self._sizes[group], kind="stable")]
-        return rng.permutation(order.reshape(steps, size))

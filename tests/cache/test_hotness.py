@@ -14,7 +14,9 @@ from jgr.cache.hotness import ExactWindow, ExponentialWindow, Hotness
 
 WINDOW = 100
 STEPS = st.lists(
-    st.tuples(st.integers(0, 90), st.sampled_from("abcde"), st.sampled_from(["touch", "hold", "let_go"])),
+    st.tuples(
+        st.integers(0, 90), st.sampled_from("abcde"), st.sampled_from(["touch", "hold", "let_go", "forget"])
+    ),
     max_size=40,
 )
 
@@ -46,9 +48,12 @@ def test_estimates_are_sums_over_the_past(kind: str, steps: list[tuple[int, str,
         if verb == "hold":
             cached.add(name)
             hotness.hold(user(name))
-        elif name in cached and verb == "let_go":
+        elif name in cached and verb in ("let_go", "forget"):
             cached.remove(name)
             hotness.let_go(user(name))
+        if verb == "forget":
+            past = [came for came in past if came[1] != name]
+            hotness.forget(user(name))
         hotness.check()
         for other in "abcde":
             assert hotness.frequency(user(other), now) == pytest.approx(want(past, other, now))
@@ -69,3 +74,12 @@ def test_only_so_many_strangers_are_remembered() -> None:
         hotness.touch(user(name), 4 + at)
     assert hotness.frequency(user("b"), 6) > 0, "a cached user is not forgotten"
     assert [hotness.frequency(user(name), 6) > 0 for name in "cdef"] == [False, False, True, True]
+
+
+def test_what_is_kept_of_cached_users_goes_with_them() -> None:
+    hotness = ExponentialWindow(WINDOW, remembered=2)
+    for number in range(100):
+        hotness.hold(user(str(number)))
+    for number in range(100):
+        hotness.let_go(user(str(number)))
+        hotness.check()

@@ -146,6 +146,29 @@ def test_what_the_device_gives_up_comes_back_from_the_host() -> None:
     assert pool.meta.host is not None and pool.meta.host.free == 2 and pool.meta.pages.free == 1
 
 
+def test_nobody_goes_for_an_entry_that_cannot_fit() -> None:
+    pool = Pool(3, hot=True)
+    pool.store(user("a"), *range(8))
+    pool.store(user("b"), 1)
+    assert pool.start(user("a"), content(*range(20))) is None, "four pages"
+    assert pool.meta.find(user("b"), content(1)) is not None
+    assert (pool.meta.counts["user_refused"], pool.meta.counts["user_evicted"]) == (1, 0)
+
+
+def test_who_is_forgotten_comes_for_the_first_time() -> None:
+    pool = Pool(2, host_pages=1, hot=True)
+    meta, hotness = pool.meta, pool.meta.hotness
+    assert hotness is not None
+    for name in "abc":
+        hotness.touch(user(name), 0)
+    for name in "ab":
+        pool.store(user(name), *range(12))
+    assert meta.host is not None and meta.host.free == 1, "two pages do not fit into the host's one"
+    assert [meta.forget(user(name)) for name in "abc"] == [False, True, False]
+    assert [hotness.frequency(user(name), 0) for name in "abc"] == [0, 0, 0]
+    meta.check()
+
+
 def test_a_boundary_moves_no_page() -> None:
     pool = Pool(4)
     pool.meta.set_limit("item", 2)

@@ -178,8 +178,8 @@ class LiveServer:
         self.executor.release()
         self.stop()
         self.join()
-        assert self.listener.deployment.join(PATIENCE_S)
-        self.listener.deployment.check()
+        assert self.listener.models.join(PATIENCE_S)
+        self.listener.models.check()
 
     def stop(self) -> None:
         self.listener.stop()

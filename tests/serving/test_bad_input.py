@@ -81,8 +81,24 @@ FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "exclude_history a number": ("recommend", {"exclude_history": 1}, "exclude_history", ("`bool`",)),
     "user_id a list": ("recommend", {"user_id": []}, "user_id", ("`array`",)),
     "user_id too long": ("recommend", {"user_id": "u" * 257}, "user_id", ("<= 256",)),
+    "user_id too large": ("recommend", {"user_id": 10**300}, "user_id", ()),
+    "user_id with a line feed": ("rank", {"user_id": "u\n"}, "user_id", ()),
     "unknown field": ("recommend", {"topk": 3}, "topk", ("unknown field 'topk'", "nearest is 'top_k'")),
     "field of the other kind": ("rank", {"beam_width": 3}, "beam_width", ("unknown field",)),
+    "times of no timed model": (
+        "rank",
+        {"history_times": [1]},
+        "history_times",
+        ("'jgr' has no use for it",),
+    ),
+    "time of no timed model": ("rank", {"time": 1}, "time", ("no use",)),
+    "actions of no such model": ("rank", {"history_actions": [1]}, "history_actions", ("no use",)),
+    "context of no such model": ("rank", {"context": {"slot0": 1}}, "context", ("no use",)),
+    "scenario of no such model": ("rank", {"scenario": 1}, "scenario", ("no use",)),
+    "task of no such model": ("rank", {"task_weights": {"like": 1}}, "task_weights", ("no use",)),
+    "negative slot": ("rank", {"context": {"slot0": -1}}, "context", (">= 0",)),
+    "negative time": ("rank", {"history_times": [-1]}, "history_times[0]", (">= 0",)),
+    "text for a weight": ("rank", {"task_weights": {"like": "x"}}, "task_weights", ("`float`",)),
 }
 
 

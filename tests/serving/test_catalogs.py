@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,14 @@ import pytest
 from jgr.catalog import Catalog, save_catalog
 from jgr.models.beam import growth_class
 from tests.serving.fakes import LiveServer
-from tests.serving.test_reload_model import ADMIN, REQUESTS, Switchable
-from tests.serving.tiny_model import make_catalog
+from tests.serving.test_reload_model import REQUESTS, Switchable
+from tests.serving.tiny_model import as_lines, make_catalog
 
 LARGEST = 100_000
 
 
 class Server(Switchable):
-    """Calls that need the admin key."""
-
-    def admin(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
-        self._connection.request(method, path, body, ADMIN | headers)
-        response = self._connection.getresponse()
-        return response.status, json.loads(response.read())
+    """Changes of catalogs."""
 
     def upload(self, catalog: Catalog) -> str:
         status, info = self.admin("POST", "/v1/catalogs", as_lines(catalog))
@@ -47,17 +41,6 @@ class Server(Switchable):
 
     def programs(self) -> tuple[float, float]:
         return self.compilations("load"), self.compilations("request")
-
-
-def as_lines(catalog: Catalog) -> bytes:
-    symbols = [
-        [names[code] for names, code in zip(catalog.symbols, row, strict=True)] for row in catalog.codes
-    ]
-    lines = [
-        json.dumps({"item_id": item, "semantic_id": path, "metadata": metadata})
-        for item, path, metadata in zip(catalog.item_ids, symbols, catalog.metadata, strict=True)
-    ]
-    return "\n".join(lines).encode()
 
 
 def items(codes: np.ndarray, name: str) -> Catalog:

@@ -19,6 +19,7 @@ from jgr.cache.pages import Pages
 from jgr.data.prefix_tree import PrefixTree
 from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Layout, SegmentedPrompt, Tokens
 from jgr.models import beam, decoder, packed, params
+from jgr.serving.compilation import CompilationCounter
 from jgr.serving.packing import LAYOUTS
 from jgr.serving.paged_executor import PagedExecutor, PoolShape, _smallest_work
 from jgr.serving.policies.batching import Job, Profile
@@ -255,10 +256,13 @@ def test_what_the_pool_gives_up_comes_back_from_the_host() -> None:
     requests = [
         Request(name, range(start, start + 20), [1]) for name, start in (("a", 12), ("b", 14), ("c", 16))
     ]
+    wanted(requests[0], "user_prefix")  # compiles
+    counter = CompilationCounter()
     for _ in range(3):
         plans = [server.serve(request)[0] for request in requests]
     assert [plan.cached_tokens for plan in plans] == [20, 20, 20]
     assert server.meta.counts["to_device"] >= 3
+    assert counter.counts == {"load": 0, "request": 0}
 
 
 @pytest.mark.slow
@@ -297,6 +301,22 @@ def test_a_failure_empties_the_pool_and_the_next_request_is_right(monkeypatch: p
     assert not np.asarray(server.executor._pool).any()
     assert server.serve(A)[0].cached_tokens == 0
     assert server.serve(A)[0].cached_tokens == 20
+
+
+def test_a_move_that_failed_fails_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("user", pages=6, host_pages=9)
+    a, b = (Request(name, range(12, 32), [1]) for name in "ab")
+    server.serve(a)
+    with monkeypatch.context() as broken:
+        broken.setattr(server.executor, "_keep", lambda *_: 1 / 0)
+        server.serve(b)  # in a's place
+    with pytest.raises(ZeroDivisionError):
+        server.serve(a)
+    for jobs in list(server.schedulers["rank"]._pinned):
+        server.schedulers["rank"].finished(jobs, False)
+    server.meta.clear()
+    plans = [server.serve(request)[0] for request in (a, b, a, b)]
+    assert [plan.cached_tokens for plan in plans] == [0, 0, 20, 20]
 
 
 def test_no_program_copies_the_pool() -> None:

@@ -228,6 +228,11 @@ def test_no_spelling_of_a_path_escapes_the_admin_key(server: LiveServer, end: st
         assert server.call(f"/v1/{path}{end}", b"x", method="POST").status == 403, path
 
 
+def test_a_line_feed_behind_a_path_is_another_path(server: LiveServer) -> None:
+    assert server.call("/v1/users/u/cache", method="DELETE").status == 200
+    assert server.call("/v1/users/u/cache%0A", method="DELETE").status == 404
+
+
 def test_without_an_admin_key_reloads_are_forbidden(server: LiveServer) -> None:
     for headers in ({}, ADMIN, {"authorization": "Bearer "}):
         reply = server.call(RELOAD, method="POST", **headers)
@@ -315,4 +320,4 @@ def test_sighup_reloads_and_none_is_lost() -> None:
         played = pool.submit(client)
         assert server.listener.serve_until_stopped() == 0
         assert played.result()["version"] == "jgr@2"
-    assert server.listener.deployment.join(PATIENCE_S)
+    assert server.listener.models.join(PATIENCE_S)

@@ -22,10 +22,11 @@ import pytest
 
 from jgr.config import Config, UserError, override
 from jgr.serving.compilation import CompilationCounter, preparing
+from jgr.serving.deployment import Deployment
 from jgr.serving.listener import Listener
 from jgr.serving.loading import load_engine
 from jgr.serving.model_files import ModelFiles
-from tests.serving.tiny_model import N_ITEMS, make_folder
+from tests.serving.tiny_model import N_ITEMS, as_lines, make_folder, shuffled_catalog
 
 CLIENTS = 4
 PATIENCE_S = 300.0
@@ -33,9 +34,12 @@ ADMIN = {"Authorization": "Bearer 4dm1n"}
 
 
 class Switchable:
-    """Two model folders, and a server that reads whichever the link `now` names."""
+    """Two model folders, and a server that reads whichever the link `now` names.
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    beside: the name of another model that it serves, from the second folder.
+    """
+
+    def __init__(self, folder: Path, *settings: str, beside: str | None = None) -> None:
         self.folder = folder
         make_folder(folder / "a", seed=1)
         config = make_folder(folder / "b", seed=2)
@@ -50,11 +54,16 @@ class Switchable:
             "profiles.candidates=4",
             *settings,
         )
+        more = []
+        if beside is not None:
+            config = override(self.config, f"model.name={beside}", f"model.path={folder / 'b'}")
+            more.append(Deployment(load_engine(config), config.catalog))
         ready = threading.Event()
         self._listener = Listener(
             load_engine(self.config),
             self.config,
             load=partial(load_engine, self.config),
+            more=more,
             on_ready=lambda url: ready.set(),
         )
         self._thread = threading.Thread(target=self._listener.serve_until_stopped)
@@ -67,7 +76,7 @@ class Switchable:
         self._listener.stop()
         self._thread.join()
         assert self._listener.exit_code == 0
-        assert self._listener.deployment.join(PATIENCE_S)
+        assert self._listener.models.join(PATIENCE_S)
 
     def point_to(self, name: str) -> None:
         aside = self.folder / "next"
@@ -110,12 +119,16 @@ class Switchable:
             for ended in clients:
                 ended.result()
 
+    def admin(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+        """Status and answer of a request with the admin key."""
+        self._connection.request(method, path, body, ADMIN | headers)
+        response = self._connection.getresponse()
+        return response.status, json.loads(response.read())
+
     def reload(self) -> dict[str, Any]:
         """Reload, and wait until that is over. The model's entry."""
-        self._connection.request("POST", "/v1/models/tiny/reload", headers=ADMIN)
-        response = self._connection.getresponse()
-        assert response.status == 202, response.read()
-        response.read()
+        status, answer = self.admin("POST", "/v1/models/tiny/reload")
+        assert status == 202, answer
         model: dict[str, Any] = {"reload": "running"}
         while model["reload"] == "running":
             model = self.call("/v1/models/tiny")
@@ -139,7 +152,7 @@ def ask(connection: http.client.HTTPConnection, path: str, body: Any = None) -> 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switchable]:
-    server = Switchable(tmp_path_factory.mktemp("models"))
+    server = Switchable(tmp_path_factory.mktemp("models"), beside="steady")
     yield server
     server.stop()
 
@@ -210,6 +223,42 @@ def test_two_reloads_under_load(server: Switchable) -> None:
 
     assert settles(server, resident), "the memory of the old versions is free"
     assert server.compilations("request") == in_requests
+
+
+def test_a_model_and_its_catalog_change_under_load_of_another(server: Switchable) -> None:
+    catalog, resident = shuffled_catalog(), device_bytes()
+    of_steady = [(path, {**body, "model": "steady"}) for path, body in REQUESTS]
+    server.point_to("a")
+    first, alone = server.reload(), [server.call(*request) for request in of_steady]
+    in_requests = server.compilations("request")
+    with server.load(of_steady) as answers:
+        server.point_to("b")
+        second = server.reload()
+        assert server.admin("POST", "/v1/catalogs?model=tiny", as_lines(catalog))[0] == 201
+        change = f"/v1/catalogs/{catalog.version}/activate"
+        assert server.admin("POST", f"{change}?model=steady")[0] == 404
+        assert server.admin("POST", f"{change}?model=tiny")[0] == 202
+        while server.call("/v1/catalogs?model=tiny")["activation"] == "running":
+            pass
+        changed = [server.call(*request) for request in REQUESTS]
+        assert server.admin("POST", "/v1/catalogs/rollback?model=tiny")[0] == 202
+        while (listed := server.call("/v1/catalogs?model=tiny"))["activation"] == "running":
+            pass
+    assert listed["activation"] == "done"
+    assert server.compilations("request") == in_requests
+
+    steady = server.call("/v1/models/steady")
+    assert {answer["model"] for told in answers for _, answer in told} == {steady["version"]}
+    for told in answers:
+        for at, answer in told:
+            assert answer["catalog_version"] == steady["catalog_version"] == first["catalog_version"]
+            np.testing.assert_allclose(scores(answer), scores(alone[at]), atol=1e-5)
+            assert [i["item_id"] for i in answer["items"]] == [i["item_id"] for i in alone[at]["items"]]
+    assert {answer["model"] for answer in changed} == {second["version"]} != {first["version"]}
+    assert {answer["catalog_version"] for answer in changed} == {catalog.version}
+    assert np.abs(scores(changed[0]) - scores(alone[0])).max() > 0.1, "the catalogs can be told apart"
+    server.reload()  # an engine over another catalog shares arrays of the engine before it
+    assert settles(server, resident)
 
 
 def cut_weights(folder: Path) -> None:

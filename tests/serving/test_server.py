@@ -147,6 +147,7 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
         "beam_width": 5,
         "max_beam_width": 5,
         "max_candidates": 4,
+        "timed": False,
         "max_history": 4096,
         "max_filter_items": 4096,
         "segments": [],

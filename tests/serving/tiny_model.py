@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -36,6 +37,27 @@ def make_catalog() -> Catalog:
     return Catalog.build(
         [f"B{i:03}" for i in range(N_ITEMS)], symbols, [{"title": f"Item {i}"} for i in range(N_ITEMS)]
     )
+
+
+def shuffled_catalog() -> Catalog:
+    """The items of `make_catalog`, each under another semantic id."""
+    catalog = make_catalog()
+    symbols = [
+        [names[code] for names, code in zip(catalog.symbols, row, strict=True)] for row in catalog.codes
+    ]
+    return Catalog.build(catalog.item_ids, symbols[7:] + symbols[:7], catalog.metadata)
+
+
+def as_lines(catalog: Catalog) -> bytes:
+    """The catalog as it is uploaded."""
+    symbols = [
+        [names[code] for names, code in zip(catalog.symbols, row, strict=True)] for row in catalog.codes
+    ]
+    lines = [
+        json.dumps({"item_id": item, "semantic_id": path, "metadata": metadata})
+        for item, path, metadata in zip(catalog.item_ids, symbols, catalog.metadata, strict=True)
+    ]
+    return "\n".join(lines).encode()
 
 
 def make_folder(folder: Path, seed: int = 1) -> Config:

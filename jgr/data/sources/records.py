@@ -28,12 +28,17 @@ MAX_TIME = 2**62
 
 
 class Event(NamedTuple):
-    """A user met an item. time: in the source's unit, None where unknown. split: 0 train, 1 valid, 2 test."""
+    """A user met an item. time: in the source's unit, None where unknown. split: 0 train, 1 valid, 2 test.
+
+    actions: bits of Source.actions. scenario: where they met, from 0; -1: unknown. Of a source with actions only.
+    """
 
     user_id: str
     item_id: str
     time: int | None = None
     split: int = 0
+    actions: int = 0
+    scenario: int = -1
 
 
 class Item(NamedTuple):
@@ -78,7 +83,8 @@ class Source:
     open: finds the files in a folder; DataError names what is missing. splits: those that are possible, the
     usual one first. raw, kept: known counts before and after the default filter, None where the form fits
     many datasets. min_item: default filter. unordered: a user's events are a set without an order. drop_repeats: a
-    row that repeats user, item and time of another says nothing new.
+    row that repeats user, item and time of another says nothing new. actions: what bit i of an event's says; empty
+    where the form has no feedback.
     """
 
     open: Callable[[Path], Raw | Whole]
@@ -88,6 +94,7 @@ class Source:
     min_item: int = 0
     unordered: bool = False
     drop_repeats: bool = False
+    actions: tuple[str, ...] = ()
 
 
 def find(folder: Path, *names: str) -> Path:

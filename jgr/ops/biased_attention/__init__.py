@@ -7,11 +7,11 @@ import jax
 
 from jgr.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
 from jgr.ops.biased_attention import pallas_triton, reference, xla
-from jgr.ops.biased_attention.bias import Activation, Bias, prepare
+from jgr.ops.biased_attention.bias import Activation, Bias, Places, Targets, prepare, spread
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention.visibility import Causal, Context
 
-__all__ = ["IMPLEMENTATIONS", "Bias", "Causal", "Context", "biased_attention"]
+__all__ = ["IMPLEMENTATIONS", "Bias", "Causal", "Context", "Places", "Targets", "biased_attention", "spread"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.biased_attention, pallas_triton.interpreted, pallas_triton.supports),
@@ -24,13 +24,13 @@ def biased_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    tokens: Tokens | Causal,
+    tokens: Tokens | Causal | Targets,
     layout: Layout | jax.Array = SINGLE_USER_MULTI_ITEM,
     *,
     keys: Tokens | None = None,
     context: Context | None = None,
     window: jax.Array | None = None,
-    bias: Bias | None = None,
+    bias: Bias | jax.Array | None = None,
     query_times: jax.Array | None = None,
     key_times: jax.Array | None = None,
     activation: Activation = "softmax",
@@ -50,13 +50,15 @@ def biased_attention(
     Args:
         q: [B, T, H, dq]. Rows are independent.
         k, v: [B, H, S, dq] and [B, H, S, dv] of the new tokens; S = T unless `keys`.
-        tokens: of the queries, [B, T] each, padding wherever request < 0; or Causal(lengths [B]): row b is one history.
-            What stands in padding has no effect.
+        tokens: of the queries, [B, T] each, padding wherever request < 0; or Causal(lengths [B]): row b is one history;
+            or Targets(lengths [B]): candidates behind a Causal context. What stands in padding has no effect.
         layout: a Layout; or [B, T] int32, of each query `Layout.bits[kind]`.
         keys: the tokens of k and v, [B, S], where they are not the queries' own.
         context: keys and values in front of the new ones (M-FALCON's, MODEL-13); of Causal tokens, Causal too.
         window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
-        bias: tables for tokens' `position`; those of Causal tokens are 0, 1, 2, ..., the context's first.
+        bias: tables for tokens' `position`; those of Causal tokens are 0, 1, 2, ..., the context's first. Or what a
+            table gives, `spread` once for layers that share it: [1 or B, 1 or H, 1 or T, C + S] float32; of Targets
+            [..., C + 1], the last for what each sees of itself.
         query_times, key_times: [B, T] and [B, C + S] int32 seconds, needed where the bias has times, from an origin
             that a row's tokens share, so that no difference leaves int32. The context's C stand first. HSTU's query
             time is that of the next event (MODEL-7).

@@ -3,7 +3,7 @@
 
 All forms of the op begin with `prepare`. Who sees whom is segment attention's rule; what is added to a logit depends on
 two differences only, of positions and of times, so that any block of the bias can be computed from the vectors of its
-rows and columns.
+rows and columns. Where many layers share a bias of few pairs it is looked up once, by `spread`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Layout, Tokens
+from jgr.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Kind, Layout, Tokens
 from jgr.ops.segment_attention import visibility
 from jgr.ops.segment_attention.visibility import Causal, Context, Keys, Queries, spell_out
 
@@ -36,11 +36,20 @@ class Bias(NamedTuple):
     times: jax.Array | None = None
 
 
+class Targets(NamedTuple):
+    """Tokens of candidates for the event behind a Causal context: lengths [B] int32, padding behind.
+
+    Each sees the context and itself, and all stand at the place behind it (MODEL-13).
+    """
+
+    lengths: jax.Array
+
+
 class Places(NamedTuple):
     """What the bias needs to know of tokens, [B, n] int32. time: None where times have no part in it."""
 
     position: jax.Array
-    time: jax.Array | None
+    time: jax.Array | None = None
 
 
 class Source(NamedTuple):
@@ -55,19 +64,21 @@ class Source(NamedTuple):
 class Problem(NamedTuple):
     """The arguments of biased_attention: sources are the context's keys, where there is a context, and the new ones.
 
-    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n]. scale: [1 or B, 1 or H]. triangle: plain causal from position 0
-    on, whatever the values.
+    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or what they give, [1 or B, 1 or H, 1 or T, keys of all
+    sources]. scale: [1 or B, 1 or H]. triangle: plain causal from position 0 on, whatever the values. targets: queries
+    see all keys that are no padding of the first source, and of the second their own.
     """
 
     q: jax.Array
     queries: Queries
     places: Places
     sources: tuple[Source, ...]
-    bias: Bias | None
+    bias: Bias | jax.Array | None
     scale: jax.Array
     activation: Activation
     divisor: float
     triangle: bool
+    targets: bool
 
 
 def bucket(difference: jax.Array, buckets: int) -> jax.Array:
@@ -88,6 +99,22 @@ def look_up(table: jax.Array, index: jax.Array) -> jax.Array:
     return found
 
 
+def spread(tables: Bias, rows: Places, columns: Places) -> jax.Array:
+    """[B, K, T, S] float32: the bias of every pair of a row [B, T] and a column [B, S], for layers that share it."""
+    tables = _batched(tables)
+    positions, times = tables
+    found = look_up(
+        positions, entry(rows.position[:, :, None], columns.position[:, None], positions.shape[2])
+    )
+    if times is not None and rows.time is not None and columns.time is not None:
+        found += look_up(times, bucket(rows.time[:, :, None] - columns.time[:, None], times.shape[2]))
+    return found
+
+
+def _batched(tables: Bias) -> Bias:
+    return Bias(*(None if x is None else x.reshape(-1, *x.shape[-2:]) for x in tables))  # type: ignore[arg-type]
+
+
 def joined(sources: Sequence[Source]) -> Source:
     """One behind the other; v is 0 in padding, where not-a-number times a weight of 0 would still be one."""
     keys, places = (
@@ -102,12 +129,12 @@ def prepare(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    tokens: Tokens | Causal,
+    tokens: Tokens | Causal | Targets,
     layout: Layout | jax.Array,
     keys: Tokens | None,
     context: Context | None,
     window: jax.Array | None,
-    bias: Bias | None,
+    bias: Bias | jax.Array | None,
     query_times: jax.Array | None,
     key_times: jax.Array | None,
     activation: Activation,
@@ -119,6 +146,11 @@ def prepare(
         raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
     if activation == "softmax" and divisor != 1:
         raise ValueError(f"divisor is {divisor}: softmax's weights have none")
+    targets = isinstance(tokens, Targets)
+    if isinstance(tokens, Targets):
+        tokens, context = _spell_out_targets(tokens, context, q.shape[1])
+        if keys is not None or window is not None or layout != SINGLE_USER_MULTI_ITEM:
+            raise ValueError("what Targets see is known: they have no keys, window or layout of their own")
     if isinstance(tokens, Causal) and isinstance(layout, Layout) and layout == SINGLE_USER_MULTI_ITEM:
         layout = CAUSAL  # the same, of a history alone
     queries, sources = visibility.prepare(k, v, q.shape[1], tokens, layout, keys, context, window, None)
@@ -127,26 +159,58 @@ def prepare(
     positions = [own if keys is None else spell_out(keys, k.shape[2], 0).position]
     if context is not None:
         positions.insert(0, spell_out(context.tokens, context.k.shape[2], 0).position)
-    tables, asked = None, None
+    asked = None
     happened: Sequence[jax.Array | None] = [None] * len(sources)
-    if bias is not None:
-        tables = Bias(*(None if x is None else x.reshape(-1, *x.shape[-2:]) for x in bias))  # type: ignore[arg-type]
+    if isinstance(bias, Bias):
         if bias.times is not None:
             asked = _times(query_times, own.shape)
             new = _times(key_times, (own.shape[0], sum(x.shape[1] for x in positions)))
             happened = jnp.split(new, [positions[0].shape[1]][: len(sources) - 1], axis=1)
+        bias = _batched(bias)
+    elif bias is not None:
+        bias = _spread_out(bias, q, sum(x.shape[1] for x in positions), targets)
     factor = jnp.asarray(scale, jnp.float32)
     return Problem(
         q,
         queries,
         Places(own, asked),
         tuple(Source(*s, Places(*x)) for s, *x in zip(sources, positions, happened, strict=True)),
-        tables,
+        bias,
         factor.reshape(*factor.shape, *[1] * (2 - factor.ndim)),
         activation,
         divisor,
-        triangle=visibility.is_triangle(tokens, context, window, None),
+        triangle=not isinstance(tokens, Targets) and visibility.is_triangle(tokens, context, window, None),
+        targets=targets,
     )
+
+
+def _spell_out_targets(tokens: Targets, context: Context | None, count: int) -> tuple[Tokens, Context]:
+    """Both as Tokens."""
+    if context is None or not isinstance(context.tokens, Causal):
+        raise ValueError("Targets need a context, and its tokens must be Causal")
+    history = spell_out(context.tokens, context.k.shape[2], 0)
+    place = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*tokens.lengths.shape, count))
+    behind = jnp.broadcast_to(jnp.asarray(context.tokens.lengths, jnp.int32)[:, None], place.shape)
+    request = jnp.where(place < tokens.lengths[:, None], 0, -1)
+    spelled = Tokens(request, 1 + place, jnp.full_like(place, int(Kind.ITEM)), behind, behind)
+    kind = jnp.full_like(history.kind, int(Kind.USER))
+    return spelled, context._replace(tokens=history._replace(kind=kind))
+
+
+def _spread_out(bias: jax.Array, q: jax.Array, keys: int, targets: bool) -> jax.Array:
+    """The bias of all keys; that of Targets' own is given once."""
+    batch, count, heads, _ = q.shape
+    given = keys - count + 1 if targets else keys
+    wanted = ((1, batch), (1, heads), (1, count), (given,))
+    if bias.ndim != 4 or any(n not in fits for n, fits in zip(bias.shape, wanted, strict=True)):
+        raise ValueError(
+            f"bias is {list(bias.shape)}, and must be [1 or {batch}, 1 or {heads}, 1 or {count}, {given}]"
+        )
+    bias = bias.astype(jnp.float32)
+    if not targets:
+        return bias
+    own = jnp.broadcast_to(bias[..., -1:], (*bias.shape[:3], count))
+    return jnp.concatenate([bias[..., :-1], own], axis=-1)
 
 
 def _times(given: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

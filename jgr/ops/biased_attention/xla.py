@@ -7,6 +7,7 @@ whose gradient needs the logarithm of each row's sum.
 
 Where tokens are Causal, position i is place i: a block of the position bias is a few entries of the table, copied along
 diagonals, and its gradient sums of diagonals, after that of the batch. Elsewhere it is gathered, and scattered back.
+Where the bias is looked up already, or targets have none, `rows` computes it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.ops.biased_attention.bias import Activation, Places, Problem, bucket, entry, joined, look_up
+from jgr.ops.biased_attention import rows as whole_rows
+from jgr.ops.biased_attention.bias import Activation, Bias, Places, Problem, bucket, entry, joined, look_up
 from jgr.ops.segment_attention.pallas_triton import fill
 from jgr.ops.segment_attention.visibility import Keys, Queries, pad_tokens, visible
 from jgr.ops.segment_attention.xla import Pairs, causal_pairs, seen_pairs
@@ -332,8 +334,9 @@ def _in_groups(static: _Static, arrays: _Arrays, tokens: _Facts, rows: int) -> j
 
 
 def run(problem: Problem, blocks: Blocks | None = None) -> jax.Array:
-    """See jgr.ops.biased_attention. blocks: default what choose_blocks says."""
-    q, source = problem.q, joined(problem.sources)
+    """See jgr.ops.biased_attention, of a bias in tables or none. blocks: default what choose_blocks says."""
+    q, source, bias = problem.q, joined(problem.sources), problem.bias
+    assert not isinstance(bias, jax.Array)
     batch, count, heads, dim = q.shape
     if blocks is None:
         blocks = choose_blocks(batch, heads, count, source.k.shape[2])
@@ -349,8 +352,8 @@ def run(problem: Problem, blocks: Blocks | None = None) -> jax.Array:
         q.transpose(0, 1, 3, 2, 4),
         fill(source.k, 2, blocks.keys),
         fill(source.v, 2, blocks.keys),
-        None if problem.bias is None else problem.bias.positions,
-        None if problem.bias is None else problem.bias.times,
+        None if bias is None else bias.positions,
+        None if bias is None else bias.times,
         problem.scale,
     )
     out = _in_groups(static, arrays, tokens, blocks.rows)  # [B, n, H, rows, dv]
@@ -360,4 +363,5 @@ def run(problem: Problem, blocks: Blocks | None = None) -> jax.Array:
 
 def biased_attention(problem: Problem) -> jax.Array:
     """See jgr.ops.biased_attention."""
-    return run(problem)
+    in_pairs = isinstance(problem.bias, Bias) or (problem.bias is None and not problem.targets)
+    return run(problem) if in_pairs else whole_rows.run(problem)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
@@ -22,6 +24,19 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": _gelu,
     "relu": jax.nn.relu,
 }
+
+
+def gelu_by_series(x: jax.Array, exp_negative: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """gelu for Triton, which has no error function, and for XLA:CPU, whose is slow. float32 of any shape.
+
+    Abramowitz and Stegun 7.1.26, to an absolute 1.5e-7 of the error function.
+    """
+    size = jnp.abs(x) * math.sqrt(0.5)
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    factors = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    series = functools.reduce(lambda total, factor: total * t + factor, factors, jnp.zeros_like(t)) * t
+    tail = 0.5 * series * exp_negative(-size * size)
+    return x * jnp.where(x < 0, tail, 1.0 - tail)
 
 
 class Layer(NamedTuple):
@@ -50,12 +65,16 @@ def normalized(layer: Layer) -> jax.Array:
     return x if layer.shift is None else x + layer.shift.astype(jnp.float32)
 
 
-def finished(layer: Layer, product: jax.Array) -> jax.Array:
+def finished(
+    layer: Layer,
+    product: jax.Array,
+    activations: Mapping[str, Callable[[jax.Array], jax.Array]] = ACTIVATIONS,
+) -> jax.Array:
     """What follows on the product [M, F], in float32; the result in x's dtype."""
     out = product.astype(jnp.float32)
     if layer.bias is not None:
         out = out + layer.bias.astype(jnp.float32)
-    out = ACTIVATIONS[layer.activation](out)
+    out = activations[layer.activation](out)
     if layer.residual is not None:
         out = out + layer.residual.astype(jnp.float32)
     return out.astype(layer.x.dtype)

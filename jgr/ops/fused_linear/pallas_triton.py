@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jgr.ops.fused_linear.arguments import ACTIVATIONS, Activation, Layer
+from jgr.ops.fused_linear.arguments import ACTIVATIONS, Activation, Layer, gelu_by_series
 from jgr.ops.segment_attention.pallas_triton import dot, fill
 
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
@@ -80,15 +80,7 @@ class _Static:
 
 
 def _activate(x: jax.Array, activation: Activation) -> jax.Array:
-    if activation != "gelu":
-        return ACTIVATIONS[activation](x)
-    # Triton has no error function: Abramowitz and Stegun 7.1.26, to an absolute 1.5e-7.
-    size = jnp.abs(x) * math.sqrt(0.5)
-    t = 1.0 / (1.0 + 0.3275911 * size)
-    factors = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-    series = functools.reduce(lambda total, factor: total * t + factor, factors, jnp.zeros_like(t)) * t
-    tail = 0.5 * series * jnp.exp(-size * size)
-    return x * jnp.where(x < 0, tail, 1.0 - tail)
+    return gelu_by_series(x, jnp.exp) if activation == "gelu" else ACTIVATIONS[activation](x)
 
 
 def _statistics(x_ref: Any, static: _Static) -> tuple[jax.Array, jax.Array]:

@@ -262,12 +262,15 @@ class PromptScheduler:
         meta, history = self._meta, parts.history
         at = Situation(len(history), sum(len(content) for _, content in parts.items))
         if self._policy == "hotness":
+            frequency = 0.0  # of who can never be cached, and is not put first to be
+            if meta.hotness is not None and meta.can_keep("user", len(history)):
+                frequency = meta.hotness.frequency(name, now_ns)
             at = replace(
                 at,
                 cached_user=meta.valid_tokens(name, history),
                 cached_items=sum(meta.valid_tokens(*item) for item in parts.items),
                 room=meta.has_room("user", PLENTY * len(history)),
-                frequency=0.0 if meta.hotness is None else meta.hotness.frequency(name, now_ns),
+                frequency=frequency,
                 coldest=meta.coldest_frequency(now_ns),
             )
         return choose(self._policy, at, self._hysteresis)

@@ -152,3 +152,13 @@ def test_who_comes_for_the_first_time_takes_nobodys_place() -> None:
         group = plan(scheduler, job(10 * number, user, [ord(user)] * 4, [0]))
         assert group.prompts[0].layout == f"{layout}_prefix", (number, user)
         scheduler.finished(group.jobs, well=True)
+
+
+def test_who_cannot_be_cached_is_not_put_first() -> None:
+    scheduler = make("hotness")
+    scheduler._meta.set_limit("user", 0)
+    for number in range(4):
+        group = plan(scheduler, job(number, "a", [1] * 4, [0]))
+        assert group.prompts[0].layout == "item_prefix"
+        scheduler.finished(group.jobs, well=True)
+    assert group.prompts[0].cached_tokens == 1

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLAME's dynamic stream orchestrator: requests of mixed sizes on executors with explicit shapes (FLAME-10..13).
+
+The model is FLAME's long Climber. A request has a user's history of 1024 events and n candidates; n is one of the
+paper's 128, 256, 512 and 1024, or anything from 1 to 1024, each as likely. ACTIVE users come in turn, VISITS times each
+with the same history, and then others. All paths are the same ranking engine, with as many threads at work (STREAMS)
+and as many requests in flight; they differ in what computes:
+
+    dso           executors of fixed sizes, split by measured costs; the user's part once a request (M-FALCON)
+    dso_per_part  the same, but each part computes the user's part, as published (FLAME-11)
+    dso_cached    the same as dso, but users' parts are kept between requests, which FLAME leaves for later
+    pow2          FLAME-13 (b): padded to a power of two, all programs compiled, nothing preallocated
+    pad_1024      FLAME-13 (c): padded to 1024; shown, not claimed
+    implicit      FLAME-13 (a): a program for every n, compiled when it comes, the last 16 kept; shown, not claimed
+
+The baselines compute the user's part with the candidates, in one program. What is claimed is dso over pow2 where n is
+anything; with the paper's sizes there is no padding to save. `implicit` is warm where four sizes come, and mostly
+compiles where all do: recompiling costs more than TensorRT's shape inference does, so it stands for nothing of the
+paper's. Each path answers `seconds` of requests from IN_FLIGHT clients that ask again at once.
+
+    python -m benchmarks.flame_dso [--quick]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
+from jgr.catalog import Catalog
+from jgr.config import Config, override
+from jgr.models import climber
+from jgr.models import params as parameters
+from jgr.models.params import PyTree
+from jgr.models.rankers import Candidates, RankerConfig, Users, ranker
+from jgr.serving.api import RankRequest
+from jgr.serving.metrics import Metrics
+from jgr.serving.policies.orchestration import READS
+from jgr.serving.rank_cache import StatePool, UserCache
+from jgr.serving.rank_engine import RankEngine
+from jgr.serving.rank_executors import PartWork, Programs, Ran, RankExecutors, ReadWork, Share
+from jgr.serving.rank_inputs import user_layout
+from jgr.serving.rank_translation import RankTranslator
+from jgr.serving.work import Progress
+from jgr.serving.worker import Calls
+
+Mix = Literal["four_sizes", "uniform"]
+MIXES: tuple[Mix, ...] = ("four_sizes", "uniform")
+FOUR_SIZES = (128, 256, 512, 1024)
+LARGEST = 1024
+STREAMS = 2
+IN_FLIGHT = 6
+VISITS, ACTIVE = 4, 16
+KEPT_PROGRAMS = 16
+N_ITEMS = 20_000
+START_S = 1_700_000_000
+
+MODEL = replace(climber.LONG, n_items=N_ITEMS)
+"""FLAME's `long` configuration, the one of its DSO test; as the server runs it, one fused program a part."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """sizes: of the executors. smallest: power of two. seconds: of a run. cold: requests of `implicit` that compile."""
+
+    cfg: RankerConfig = MODEL
+    sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    smallest: int = 1
+    seconds: float = 15.0
+    rounds: int = 4
+    cold: int = 12
+    cached_users: int = 24
+
+
+class Traffic:
+    """Requests without end: ACTIVE users in turn, VISITS times each; candidates distinct within a request."""
+
+    def __init__(self, mix: Mix, cfg: RankerConfig, seed: int = 0) -> None:
+        self._mix, self._history, self._rng = mix, cfg.max_items, np.random.default_rng(seed)
+        self._ids = np.array([str(row) for row in range(cfg.n_items)], object)
+
+    def __iter__(self) -> Iterator[RankRequest]:
+        ids = self._ids
+        for first in itertools.count(step=ACTIVE):
+            users = [(first + at, *self._user()) for at in range(ACTIVE)]
+            for user, history, times in users * VISITS:
+                candidates = ids[self._rng.choice(len(ids), self.size(), replace=False)].tolist()
+                yield RankRequest(
+                    history=history, history_times=times, time=times[-1], candidates=candidates,
+                    user_id=user, top_k=min(10, len(candidates)),
+                )  # fmt: skip
+
+    def _user(self) -> tuple[list[str | int], list[int]]:
+        """A full history of a month, and its times."""
+        history = self._ids[self._rng.integers(0, len(self._ids), self._history)]
+        times = START_S + np.sort(self._rng.integers(0, 30 * 86_400, self._history))
+        return history.tolist(), times.tolist()
+
+    def size(self) -> int:
+        """Candidates of a request."""
+        if self._mix == "uniform":
+            return int(self._rng.integers(1, LARGEST + 1))
+        return int(self._rng.choice(FOUR_SIZES))
+
+
+class ShapeOnDemand:
+    """Executors of a program for each padded number of candidates: the baselines of FLAME-13.
+
+    padded: how many candidates n of them are computed as. ahead: numbers whose programs are compiled at the start.
+    kept: programs, the last used. Every request allocates its inputs and its scores, each input crosses by itself.
+    """
+
+    pool = None
+
+    def __init__(
+        self,
+        cfg: RankerConfig,
+        params: PyTree,
+        padded: Callable[[int], int],
+        ahead: Sequence[int],
+        kept: int = KEPT_PROGRAMS,
+    ) -> None:
+        self._model, self._cfg, self._params = ranker(cfg), cfg, params
+        self._needs = self._model.needs(cfg)
+        self._layout = user_layout(self._needs)
+        self._padded, self._ahead, self._kept = padded, ahead, kept
+        self.sizes: tuple[int, ...] = (LARGEST,) * STREAMS
+        self.costs: Mapping[int, float] = {LARGEST: 1.0}
+        self.padding = self.pairs = self.compiled = 0
+        self._programs: OrderedDict[int, jax.stages.Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = [Calls(f"shape-on-demand-{number}") for number in range(STREAMS)]
+
+    async def start(self, progress: Progress) -> None:
+        for thread in self._threads:
+            thread.start()
+        await self._threads[0].warm_up(self._warm_up, progress)
+
+    def _warm_up(self, progress: Progress) -> None:
+        for size in self._ahead:
+            self._program(size)
+
+    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+        assert isinstance(work, PartWork)
+        self._threads[executor].call(partial(self._run, self._threads[executor], work, done))
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            thread.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        return all([thread.join(timeout_s) for thread in self._threads])
+
+    def _run(self, thread: Calls, work: PartWork, done: Callable[[Ran], None]) -> None:
+        start_ns, value, error = time.monotonic_ns(), None, None
+        try:
+            value = self.score(work)
+        except Exception as cause:
+            error = cause
+        thread.post(partial(done, Ran(value, error, start_ns, time.monotonic_ns())))
+
+    def score(self, work: PartWork) -> npt.NDArray[np.float32]:
+        """[c, P]."""
+        count = len(work.rows)
+        size = self._padded(count)
+        rows = np.full((1, size), -1, np.int32)
+        rows[0, :count] = work.rows
+        found = self._program(size)(self._params, self._users(work.user), rows)
+        with self._lock:
+            self.pairs += count
+            self.padding += size - count
+        return np.asarray(found)[0, :count]
+
+    def _users(self, block: npt.NDArray[np.uint8]) -> Users:
+        given, places = self._layout.views(block), self._needs.max_items
+        of = {
+            name: given.get(name, np.zeros(places, np.int32))[None] for name in ("rows", "actions", "times")
+        }
+        now, scenario = (given.get(name, np.zeros(1, np.int32)) for name in ("now", "scenario"))
+        context = given.get("context", np.zeros(0, np.int32))[None]
+        return Users(**of, now=now, context=context, scenario=scenario)  # type: ignore[arg-type]
+
+    def _program(self, size: int) -> jax.stages.Compiled:
+        with self._lock:
+            if size not in self._programs:
+                self._programs[size] = self._compile(size)
+                self.compiled += 1
+            self._programs.move_to_end(size)
+            while len(self._programs) > self._kept:
+                self._programs.popitem(last=False)
+            return self._programs[size]
+
+    def _compile(self, size: int) -> jax.stages.Compiled:
+        def call(params: PyTree, users: Users, rows: jax.Array) -> jax.Array:
+            state = self._model.read(params, self._cfg, users)
+            return self._model.score(params, self._cfg, state, Candidates(rows, {}))
+
+        users = self._users(np.zeros(self._layout.size, np.uint8))
+        lowered = jax.jit(call).lower(self._params, users, np.zeros((1, size), np.int32))
+        compiled: jax.stages.Compiled = lowered.compile()
+        return compiled
+
+
+@dataclass
+class Run:
+    """What some seconds of one path gave."""
+
+    latencies_ms: list[float]
+    pairs: int
+    seconds: float
+    padding: float
+    wait_ms: float
+    cached: int
+
+    @property
+    def pairs_per_s(self) -> float:
+        return self.pairs / self.seconds
+
+
+class System:
+    """A path's engine, and clients that ask it. Runs of all paths take turns on one event loop."""
+
+    def __init__(
+        self, engine: RankEngine, traffic: Traffic, seconds: float, requests: int | None = None
+    ) -> None:
+        """requests: how many a run has; None: as many as come in `seconds`."""
+        self.engine, self._traffic, self._seconds, self._requests = engine, iter(traffic), seconds, requests
+
+    async def run(self) -> Run:
+        """Clients that ask again as soon as they are answered."""
+        counted, found = self._counts(), Run([], 0, 0.0, 0.0, 0.0, 0)
+        start = time.perf_counter()
+        left = itertools.count() if self._requests is None else iter(range(self._requests))
+
+        async def client() -> None:
+            for _ in left:
+                if self._requests is None and time.perf_counter() - start > self._seconds:
+                    return
+                request = next(self._traffic)
+                asked = time.perf_counter()
+                answer = await self.engine.answer(request)
+                found.latencies_ms.append((time.perf_counter() - asked) * 1e3)
+                found.pairs += len(request.candidates)
+                found.cached += answer.usage.cached_tokens > 0
+
+        await asyncio.gather(*(client() for _ in range(IN_FLIGHT)))
+        found.seconds = time.perf_counter() - start
+        pairs, padding, waited_s, parts = (
+            now - then for now, then in zip(self._counts(), counted, strict=True)
+        )
+        found.padding, found.wait_ms = padding / (pairs + padding), 1e3 * waited_s / parts
+        return found
+
+    def _counts(self) -> tuple[float, float, float, float]:
+        """Pairs, padding, seconds that parts waited for executors, and parts, so far."""
+        read = self.engine.metrics.registry.get_sample_value
+        wait = [read(f"jgr_executor_wait_seconds_{name}") or 0.0 for name in ("sum", "count")]
+        executors: Any = self.engine.executors
+        if isinstance(executors, ShapeOnDemand):
+            return executors.pairs, executors.padding, wait[0], wait[1]
+        of = [read("jgr_pairs_total", {"of": name}) or 0.0 for name in ("candidates", "padding")]
+        return of[0], of[1], wait[0], wait[1]
+
+
+def executors_of(path: str, setting: Setting, params: PyTree) -> Any:
+    """What computes in a path; its pool is there where users are kept."""
+    cfg = setting.cfg
+    powers = [1 << at for at in range(LARGEST.bit_length()) if 1 << at >= setting.smallest]
+    if path == "pow2":
+        return ShapeOnDemand(cfg, params, lambda n: max(setting.smallest, 1 << (n - 1).bit_length()), powers)
+    if path == "pad_1024":
+        return ShapeOnDemand(cfg, params, lambda n: LARGEST, [LARGEST])
+    if path == "implicit":
+        return ShapeOnDemand(cfg, params, lambda n: n, FOUR_SIZES)
+    share: Share = {"dso": "request", "dso_per_part": "part", "dso_cached": "cache"}[path]  # type: ignore[assignment]
+    programs = Programs(cfg, params, setting.sizes, share, None)
+    pool = None
+    if share == "cache":
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.state))
+        pool = StatePool(programs.state, setting.cached_users * state_bytes * 1.1 / 2**20)
+    return RankExecutors(programs, STREAMS, pool)
+
+
+def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -> RankEngine:
+    """A path's engine, not yet started."""
+    config: Config = override(Config(), f"executors.streams={STREAMS}")
+    needs = ranker(setting.cfg).needs(setting.cfg)
+    layout = user_layout(needs)
+    executors = executors_of(path, setting, params)
+    translator = RankTranslator(path, catalog, needs, layout, config)
+    cache = None if executors.pool is None else UserCache(executors.pool, layout.size)
+    reads = READS in executors.sizes
+    return RankEngine(
+        translator, executors, config, tasks=len(needs.tasks), reads=reads, cache=cache, metrics=Metrics()
+    )
+
+
+def make_catalog(n_items: int) -> Catalog:
+    """Items named by their rows."""
+    return Catalog.build(
+        [str(row) for row in range(n_items)], [(row,) for row in range(n_items)], [{}] * n_items
+    )
+
+
+PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    setting = Setting(seconds=2.0, rounds=1, cold=1, sizes=(128, 1024), smallest=256) if quick else Setting()
+    cfg, catalog, rows = setting.cfg, make_catalog(setting.cfg.n_items), list[Row]()
+    params = parameters.initialize(ranker(cfg).spec(cfg), jax.random.key(0))
+    engines = {path: make_engine(path, setting, params, catalog) for path in PATHS}
+    with asyncio.Runner() as runner:
+        try:
+            for path, engine in engines.items():
+                runner.run(engine.start())
+                harness.note(f"{path} is compiled")
+            agree(runner, engines, cfg)
+            for mix in MIXES:
+                rows += measure_mix(mix, engines, setting, runner, quiet)
+        finally:
+            for engine in engines.values():
+                runner.run(engine.drain(0.0))
+                engine.join(10.0)
+    return Measured(claims(rows), rows)
+
+
+def measure_mix(
+    mix: Mix, engines: Mapping[str, RankEngine], setting: Setting, runner: asyncio.Runner, quiet: Quiet
+) -> list[Row]:
+    compiles = "implicit" if mix == "uniform" else None
+    systems = {
+        path: System(
+            engine, Traffic(mix, setting.cfg), setting.seconds, setting.cold if path == compiles else None
+        )
+        for path, engine in engines.items()
+    }
+    runs = harness.interleave(
+        {path: partial(_run, runner, system) for path, system in systems.items()},
+        setting.rounds,
+        quiet,
+        once=[path for path in systems if path == compiles],
+    )
+    return [row(mix, path, runs[path], systems[path]) for path in PATHS]
+
+
+def _run(runner: asyncio.Runner, system: System) -> Run:
+    return runner.run(system.run())
+
+
+def agree(runner: asyncio.Runner, engines: Mapping[str, RankEngine], cfg: RankerConfig) -> None:
+    """All paths give a request the same scores; but for `implicit`, which would compile for it."""
+    request = next(iter(Traffic("uniform", cfg, seed=9)))
+    answers = [runner.run(engine.answer(request)) for path, engine in engines.items() if path != "implicit"]
+    scores = {item.item_id: item.score for item in answers[0].items}
+    for item in [item for answer in answers for item in answer.items]:
+        np.testing.assert_allclose(item.score, scores.get(item.item_id, item.score), atol=1e-3)
+
+
+def row(mix: Mix, path: str, runs: Sequence[Run], system: System) -> Row:
+    executors: Any = system.engine.executors
+    latencies_ms = [ms for run in runs for ms in run.latencies_ms]
+    found: Row = {
+        "mix": mix,
+        "path": path,
+        "streams": STREAMS,
+        "in_flight": IN_FLIGHT,
+        "requests": len(latencies_ms),
+        "pairs_per_s": harness.spread(run.pairs_per_s for run in runs),
+        "mean_ms": harness.spread(float(np.mean(run.latencies_ms)) for run in runs),
+        "p50_ms": harness.rounded(float(np.percentile(latencies_ms, 50))),
+        "p99_ms": harness.rounded(float(np.percentile(latencies_ms, 99))),
+        "padding_share": harness.rounded(float(np.mean([run.padding for run in runs])), 3),
+        "executor_wait_ms": harness.rounded(float(np.mean([run.wait_ms for run in runs])), 3),
+    }
+    if isinstance(executors, ShapeOnDemand):
+        found["programs_compiled"] = executors.compiled
+    else:
+        found["costs_ms"] = {str(size): harness.rounded(s * 1e3, 3) for size, s in executors.costs.items()}
+        found["cached_share"] = harness.rounded(sum(run.cached for run in runs) / len(latencies_ms), 3)
+    return found
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    of = {(row["mix"], row["path"]): row for row in rows}
+
+    def ratio(mix: Mix, path: str, name: str) -> float:
+        ours, base = (of[mix, each][name] for each in (path, "pow2"))
+        return float(ours / base if name == "p99_ms" else ours["median"] / base["median"])
+
+    p99 = max(ratio(mix, "dso", "p99_ms") for mix in MIXES)
+    found = [
+        ("dso-throughput-over-power-of-two-uniform-mix", ratio("uniform", "dso", "pairs_per_s"), "higher", 1.3),
+        ("dso-p99-to-power-of-two-worse-mix", p99, "lower", 1.0),
+        (
+            "dso-throughput-with-cached-users-over-power-of-two-uniform-mix",
+            ratio("uniform", "dso_cached", "pairs_per_s"), "higher", 1.3,
+        ),
+    ]  # fmt: skip
+    if jax.default_backend() == "gpu":
+        four = ratio("four_sizes", "dso", "pairs_per_s")
+        found.append(("dso-throughput-over-power-of-two-four-sizes", four, "higher", 1.3))
+        mean = 1 / ratio("four_sizes", "dso", "mean_ms")
+        found.append(("dso-mean-latency-of-power-of-two-over-dso-four-sizes", mean, "higher", 1.7))
+    return [Claim(id, harness.rounded(value, 3), "x", better, target) for id, value, better, target in found]  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    harness.main(
+        Benchmark(
+            name="flame_dso",
+            measure=measure,
+            packages=("jax", "jaxlib", "numpy"),
+            sources=(Path(__file__),),
+            device=jax.default_backend(),
+        )
+    )

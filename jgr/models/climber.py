@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Climber, the ranker of FLAME (MODEL-18, in the reconstruction of MODEL-19): sub-sequences in blocks of their own.
+
+    sub-sequences  N_b parts of the history, each before the candidate, each through a stack of layers of its own
+    per layer      h += softmax((q k^T + bias_k,r) / temperature_k,r) v W_o;   h += W_down gelu(W_up norm(h))
+    fusion         F = E + attention over the blocks of norm(E);  z = sum_k sigmoid(gate(vec(F)))_k * F_k
+    score of t     sigmoid(tower_t(sum_e softmax(G_t z)_e expert_e(z)))
+
+k is the block, r the scenario of the request, E [N_b, D] what the candidate became at the end of each block. The bias
+is of positions and times (MODEL-7), one table for each block and one to add for each scenario in it. Every candidate
+stands where the next event would, and sees a part's history and itself: scores depend on no other candidate, and the
+history's keys and values are computed once, by `read` (C = 0 in MODEL-14, M-FALCON's MODEL-13).
+
+Which events are whose: with `behaviours`, block k has the latest of those whose action has one of its bits. Where
+actions say nothing, block 0 has the latest S / N_b events, block 1 those before them, and so on: short-term and
+long-term interest; a short history leaves the later blocks to the candidate alone.
+
+Letters: B users, S = max_items, s = S / N_b places of a part, m candidates, L layers of a block, D hidden, H heads of
+h = D / H, F width of an MLP, R scenarios, X experts, P tasks. A group is a block of a user: G = N_b B of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jgr.models.climber_layers import Build, all_layers, candidate_layers, history_layers, layer_spec
+from jgr.models.hstu import BUCKETS, standard
+from jgr.models.params import Spec
+from jgr.ops.biased_attention import Bias, Places, spread
+
+_TEMPERATURE_WIDTH = 16
+_ONE = math.log(math.e - 1)
+"""softplus of it is 1: the temperature starts at that of plain attention."""
+
+
+class Feature(NamedTuple):
+    """A feature of items: `width` numbers, or categories, hashed into a table of so many rows. rows 0: numbers."""
+
+    name: str
+    width: int
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class ClimberConfig:
+    """Architecture only.
+
+    items: digest of the catalog whose rows it embeds. max_items: S, a multiple of blocks. mlp: F. tasks: what a score
+    is the probability of. timed: whether the bias depends on times. actions: bits of what a user did. behaviours: of
+    each block, the bits of which an event must have one, 0: all events are its own; empty: parts by age.
+    """
+
+    n_items: int
+    max_items: int
+    blocks: int
+    layers: int
+    hidden: int
+    heads: int
+    mlp: int
+    tasks: tuple[str, ...]
+    items: str
+    experts: int = 4
+    scenarios: int = 1
+    timed: bool = True
+    actions: int = 0
+    behaviours: tuple[int, ...] = ()
+    features: tuple[Feature, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "behaviours"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "features", tuple(Feature(*x) for x in self.features))
+        for name, what in (("max_items", "blocks"), ("hidden", "heads")):
+            if getattr(self, name) % getattr(self, what):
+                raise ValueError(
+                    f"{name} {getattr(self, name)} is no multiple of {what} {getattr(self, what)}"
+                )
+        if self.behaviours and len(self.behaviours) != self.blocks:
+            raise ValueError(f"{len(self.behaviours)} behaviours, and {self.blocks} blocks")
+        if max(self.behaviours, default=0) >> self.actions:
+            raise ValueError(
+                f"behaviours {self.behaviours} ask for more than {self.actions} bits of an action"
+            )
+
+    @property
+    def part(self) -> int:
+        """Events of a block."""
+        return self.max_items // self.blocks
+
+
+BASE = ClimberConfig(
+    n_items=100_000, max_items=512, blocks=2, layers=12, hidden=128, heads=4, mlp=128,
+    tasks=("click", "like", "finish"), items="", scenarios=4,
+)  # fmt: skip
+LONG = ClimberConfig(**{**vars(BASE), "max_items": 1024})
+"""FLAME's `base`, with 128 candidates, and `long`, with 512; its width and MLP, unpublished, are MODEL-19's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Bases:
+    """Tables of the bias, by how far back a key is, 0 to s, and by the time between (MODEL-7); None without times.
+
+    of_*: what a scenario adds.
+    """
+
+    positions: Any  # [N_b, s + 1]
+    of_positions: Any  # [N_b, R, s + 1]
+    times: Any  # [N_b, BUCKETS]
+    of_times: Any  # [N_b, R, BUCKETS]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Temperature:
+    """f_tc: of [block's row, scenario's row]."""
+
+    blocks: Any  # [N_b, 16]
+    scenarios: Any  # [R, 16]
+    w1: Any  # [32, 16]
+    w2: Any  # [16]
+    bias: Any  # []
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fusion:
+    """Bit-wise gating fusion of the blocks' outputs."""
+
+    norm: Any  # [2, D]: scale less 1, bias
+    qkv: Any  # [D, 3 D]
+    out: Any  # [D, D]
+    gate1: Any  # [N_b, D, D], of vec(F)
+    gate2: Any  # [N_b, D, D], to vec(F)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Heads:
+    """Experts that the tasks share, the tasks' gates over them, and towers."""
+
+    expert1: Any  # [X, D, F]
+    expert1_bias: Any  # [X, F]
+    expert2: Any  # [X, F, D]
+    gates: Any  # [P, D, X]
+    tower1: Any  # [P, D, D]
+    tower1_bias: Any  # [P, D]
+    tower2: Any  # [P, D]
+    tower2_bias: Any  # [P]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ClimberParams:
+    """layers: see `Layer`. features: of each feature by name a matrix of [width, D], or a table of [rows, D]."""
+
+    embed: Any  # [n_items, D]
+    actions: Any  # [actions, D], None without
+    candidate: Any  # [D], added to what is asked about
+    features: dict[str, Any]
+    bases: Bases
+    temperature: Temperature
+    layers: Any
+    fusion: Fusion
+    heads: Heads
+
+
+class User(NamedTuple):
+    """What `score` needs of users, and all that their history is to it.
+
+    k, v: [L, G, H, s, h]; of the build op_by_op tuples of L. lengths: [G] int32. bias: [G, 1, 1, s + 1] float32, of a
+    candidate to each event, and to itself. scale: [G] float32, 1 / temperature.
+    """
+
+    k: Any
+    v: Any
+    lengths: jax.Array
+    bias: jax.Array
+    scale: jax.Array
+
+
+def spec(cfg: ClimberConfig) -> ClimberParams:
+    """The declaration of every parameter."""
+    hidden, blocks, wide = cfg.hidden, cfg.blocks, _TEMPERATURE_WIDTH
+    inner, experts, tasks = cfg.mlp, cfg.experts, len(cfg.tasks)
+
+    def table(*shape: int) -> Spec:
+        return Spec(shape, ("rows",) * (len(shape) - 1) + ("embed",))
+
+    def matrix(*shape: int) -> Spec:
+        """The last but one dimension is summed over."""
+        return Spec(shape, ("blocks",) * (len(shape) - 2) + ("embed", "mlp"), fan_in=shape[-2])
+
+    def zeros(*shape: int) -> Spec:
+        return Spec(shape, ("rows",) * len(shape), "zeros")
+
+    def offsets(entries: int) -> Spec:
+        return zeros(blocks, cfg.scenarios, entries)
+
+    reach = cfg.part + 1
+    return ClimberParams(
+        embed=table(cfg.n_items, hidden),
+        actions=table(cfg.actions, hidden) if cfg.actions else None,
+        candidate=zeros(hidden),
+        features={f.name: table(f.rows or f.width, hidden) for f in cfg.features},
+        bases=Bases(
+            table(blocks, reach),
+            offsets(reach),
+            table(blocks, BUCKETS) if cfg.timed else None,
+            offsets(BUCKETS) if cfg.timed else None,
+        ),
+        temperature=Temperature(
+            table(blocks, wide), table(cfg.scenarios, wide), matrix(2 * wide, wide), table(wide), zeros()
+        ),
+        layers=layer_spec(cfg.layers, blocks, hidden, inner),
+        fusion=Fusion(
+            zeros(2, hidden),
+            matrix(hidden, 3 * hidden),
+            matrix(hidden, hidden),
+            Spec((blocks, hidden, hidden), ("blocks", "embed", "mlp"), fan_in=blocks * hidden),
+            matrix(blocks, hidden, hidden),
+        ),
+        heads=Heads(
+            matrix(experts, hidden, inner),
+            zeros(experts, inner),
+            matrix(experts, inner, hidden),
+            matrix(tasks, hidden, experts),
+            matrix(tasks, hidden, hidden),
+            zeros(tasks, hidden),
+            Spec((tasks, hidden), ("tasks", "embed"), fan_in=hidden),
+            zeros(tasks),
+        ),
+    )
+
+
+def by_layer(params: ClimberParams) -> ClimberParams:
+    """With the layers' weights apart, as the build op_by_op wants them."""
+    layers = len(params.layers.qkv)
+    apart = tuple(jax.tree.map(lambda x, at=at: x[at], params.layers) for at in range(layers))
+    return replace(params, layers=apart)
+
+
+class _Parts(NamedTuple):
+    """The sub-sequences: [N_b, B, s] int32, oldest first, -1 on the right in rows."""
+
+    rows: jax.Array
+    actions: jax.Array
+    times: jax.Array
+
+
+def _divide(cfg: ClimberConfig, rows: jax.Array, actions: jax.Array, times: jax.Array) -> _Parts:
+    """[B, S] each into the blocks' own: those with its behaviour, or those of its age; the latest s of them."""
+    batch, count = rows.shape
+    block, there = jnp.arange(cfg.blocks)[:, None, None], rows >= 0
+    if cfg.behaviours:
+        bits = jnp.asarray(cfg.behaviours, jnp.int32)[:, None, None]
+        own = there & ((bits == 0) | ((actions & bits) != 0))
+    else:
+        later = there.sum(axis=1, keepdims=True) - 1 - jnp.arange(count)
+        own = there & (later // cfg.part == block)
+    numbers = jnp.cumsum(own, axis=2)
+    place = numbers - 1 - jnp.maximum(numbers[..., -1:] - cfg.part, 0)
+    place = jnp.where(own & (place >= 0), place, cfg.part)  # out of bounds: not stored
+    user = jnp.arange(batch)[None, :, None]
+
+    def stored(x: jax.Array, otherwise: int) -> jax.Array:
+        empty = jnp.full((cfg.blocks, batch, cfg.part), otherwise, jnp.int32)
+        return empty.at[block, user, place].set(jnp.broadcast_to(x, own.shape), mode="drop")
+
+    return _Parts(stored(rows, -1), stored(actions, 0), stored(times, 0))
+
+
+def _events(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions: jax.Array) -> jax.Array:
+    """[..., D] of events; what stands in padding is of no effect."""
+    x = params.embed[jnp.maximum(rows, 0)]
+    if cfg.actions:
+        bits = (actions[..., None] >> jnp.arange(cfg.actions)) & 1
+        x = x + bits.astype(x.dtype) @ params.actions
+    return x * cfg.hidden**0.5
+
+
+def _asked(
+    params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, features: Mapping[str, jax.Array]
+) -> jax.Array:
+    """[N_b, B, m, D] of candidates. A feature of zeros adds nothing, nor does one that is not given."""
+    x = params.embed[jnp.maximum(rows, 0)] + params.candidate
+    for feature in cfg.features:
+        if feature.name not in features:
+            continue
+        given, table = features[feature.name], params.features[feature.name]
+        if feature.rows:
+            found = jnp.where((given > 0)[..., None], table[given % feature.rows], 0)
+            x = x + found.sum(axis=2)
+        else:  # prices and counts span orders of magnitude
+            given = given.astype(jnp.float32)
+            x = x + (jnp.sign(given) * jnp.log1p(jnp.abs(given))).astype(x.dtype) @ table
+    return jnp.broadcast_to(x * cfg.hidden**0.5, (cfg.blocks, *x.shape))
+
+
+def _tables(bases: Bases, scenario: jax.Array) -> Bias:
+    """As the op has them, [G, 1, entries]; entries of later keys are never read."""
+    near = bases.positions[:, None] + bases.of_positions[:, scenario]
+    both = jnp.concatenate([near[..., ::-1], jnp.zeros_like(near[..., 1:])], axis=-1)
+    times = None if bases.times is None else bases.times[:, None] + bases.of_times[:, scenario]
+    return Bias(*(None if x is None else x.reshape(-1, 1, x.shape[-1]) for x in (both, times)))  # type: ignore[arg-type]
+
+
+def _scale(weights: Temperature, cfg: ClimberConfig, scenario: jax.Array) -> jax.Array:
+    """[G] float32: 1 / temperature."""
+    batch = scenario.shape[0]
+    blocks = jnp.broadcast_to(weights.blocks[:, None], (cfg.blocks, batch, _TEMPERATURE_WIDTH))
+    both = jnp.concatenate([blocks, jnp.broadcast_to(weights.scenarios[scenario], blocks.shape)], axis=-1)
+    inner = jax.nn.relu(both.astype(jnp.float32) @ weights.w1.astype(jnp.float32))
+    factor = jax.nn.softplus(inner @ weights.w2.astype(jnp.float32) + weights.bias + _ONE)
+    scale: jax.Array = (1 / ((cfg.hidden // cfg.heads) ** 0.5 * factor)).reshape(-1)
+    return scale
+
+
+class Events(NamedTuple):
+    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits. times: [B, S] int32 seconds, and
+    now [B], from an origin of each user's own. scenario: [B] int32. What the config has no use for is not read.
+    """
+
+    rows: jax.Array
+    actions: jax.Array
+    times: jax.Array
+    now: jax.Array
+    scenario: jax.Array
+
+
+class _History(NamedTuple):
+    """x: [N_b, B, s, D]. bias: [G, 1, s, s]. of_candidates: [G, 1, 1, s + 1]. lengths, scale: [G]."""
+
+    x: jax.Array
+    lengths: jax.Array
+    bias: jax.Array
+    of_candidates: jax.Array
+    scale: jax.Array
+
+
+def _prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> _History:
+    """What the layers need to know, all that does not depend on a layer."""
+    rows = events.rows
+    parts = _divide(cfg, rows, events.actions if cfg.actions else rows, events.times if cfg.timed else rows)
+    groups = cfg.blocks * len(rows)
+    lengths = (parts.rows >= 0).sum(axis=2, dtype=jnp.int32).reshape(groups)
+    scenario = jnp.clip(events.scenario, 0, cfg.scenarios - 1)
+    tables = _tables(params.bases, scenario)
+    happened, following, asked = _places(
+        cfg, parts.times.reshape(groups, -1), lengths, jnp.tile(events.now, cfg.blocks)
+    )
+    seen = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), happened, asked)
+    return _History(
+        _events(params, cfg, parts.rows, parts.actions),
+        lengths,
+        spread(tables, following, happened),
+        spread(tables, asked, seen),
+        _scale(params.temperature, cfg, scenario),
+    )
+
+
+def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Build = "fused") -> User:
+    """The users' part of every score asked for `now`; see `Build`."""
+    given = _prepare(params, cfg, events)
+    k, v = history_layers(build, params.layers, given.x, cfg.heads, given.lengths, given.bias, given.scale)
+    return User(k, v, given.lengths, given.of_candidates, given.scale)
+
+
+def _places(
+    cfg: ClimberConfig, times: jax.Array, lengths: jax.Array, now: jax.Array
+) -> tuple[Places, Places, Places]:
+    """Of events [G, s] as keys; as queries, whose time is that of the next event (MODEL-7); of candidates [G, 1]."""
+    place = jnp.broadcast_to(jnp.arange(cfg.part), times.shape)
+    if not cfg.timed:
+        return Places(place), Places(place), Places(lengths[:, None])
+    following = jnp.concatenate([times[:, 1:], times[:, -1:]], axis=1)
+    following = jnp.where(place == lengths[:, None] - 1, now[:, None], following)
+    return Places(place, times), Places(place, following), Places(lengths[:, None], now[:, None])
+
+
+def score(
+    params: ClimberParams,
+    cfg: ClimberConfig,
+    user: User,
+    rows: jax.Array,
+    features: Mapping[str, jax.Array],
+    *,
+    build: Build = "fused",
+) -> jax.Array:
+    """[B, m, P] float32: the probability of every task for every candidate; 0 where there is none.
+
+    rows: [B, m] int32, -1: none. features: by name [B, m, width], numbers or hashed categories from 1 on.
+    """
+    asked = _asked(params, cfg, rows, features)
+    out = candidate_layers(
+        build, params.layers, asked, cfg.heads, user.k, user.v, user.lengths, user.bias, user.scale
+    )
+    return _answer(params, cfg, out, rows)
+
+
+def rank(
+    params: ClimberParams,
+    cfg: ClimberConfig,
+    events: Events,
+    rows: jax.Array,
+    features: Mapping[str, jax.Array],
+    *,
+    build: Build = "fused",
+) -> jax.Array:
+    """What `score` gives behind `read`, in one pass (FLAME's, which keeps nothing of a user)."""
+    given, asked = _prepare(params, cfg, events), _asked(params, cfg, rows, features)
+    out = all_layers(
+        build, params.layers, given.x, asked, cfg.heads, given.lengths, given.bias, given.of_candidates,
+        given.scale,
+    )  # fmt: skip
+    return _answer(params, cfg, out, rows)
+
+
+def _answer(params: ClimberParams, cfg: ClimberConfig, out: jax.Array, rows: jax.Array) -> jax.Array:
+    """[B, m, P] of the candidates [N_b, B, m, D] behind the layers."""
+    out = out.reshape(cfg.blocks, -1, cfg.hidden).astype(jnp.float32)
+    found = _tasks(params.heads, _fuse(params.fusion, out, cfg.heads)).reshape(*rows.shape, -1)
+    return jnp.where(rows[..., None] >= 0, found, 0.0)
+
+
+def _shares(logits: Sequence[jax.Array]) -> list[jax.Array]:
+    """A softmax over the arrays of a list, which is short: XLA:CPU is slow to reduce an axis that is not the last."""
+    top = functools.reduce(jnp.maximum, logits)
+    weights = [jnp.exp(x - top) for x in logits]
+    total = sum(weights[1:], weights[0])
+    return [x / total for x in weights]
+
+
+def _fuse(weights: Fusion, x: jax.Array, heads: int) -> jax.Array:
+    """z [n, D] of E [N_b, n, D]. Matrices sum and spread a head's numbers."""
+    hidden = x.shape[-1]
+    of_head = jnp.repeat(jnp.eye(heads, dtype=x.dtype), hidden // heads, axis=0)  # [D, H]
+    projected = (standard(x) * (1 + weights.norm[0]) + weights.norm[1]) @ weights.qkv
+    q, k, v = jnp.split(projected, 3, axis=-1)
+    attended = []
+    for asking in q:
+        shares = _shares([(asking * key) @ of_head * (hidden // heads) ** -0.5 for key in k])
+        attended.append(sum(share @ of_head.T * value for share, value in zip(shares, v, strict=True)))
+    x = x + jnp.stack(attended) @ weights.out
+    inner = jax.nn.relu(sum(block @ part for block, part in zip(x, weights.gate1, strict=True)))
+    gate = jax.nn.sigmoid(inner @ weights.gate2)
+    out: jax.Array = sum(y * block for y, block in zip(gate, x, strict=True))
+    return out
+
+
+def _tasks(weights: Heads, z: jax.Array) -> jax.Array:
+    """[n, P] of z [n, D]: experts that the tasks mix, each by a gate of its own (MMoE)."""
+    inner = jax.nn.relu(z @ weights.expert1 + weights.expert1_bias[:, None])
+    experts = inner @ weights.expert2  # [X, n, D]
+    mixed = []
+    for gate in weights.gates:
+        shares = jax.nn.softmax(z @ gate)[..., None]
+        mixed.append(sum(shares[:, at] * expert for at, expert in enumerate(experts)))
+    inner = jax.nn.relu(jnp.stack(mixed) @ weights.tower1 + weights.tower1_bias[:, None])
+    return jax.nn.sigmoid((inner @ weights.tower2[..., None])[..., 0] + weights.tower2_bias[:, None]).T

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Climber's layers, over histories and over candidates, in the three builds of FLAME-7.
+
+Blocks are computed side by side: their weights stand on an axis of their own, and attention sees a block of a user, a
+group, as a row of its batch. The bias is looked up by the caller, once for all layers.
+
+Letters as in jgr.models.climber: N_b blocks, G groups, T tokens of a group, s places of a history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jgr.models.hstu import standard
+from jgr.models.params import Spec
+from jgr.ops.biased_attention import Causal, Context, Targets, biased_attention
+from jgr.ops.fused_linear import Activation, fused_linear
+
+Build = Literal["op_by_op", "xla", "fused"]
+"""How it is computed, with the same result.
+
+op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
+    and a user's keys and values are tuples (`by_layer`).
+xla: the same operations, jitted: one program.
+fused: jitted, with the fused ops: on a GPU their kernels (FLAME-8, 9), on a CPU attention in blocks that fit its cache
+    and leave out what is not seen; a fused linear layer is there what XLA makes of the plain one.
+"""
+
+_MASKED = -1e30  # finite: no difference of two is not-a-number
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q [G, T, H, h], k and v [G, H, T, h] of the same tokens) -> [G, T, H, h]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """Leading axes L and N_b on every leaf; norms are (scale less 1, bias)."""
+
+    attention_norm: Any  # [L, N_b, 2, D]
+    qkv: Any  # [L, N_b, D, 3 D]
+    out: Any  # [L, N_b, D, D]
+    out_bias: Any  # [L, N_b, D]
+    mlp_norm: Any  # [L, N_b, 2, D]
+    up: Any  # [L, N_b, D, F]
+    up_bias: Any  # [L, N_b, F]
+    down: Any  # [L, N_b, F, D]
+    down_bias: Any  # [L, N_b, D]
+
+
+def layer_spec(layers: int, blocks: int, hidden: int, mlp: int) -> Layer:
+    """The declaration of every parameter."""
+
+    def zeros(*shape: int) -> Spec:
+        return Spec((layers, blocks, *shape), ("layer", "blocks", "norm", "embed")[: 2 + len(shape)], "zeros")
+
+    def matrix(inner: int, width: int) -> Spec:
+        return Spec((layers, blocks, inner, width), ("layer", "blocks", "embed", "mlp"), fan_in=inner)
+
+    return Layer(
+        zeros(2, hidden), matrix(hidden, 3 * hidden), matrix(hidden, hidden), zeros(hidden),
+        zeros(2, hidden), matrix(hidden, mlp), zeros(mlp), matrix(mlp, hidden), zeros(hidden),
+    )  # fmt: skip
+
+
+def linear(
+    build: Build,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    norm: jax.Array | None = None,
+    activation: Activation = "none",
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """activation(norm(x) w + bias) + residual of each block: x [N_b, n, D], w [N_b, D, F] -> [N_b, n, F]."""
+    if build == "fused":
+
+        def of_block(x: jax.Array, w: jax.Array, bias: Any, norm: Any, residual: Any) -> jax.Array:
+            scale, shift = (None, None) if norm is None else (1 + norm[0], norm[1])
+            return fused_linear(
+                x, w, bias, normalize=norm is not None, scale=scale, shift=shift, activation=activation,
+                residual=residual,
+            )  # fmt: skip
+
+        out: jax.Array = jax.vmap(of_block)(x, w, bias, norm, residual)
+        return out
+    if norm is not None:
+        x = (standard(x.astype(jnp.float32)) * (1 + norm[:, :1]) + norm[:, 1:]).astype(w.dtype)
+    x = x @ w
+    if bias is not None:
+        x = x + bias[:, None]
+    if activation == "gelu":
+        x = jax.nn.gelu(x, approximate=False)
+    return x if residual is None else x + residual
+
+
+def _layer(
+    build: Build, layer: Layer, h: jax.Array, heads: int, attend: Attend
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """h [N_b, B, T, D] behind the layer, and its keys and values [G, H, T, D / H]."""
+    blocks, batch, tokens, hidden = h.shape
+    flat = h.reshape(blocks, batch * tokens, hidden)
+    projected = linear(build, flat, layer.qkv, norm=layer.attention_norm)
+    q, k, v = (x.reshape(blocks * batch, tokens, heads, -1) for x in jnp.split(projected, 3, axis=-1))
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    out = attend(q, k, v).reshape(flat.shape)
+    flat = linear(build, out, layer.out, layer.out_bias, residual=flat)
+    inner = linear(build, flat, layer.up, layer.up_bias, layer.mlp_norm, "gelu")
+    flat = linear(build, inner, layer.down, layer.down_bias, residual=flat)
+    return flat.reshape(h.shape), (k, v)
+
+
+def _each(build: Build, step: Callable[[Any, Any], tuple[Any, Any]], h: jax.Array, xs: Any) -> Any:
+    """jax.lax.scan, or for op_by_op the same over tuples."""
+    if build != "op_by_op":
+        return jax.lax.scan(step, h, xs)
+    kept: list[Any] = []
+    for x in zip(*xs, strict=True):
+        h, y = step(h, x)
+        kept.append(y)
+    return h, None if kept[0] is None else tuple(zip(*kept, strict=True))
+
+
+def _by_softmax(logits: jax.Array, v: jax.Array) -> jax.Array:
+    """logits [G, H, T, S], v [G, H, S, h] -> [G, H, T, h]."""
+    return jnp.einsum("ghts,ghsd->ghtd", jax.nn.softmax(logits).astype(v.dtype), v)
+
+
+def _attend_to_history(build: Build, lengths: jax.Array, bias: jax.Array, scale: jax.Array) -> Attend:
+    if build == "fused":
+
+        def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return biased_attention(q, k, v, Causal(lengths), bias=bias, scale=scale)
+
+        return fused
+    place = jnp.arange(bias.shape[-1])
+    seen = (place <= place[:, None]) & (place < lengths[:, None, None, None])
+    bias, scale = jnp.where(seen, bias, _MASKED), scale[:, None, None, None]
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        product = jnp.einsum("gthd,ghsd->ghts", q, k, preferred_element_type=jnp.float32)
+        return _by_softmax((product + bias) * scale, v).transpose(0, 2, 1, 3)
+
+    return plain
+
+
+def history_layers(
+    build: Build,
+    layers: Any,
+    h: jax.Array,
+    heads: int,
+    lengths: jax.Array,
+    bias: jax.Array,
+    scale: jax.Array,
+) -> tuple[Any, Any]:
+    """Keys and values [L, G, H, s, h] of histories h [N_b, B, s, D], each row of which sees itself and those before.
+
+    layers: Layer; for op_by_op a tuple of them, and so are keys and values. lengths: [G] int32. bias: [G, 1, s, s]
+    float32. scale: [G] float32, 1 / temperature.
+    """
+    attend = _attend_to_history(build, lengths, bias, scale)
+
+    def step(h: jax.Array, xs: tuple[Layer]) -> Any:
+        return _layer(build, xs[0], h, heads, attend)
+
+    kept: tuple[Any, Any] = _each(build, step, h, (layers,))[1]
+    return kept
+
+
+def _attend_to_user(
+    build: Build, lengths: jax.Array, bias: jax.Array, scale: jax.Array
+) -> Callable[[jax.Array, jax.Array], Attend]:
+    """(k, v) -> attend; k and v of the history."""
+    if build == "fused":
+
+        def fused(cached_k: jax.Array, cached_v: jax.Array) -> Attend:
+            context = Context(cached_k, cached_v, Causal(lengths))
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                every = Targets(jnp.full_like(lengths, q.shape[1]))
+                return biased_attention(q, k, v, every, context=context, bias=bias, scale=scale)
+
+            return attend
+
+        return fused
+    seen = jnp.arange(bias.shape[-1] - 1) < lengths[:, None, None, None]
+    to_history = jnp.where(seen, bias[..., :-1], _MASKED)
+    to_itself, scale = bias[..., -1:], scale[:, None, None, None]
+
+    def plain(cached_k: jax.Array, cached_v: jax.Array) -> Attend:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            product = jnp.einsum("gthd,ghsd->ghts", q, cached_k, preferred_element_type=jnp.float32)
+            own = jnp.einsum("gthd,ghtd->ght", q, k, preferred_element_type=jnp.float32)[..., None]
+            logits = jnp.concatenate([product + to_history, own + to_itself], axis=-1) * scale
+            weights = jax.nn.softmax(logits).astype(v.dtype)
+            out = jnp.einsum("ghts,ghsd->ghtd", weights[..., :-1], cached_v) + weights[..., -1:] * v
+            return out.transpose(0, 2, 1, 3)
+
+        return attend
+
+    return plain
+
+
+def candidate_layers(
+    build: Build,
+    layers: Any,
+    h: jax.Array,
+    heads: int,
+    k: Any,
+    v: Any,
+    lengths: jax.Array,
+    bias: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """[N_b, B, m, D] of candidates h, each of which sees the history and itself. bias: [G, 1, 1, s + 1], the last of
+    itself. The rest as given to `history_layers`, and as it gave them.
+    """
+    attend_to = _attend_to_user(build, lengths, bias, scale)
+
+    def step(h: jax.Array, xs: tuple[Layer, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        layer, cached_k, cached_v = xs
+        return _layer(build, layer, h, heads, attend_to(cached_k, cached_v))[0], None
+
+    out: jax.Array = _each(build, step, h, (layers, k, v))[0]
+    return out
+
+
+def all_layers(
+    build: Build,
+    layers: Any,
+    history: jax.Array,
+    candidates: jax.Array,
+    heads: int,
+    lengths: jax.Array,
+    bias: jax.Array,
+    candidates_bias: jax.Array,
+    scale: jax.Array,
+) -> jax.Array:
+    """What `candidate_layers` gives behind `history_layers`, in one pass that keeps no keys and values."""
+    places = history.shape[2]
+    of_history = _attend_to_history(build, lengths, bias, scale)
+    to_user = _attend_to_user(build, lengths, candidates_bias, scale)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        past = k[:, :, :places], v[:, :, :places]
+        rest = k[:, :, places:], v[:, :, places:]
+        parts = [of_history(q[:, :places], *past), to_user(*past)(q[:, places:], *rest)]
+        return jnp.concatenate(parts, axis=1)
+
+    def step(h: jax.Array, xs: tuple[Layer]) -> tuple[jax.Array, None]:
+        return _layer(build, xs[0], h, heads, attend)[0], None
+
+    h = jnp.concatenate([history, candidates], axis=2)
+    out: jax.Array = _each(build, step, h, (layers,))[0]
+    return out[:, :, places:]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies to requests, and what is wrong with a body in the caller's terms.
+
+The one idea: msgspec parses and validates in one pass; only where that failed is its text turned into an error that
+starts with the field, so that a good request pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from jgr.serving.api import MAX_QUOTED_CHARS, RankRequest, RecommendRequest, RequestError, invalid, quoted
+
+R = TypeVar("R", RecommendRequest, RankRequest)
+
+
+def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    """Parse and validate a body in one pass. RequestError names the field, or says where the JSON breaks."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), decoder.type) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        field = _non_finite_field(body)
+        if field is not None:
+            raise invalid(field, f"{field} must be a finite number: JSON has no NaN or Infinity") from None
+        raise RequestError("invalid_json", f"the body is not JSON: {error}") from None
+
+
+def _explain(message: str, type: Any) -> RequestError:
+    """Turn msgspec's text into a message that starts with the field."""
+    if match := re.fullmatch(r"Object contains unknown field `(.*)` - at `\$\.([\w.]+)`", message, re.DOTALL):
+        return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
+        name, known = match[1], type.__struct_fields__
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {nearest!r}")
+    if match := re.fullmatch(r"Object missing required field `(.*)`", message):
+        return invalid(match[1], f"{match[1]} is required")
+    if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
+        problem = match[1][0].lower() + match[1][1:]
+        field = match[2].replace("[...]", "")  # of an entry, whose name is not told
+        return invalid(field, f"{field}: {problem}")
+    return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
+
+
+def _non_finite_field(body: bytes) -> str | None:
+    """The first field holding NaN or Infinity, which the standard parser reads though they are not JSON."""
+    if b"NaN" not in body and b"Infinity" not in body:
+        return None
+    try:
+        path = _path_to_non_finite(json.loads(body, parse_constant=_NonFinite))
+    except (ValueError, RecursionError):
+        return None
+    return path[1 : 1 + MAX_QUOTED_CHARS] if path and path[0] == "." else None
+
+
+def _path_to_non_finite(value: Any) -> str | None:
+    """Such as `.filters.deny[0]`."""
+    if isinstance(value, _NonFinite):
+        return ""
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        parts = ((f".{str(name)[:MAX_QUOTED_CHARS]}", part) for name, part in value.items())
+    elif isinstance(value, list):
+        parts = ((f"[{at}]", part) for at, part in enumerate(value))
+    for step, part in parts:
+        below = _path_to_non_finite(part)
+        if below is not None:
+            return step + below
+    return None
+
+
+class _NonFinite:
+    """Stands for NaN, Infinity or -Infinity in a parsed body."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name

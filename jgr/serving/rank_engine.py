@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live driver of rankers: requests to parts, parts to executors, scores to answers (FLAME-14).
+
+The one idea is that of `jgr.serving.engine`: the event loop decides, by a pure policy (`policies.orchestration`), and
+threads wait for the device. A request's features are fetched while it waits for executors and while its user's part is
+computed; its parts start once both are there. Their scores are written to their places among the request's candidates,
+and the last one that comes in makes the answer.
+
+Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted is lost:
+every future ends with an Answer, a RequestError or ClientGone. An entry of the cache is pinned exactly while a run
+reads or writes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET
+
+from jgr.cache.entries import Entry
+from jgr.cache.meta import CacheMeta
+from jgr.catalog import Catalog
+from jgr.config import Config
+from jgr.features.cache import FeatureCache
+from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
+from jgr.serving.engines import ClientGone, Rebuild, Status
+from jgr.serving.metrics import Metrics
+from jgr.serving.policies.batching import Rejected
+from jgr.serving.policies.orchestration import Job, Orchestrator, Start
+from jgr.serving.rank_cache import Stored, UserCache
+from jgr.serving.rank_executors import PartExecutors, PartWork, Ran, Read, ReadWork
+from jgr.serving.rank_translation import RankTask, RankTranslator
+from jgr.serving.translation import user_entry
+from jgr.serving.work import Progress
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. Times are the engine's clock, in ns; ready_ns: since when its runs wait for executors only.
+
+    user: what its parts are given of the user. records: of the candidates' features, once they are there.
+    """
+
+    job_id: int
+    request_id: str
+    task: RankTask
+    answer: asyncio.Future[Answer]
+    arrival_ns: int
+    submitted_ns: int
+    scores: npt.NDArray[np.float32]
+    user: Any
+    ready_ns: int
+    records: npt.NDArray[np.void] | None = None
+    fetching: asyncio.Task[None] | None = None
+    started_ns: int | None = None
+    ended_ns: int = 0
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A run that reads or writes a user's entry."""
+
+    entry: Entry
+    place: Stored
+
+
+@dataclass(eq=False)
+class RankEngine:
+    """Serves one ranker over one catalog; see jgr.serving.engines.AnyEngine.
+
+    tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
+    None: the model reads none, or there is no store. cache: None where users' parts are not kept. clock: as of Engine.
+    """
+
+    translator: RankTranslator
+    executors: PartExecutors
+    config: Config
+    tasks: int
+    reads: bool
+    metrics: Metrics = field(default_factory=Metrics)
+    features: FeatureCache | None = None
+    cache: UserCache | None = None
+    rebuild: Rebuild | None = None
+    clock: Callable[[], int] = time.monotonic_ns
+    status: Status = field(default="starting", init=False)
+
+    def __post_init__(self) -> None:
+        self._orchestrator = self._new_orchestrator()
+        self._tickets: dict[int, Ticket] = {}
+        self._readings: dict[int, Reading] = {}
+        self._job_ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop
+        self._pump_due = False
+        self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._closing: threading.Thread | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.translator.info
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.translator.catalog
+
+    @property
+    def meta(self) -> CacheMeta | None:
+        return None if self.cache is None else self.cache.meta
+
+    @property
+    def queued(self) -> int:
+        return self._orchestrator.queued
+
+    async def start(self, progress: Progress = lambda done, total, label: None) -> None:
+        """See AnyEngine."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self.executors.start(progress)
+        except Exception:
+            if self.status == "draining":
+                return
+            self.status = "failed"
+            raise
+        self._orchestrator = self._new_orchestrator()  # the sizes' costs are known now
+        if self.features is not None:
+            self.metrics.feature_counts = self.features.counts
+        if self.status == "starting":
+            self.status = "ready"
+
+    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
+        """See AnyEngine."""
+        if self.status != "ready":
+            raise RequestError("unavailable", f"the server is {self.status}")
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        task = self.translator.prepare(request)
+        deadline_ms = request.deadline_ms or self.config.server.default_deadline_ms
+        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
+        now_ns = self.clock()
+        count, waits = len(task.rows), self.features is not None
+        job = Job(next(self._job_ids), count, arrival_ns, deadline_ns, self.reads, waits)
+        verdict = self._orchestrator.submit(job, now_ns)
+        if isinstance(verdict, Rejected):
+            if verdict.reason == "draining":
+                raise RequestError("unavailable", "the server is draining")
+            raise RequestError("overloaded", "too many requests are waiting; try again later")
+        task.usage.parts = len(self._orchestrator.split(count))
+        self.metrics.unknown_items.inc(task.usage.unknown_items)
+        scores = np.zeros((count, self.tasks), np.float32)
+        ticket = Ticket(
+            job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns, scores, task.block, now_ns
+        )  # fmt: skip
+        self._tickets[job.id] = ticket
+        if self.features is not None:
+            ticket.fetching = self._loop.create_task(self._fetch(ticket, self.features, deadline_ns))
+        self._pump_soon()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See AnyEngine."""
+        if self._orchestrator.cancel(ticket.job_id, self.clock()):
+            self.metrics.cancelled.inc()
+            self._end([ticket.job_id], ClientGone)
+
+    async def answer(self, request: Request, request_id: str = "") -> Answer:
+        """See AnyEngine."""
+        ticket = self.submit(request, request_id)
+        try:
+            return await ticket.answer
+        finally:
+            self.cancel(ticket)
+
+    async def drain(self, timeout_s: float | None) -> bool:
+        """See AnyEngine."""
+        self.status = "draining"
+        self._orchestrator.drain()
+        self._pump()
+        if self._tickets or self._orchestrator.in_flight:
+            self._drained = self._loop.create_future()
+            await asyncio.wait([self._drained], timeout=timeout_s)
+        left = list(self._tickets)
+        for job_id in left:
+            self._orchestrator.cancel(job_id, self.clock())
+        self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
+        self.executors.stop()
+        if self._wakeup is not None:
+            self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
+            self._wakeup = None
+        if self.features is not None and self._closing is None:
+            if self.metrics.feature_counts == self.features.counts:
+                self.metrics.feature_counts = None
+            # The store may take its time, and nobody is to wait for it.
+            self._closing = threading.Thread(
+                target=self.features.close, name="jgr-features-close", daemon=True
+            )
+            self._closing.start()
+        return not self._orchestrator.in_flight
+
+    def join(self, timeout_s: float) -> bool:
+        """See AnyEngine."""
+        if self._closing is not None:
+            self._closing.join(timeout_s)
+        return self.executors.join(timeout_s)
+
+    def forget(self, user_id: str) -> int:
+        """See AnyEngine."""
+        return 0 if self.cache is None else self.cache.forget(user_entry(user_id))
+
+    def check(self) -> None:
+        """See AnyEngine."""
+        self._orchestrator.check()
+        assert self._tickets.keys() == self._orchestrator.jobs, "tickets and live jobs differ"
+        assert not any(t.answer.done() for t in self._tickets.values()), "an answered ticket is kept"
+        if self.cache is not None:
+            self.cache.meta.check()
+            assert self.cache.meta.pinned == len({id(r.entry) for r in self._readings.values()}), (
+                "an entry is pinned by no run"
+            )
+
+    def _new_orchestrator(self) -> Orchestrator:
+        return Orchestrator(
+            self.executors.sizes,
+            self.executors.costs,
+            max_queue=self.config.batching.max_queue,
+            streams=self.config.executors.streams,
+        )
+
+    async def _fetch(self, ticket: Ticket, features: FeatureCache, deadline_ns: int | None) -> None:
+        """The candidates' features. Of the time that the parts leave of the deadline, half is for waiting here."""
+        if deadline_ns is not None:
+            costs, now_ns = self.executors.costs, self.clock()
+            parts_s = sum(costs[size] for size in self._orchestrator.split(len(ticket.task.rows)))
+            deadline_ns = now_ns + (deadline_ns - now_ns - round(parts_s * 1e9)) // 2
+        try:
+            got = await features.get_many_async(ticket.task.rows, deadline_ns)
+        except Exception as error:  # not the store's, which are counted
+            if self._orchestrator.cancel(ticket.job_id, self.clock()):
+                self._fail(ticket.job_id, error)
+            return
+        usage = ticket.task.usage
+        usage.feature_missing, usage.feature_stale = got.missing, got.stale
+        ticket.records, ticket.fetching = got.records, None
+        ticket.ready_ns = self.clock()
+        self._orchestrator.ready(ticket.job_id)
+        self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Do what the policy plans now, and wake up when time alone changes the plan."""
+        self._pump_due = False
+        now_ns = self.clock()
+        plan = self._orchestrator.plan(now_ns)
+        self._expire(plan.expired)
+        for start in plan.starts:
+            ticket = self._tickets[start.job]
+            work = self._work(start, ticket)
+            ticket.started_ns = now_ns if ticket.started_ns is None else ticket.started_ns
+            size = self.executors.sizes[start.executor]
+            self.metrics.observe_part(size, start.count, (now_ns - ticket.ready_ns) / 1e9)
+            self.executors.run(start.executor, work, partial(self._finished, start))
+        wakeup_ns = self._orchestrator.next_wakeup_ns()
+        if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
+            self._wakeup[1].cancel()
+            self._wakeup = None
+        if self._wakeup is None and wakeup_ns is not None:
+            delay_s = max(0, wakeup_ns - now_ns) / 1e9
+            self._wakeup = (wakeup_ns, self._loop.call_later(delay_s, self._wake))
+
+    def _wake(self) -> None:
+        self._wakeup = None
+        self._pump()
+
+    def _work(self, start: Start, ticket: Ticket) -> ReadWork | PartWork:
+        task = ticket.task
+        if start.count:
+            here = slice(start.first, start.first + start.count)
+            records = None if ticket.records is None else ticket.records[here]
+            return PartWork(task.rows[here], ticket.user, records)
+        found = None if self.cache is None else self.cache.find(task.user, task.block)
+        if found is None:
+            return ReadWork(task.block)
+        self._readings[start.run] = Reading(*found)
+        return ReadWork(task.block, found[1])
+
+    def _finished(self, start: Start, ran: Ran) -> None:
+        now_ns = self.clock()
+        reading = self._readings.pop(start.run, None)
+        if reading is not None and self.cache is not None:
+            self.cache.end(reading.entry, reading.place, ran.error is None and ran.value.kept)
+        committed = self._orchestrator.commit(start.run, now_ns, well=ran.error is None)
+        ticket = None if committed.job is None else self._tickets[committed.job]
+        if ticket is not None and ran.error is None:
+            self._note(ticket, start, ran, now_ns)
+        self._pump()
+        if ran.error is not None:
+            self._fail(start.job, ran.error)
+        elif ticket is not None and committed.end == "expired":
+            self._expire([ticket.job_id])
+        elif ticket is not None and committed.end == "done":
+            self._answer(ticket)
+        self._check_drained()
+
+    def _note(self, ticket: Ticket, start: Start, ran: Ran, now_ns: int) -> None:
+        """What came of a run is the request's."""
+        if isinstance(ran.value, Read):
+            ticket.user, ticket.kept = ran.value.state, ran.value.kept
+            ticket.ready_ns = now_ns
+            if ran.value.cached:
+                usage = ticket.task.usage
+                usage.cached_tokens, usage.computed_tokens = usage.prompt_tokens, 0
+        else:
+            ticket.scores[start.first : start.first + start.count] = ran.value
+        ticket.ended_ns = ran.end_ns
+
+    def _answer(self, ticket: Ticket) -> None:
+        task, info = ticket.task, self.info
+        try:
+            items = self.translator.items(task, ticket.scores)
+        except Exception as error:
+            return self._fail(ticket.job_id, error)
+        del self._tickets[ticket.job_id]
+        assert ticket.started_ns is not None
+        timing = Timing(
+            queue=(ticket.started_ns - ticket.submitted_ns) / 1e6,
+            prepare=(ticket.submitted_ns - ticket.arrival_ns) / 1e6,
+            device=(ticket.ended_ns - ticket.started_ns) / 1e6,
+            total=(self.clock() - ticket.arrival_ns) / 1e6,
+        )
+        self.metrics.observe_stages("rank", timing)
+        self.metrics.observe_usage(task.usage)
+        answer = Answer(
+            id=ticket.request_id,
+            model=info.version,
+            catalog_version=info.catalog_version,
+            items=items,
+            usage=task.usage,
+            timing_ms=timing,
+            explain=self.translator.explain(task, ticket.kept) if task.request.explain else UNSET,
+        )
+        if not ticket.answer.done():
+            ticket.answer.set_result(answer)
+
+    def _fail(self, job_id: int, error: Exception) -> None:
+        """A run broke: one traceback in the log, an error for its request, and the engine goes on."""
+        self.metrics.executor_failures.inc()
+        ticket = self._tickets.get(job_id)
+        request_id = "of nobody any more" if ticket is None else ticket.request_id
+        _log.error("an executor failed; request: %s", request_id, exc_info=error)
+        if ticket is not None:
+            self._end([job_id], partial(RequestError, "internal", "the model failed; see the server's log"))
+
+    def _expire(self, job_ids: Sequence[int]) -> None:
+        if job_ids:
+            self.metrics.deadline_expired.inc(len(job_ids))
+            self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
+
+    def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
+        """Live requests end without an answer, each with an error of its own."""
+        for job_id in job_ids:
+            ticket = self._tickets.pop(job_id)
+            if ticket.fetching is not None:
+                ticket.fetching.cancel()
+            if not ticket.answer.done():
+                ticket.answer.set_exception(error())
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        if self._drained and not (self._drained.done() or self._tickets or self._orchestrator.in_flight):
+            self._drained.set_result(None)

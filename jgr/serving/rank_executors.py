@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLAME's executors on JAX: compiled sizes, buffers of their own, one thread each (FLAME-6, 10, 14).
+
+The one idea: an executor does one part of one request at a time, from beginning to end: it writes the part into its
+staging buffer, sends that in one transfer, runs its compiled program and reads the scores, all in its own thread. So
+parts run at once, and nobody waits for a device under a lock. Scores go to an array that the next run is given back for
+good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
+
+What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
+published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13).
+`cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there.
+
+A run that raises leaves its executor with new buffers, as at the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.features import numa
+from jgr.features.packed import Layout, Staging
+from jgr.features.schema import Schema
+from jgr.models.params import PyTree
+from jgr.models.rankers import Needs, RankerConfig, ranker
+from jgr.serving.compilation import preparing
+from jgr.serving.policies.orchestration import READS
+from jgr.serving.rank_cache import StatePool, Stored
+from jgr.serving.rank_inputs import new_block, part_layout, read_candidates, read_users, user_layout
+from jgr.serving.work import Progress
+from jgr.serving.worker import Calls
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+Share = Literal["part", "request", "cache"]
+
+TIMED_RUNS = 3
+"""Of each size at warm-up; the fastest is what it costs."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadWork:
+    """A user's part. block: see rank_inputs. place: where it is in the pool, or is to be kept; None: nowhere."""
+
+    block: UInt8
+    place: Stored | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PartWork:
+    """Candidates to score. rows: [c] int32, c <= the executor's size. records: [c] of the schema, where there is one.
+
+    user: the block, where each part computes the user's part; else the state that a ReadWork gave.
+    """
+
+    rows: Int32
+    user: Any
+    records: npt.NDArray[np.void] | None = None
+
+
+class Read(NamedTuple):
+    """A user's part on the device. cached: it came from the pool. kept: it is there now."""
+
+    state: PyTree
+    cached: bool
+    kept: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """How a run ended. value: a Read, or scores [c, P] float32; None where `error` is set. Times: the clock's, ns."""
+
+    value: Any
+    error: Exception | None
+    start_ns: int
+    end_ns: int
+
+
+class PartExecutors(Protocol):
+    """What the engine needs of executors."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of each executor, by its number."""
+
+    @property
+    def costs(self) -> Mapping[int, float]:
+        """Of a run, in s, by size; before `start` in another unit."""
+
+    @property
+    def pool(self) -> StatePool | None:
+        """None where nothing is cached."""
+
+    async def start(self, progress: Progress) -> None:
+        """Compile everything; `progress` is called in another thread. Raises what that raises."""
+
+    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+        """Run it on an executor that is idle; `done` is called on the event loop of `start`."""
+
+    def stop(self) -> None:
+        """End the threads once what runs is done."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for their end. False where the device still holds one."""
+
+
+class Programs:
+    """The compiled programs of a ranker, for any number of executors; made by `compile`.
+
+    sizes: ascending. schema: of the features' records; None: the model reads none.
+    """
+
+    def __init__(
+        self, cfg: RankerConfig, params: PyTree, sizes: Sequence[int], share: Share, schema: Schema | None
+    ) -> None:
+        self._model, self._cfg, self.params = ranker(cfg), cfg, params
+        self.needs: Needs = self._model.needs(cfg)
+        self.sizes, self.share, self.schema = tuple(sizes), share, schema
+        self.user = user_layout(self.needs)
+        block = self.user if share == "part" else None
+        self.layouts: dict[int, Layout] = {} if block else {READS: self.user}
+        self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
+        words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
+        self.state: PyTree = jax.eval_shape(self._read, words, params)
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+
+    @property
+    def to_compile(self) -> int:
+        """Sizes without a program."""
+        return len(self.layouts) - len(self._compiled)
+
+    def __getitem__(self, size: int) -> jax.stages.Compiled:
+        """program(words, params[, state], out) -> scores [1, m, P]; of READS: program(words, params) -> state."""
+        return self._compiled[size]
+
+    def default_records(self, count: int) -> npt.NDArray[np.void] | None:
+        """[count] records of items whose features are not there; None where the model reads none."""
+        schema = self.schema
+        return None if schema is None else np.frombuffer(schema.default * count, schema.dtype)
+
+    def out_shape(self, size: int) -> tuple[int, int, int]:
+        """Of the scores."""
+        return 1, size, len(self.needs.tasks)
+
+    def compile(self, size: int) -> jax.stages.Compiled:
+        """The program of a size, compiled once; its memory_analysis shows that the scores are written in place."""
+        if size in self._compiled:
+            return self._compiled[size]
+        words = Staging(self.layouts[size]).example
+        if size == READS:
+            program = jax.jit(self._read).lower(words, self.params).compile()
+        else:
+            out = jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
+            call = jax.jit(partial(self._score, self.layouts[size]), donate_argnums=3, keep_unused=True)
+            state = None if self.share == "part" else self.state
+            program = call.lower(words, self.params, state, out).compile()
+        self._compiled[size] = program
+        return program
+
+    def _read(self, words: jax.Array, params: PyTree) -> PyTree:
+        return self._model.read(params, self._cfg, read_users(self.user, self.needs, words))
+
+    def _score(
+        self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
+    ) -> jax.Array:
+        inputs = layout.unpack(words)
+        if self.share == "part":
+            state = self._read(inputs["user"], params)
+        asked = read_candidates(inputs, self.needs, self.schema)
+        return self._model.score(params, self._cfg, state, asked)
+
+
+class Executor:
+    """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`."""
+
+    def __init__(self, programs: Programs, size: int, pool: StatePool | None) -> None:
+        self.size, self._programs, self._pool = size, programs, pool
+        self.reset()
+
+    def reset(self) -> None:
+        """New buffers, whatever the last run did to the old ones."""
+        self._staging = Staging(self._programs.layouts[self.size])
+        if self.size != READS:
+            self._out = jnp.zeros(self._programs.out_shape(self.size))
+
+    def run(self, work: ReadWork | PartWork) -> Any:
+        """A Read, or scores [c, P]; blocks until the device is done."""
+        try:
+            return self._read(work) if isinstance(work, ReadWork) else self._score(work)
+        except Exception:
+            self.reset()
+            raise
+
+    def _read(self, work: ReadWork) -> Read:
+        place, pool = work.place, self._pool
+        if place is not None and pool is not None and not place.new:
+            state = pool.load(place)
+            if state is not None:
+                return Read(state, True, True)
+        views, given = self._staging.views(), self._programs.user.views(work.block)
+        for name, view in views.items():
+            view[:] = given[name]
+        state = self._staging.run(self._programs[READS], self._programs.params)
+        kept = place is not None and pool is not None and place.new and pool.store(state, place)
+        return Read(jax.block_until_ready(state), False, kept)
+
+    def _score(self, work: PartWork) -> Float32:
+        count, programs, state = len(work.rows), self._programs, None
+        views = self._staging.views()
+        views["candidates"][:count], views["candidates"][count:] = work.rows, -1
+        if work.records is not None:
+            views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
+        if programs.share == "part":
+            views["user"][:] = work.user.view(np.uint32)
+        else:
+            state = work.user
+        self._out = self._staging.run(programs[self.size], programs.params, state, self._out)
+        scores: Float32 = np.asarray(self._out)[0, :count].copy()  # the next run is given the array
+        return scores
+
+
+class RankExecutors:
+    """The executors of one engine, `number` of each size, each with a thread.
+
+    pool: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        number: int,
+        pool: StatePool | None = None,
+        *,
+        bind: bool = False,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.programs, self.pool, self._bind, self._clock = programs, pool, bind, clock
+        self.sizes = tuple(size for size in programs.layouts for _ in range(number))
+        self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
+        self._executors: list[Executor] = []
+        self._threads = [Calls(f"jgr-executor-{at}") for at in range(len(self.sizes))]
+
+    async def start(self, progress: Progress) -> None:
+        """See PartExecutors."""
+        for thread in self._threads:
+            thread.start()
+            if self._bind:
+                thread.call(_bind)
+        await self._threads[0].warm_up(self._warm_up, progress)
+
+    @preparing()
+    def _warm_up(self, progress: Progress) -> None:
+        """Compile every size, make the executors with their buffers, run each, and time the sizes."""
+        programs, costs = self.programs, {}
+        user: Any
+        user, views = new_block(programs.user)
+        views["rows"][:] = 0  # a full history: attention may skip what is not there
+        if self.pool is not None:
+            self.pool.compile()
+        for done, size in enumerate(programs.layouts, 1):
+            programs.compile(size)
+            own = [Executor(programs, size, self.pool) for each in self.sizes if each == size]
+            self._executors += own
+            if size == READS:
+                reads = [executor.run(ReadWork(user)) for executor in own]
+                user = reads[0].state
+            else:
+                work = PartWork(np.zeros(size, np.int32), user, programs.default_records(size))
+                costs[size] = min(_seconds(executor, work) for executor in own)
+            progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
+        self.costs = costs
+        _log.info("a part of so many candidates takes so many ms: %s", _shown(costs))
+
+    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+        """See PartExecutors."""
+        self._threads[executor].call(partial(self._run, executor, work, done))
+
+    def _run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+        start_ns, value, error = self._clock(), None, None
+        try:
+            value = self._executors[executor].run(work)
+        except Exception as cause:
+            error = cause
+        self._threads[executor].post(partial(done, Ran(value, error, start_ns, self._clock())))
+
+    def stop(self) -> None:
+        """See PartExecutors."""
+        for thread in self._threads:
+            thread.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """See PartExecutors; for each so long."""
+        return all([thread.join(timeout_s) for thread in self._threads])
+
+
+def _bind() -> None:
+    numa.bind_thread()
+
+
+def _seconds(executor: Executor, work: PartWork) -> float:
+    """The fastest of some runs; the first may be slow."""
+    times = [time.perf_counter()]
+    for _ in range(1 + TIMED_RUNS):
+        executor.run(work)
+        times.append(time.perf_counter())
+    return min(b - a for a, b in itertools.pairwise(times))
+
+
+def _shown(costs: Mapping[int, float]) -> str:
+    return ", ".join(f"{size}: {seconds * 1e3:.3g}" for size, seconds in costs.items())

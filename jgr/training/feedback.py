@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train Climber (MODEL-18) or DLRMv3's HSTU (MODEL-17) on impressions: what users did with what they were shown.
+
+An example is a request of the past (`jgr.data.impressions`): a history of items, actions and times, and the impressions
+that share it, none of which sees another (SUMI). The loss is the binary cross-entropy of every task, summed over tasks
+with feedback.weights. A score is computed by the two functions that serve it, `read` and `score`.
+
+Letters: B batch, S = max_items, M impressions of a window, m candidates, P tasks, n items of the catalog.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog import save_catalog
+from jgr.config import Config, ConfigError, TrainConfig
+from jgr.data.datasets import Dataset
+from jgr.data.impressions import Requests, action_bits, feedback_of, requests
+from jgr.models import checkpoint, rankers
+from jgr.models.climber import ClimberConfig, Feature
+from jgr.models.params import PyTree
+from jgr.models.rankers import Candidates, RankerConfig, Users
+from jgr.models.retrievers import items_digest
+from jgr.models.stu import StuConfig
+from jgr.models.stu_ranker import StuRankerConfig
+from jgr.training.run import Progress, train_to_best
+from jgr.training.trainer import Loss
+from jgr.training.windows import Batches
+
+Int32 = npt.NDArray[np.int32]
+Features = Mapping[str, npt.NDArray[Any]]
+"""The items' features by name: [n, width] each, float32 numbers or int32 categories."""
+
+METRIC = "auc"
+"""What is validated: the mean of the tasks' areas under the curve."""
+TIME_ROWS = 256  # of stu: square roots of minutes, six weeks
+_LEAST = 1e-6  # of a probability in the loss
+
+
+def make_config(config: Config, dataset: Dataset, features: Features) -> RankerConfig:
+    """The ranker that config.train and config.feedback describe, for a dataset with feedback. UserError."""
+    action_bits(dataset.interactions, config.feedback.tasks, "feedback.tasks")
+    if config.train.dropout:
+        raise ConfigError(f"train.dropout: {config.train.model} has none; set it to 0")
+    scenarios = int(feedback_of(dataset.interactions.sequences)[1].max()) + 1
+    try:
+        if config.train.model == "stu":
+            return _stu_config(config, dataset, features, scenarios)
+        return _climber_config(config, dataset, features, scenarios)
+    except ValueError as error:  # sizes that do not divide
+        raise ConfigError(f"train.model={config.train.model}: {error}") from None
+
+
+def _stu_config(config: Config, dataset: Dataset, features: Features, scenarios: int) -> StuRankerConfig:
+    train = config.train
+    if features:
+        raise ConfigError("features.schema: stu reads no features; leave it empty")
+    return StuRankerConfig(
+        StuConfig(
+            hidden=train.hidden,
+            layers=train.layers,
+            heads=train.heads,
+            qk_dim=train.head_dim,
+            v_dim=train.head_dim,
+            length=train.max_items + 1,
+            contextual=1,
+        ),
+        n_items=dataset.catalog.n_items,
+        max_items=train.max_items,
+        item_dim=train.hidden,
+        actions=len(dataset.interactions.actions),
+        action_dim=config.feedback.action_dim,
+        slots=(scenarios,),  # where the request comes from
+        mlp=train.mlp,
+        position_rows=train.max_items + 2,
+        time_rows=TIME_ROWS,
+        tasks=config.feedback.tasks,
+        items=items_digest(dataset.catalog.item_ids),
+    )
+
+
+def _climber_config(config: Config, dataset: Dataset, features: Features, scenarios: int) -> ClimberConfig:
+    train, feedback = config.train, config.feedback
+    behaviours = []
+    for names in feedback.behaviours:
+        bits = action_bits(dataset.interactions, tuple(filter(None, names.split("+"))), "feedback.behaviours")
+        behaviours.append(sum(1 << bit for bit in set(bits)))
+    return ClimberConfig(
+        n_items=dataset.catalog.n_items,
+        max_items=train.max_items,
+        blocks=feedback.blocks,
+        layers=train.layers,
+        hidden=train.hidden,
+        heads=train.heads,
+        mlp=train.mlp,
+        tasks=feedback.tasks,
+        items=items_digest(dataset.catalog.item_ids),
+        experts=feedback.experts,
+        scenarios=scenarios,
+        timed=feedback.timed,
+        actions=len(dataset.interactions.actions),
+        behaviours=tuple(behaviours),
+        features=tuple(
+            Feature(name, array.shape[1], feedback.rows if array.dtype.kind in "iu" else 0)
+            for name, array in features.items()
+        ),
+    )
+
+
+class ImpressionWindows(Batches):
+    """The batches of a split's requests, none of which has more than feedback.candidates impressions."""
+
+    def __init__(self, found: Requests, train: TrainConfig, candidates: int) -> None:
+        super().__init__(train, np.ones(len(found), np.int64))
+        self._requests, self._candidates = found, candidates
+
+    def digest(self) -> str:
+        """See Batches: over the events and the requests among them."""
+        digest, events = hashlib.sha256(), self._requests.histories
+        for array in (events.rows, *feedback_of(events), events.starts, self._requests.offsets):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(self._requests.shown.tobytes())
+        return digest.hexdigest()[:16]
+
+    def batch(self, step: int) -> Int32:
+        """See `windows`."""
+        return windows(self._requests, self._place(step)[2], self._train.max_items, self._candidates)
+
+
+def windows(
+    found: Requests, chosen: npt.NDArray[np.int64], max_items: int, candidates: int
+) -> npt.NDArray[np.int32]:
+    """[B, S + M, 4] of the chosen requests: row (-1 behind the last), seconds, actions, scenario.
+
+    First the last S events of the history, then the impressions; these all have the request's time and scenario.
+    """
+    events = found.histories
+    actions, scenarios, times = feedback_of(events)
+    asked = found.times[chosen]
+    made = np.zeros((len(chosen), max_items + candidates, 4), np.int32)
+    made[..., 0] = -1
+    for window, i, now in zip(made, chosen.tolist(), asked, strict=True):
+        start, stop, shown = events.starts[i], events.stops[i], found.places(i)
+        recent = slice(max(start, stop - max_items), stop)
+        for at, places in (
+            (slice(stop - recent.start), recent),
+            (slice(max_items, max_items + len(shown)), shown),
+        ):
+            window[at, 0], window[at, 2], window[at, 3] = (
+                events.rows[places],
+                actions[places],
+                scenarios[places],
+            )
+        window[: stop - recent.start, 1] = times[recent]
+        window[max_items:, 1] = now
+    return made
+
+
+def scores(
+    params: PyTree, cfg: RankerConfig, windows: jax.Array, features: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The probabilities [B, M, P] of windows' impressions, and what was done with them, [B, M] bits; -1: none there."""
+    model = rankers.ranker(cfg)
+    needs = model.needs(cfg)
+    history, shown = windows[:, : needs.max_items], windows[:, needs.max_items :]
+    now, scenario = shown[:, 0, 1], shown[:, 0, 3]
+    context = scenario[:, None] if needs.slots else jnp.zeros((len(windows), 0), jnp.int32)
+    users = Users(history[..., 0], history[..., 2], history[..., 1], now, context, scenario)
+    rows = shown[..., 0]
+    described = {name: features[name][jnp.maximum(rows, 0)] for name, _ in needs.features}
+    found = model.score(params, cfg, model.read(params, cfg, users), Candidates(rows, described))
+    return found, jnp.where(rows >= 0, shown[..., 2], -1)
+
+
+def feedback_loss(
+    cfg: RankerConfig, bits: tuple[int, ...], weights: tuple[float, ...], features: Features
+) -> Loss:
+    """The loss over windows as `windows` makes them. bits: of each task. weights: of the tasks, empty: all 1."""
+    of_task = jnp.asarray(weights or (1.0,) * len(bits))
+    shifts, arrays = jnp.asarray(bits), {name: jnp.asarray(array) for name, array in features.items()}
+
+    def loss(params: PyTree, windows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del key  # nothing here is random
+        found, actions = scores(params, cfg, windows, arrays)
+        done = (actions[..., None] >> shifts) & 1
+        right = jnp.clip(jnp.where(done == 1, found, 1 - found), _LEAST, 1.0)
+        real = actions >= 0
+        return jnp.where(real, -jnp.log(right) @ of_task, 0.0).sum(), real.sum().astype(jnp.float32)
+
+    return loss
+
+
+def train_feedback(
+    config: Config,
+    dataset: Dataset,
+    features: Features,
+    progress: Progress = lambda done, total, note: None,
+    validate: Callable[[RankerConfig, PyTree], float] | None = None,
+) -> Path:
+    """Train on the requests of the training split and write train.out. Arguments as of `train_generator`.
+
+    features: those that features.schema names. validate: gives METRIC. UserError where the dataset has no feedback, or
+    not of these tasks.
+    """
+    train, feedback = config.train, config.feedback
+    if not train.out:
+        raise ConfigError("train.out: the folder for the model is not set")
+    cfg = make_config(config, dataset, features)
+    checkpoint.require_writable(Path(train.out))
+    learnt = requests(dataset.interactions, dataset.interactions.train, feedback.candidates)
+    bits = action_bits(dataset.interactions, feedback.tasks, "feedback.tasks")
+
+    def save(params: PyTree, write_beside: Callable[[Path], None]) -> None:
+        def write_all(folder: Path) -> None:
+            save_catalog(dataset.catalog, folder / "catalog.jsonl")
+            write_beside(folder)
+
+        rankers.save(Path(train.out), cfg, params, write_all)
+
+    return train_to_best(
+        train,
+        rankers.ranker(cfg).spec(cfg),
+        feedback_loss(cfg, bits, feedback.weights, features),
+        ImpressionWindows(learnt, train, feedback.candidates),
+        described={"items": cfg.items, "feedback": asdict(feedback)},
+        validate=None if validate is None else lambda params: validate(cfg, params),
+        progress=progress,
+        save=save,
+        metric=METRIC,
+    )

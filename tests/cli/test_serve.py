@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr serve`: which configuration is whose, and a server of two models as a process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from jgr.cli.serve import configurations
+from jgr.config import BeamConfig, Config, ConfigError, ModelConfig, ServerConfig
+
+PATIENCE_S = 60.0
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
+
+
+def write(folder: Path, name: str, server: str = "") -> str:
+    path = folder / f"{name}.py"
+    path.write_text(
+        "from jgr.config import *\n"
+        f"def get_config(): return Config(model=ModelConfig(name={name!r}), server=ServerConfig({server}))\n"
+    )
+    return str(path)
+
+
+def test_without_a_file_there_is_one_model_with_the_defaults() -> None:
+    assert configurations([], []) == [Config()]
+    (config,) = configurations([], ["beam.width=8", "jgr:beam.width=9"])
+    assert config == Config(beam=BeamConfig(width=9))
+
+
+def test_an_override_is_for_all_models_or_for_the_one_it_names(tmp_path: Path) -> None:
+    paths = [write(tmp_path, "a"), write(tmp_path, "b")]
+    texts = [
+        "model.dtype=bfloat16",
+        "b:beam.width=8",
+        "b:model.name=c",
+        "a:model.path=x:y=z",
+        "server.port=1",
+    ]
+    assert configurations(paths, texts) == [
+        Config(model=ModelConfig("a", "x:y=z", "bfloat16"), server=ServerConfig(port=1)),
+        Config(
+            model=ModelConfig("c", dtype="bfloat16"), beam=BeamConfig(width=8), server=ServerConfig(port=1)
+        ),
+    ]
+
+
+def test_the_server_is_that_of_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [write(tmp_path, "a", "port=1"), write(tmp_path, "b", "port=2"), write(tmp_path, "c")]
+    configs = configurations(paths, ["server.max_history=9", "b:server.port=3"])
+    assert {config.server for config in configs} == {ServerConfig(port=1, max_history=9)}
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "model b: its section server is not used, the first's is"
+    ]
+
+
+def test_what_cannot_be_told_apart_or_found_is_refused(tmp_path: Path) -> None:
+    one, other = write(tmp_path, "a"), write(tmp_path, "b")
+    with pytest.raises(ConfigError, match=r"model\.name: there are two of 'a'"):
+        configurations([one, one], [])
+    with pytest.raises(ConfigError, match=r"model\.name: there are two of 'a'"):
+        configurations([one, other], ["b:model.name=a"])
+    with pytest.raises(ConfigError, match=r"--set c:beam\.width: .*'c'; there are a, b"):
+        configurations([one, other], ["c:beam.width=8"])
+    with pytest.raises(ConfigError, match=r"the nearest is 'beam\.width'"):
+        configurations([one, other], ["b:beam.widht=8"])
+
+
+def test_two_models_are_served_by_one_process(tmp_path: Path) -> None:
+    configs = [f"--config={write(tmp_path, name)}" for name in ("a", "b")]
+    command = [sys.executable, "-c", RUN, "serve", "--null", "--port=0", "--set=b:beam.width=16", *configs]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout is not None
+            url = child.stdout.readline().strip()
+            with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as reply:
+                models = json.load(reply)["data"]
+            assert [(model["id"], model["beam_width"]) for model in models] == [("a", 32), ("b", 16)]
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(PATIENCE_S) == 0
+        finally:
+            child.kill()
+
+
+def test_an_error_names_the_model_and_other_commands_take_one_file(tmp_path: Path) -> None:
+    configs = [f"--config={write(tmp_path, name)}" for name in ("a", "b")]
+    for argv, words in (
+        (["serve", *configs, f"--set=model.path={tmp_path / 'none'}"], "jgr: model 'a': "),
+        (["config", *configs], "jgr: --config may be given once"),
+    ):
+        done = subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(words), done.stderr

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLAME's orchestrator: splits worked out by hand and by brute force, plans at toy size, and a state machine against a
+naive model, with faults (FLAME-11, 12, 15)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jgr.serving.policies.batching import Accepted, Rejected
+from jgr.serving.policies.orchestration import (
+    PATIENCE_NS,
+    READS,
+    Committed,
+    Job,
+    Orchestrator,
+    Plan,
+    Start,
+    split,
+)
+
+SIZES = (1024, 512, 256, 128)
+PROPORTIONAL = {size: float(size) for size in SIZES}
+
+
+@pytest.mark.parametrize(
+    ("n", "parts"),
+    [
+        (1, (128,)),
+        (127, (128,)),
+        (128, (128,)),
+        (130, (256,)),
+        (480, (512,)),
+        (1024, (1024,)),
+        (1500, (1024, 512)),
+        (700, (512, 256)),
+        (2500, (1024, 1024, 512)),
+        (10_000, (*(1024,) * 9, 512, 256, 128)),
+    ],
+)
+def test_costs_in_proportion_pad_least_and_then_take_the_fewest_parts(n: int, parts: tuple[int, ...]) -> None:
+    assert split(n, SIZES, PROPORTIONAL) == parts
+    assert sum(parts) >= n
+    assert sum(parts) - n < 128
+
+
+def test_measured_costs_decide_between_one_padded_part_and_several() -> None:
+    assert split(130, (128, 256), {128: 5.0, 256: 9.0}) == (256,)
+    assert split(130, (128, 256), {128: 4.0, 256: 9.0}) == (128, 128)
+    # A large part that falls out of the cache is not worth it; one with a high fixed cost is, padding and all.
+    assert split(1024, SIZES, {128: 6.0, 256: 10.0, 512: 19.0, 1024: 60.0}) == (512, 512)
+    assert split(600, SIZES, {128: 50.0, 256: 55.0, 512: 65.0, 1024: 80.0}) == (1024,)
+
+
+@given(
+    st.sets(st.integers(1, 12), min_size=1, max_size=3).flatmap(
+        lambda sizes: st.tuples(
+            st.fixed_dictionaries({s: st.integers(1, 20) for s in sizes}), st.integers(1, 24)
+        )
+    )
+)
+@settings(max_examples=60)
+def test_a_split_is_the_cheapest_of_all(drawn: tuple[dict[int, int], int]) -> None:
+    costs, n = drawn
+    covers = (
+        parts
+        for count in range(1, n + 1)
+        for parts in itertools.combinations_with_replacement(sorted(costs), count)
+        if sum(parts) >= n and sum(parts) - min(parts) < n
+    )
+    best = (
+        min((sum(costs[p] for p in parts), len(parts)) for parts in covers)
+        if n <= 6 or min(costs) > 3
+        else None
+    )
+    found = split(n, tuple(costs), costs)
+    assert sum(found) >= n and list(found) == sorted(found, reverse=True)
+    if best is not None:
+        assert (sum(costs[p] for p in found), len(found)) == best
+
+
+def orchestrator(executors: tuple[int, ...] = (4, 4, 8), **given: Any) -> Orchestrator:
+    return Orchestrator(executors, {size: float(size) for size in executors}, **{"max_queue": 9, **given})
+
+
+def submit(o: Orchestrator, *jobs: Job) -> Orchestrator:
+    for job in jobs:
+        assert isinstance(o.submit(job, job.arrival_ns), Accepted)
+    return o
+
+
+def job(id: int, count: int = 4, at: int = 0, deadline: int | None = None, **given: bool) -> Job:
+    return Job(id, count, at, deadline, **given)
+
+
+def starts(plan: Plan) -> list[tuple[int, int, int, int]]:
+    """Job, executor, first and count."""
+    return [(s.job, s.executor, s.first, s.count) for s in plan.starts]
+
+
+def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
+    o = submit(orchestrator(), job(1, 11))
+    assert starts(o.plan(0)) == [(1, 2, 0, 8), (1, 0, 8, 3)]
+    assert o.commit(1, 1) == Committed(1)
+    assert o.commit(0, 2) == Committed(1, "done")
+    assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
+
+
+def test_a_part_waits_for_its_size_or_takes_a_larger_one() -> None:
+    o = submit(orchestrator(), *(job(i) for i in range(5)))
+    assert starts(o.plan(0)) == [(0, 0, 0, 4), (1, 1, 0, 4), (2, 2, 0, 4)]
+    o.commit(1, 1)
+    assert starts(o.plan(1)) == [(3, 1, 0, 4)]
+    o.commit(0, 2)
+    assert starts(o.plan(2)) == [(4, 0, 0, 4)]
+    assert o.plan(3) == Plan((), ())
+
+
+def test_the_earliest_deadline_goes_first_and_who_names_none_has_patience() -> None:
+    late, early = 3 * PATIENCE_NS, PATIENCE_NS // 2
+    o = submit(orchestrator((4,)), job(1, deadline=late), job(2), job(3), job(4, deadline=early))
+    order = []
+    for run in range(4):
+        order += [s.job for s in o.plan(run).starts]
+        o.commit(run, run)
+    assert order == [4, 2, 3, 1]
+
+
+def test_streams_bound_the_runs_at_a_time() -> None:
+    o = submit(orchestrator(streams=2), job(1, 20))
+    assert starts(o.plan(0)) == [(1, 2, 0, 8), (1, 0, 16, 4)]  # 8 + 8 + 4, and one executor of 8
+    o.commit(1, 1)
+    assert starts(o.plan(1)) == []
+    o.commit(0, 1)
+    assert starts(o.plan(1)) == [(1, 2, 8, 8)]
+
+
+def test_parts_wait_for_the_users_part_and_for_what_they_are_told_to() -> None:
+    o = submit(orchestrator((READS, 4)), job(1, reads=True, waits=True))
+    assert starts(o.plan(0)) == [(1, 0, 0, 0)]
+    assert o.commit(0, 1) == Committed(1)
+    assert starts(o.plan(1)) == []
+    o.ready(1)
+    o.ready(7)
+    assert starts(o.plan(1)) == [(1, 1, 0, 4)]
+    assert o.commit(1, 2) == Committed(1, "done")
+
+
+def test_no_more_jobs_are_begun_than_there_are_executors() -> None:
+    o = submit(orchestrator((READS, 4)), *(job(i, 8, reads=True) for i in range(4)))
+    o.plan(0)
+    o.commit(0, 0)  # the first's user
+    assert [s[0] for s in starts(o.plan(0))] == [0, 1]
+    o.commit(2, 0)
+    assert starts(o.plan(0)) == []  # the third's user has to wait, though its executor is idle
+    assert (o.idle(READS), o.queued) == (1, 2)
+
+
+def test_a_fault_fails_its_request_alone_and_returns_the_executor() -> None:
+    o = submit(orchestrator((4, 4)), job(1, 12), job(2))
+    assert starts(o.plan(0)) == [(1, 0, 0, 4), (1, 1, 4, 4)]
+    assert o.commit(0, 1, well=False) == Committed(1, "failed")
+    assert starts(o.plan(1)) == [(2, 0, 0, 4)]  # the first's last part never runs
+    assert o.commit(1, 1) == Committed(None)
+    assert o.commit(2, 1) == Committed(2, "done")
+    assert o.idle(4) == 2
+
+
+def test_what_is_late_or_cancelled_frees_its_executor_when_it_comes_back() -> None:
+    o = submit(orchestrator((4,)), job(1, deadline=10), job(2, deadline=10), job(3))
+    o.plan(0)
+    assert o.next_wakeup_ns() == 10
+    assert o.plan(10) == Plan((), (1, 2))
+    assert o.commit(0, 11) == Committed(None)
+    assert starts(o.plan(11)) == [(3, 0, 0, 4)]
+    assert o.cancel(3, 11) and not o.cancel(3, 11)
+    assert o.commit(1, 12) == Committed(None)
+    assert submit(o, job(4, at=12, deadline=13)).plan(12).starts[0].job == 4
+    assert o.commit(2, 13) == Committed(4, "expired")
+
+
+def test_the_queue_is_bounded_and_a_drain_refuses() -> None:
+    o = submit(orchestrator((4,), max_queue=2), job(1), job(2))
+    assert o.submit(job(3), 0) == Rejected("queue_full")
+    o.plan(0)
+    assert o.submit(job(3), 0) == Accepted(2)
+    o.drain()
+    assert o.submit(job(4), 0) == Rejected("draining")
+    with pytest.raises(ValueError, match="already queued"):
+        o.submit(job(3), 0)
+    with pytest.raises(ValueError, match="no executor"):
+        o.submit(job(5, reads=True), 0)
+    with pytest.raises(ValueError, match="time went back"):
+        o.plan(-1)
+
+
+@dataclass
+class Naive:
+    """A live job of the model: runs by (size, first, count), and which of them are on executors."""
+
+    job: Job
+    order: int
+    runs: dict[tuple[int, int, int], str] = field(default_factory=dict)  # waiting, running, done
+    held: bool = False
+
+    @property
+    def begun(self) -> bool:
+        return any(state != "waiting" for state in self.runs.values())
+
+    def may_start(self) -> list[tuple[int, int, int]]:
+        reading = self.runs.get((READS, 0, 0), "done") != "done"
+        return [
+            run
+            for run, state in self.runs.items()
+            if state == "waiting" and (run[0] == READS or not (reading or self.held))
+        ]
+
+
+class AgainstNaive(RuleBasedStateMachine):
+    """Executors are counted by hand; what starts is searched for among everything that waits."""
+
+    EXECUTORS = (READS, 2, 2, 4, READS)
+    STREAMS = 4
+    MAX_QUEUE = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.real = Orchestrator(
+            self.EXECUTORS, {2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS
+        )
+        self.jobs: dict[int, Naive] = {}
+        self.flying: dict[int, Start] = {}
+        self.ids = itertools.count()
+        self.ended: list[int] = []
+
+    @rule(
+        count=st.integers(1, 9),
+        patience=st.sampled_from((None, 1, 3, 9)),
+        reads=st.booleans(),
+        waits=st.booleans(),
+    )
+    def submit(self, count: int, patience: int | None, reads: bool, waits: bool) -> None:
+        deadline = None if patience is None else self.now + patience
+        new = Job(next(self.ids), count, self.now, deadline, reads, waits)
+        verdict = self.real.submit(new, self.now)
+        if sum(not job.begun for job in self.jobs.values()) >= self.MAX_QUEUE:
+            assert verdict == Rejected("queue_full")
+            return
+        assert isinstance(verdict, Accepted)
+        # Costs of 3 and 5: as many fours as fit; a rest of one or two is a two, one of three a four.
+        fours, rest = divmod(count, 4)
+        parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
+        naive = Naive(new, new.id, held=waits)
+        if reads:
+            naive.runs[READS, 0, 0] = "waiting"
+        for at, size in enumerate(parts):
+            first = sum(parts[:at])
+            naive.runs[size, first, min(size, count - first)] = "waiting"
+        self.jobs[new.id] = naive
+
+    @rule(pick=st.integers(0, 9))
+    def ready(self, pick: int) -> None:
+        self.real.ready(pick)
+        if pick in self.jobs:
+            self.jobs[pick].held = False
+
+    @rule()
+    def plan(self) -> None:
+        late = [
+            i for i, naive in self.jobs.items() if (d := naive.job.deadline_ns) is not None and d <= self.now
+        ]
+        plan = self.real.plan(self.now)
+        assert sorted(plan.expired) == sorted(late)
+        for job_id in late:
+            self.end(job_id)
+        for start in plan.starts:
+            assert (start.job, start.first, start.count, self.EXECUTORS[start.executor]) == self.next()
+            run = next(r for r in self.jobs[start.job].runs if r[1:] == (start.first, start.count))
+            self.jobs[start.job].runs[run] = "running"
+            assert start.run not in self.flying
+            self.flying[start.run] = start
+        assert self.next() is None
+
+    def next(self) -> tuple[int, int, int, int] | None:
+        """The first of all runs that may start, most urgent first, for which there is an idle executor."""
+        if len(self.flying) >= self.STREAMS:
+            return None
+        busy = [start.executor for start in self.flying.values()]
+        idle = [size for number, size in enumerate(self.EXECUTORS) if number not in busy]
+        full = sum(naive.begun for naive in self.jobs.values()) >= len(self.EXECUTORS)
+
+        def urgency(naive: Naive) -> tuple[int, int]:
+            job = naive.job
+            return (job.arrival_ns + PATIENCE_NS if job.deadline_ns is None else job.deadline_ns), naive.order
+
+        for naive in sorted(self.jobs.values(), key=urgency):
+            for size, first, count in sorted(naive.may_start(), key=lambda run: run[1:]):
+                fitting = [s for s in idle if (s == READS if size == READS else s >= size)]
+                if fitting and (naive.begun or not full):
+                    return naive.job.id, first, count, min(fitting)
+        return None
+
+    @precondition(lambda self: self.flying)
+    @rule(pick=st.integers(0, 9), well=st.sampled_from((True, True, True, False)))
+    def commit(self, pick: int, well: bool) -> None:
+        run = sorted(self.flying)[pick % len(self.flying)]
+        start = self.flying.pop(run)
+        committed = self.real.commit(run, self.now, well)
+        naive = self.jobs.get(start.job)
+        if naive is None:
+            assert committed == Committed(None)
+            return
+        deadline = naive.job.deadline_ns
+        key = next(r for r in naive.runs if r[1:] == (start.first, start.count))
+        naive.runs[key] = "done"
+        end = None
+        if deadline is not None and deadline <= self.now:
+            end = "expired"
+        elif not well:
+            end = "failed"
+        elif all(state == "done" for state in naive.runs.values()):
+            end = "done"
+        assert committed == Committed(start.job, end)  # type: ignore[arg-type]
+        if end is not None:
+            self.end(start.job)
+
+    @rule(pick=st.integers(0, 9))
+    def cancel(self, pick: int) -> None:
+        assert self.real.cancel(pick, self.now) == (pick in self.jobs)
+        if pick in self.jobs:
+            self.end(pick)
+
+    @rule(steps=st.integers(1, 4))
+    def wait(self, steps: int) -> None:
+        self.now += steps
+
+    def end(self, job_id: int) -> None:
+        del self.jobs[job_id]
+        assert job_id not in self.ended, "ended twice"
+        self.ended.append(job_id)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.real.check()
+        assert set(self.real.jobs) == set(self.jobs)
+        assert self.real.queued == sum(not naive.begun for naive in self.jobs.values())
+        for size in (READS, 2, 4):
+            busy = sum(self.EXECUTORS[start.executor] == size for start in self.flying.values())
+            assert self.real.idle(size) == self.EXECUTORS.count(size) - busy
+        deadlines = [d for naive in self.jobs.values() if (d := naive.job.deadline_ns) is not None]
+        assert self.real.next_wakeup_ns() == min(deadlines, default=None)
+
+    def teardown(self) -> None:
+        """Whatever happened, everything ends, and every executor is idle again."""
+        for naive in self.jobs.values():
+            self.real.ready(naive.job.id)
+            naive.held = False
+        while self.jobs or self.flying:
+            self.plan()
+            while self.flying:
+                self.commit(0, True)
+        self.agrees()
+        assert [self.real.idle(size) for size in (READS, 2, 4)] == [2, 2, 1]
+
+
+TestAgainstNaive = AgainstNaive.TestCase
+TestAgainstNaive.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def test_equal_calls_give_equal_plans() -> None:
+    def run() -> list[Plan]:
+        o = submit(orchestrator(), *(replace(job(i, 5 + i), deadline_ns=100 - i) for i in range(4)))
+        plans = [o.plan(0)]
+        for run in range(3):
+            o.commit(run, run)
+            plans.append(o.plan(run))
+        return plans
+
+    assert run() == run()

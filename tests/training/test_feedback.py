@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on impressions: windows against the events, the loss against numpy, a learnt rule through the engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jgr.cli.evaluate import Options, evaluate
+from jgr.config import ConfigError, UserError, override
+from jgr.data.impressions import feedback_of, requests
+from jgr.data.interactions import DataError, leave_one_out
+from jgr.evaluation import validation
+from jgr.evaluation.binary_metrics import auc, log_loss
+from jgr.models import rankers
+from jgr.models.params import CheckpointError
+from jgr.training import feedback
+from tests.training.feedback_world import CLICK, EVENTS, LIKE, USERS, config, world
+
+TOGETHER = validation.WINDOWS
+SCORES = jax.jit(feedback.scores, static_argnames="cfg")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder of the whole recipe, which the tests only read."""
+    dataset, settings = world(), config(tmp_path_factory.mktemp("feedback") / "model")
+    validate = validation.feedback_auc(settings, dataset, {})
+    return feedback.train_feedback(settings, dataset, {}, validate=validate)
+
+
+def test_a_window_is_a_history_and_the_impressions_that_share_it(tmp_path: Path) -> None:
+    data, settings = world().interactions, config(tmp_path)
+    learnt = requests(data, data.train, 3)
+    events = learnt.histories
+    actions, scenarios, times = feedback_of(events)
+    found = feedback.windows(learnt, np.arange(len(learnt)), 8, 3)
+    assert found.shape == (len(learnt), 11, 4) and found.dtype == np.int32
+    for i, window in enumerate(found):
+        start, stop, shown = events.starts[i], events.stops[i], learnt.places(i)
+        kept = np.arange(max(start, stop - 8), stop)
+        for at, places in ((0, kept), (8, shown)):
+            part = window[at : at + len(places)]
+            assert part[:, 0].tolist() == events.rows[places].tolist()
+            assert part[:, 2].tolist() == actions[places].tolist()
+            assert (part[:, 3] == scenarios[places]).all()
+        assert window[: len(kept), 1].tolist() == times[kept].tolist()
+        assert (window[8:, 1] == times[shown[0]]).all()
+        assert (window[len(kept) : 8, 0] == -1).all() and (window[8 + len(shown) :, 0] == -1).all()
+        assert stop == shown[0] and (shown % EVENTS < 14).all()  # of the training part
+
+    batches = feedback.ImpressionWindows(learnt, settings.train, 3)
+    assert batches.steps_per_epoch() == -(-len(learnt) // 64)
+    seen = np.concatenate([batches.batch(step) for step in range(batches.steps_per_epoch())])
+    assert {window.tobytes() for window in seen} == {window.tobytes() for window in found}
+    other = world().interactions
+    feedback_of(other.sequences)[0][0] ^= 1
+    changed = feedback.ImpressionWindows(requests(other, other.train, 3), settings.train, 3)
+    assert changed.digest() != batches.digest()
+
+
+def test_the_loss_is_the_weighted_cross_entropy_of_all_tasks(trained: Path) -> None:
+    dataset = world()
+    cfg, params = rankers.load(trained)
+    learnt = requests(dataset.interactions, dataset.interactions.train, 3)
+    given = feedback.windows(learnt, np.arange(TOGETHER), 8, 3)
+    scores, actions = SCORES(params, cfg, given, {})
+    p, real = np.asarray(scores, np.float64), given[:, 8:, 0] >= 0
+    assert (np.asarray(actions)[real] == given[:, 8:, 2][real]).all()
+    nats = 0.0
+    for task, (bit, weight) in enumerate(((CLICK, 1.0), (LIKE, 0.5))):
+        done = given[:, 8:, 2] & bit > 0
+        nats -= weight * np.log(np.where(done, p[..., task], 1 - p[..., task]))[real].sum()
+    loss = jax.jit(feedback.feedback_loss(cfg, (0, 1), (1.0, 0.5), {}))
+    found, targets = loss(params, given, jax.random.key(0))
+    assert float(targets) == real.sum() and float(found) == pytest.approx(nats, rel=1e-4)
+
+
+def test_a_rule_is_learnt_and_served(trained: Path) -> None:
+    dataset, settings = world(), config(trained)
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    areas = {line["step"]: line["auc"] for line in lines if "auc" in line}
+    assert list(areas) == [60, 120] and max(areas.values()) > 0.9
+    assert {"config.json", "params", "catalog.jsonl", "metrics.jsonl", "curves.png"} == {
+        path.name for path in trained.iterdir()
+    }
+    cfg, params = rankers.load(trained)
+    assert cfg == feedback.make_config(settings, dataset, {})
+    assert validation.feedback_auc(settings, dataset, {})(cfg, params) == pytest.approx(max(areas.values()))
+
+    text, report = evaluate(settings, dataset, Options(feedback=True, resamples=20))
+    rows = report["rows"]["click"]
+    assert rows["stu"]["auc"] > rows["logistic"]["auc"] > rows["popularity"]["auc"] > 0.45
+    assert report["impressions"] == 3 * USERS and report["users"] == USERS
+    assert any(line.startswith("click") for line in text)
+    # The engine gives what the functions give.
+    found = requests(dataset.interactions, dataset.interactions.test)
+    parts = []
+    for at in range(0, len(found), TOGETHER):
+        chosen = np.arange(at, at + TOGETHER) % len(found)
+        part, actions = SCORES(params, cfg, feedback.windows(found, chosen, 8, 3), {})
+        parts.append(np.asarray(part)[np.asarray(actions) >= 0])
+    offline = np.concatenate(parts)[: len(found.shown)]
+    for at, (task, bit) in enumerate((("click", CLICK), ("like", LIKE))):
+        labels = (found.actions & bit > 0).astype(int)
+        assert report["rows"][task]["stu"]["log_loss"] == pytest.approx(
+            log_loss(offline[:, at], labels), rel=1e-4
+        )
+        assert report["rows"][task]["stu"]["auc"] == pytest.approx(auc(offline[:, at], labels), abs=1e-3)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    dataset, settings = world(), config(tmp_path)
+    for change, message in [
+        ("train.dropout=0.1", "train.dropout: stu has none"),
+        ("feedback.tasks=click,share", "feedback.tasks: the dataset has no action 'share'"),
+        ("train.out=", "train.out"),
+    ]:
+        extra = ["feedback.weights=1,1"] if "tasks" in change else []
+        with pytest.raises((ConfigError, DataError), match=message):
+            feedback.train_feedback(override(settings, change, *extra), dataset, {})
+    with pytest.raises(ConfigError, match="stu reads no features"):
+        feedback.make_config(settings, dataset, {"price": np.zeros((12, 1), np.float32)})
+    plain = replace(dataset, interactions=leave_one_out([[0, 1, 2, 3]]))
+    with pytest.raises(UserError, match="no action 'click'"):
+        feedback.train_feedback(settings, plain, {})
+    for wrong, message in [("feedback.weights=1,2,3", "3 of them"), ("feedback.weights=0,1", "above 0")]:
+        with pytest.raises(ConfigError, match=message):
+            override(settings, wrong)
+
+
+def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "stu", "stack": 3}')
+    with pytest.raises(CheckpointError, match="not the config of a ranker"):
+        rankers.load(tmp_path)
