@@ -16,7 +16,7 @@ and as many requests in flight; they differ in what computes:
 The baselines compute the user's part with the candidates, in one program. What is claimed is dso over pow2 where n is
 anything; with the paper's sizes there is no padding to save. `implicit` is warm where four sizes come, and mostly
 compiles where all do: recompiling costs more than TensorRT's shape inference does, so it stands for nothing of the
-paper's. Each path answers `seconds` of requests from IN_FLIGHT clients that ask again at once.
+paper's. In each round all paths answer the same requests, from IN_FLIGHT clients that ask again at once.
 
     python -m benchmarks.flame_dso [--quick]
 """
@@ -74,13 +74,13 @@ MODEL = replace(climber.LONG, n_items=N_ITEMS)
 
 @dataclass(frozen=True)
 class Setting:
-    """sizes: of the executors. smallest: power of two. seconds: of a run. cold: requests of `implicit` that compile."""
+    """sizes: of the executors. smallest: power of two. requests: of a round. cold: `implicit`'s, where it compiles."""
 
     cfg: RankerConfig = MODEL
     sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
     smallest: int = 1
-    seconds: float = 15.0
-    rounds: int = 4
+    requests: int = 2 * ACTIVE * VISITS
+    rounds: int = 5
     cold: int = 12
     cached_users: int = 24
 
@@ -89,7 +89,8 @@ class Traffic:
     """Requests without end: ACTIVE users in turn, VISITS times each; candidates distinct within a request."""
 
     def __init__(self, mix: Mix, cfg: RankerConfig, seed: int = 0) -> None:
-        self._mix, self._history, self._rng = mix, cfg.max_items, np.random.default_rng(seed)
+        self._mix, self._history, self._seed = mix, cfg.max_items, seed
+        self._rng = np.random.default_rng(seed)
         self._ids = np.array([str(row) for row in range(cfg.n_items)], object)
 
     def __iter__(self) -> Iterator[RankRequest]:
@@ -100,7 +101,7 @@ class Traffic:
                 candidates = ids[self._rng.choice(len(ids), self.size(), replace=False)].tolist()
                 yield RankRequest(
                     history=history, history_times=times, time=times[-1], candidates=candidates,
-                    user_id=user, top_k=min(10, len(candidates)),
+                    user_id=f"{self._seed}:{user}", top_k=min(10, len(candidates)),
                 )  # fmt: skip
 
     def _user(self) -> tuple[list[str | int], list[int]]:
@@ -216,7 +217,7 @@ class ShapeOnDemand:
 
 @dataclass
 class Run:
-    """What some seconds of one path gave."""
+    """What one round of one path gave."""
 
     latencies_ms: list[float]
     pairs: int
@@ -233,23 +234,18 @@ class Run:
 class System:
     """A path's engine, and clients that ask it. Runs of all paths take turns on one event loop."""
 
-    def __init__(
-        self, engine: RankEngine, traffic: Traffic, seconds: float, requests: int | None = None
-    ) -> None:
-        """requests: how many a run has; None: as many as come in `seconds`."""
-        self.engine, self._traffic, self._seconds, self._requests = engine, iter(traffic), seconds, requests
+    def __init__(self, engine: RankEngine, mix: Mix, cfg: RankerConfig, requests: int) -> None:
+        self.engine, self._requests = engine, requests
+        self._traffic = (Traffic(mix, cfg, seed) for seed in itertools.count())
 
     async def run(self) -> Run:
-        """Clients that ask again as soon as they are answered."""
-        counted, found = self._counts(), Run([], 0, 0.0, 0.0, 0.0, 0)
+        """The next round's requests."""
+        requests = list(itertools.islice(next(self._traffic), self._requests))
+        counted, found, left = self._counts(), Run([], 0, 0.0, 0.0, 0.0, 0), iter(requests)
         start = time.perf_counter()
-        left = itertools.count() if self._requests is None else iter(range(self._requests))
 
         async def client() -> None:
-            for _ in left:
-                if self._requests is None and time.perf_counter() - start > self._seconds:
-                    return
-                request = next(self._traffic)
+            for request in left:
                 asked = time.perf_counter()
                 answer = await self.engine.answer(request)
                 found.latencies_ms.append((time.perf_counter() - asked) * 1e3)
@@ -316,13 +312,15 @@ def make_catalog(n_items: int) -> Catalog:
 
 
 PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")
+QUICK_PATHS = PATHS[:4]
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
-    setting = Setting(seconds=2.0, rounds=1, cold=1, sizes=(128, 1024), smallest=256) if quick else Setting()
+    setting = Setting(requests=8, rounds=1, sizes=(128, 1024), smallest=512) if quick else Setting()
     cfg, catalog, rows = setting.cfg, make_catalog(setting.cfg.n_items), list[Row]()
     params = parameters.initialize(ranker(cfg).spec(cfg), jax.random.key(0))
-    engines = {path: make_engine(path, setting, params, catalog) for path in PATHS}
+    paths = QUICK_PATHS if quick else PATHS
+    engines = {path: make_engine(path, setting, params, catalog) for path in paths}
     with asyncio.Runner() as runner:
         try:
             for path, engine in engines.items():
@@ -343,9 +341,7 @@ def measure_mix(
 ) -> list[Row]:
     compiles = "implicit" if mix == "uniform" else None
     systems = {
-        path: System(
-            engine, Traffic(mix, setting.cfg), setting.seconds, setting.cold if path == compiles else None
-        )
+        path: System(engine, mix, setting.cfg, setting.cold if path == compiles else setting.requests)
         for path, engine in engines.items()
     }
     runs = harness.interleave(
@@ -354,7 +350,7 @@ def measure_mix(
         quiet,
         once=[path for path in systems if path == compiles],
     )
-    return [row(mix, path, runs[path], systems[path]) for path in PATHS]
+    return [row(mix, path, runs[path], systems[path]) for path in systems]
 
 
 def _run(runner: asyncio.Runner, system: System) -> Run:

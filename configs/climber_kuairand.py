@@ -25,7 +25,7 @@ def get_config() -> Config:
         # What users were shown on a day: a few items, seldom more than 16.
         executors=ExecutorsConfig(sizes=(16, 128)),
         features=FeaturesConfig(
-            store="runs/data/kuairand_features.sqlite", schema="author:int32,duration:int32,tags:int32[4]"
+            store="runs/data/kuairand_features.sqlite", schema="duration:int32,tags:int32[4]"
         ),
         data=DataConfig(kind="prepared", path="runs/data/kuairand"),
         train=TrainConfig(

@@ -5,7 +5,7 @@ Reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' 
 by its name through the tokenizer file. Writes weights, tokenizer, catalog, and config.py with the family's prompt.
 
 Or, for the family hstu, Meta's research checkpoint (jgr/models/hstu_import.py says in which form) and the catalog of
-its items into a retriever that `jgr retrieve` and `jgr evaluate --baseline` take.
+its items into a model that `jgr serve`, `jgr retrieve` and `jgr evaluate --baseline` take.
 """
 
 from __future__ import annotations
@@ -113,14 +113,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
-    """Write the retriever of the family hstu. UserError."""
+    """Write the ranker of the family hstu. UserError."""
+    from jgr.catalog import save_catalog
     from jgr.models import checkpoint, hstu_import, retrievers
 
     checkpoint.require_writable(out)
-    item_ids = _catalog(items).item_ids
-    digest = retrievers.items_digest(item_ids)
-    cfg, params = hstu_import.research(hstu_import.read_state(source), item_ids, digest, heads=heads)
-    retrievers.save(out, cfg, params, lambda folder: None)
+    catalog = _catalog(items)
+    digest = retrievers.items_digest(catalog.item_ids)
+    cfg, params = hstu_import.research(hstu_import.read_state(source), catalog.item_ids, digest, heads=heads)
+    retrievers.save(out, cfg, params, lambda folder: save_catalog(catalog, folder / "catalog.jsonl"))
     print(f"HSTU: {cfg.layers} layers, hidden {cfg.hidden}, {cfg.n_items} items, bias of {cfg.bias}")
     print(out)
     return 0

@@ -39,13 +39,15 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """Leading axes L and N_b on every leaf; norms are (scale less 1, bias)."""
+    """Leading axes L and N_b on every leaf; the scales of norms are stored less 1."""
 
-    attention_norm: Any  # [L, N_b, 2, D]
+    attention_scale: Any  # [L, N_b, D]
+    attention_shift: Any  # [L, N_b, D]
     qkv: Any  # [L, N_b, D, 3 D]
     out: Any  # [L, N_b, D, D]
     out_bias: Any  # [L, N_b, D]
-    mlp_norm: Any  # [L, N_b, 2, D]
+    mlp_scale: Any  # [L, N_b, D]
+    mlp_shift: Any  # [L, N_b, D]
     up: Any  # [L, N_b, D, F]
     up_bias: Any  # [L, N_b, F]
     down: Any  # [L, N_b, F, D]
@@ -55,16 +57,25 @@ class Layer:
 def layer_spec(layers: int, blocks: int, hidden: int, mlp: int) -> Layer:
     """The declaration of every parameter."""
 
-    def zeros(*shape: int) -> Spec:
-        return Spec((layers, blocks, *shape), ("layer", "blocks", "norm", "embed")[: 2 + len(shape)], "zeros")
+    def zeros(width: int) -> Spec:
+        return Spec((layers, blocks, width), ("layer", "blocks", "embed"), "zeros")
 
     def matrix(inner: int, width: int) -> Spec:
         return Spec((layers, blocks, inner, width), ("layer", "blocks", "embed", "mlp"), fan_in=inner)
 
     return Layer(
-        zeros(2, hidden), matrix(hidden, 3 * hidden), matrix(hidden, hidden), zeros(hidden),
-        zeros(2, hidden), matrix(hidden, mlp), zeros(mlp), matrix(mlp, hidden), zeros(hidden),
-    )  # fmt: skip
+        attention_scale=zeros(hidden),
+        attention_shift=zeros(hidden),
+        qkv=matrix(hidden, 3 * hidden),
+        out=matrix(hidden, hidden),
+        out_bias=zeros(hidden),
+        mlp_scale=zeros(hidden),
+        mlp_shift=zeros(hidden),
+        up=matrix(hidden, mlp),
+        up_bias=zeros(mlp),
+        down=matrix(mlp, hidden),
+        down_bias=zeros(hidden),
+    )
 
 
 def linear(
@@ -72,11 +83,14 @@ def linear(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None = None,
-    norm: jax.Array | None = None,
+    norm: tuple[jax.Array, jax.Array] | None = None,
     activation: Activation = "none",
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """activation(norm(x) w + bias) + residual of each block: x [N_b, n, D], w [N_b, D, F] -> [N_b, n, F]."""
+    """activation(norm(x) w + bias) + residual of each block: x [N_b, n, D], w [N_b, D, F] -> [N_b, n, F].
+
+    norm: its scale less 1 and shift.
+    """
     if build == "fused":
 
         def of_block(x: jax.Array, w: jax.Array, bias: Any, norm: Any, residual: Any) -> jax.Array:
@@ -89,7 +103,8 @@ def linear(
         out: jax.Array = jax.vmap(of_block)(x, w, bias, norm, residual)
         return out
     if norm is not None:
-        x = (standard(x.astype(jnp.float32)) * (1 + norm[:, :1]) + norm[:, 1:]).astype(w.dtype)
+        scale, shift = norm
+        x = (standard(x.astype(jnp.float32)) * (1 + scale[:, None]) + shift[:, None]).astype(w.dtype)
     x = x @ w
     if bias is not None:
         x = x + bias[:, None]
@@ -104,12 +119,12 @@ def _layer(
     """h [N_b, B, T, D] behind the layer, and its keys and values [G, H, T, D / H]."""
     blocks, batch, tokens, hidden = h.shape
     flat = h.reshape(blocks, batch * tokens, hidden)
-    projected = linear(build, flat, layer.qkv, norm=layer.attention_norm)
+    projected = linear(build, flat, layer.qkv, norm=(layer.attention_scale, layer.attention_shift))
     q, k, v = (x.reshape(blocks * batch, tokens, heads, -1) for x in jnp.split(projected, 3, axis=-1))
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     out = attend(q, k, v).reshape(flat.shape)
     flat = linear(build, out, layer.out, layer.out_bias, residual=flat)
-    inner = linear(build, flat, layer.up, layer.up_bias, layer.mlp_norm, "gelu")
+    inner = linear(build, flat, layer.up, layer.up_bias, (layer.mlp_scale, layer.mlp_shift), "gelu")
     flat = linear(build, inner, layer.down, layer.down_bias, residual=flat)
     return flat.reshape(h.shape), (k, v)
 

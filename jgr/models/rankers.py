@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from jgr.models import checkpoint, retrievers, stu_ranker
+from jgr.models import checkpoint, climber, retrievers, stu_ranker
+from jgr.models.climber import ClimberConfig
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_ranker import StuRankerConfig
@@ -132,13 +133,38 @@ class _Stu:
         return found
 
 
-RankerConfig = RetrieverConfig | StuRankerConfig
+class _Climber:
+    def spec(self, cfg: ClimberConfig) -> PyTree:
+        return climber.spec(cfg)
+
+    def needs(self, cfg: ClimberConfig) -> Needs:
+        features = tuple((feature.name, feature.width) for feature in cfg.features)
+        return Needs(
+            cfg.max_items, cfg.tasks, timed=cfg.timed, actions=cfg.actions, scenarios=cfg.scenarios,
+            features=features,
+        )  # fmt: skip
+
+    def read(self, params: Any, cfg: ClimberConfig, users: Users) -> climber.User:
+        events = climber.Events(users.rows, users.actions, users.times, users.now, users.scenario)
+        return climber.read(params, cfg, events)
+
+    def score(
+        self, params: Any, cfg: ClimberConfig, state: climber.User, candidates: Candidates
+    ) -> jax.Array:
+        return climber.score(params, cfg, state, candidates.rows, candidates.features)
+
+
+RankerConfig = RetrieverConfig | StuRankerConfig | ClimberConfig
 _RANKERS: dict[type, Ranker] = {
     **dict.fromkeys(get_args(RetrieverConfig), _Retriever()),
     StuRankerConfig: _Stu(),
+    ClimberConfig: _Climber(),
 }
 # By train.model, which is also config.json's model_type; those of retrievers are in jgr.models.retrievers.
-_TYPES: dict[str, type[StuRankerConfig]] = {"stu": StuRankerConfig}
+_TYPES: dict[str, type[StuRankerConfig | ClimberConfig]] = {
+    "stu": StuRankerConfig,
+    "climber": ClimberConfig,
+}
 MODELS = tuple(_TYPES)
 
 
@@ -148,7 +174,10 @@ def ranker(cfg: RankerConfig) -> Ranker:
 
 
 def save(
-    folder: Path, cfg: RankerConfig, params: PyTree, write_beside: Callable[[Path], None] = lambda folder: None
+    folder: Path,
+    cfg: RankerConfig,
+    params: PyTree,
+    write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
     if isinstance(cfg, RetrieverConfig):

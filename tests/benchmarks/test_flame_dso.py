@@ -25,7 +25,7 @@ def test_users_come_back_with_the_same_history() -> None:
     requests = list(itertools.islice(Traffic("uniform", SMALL), 2 * ACTIVE * VISITS))
     first, again = requests[:ACTIVE], requests[ACTIVE : 2 * ACTIVE]
     assert [r.history for r in first] == [r.history for r in again]
-    assert len({str(r.user_id) for r in requests}) == 2 * ACTIVE
+    assert len({r.user_id for r in requests}) == 2 * ACTIVE
     assert all(len(set(r.candidates)) == len(r.candidates) for r in requests)
     assert all(r.history_times == sorted(r.history_times or []) for r in requests)
 

@@ -10,6 +10,7 @@ between them, which the mask needs anyway, keep them apart.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,14 +24,15 @@ from jgr.ops.segment_attention.visibility import visible
 QUERIES = 128
 MOST_BLOCKS = 8
 """Queries of a block, and blocks that a program is made of: of more queries, blocks are larger."""
-MOST_LOGIT_BYTES = 4 << 20
+MOST_LOGIT_BYTES = 1 << 20
 _MASKED = -1e30  # finite: no difference of two is not-a-number, and SiLU of it is 0
 
 
 class _Row(NamedTuple):
-    """A row of the batch: q [H, T, dq], k [H, S, dq], v [H, S, dv], bias [1 or H, 1 or T, S] or None, scale [1 or H].
+    """Of a row of the batch: q [H, T, dq], k [H, S, dq], v [H, S, dv], bias [1 or H, 1 or T, S] or None.
 
-    own_k, own_v, own_bias: of targets, of each query itself; or None. seen: [1, 1 or T, S], or None of a triangle.
+    scale: [1 or H]. seen: [1, 1 or T, S], or None of a triangle. Of targets themselves own_k [H, T, dq],
+    own_v [H, T, dv], own_bias [1 or H, T].
     """
 
     q: jax.Array
@@ -48,14 +50,18 @@ def run(problem: Problem) -> jax.Array:
     """See jgr.ops.biased_attention."""
     rows = _rows(problem)
     batch, count, heads, _ = problem.q.shape
-
-    def attend(row: _Row) -> jax.Array:
-        return _attend(row, problem)
-
-    logits = 4 * heads * min(count, QUERIES) * rows.k.shape[2]
-    at_once = max(1, MOST_LOGIT_BYTES // logits)
-    out = jax.vmap(attend)(rows) if batch <= at_once else jax.lax.map(attend, rows, batch_size=at_once)
-    out = out.transpose(0, 2, 1, 3)
+    size = max(QUERIES, -(-count // MOST_BLOCKS))
+    blocks = []
+    for start in range(0, count, size):
+        block = _cut(rows, start, min(start + size, count), problem.triangle)
+        attend = functools.partial(_attend, problem=problem, start=start)
+        logits = 4 * heads * block.q.shape[2] * block.k.shape[2]
+        at_once = max(1, MOST_LOGIT_BYTES // logits)
+        if batch <= at_once:
+            blocks.append(jax.vmap(attend)(block))
+        else:  # a loop also keeps XLA from computing the logits of all blocks before it uses any
+            blocks.append(jax.lax.map(attend, block, batch_size=at_once if at_once > 1 else None))
+    out = jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
     return jnp.where(problem.queries.request[:, :, None, None] >= 0, out, 0.0).astype(problem.q.dtype)
 
 
@@ -83,34 +89,39 @@ def _rows(problem: Problem) -> _Row:
     return _Row(q, source.k, source.v, bias, scale, seen, None, None, None)
 
 
-def _attend(row: _Row, problem: Problem) -> jax.Array:
-    """[H, T, dv] float32 of one row, without a batch axis."""
-    count = row.q.shape[1]
-    size = max(QUERIES, -(-count // MOST_BLOCKS))
-    blocks = []
-    for start in range(0, count, size):
-        stop = min(start + size, count)
-        keys = stop if problem.triangle else row.k.shape[1]
-        seen = row.seen
-        if seen is None:
-            seen = jnp.asarray(np.tri(stop - start, keys, start, dtype=bool))[None]
-        elif seen.shape[1] > 1:
-            seen = seen[:, start:stop]
-        blocks.append(_block(row, slice(start, stop), keys, seen, problem))
-    return jnp.concatenate(blocks, axis=1)
+def _cut(rows: _Row, start: int, stop: int, triangle: bool) -> _Row:
+    """The queries from start to stop, and the keys that they may see."""
+    keys = slice(stop if triangle else None)
+
+    def queries(x: jax.Array | None) -> jax.Array | None:
+        return x if x is None or x.shape[2] == 1 else x[:, :, start:stop]
+
+    bias, seen = queries(rows.bias), queries(rows.seen)
+    return _Row(
+        rows.q[:, :, start:stop],
+        rows.k[:, :, keys],
+        rows.v[:, :, keys],
+        None if bias is None else bias[..., keys],
+        rows.scale,
+        seen,
+        queries(rows.own_k),
+        queries(rows.own_v),
+        queries(rows.own_bias),
+    )
 
 
-def _block(row: _Row, at: slice, keys: int, seen: jax.Array, problem: Problem) -> jax.Array:
-    """[H, r, dv] of the queries `at`."""
-    q, scale, bias = row.q[:, at], row.scale[:, None, None], row.bias
-    if bias is not None:
-        bias = bias[:, at if bias.shape[1] > 1 else slice(None), :keys]
-    product = jnp.einsum("htd,hsd->hts", q, row.k[:, :keys], preferred_element_type=jnp.float32)
-    logits = jnp.where(seen, _logits(product, bias, scale, problem), _MASKED)
+def _attend(row: _Row, problem: Problem, start: int) -> jax.Array:
+    """[H, T, dv] float32 of one row, without a batch axis; its first query is number `start` of a triangle."""
+    seen = row.seen
+    if seen is None:
+        seen = jnp.asarray(np.tri(row.q.shape[1], row.k.shape[1], start, dtype=bool))[None]
+    q, v, scale = row.q, row.v, row.scale[:, None, None]
+    product = jnp.einsum("htd,hsd->hts", q, row.k, preferred_element_type=jnp.float32)
+    logits = jnp.where(seen, _logits(product, row.bias, scale, problem), _MASKED)
     own = None
     if row.own_k is not None:
-        own = (q.astype(jnp.float32) * row.own_k[:, at].astype(jnp.float32)).sum(-1)
-        own = _logits(own, None if row.own_bias is None else row.own_bias[:, at], scale[..., 0], problem)
+        own = (q.astype(jnp.float32) * row.own_k.astype(jnp.float32)).sum(-1)
+        own = _logits(own, row.own_bias, scale[..., 0], problem)
     if problem.activation == "silu":
         weights, own = jax.nn.silu(logits), None if own is None else jax.nn.silu(own)
         total = jnp.full(q.shape[:2], problem.divisor)
@@ -119,10 +130,9 @@ def _block(row: _Row, at: slice, keys: int, seen: jax.Array, problem: Problem) -
         top = jnp.where(top > 0.5 * _MASKED, top, 0.0) if own is None else jnp.maximum(top, own)
         weights, own = exp_negative(logits - top[..., None]), None if own is None else jnp.exp(own - top)
         total = weights.sum(-1) if own is None else weights.sum(-1) + own
-    v = row.v[:, :keys]
     out = jnp.einsum("hts,hsd->htd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     if own is not None and row.own_v is not None:
-        out += own[..., None] * row.own_v[:, at].astype(jnp.float32)
+        out += own[..., None] * row.own_v.astype(jnp.float32)
     out = out / total[..., None]
     return out if own is not None else jnp.where(seen.any(-1)[..., None], out, 0.0)
 
