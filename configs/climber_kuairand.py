@@ -31,13 +31,13 @@ def get_config() -> Config:
         train=TrainConfig(
             model="climber",
             out=OUT,
-            steps=1500,
+            steps=800,
             batch=128,
             learning_rate=2e-3,
             warmup_steps=50,
-            weight_decay=2.0,  # few impressions an item: what is seldom seen stays near zero
+            weight_decay=1.0,  # few impressions an item: what is seldom seen stays near zero
             dropout=0.0,
-            max_items=64,
+            max_items=96,
             checkpoint_every=100,
             evaluate_every=100,
             patience=5,
@@ -52,6 +52,7 @@ def get_config() -> Config:
         feedback=FeedbackConfig(
             tasks=("click", "like", "long_view"),
             weights=(1.0, 6.0, 1.0),
-            behaviours=("click+like+long_view", ""),
+            blocks=3,
+            behaviours=("click+long_view", "like+follow+comment+forward", ""),
         ),
     )

@@ -183,8 +183,8 @@ def single_user(
 ) -> tuple[Tokens, npt.NDArray[np.int32] | None]:
     """MODEL-14: contextual slots, a history, and one token per target, each in a segment of its own.
 
-    Returns the tokens, and where max_attention > 0 the window of each: history rows see at most that far back, but for
-    the last `full_rows` of them; targets always see everything.
+    Returns the tokens, and where max_attention > 0 the window of each: rows see at most that far back, but for the last
+    `full_rows` of the history, and targets where there are such rows.
     """
     kinds = [Kind.CONTEXT, Kind.USER, *[Kind.ITEM] * targets]
     tokens = describe(kinds, [contextual, history, *[1] * targets], request=request)
@@ -195,5 +195,5 @@ def single_user(
     tokens = tokens._replace(order=ids)
     if max_attention == 0:
         return tokens, None
-    everything = np.int32(2**30)
-    return tokens, np.where(ids >= target_id - full_rows, everything, np.int32(max_attention))
+    full = (full_rows > 0) & (ids >= target_id - full_rows)
+    return tokens, np.where(full, np.int32(2**30), np.int32(max_attention))

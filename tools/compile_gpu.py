@@ -34,7 +34,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from jgr.data.prefix_tree import PrefixTree
 from jgr.layouts import Tokens
-from jgr.models import beam, packed, params, shapes
+from jgr.models import beam, climber, packed, params, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator
 from jgr.ops.beam_attention import cases as beam_cases
@@ -137,6 +137,8 @@ def engine() -> Iterator[Program]:
     yield _recommend("qwen3-0.6b", batch=8, tokens=512, width=256)
     yield _packed("qwen3-0.6b", tokens=2048, context=2048, candidates=256)
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
+    yield _climber("base", climber.BASE, candidates=128)
+    yield _climber("long", climber.LONG, candidates=512)
 
 
 def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
@@ -148,6 +150,18 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     call = functools.partial(beam.recommend, cfg=shapes.named(name), width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+
+
+def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
+    """A request of FLAME's, the user with it, by the fused ops."""
+    places = _ints(1, cfg.max_items)
+    weights = params.abstract(climber.spec(cfg), jnp.bfloat16)
+    events: Any = (places, places, places, _ints(1), _ints(1))
+
+    def call(weights: Any, events: Any, rows: Any) -> jax.Array:
+        return climber.rank(weights, cfg, events, rows, {})
+
+    return Program("climber", name, call, (weights, climber.Events(*events), _ints(1, candidates)))
 
 
 def _packed(name: str, *, tokens: int, context: int, candidates: int) -> Program:

@@ -283,7 +283,8 @@ def _events(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions:
     if cfg.actions:
         bits = (actions[..., None] >> jnp.arange(cfg.actions)) & 1
         x = x + bits.astype(x.dtype) @ params.actions
-    return x * cfg.hidden**0.5
+    embedded: jax.Array = x * cfg.hidden**0.5
+    return embedded
 
 
 def _asked(
@@ -335,7 +336,7 @@ class Events(NamedTuple):
     scenario: jax.Array
 
 
-class _History(NamedTuple):
+class Prepared(NamedTuple):
     """x: [N_b, B, s, D]. bias: [G, 1, s, s]. of_candidates: [G, 1, 1, s + 1]. lengths, scale: [G]."""
 
     x: jax.Array
@@ -345,7 +346,7 @@ class _History(NamedTuple):
     scale: jax.Array
 
 
-def _prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> _History:
+def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepared:
     """What the layers need to know, all that does not depend on a layer."""
     rows = events.rows
     parts = _divide(cfg, rows, events.actions if cfg.actions else rows, events.times if cfg.timed else rows)
@@ -357,7 +358,7 @@ def _prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> _Hist
         cfg, parts.times.reshape(groups, -1), lengths, jnp.tile(events.now, cfg.blocks)
     )
     seen = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), happened, asked)
-    return _History(
+    return Prepared(
         _events(params, cfg, parts.rows, parts.actions),
         lengths,
         spread(tables, following, happened),
@@ -368,7 +369,7 @@ def _prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> _Hist
 
 def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Build = "fused") -> User:
     """The users' part of every score asked for `now`; see `Build`."""
-    given = _prepare(params, cfg, events)
+    given = prepare(params, cfg, events)
     k, v = history_layers(build, params.layers, given.x, cfg.heads, given.lengths, given.bias, given.scale)
     return User(k, v, given.lengths, given.of_candidates, given.scale)
 
@@ -402,7 +403,7 @@ def score(
     out = candidate_layers(
         build, params.layers, asked, cfg.heads, user.k, user.v, user.lengths, user.bias, user.scale
     )
-    return _answer(params, cfg, out, rows)
+    return answer(params, cfg, out, rows)
 
 
 def rank(
@@ -415,15 +416,15 @@ def rank(
     build: Build = "fused",
 ) -> jax.Array:
     """What `score` gives behind `read`, in one pass (FLAME's, which keeps nothing of a user)."""
-    given, asked = _prepare(params, cfg, events), _asked(params, cfg, rows, features)
+    given, asked = prepare(params, cfg, events), _asked(params, cfg, rows, features)
     out = all_layers(
         build, params.layers, given.x, asked, cfg.heads, given.lengths, given.bias, given.of_candidates,
         given.scale,
     )  # fmt: skip
-    return _answer(params, cfg, out, rows)
+    return answer(params, cfg, out, rows)
 
 
-def _answer(params: ClimberParams, cfg: ClimberConfig, out: jax.Array, rows: jax.Array) -> jax.Array:
+def answer(params: ClimberParams, cfg: ClimberConfig, out: jax.Array, rows: jax.Array) -> jax.Array:
     """[B, m, P] of the candidates [N_b, B, m, D] behind the layers."""
     out = out.reshape(cfg.blocks, -1, cfg.hidden).astype(jnp.float32)
     found = _tasks(params.heads, _fuse(params.fusion, out, cfg.heads)).reshape(*rows.shape, -1)

@@ -153,7 +153,8 @@ def _attend_to_history(build: Build, lengths: jax.Array, bias: jax.Array, scale:
 
         return fused
     place = jnp.arange(bias.shape[-1])
-    seen = (place <= place[:, None]) & (place < lengths[:, None, None, None])
+    earlier = (place < place[:, None]) & (place < lengths[:, None, None, None])
+    seen = earlier | (place == place[:, None])  # padding sees itself: what is finite stays so
     bias, scale = jnp.where(seen, bias, _MASKED), scale[:, None, None, None]
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

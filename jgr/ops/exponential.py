@@ -38,7 +38,9 @@ def exp_negative(x: jax.Array) -> jax.Array:
     for coefficient in _POLYNOMIAL[1:]:
         value = value * (power - whole) + coefficient
     exponent = jax.lax.bitcast_convert_type(whole + _WHOLE, jnp.int32) << 23
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(value, jnp.int32) + exponent, jnp.float32)
+    return jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(value, jnp.int32) + exponent, jnp.float32
+    )
 
 
 @exp_negative.defjvp

@@ -326,7 +326,9 @@ class Engine:
 
     def _shadow(self, task: Task, outcome: Outcome) -> None:
         """Compute the configured share of what was reused again, while nobody waits."""
-        self._shadow_due = min(1.0, self._shadow_due + self._shadow_share)  # what a busy time skipped is not made up
+        self._shadow_due = min(
+            1.0, self._shadow_due + self._shadow_share
+        )  # what a busy time skipped is not made up
         if self._shadow_due < 1 or self._batcher.queued or self.status != "ready":
             return
         self._shadow_due -= 1

@@ -103,7 +103,9 @@ class Metrics:
             buckets=DRIFTS,
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
-        self._parts = self._counter("jgr_parts", "Parts of rankers' requests, by candidates; 0: users.", "size")
+        self._parts = self._counter(
+            "jgr_parts", "Parts of rankers' requests, by candidates; 0: users.", "size"
+        )
         self._pairs = self._counter(
             "jgr_pairs", "Pairs of a user and a candidate that rankers scored, padding apart.", "of"
         )

@@ -115,8 +115,8 @@ def golden_tokens(golden: Any, uses: Array) -> tuple[Tokens, Array]:
             slots, int(length) - targets - slots, targets, max_attention=reach, full_rows=full
         )
         rows.append(tokens)
-        if window is not None:  # where no rows are full, targets have the window too
-            windows[row, :length] = window if full else reach
+        if window is not None:
+            windows[row, :length] = window
     return stacked(rows), windows
 
 

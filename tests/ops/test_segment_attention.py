@@ -145,7 +145,7 @@ def written_out(layout: str, prompts: list[Prompt], size: int) -> Array:
 
 
 def model_14(c: int, history: int, targets: int, window: int = 0, full: int = 0) -> Array:
-    """MODEL-14, word by word."""
+    """MODEL-14, word by word, but as the golden masks say: without full rows, targets have the window too."""
     length = c + history + targets
     m = length - targets - c + 1 if c > 0 else length - targets
     number = [min(max(0, p - c + 1), m) if c > 0 else min(p, m) for p in range(length)]
@@ -153,7 +153,7 @@ def model_14(c: int, history: int, targets: int, window: int = 0, full: int = 0)
     for r in range(length):
         for col in range(length):
             a, b = number[r], number[col]
-            see = a > b and (window == 0 or a - b <= window or a >= m - full)
+            see = a > b and (window == 0 or a - b <= window or (full > 0 and a >= m - full))
             mask[r, col] = r == col or see or (c > 0 and a == 0 and b < m)
     return mask
 

@@ -18,6 +18,7 @@ from jgr.data.interactions import DataError, leave_one_out
 from jgr.evaluation import validation
 from jgr.evaluation.binary_metrics import auc, log_loss
 from jgr.models import rankers
+from jgr.models.climber import ClimberConfig, Feature
 from jgr.models.params import CheckpointError
 from jgr.training import feedback
 from tests.training.feedback_world import CLICK, EVENTS, LIKE, USERS, config, world
@@ -64,6 +65,7 @@ def test_a_window_is_a_history_and_the_impressions_that_share_it(tmp_path: Path)
     assert changed.digest() != batches.digest()
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_weighted_cross_entropy_of_all_tasks(trained: Path) -> None:
     dataset = world()
     cfg, params = rankers.load(trained)
@@ -81,6 +83,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_all_tasks(trained: Path) -> N
     assert float(targets) == real.sum() and float(found) == pytest.approx(nats, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rule_is_learnt_and_served(trained: Path) -> None:
     dataset, settings = world(), config(trained)
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -112,6 +115,26 @@ def test_a_rule_is_learnt_and_served(trained: Path) -> None:
             log_loss(offline[:, at], labels), rel=1e-4
         )
         assert report["rows"][task]["stu"]["auc"] == pytest.approx(auc(offline[:, at], labels), abs=1e-3)
+
+
+def test_climber_is_what_the_configuration_says(tmp_path: Path) -> None:
+    dataset = world()
+    settings = override(
+        config(tmp_path, "climber"),
+        "feedback.behaviours=click+like,click",
+        "feedback.rows=7",
+        "feedback.experts=2",
+    )
+    features = {"tags": np.ones((12, 2), np.int32), "price": np.ones((12, 1), np.float32)}
+    cfg = feedback.make_config(settings, dataset, features)
+    assert isinstance(cfg, ClimberConfig)
+    assert cfg.behaviours == (CLICK | LIKE, CLICK) and (cfg.blocks, cfg.max_items, cfg.experts) == (2, 8, 2)
+    assert cfg.features == (Feature("tags", 2, 7), Feature("price", 1, 0))
+    assert (cfg.scenarios, cfg.actions, cfg.tasks) == (2, 3, ("click", "like"))
+    with pytest.raises(ConfigError, match="max_items 9"):
+        feedback.make_config(override(settings, "train.max_items=9"), dataset, features)
+    with pytest.raises(UserError, match="the dataset has no action 'buy'"):
+        feedback.make_config(override(settings, "feedback.behaviours=buy,click"), dataset, features)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

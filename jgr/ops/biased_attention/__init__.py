@@ -58,7 +58,7 @@ def biased_attention(
         window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
         bias: tables for tokens' `position`; those of Causal tokens are 0, 1, 2, ..., the context's first. Or what a
             table gives, `spread` once for layers that share it: [1 or B, 1 or H, 1 or T, C + S] float32; of Targets
-            [..., C + 1], the last for what each sees of itself.
+            [1 or B, 1 or H, 1, C + 1], the last for what each sees of itself.
         query_times, key_times: [B, T] and [B, C + S] int32 seconds, needed where the bias has times, from an origin
             that a row's tokens share, so that no difference leaves int32. The context's C stand first. HSTU's query
             time is that of the next event (MODEL-7).

@@ -64,9 +64,10 @@ class Source(NamedTuple):
 class Problem(NamedTuple):
     """The arguments of biased_attention: sources are the context's keys, where there is a context, and the new ones.
 
-    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or what they give, [1 or B, 1 or H, 1 or T, keys of all
-    sources]. scale: [1 or B, 1 or H]. triangle: plain causal from position 0 on, whatever the values. targets: queries
-    see all keys that are no padding of the first source, and of the second their own.
+    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or what they give, [1 or B, 1 or H, 1 or T, S], where S is the
+    keys of all sources, and of targets those of the first and one more, their own. scale: [1 or B, 1 or H]. triangle:
+    plain causal from position 0 on, whatever the values. targets: queries see all keys of the first source, and of the
+    second their own. lengths: where one of both, how many queries and how many keys of the first source are no padding.
     """
 
     q: jax.Array
@@ -79,6 +80,12 @@ class Problem(NamedTuple):
     divisor: float
     triangle: bool
     targets: bool
+    lengths: tuple[jax.Array, jax.Array] | None
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether no bias has to be looked up: then it is computed row by row, with all keys at once."""
+        return isinstance(self.bias, jax.Array) or (self.bias is None and self.targets)
 
 
 def bucket(difference: jax.Array, buckets: int) -> jax.Array:
@@ -146,10 +153,13 @@ def prepare(
         raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
     if activation == "softmax" and divisor != 1:
         raise ValueError(f"divisor is {divisor}: softmax's weights have none")
-    targets = isinstance(tokens, Targets)
+    targets, lengths = isinstance(tokens, Targets), None
     if isinstance(tokens, Targets):
-        tokens, context = _spell_out_targets(tokens, context, q.shape[1])
-        if keys is not None or window is not None or layout != SINGLE_USER_MULTI_ITEM:
+        if context is None or not isinstance(context.tokens, Causal):
+            raise ValueError("Targets need a context, and its tokens must be Causal")
+        lengths = tokens.lengths, context.tokens.lengths
+        tokens, context = _spell_out_targets(tokens.lengths, context, context.tokens.lengths, q.shape[1])
+        if keys is not None or window is not None or layout is not SINGLE_USER_MULTI_ITEM:
             raise ValueError("what Targets see is known: they have no keys, window or layout of their own")
     if isinstance(tokens, Causal) and isinstance(layout, Layout) and layout == SINGLE_USER_MULTI_ITEM:
         layout = CAUSAL  # the same, of a history alone
@@ -168,7 +178,10 @@ def prepare(
             happened = jnp.split(new, [positions[0].shape[1]][: len(sources) - 1], axis=1)
         bias = _batched(bias)
     elif bias is not None:
-        bias = _spread_out(bias, q, sum(x.shape[1] for x in positions), targets)
+        bias = _checked(bias, q, sum(x.shape[1] for x in positions), targets)
+    triangle = not targets and visibility.is_triangle(tokens, context, window, None)
+    if triangle and isinstance(tokens, Causal):
+        lengths = tokens.lengths, tokens.lengths
     factor = jnp.asarray(scale, jnp.float32)
     return Problem(
         q,
@@ -179,38 +192,34 @@ def prepare(
         factor.reshape(*factor.shape, *[1] * (2 - factor.ndim)),
         activation,
         divisor,
-        triangle=not isinstance(tokens, Targets) and visibility.is_triangle(tokens, context, window, None),
-        targets=targets,
+        triangle,
+        targets,
+        lengths,
     )
 
 
-def _spell_out_targets(tokens: Targets, context: Context | None, count: int) -> tuple[Tokens, Context]:
-    """Both as Tokens."""
-    if context is None or not isinstance(context.tokens, Causal):
-        raise ValueError("Targets need a context, and its tokens must be Causal")
+def _spell_out_targets(
+    lengths: jax.Array, context: Context, ends: jax.Array, count: int
+) -> tuple[Tokens, Context]:
+    """So many targets behind the ends of the context's rows, and the context, both as Tokens."""
     history = spell_out(context.tokens, context.k.shape[2], 0)
-    place = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*tokens.lengths.shape, count))
-    behind = jnp.broadcast_to(jnp.asarray(context.tokens.lengths, jnp.int32)[:, None], place.shape)
-    request = jnp.where(place < tokens.lengths[:, None], 0, -1)
+    place = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*lengths.shape, count))
+    behind = jnp.broadcast_to(jnp.asarray(ends, jnp.int32)[:, None], place.shape)
+    request = jnp.where(place < lengths[:, None], 0, -1)
     spelled = Tokens(request, 1 + place, jnp.full_like(place, int(Kind.ITEM)), behind, behind)
     kind = jnp.full_like(history.kind, int(Kind.USER))
     return spelled, context._replace(tokens=history._replace(kind=kind))
 
 
-def _spread_out(bias: jax.Array, q: jax.Array, keys: int, targets: bool) -> jax.Array:
-    """The bias of all keys; that of Targets' own is given once."""
+def _checked(bias: jax.Array, q: jax.Array, keys: int, targets: bool) -> jax.Array:
     batch, count, heads, _ = q.shape
     given = keys - count + 1 if targets else keys
-    wanted = ((1, batch), (1, heads), (1, count), (given,))
+    rows = (1,) if targets else (1, count)
+    wanted = ((1, batch), (1, heads), rows, (given,))
     if bias.ndim != 4 or any(n not in fits for n, fits in zip(bias.shape, wanted, strict=True)):
-        raise ValueError(
-            f"bias is {list(bias.shape)}, and must be [1 or {batch}, 1 or {heads}, 1 or {count}, {given}]"
-        )
-    bias = bias.astype(jnp.float32)
-    if not targets:
-        return bias
-    own = jnp.broadcast_to(bias[..., -1:], (*bias.shape[:3], count))
-    return jnp.concatenate([bias[..., :-1], own], axis=-1)
+        words = ", ".join(" or ".join(map(str, fits)) for fits in wanted)
+        raise ValueError(f"bias is {list(bias.shape)}, and must be [{words}]")
+    return jnp.asarray(bias, jnp.float32)
 
 
 def _times(given: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Biased attention as a GPU kernel (FLAME-8): segment attention's walk over the blocks of keys of which something is
-seen, with the bias looked up in its tables from the coordinates of the block, or read, and softmax or SiLU.
+seen, with the bias looked up in its tables from the coordinates of the block, and softmax or SiLU.
 
 One program owns a block of queries of one head, and is given for each source of keys the list of blocks to visit. With
-SiLU the weighted values are summed as they are, with softmax as an online softmax in units of log2.
+SiLU the weighted values are summed as they are, with softmax as an online softmax in units of log2. Where the bias is
+looked up already `pallas_rows` computes it.
 
 Invariants: arrays are padded to whole blocks, with tokens of no request; a row that sees nothing is 0; logits, weights
 and accumulators are float32. No gradients.
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jgr.ops.biased_attention.bias import Activation, Bias, Places, Problem, bucket, entry
+from jgr.ops.biased_attention import pallas_rows
+from jgr.ops.biased_attention.bias import Activation, Places, Problem, bucket, entry
 from jgr.ops.segment_attention.pallas_triton import (
     Chunks,
     Tiles,
@@ -52,7 +54,7 @@ def choose_tiles(queries: int, keys: int, dim: int, itemsize: int, biased: bool)
 
 
 def supports(problem: Problem) -> str | None:
-    """Why the kernel cannot run, or None."""
+    """Why no kernel can run, or None."""
     q = problem.q
     for name, dim in (("query", q.shape[-1]), ("value", problem.sources[0].v.shape[-1])):
         if dim % 16 or dim > 256:
@@ -66,12 +68,12 @@ def supports(problem: Problem) -> str | None:
         return "an array is empty"
     if max(x.size for x in arrays) > _MAX_ELEMENTS:
         return "an array has more elements than an int32 can count"
-    return None
+    return pallas_rows.supports(problem) if problem.in_rows else None
 
 
 class _Static(NamedTuple):
     """What the kernel knows at trace time. query_fields, key_fields: names of the rows of the stacked vectors; entries,
-    buckets: sizes of the tables, 0 for none; spread: whether each source has a bias to read, [R or 1, S], instead."""
+    buckets: sizes of the tables, 0 for none."""
 
     activation: Activation
     divisor: float
@@ -82,7 +84,6 @@ class _Static(NamedTuple):
     key_fields: tuple[str, ...]
     entries: int
     buckets: int
-    spread: bool
     interpret: bool
 
 
@@ -136,7 +137,7 @@ def _visit(
     static: _Static,
 ) -> _Running:
     """One block of keys, the at-th of the list."""
-    k_ref, v_ref, keys_ref, list_ref, _, *bias_ref = source
+    k_ref, v_ref, keys_ref, list_ref, _ = source
     here = pl.ds(list_ref[at] * static.tiles.keys, static.tiles.keys)
     parts = [
         dot(q[c], k_ref[here, pl.ds(*piece)].T, static.interpret) for c, piece in enumerate(static.qk_pieces)
@@ -144,7 +145,7 @@ def _visit(
     product = functools.reduce(jnp.add, parts)
     values = [v_ref[here, pl.ds(*piece)] for piece in static.v_pieces]
     columns = {name: keys_ref[f, here] for f, name in enumerate(static.key_fields)}
-    bias = bias_ref[0][:, here] if static.spread else _bias(rows, columns, tables, static)
+    bias = _bias(rows, columns, tables, static)
     if static.activation == "softmax":
         logits = (product + bias) * (scale * _LOG2_E)
     else:
@@ -166,8 +167,7 @@ def _kernel(
     q_ref: Any,  # [R, dq]
     queries_ref: Any,  # [query fields, R]
     scale_ref: Any,  # [1]
-    *refs: Any,  # tables [n]; of each source k, v [S, d], keys [fields, S], list [S / block], counts [2], and its bias
-    # [R or 1, S] where it is spread; out [R, dv]
+    *refs: Any,  # tables [n]; of each source k, v [S, d], keys [fields, S], list [S / block], counts [2]; out [R, dv]
     static: _Static,
 ) -> None:
     given = (static.entries > 0) + (static.buckets > 0)
@@ -181,8 +181,7 @@ def _kernel(
         jnp.full((count,), _MASKED, jnp.float32) if softmax else None,
         jnp.zeros((count,), jnp.float32) if softmax else None,
     )
-    each = 5 + static.spread
-    for source in (tuple(sources[i : i + each]) for i in range(0, len(sources), each)):
+    for source in (tuple(sources[i : i + 5]) for i in range(0, len(sources), 5)):
         visit = functools.partial(
             _visit, q=q, rows=rows, scale=scale_ref[0], tables=tables, source=source, static=static
         )
@@ -216,28 +215,10 @@ def _per_head(x: jax.Array) -> pl.BlockSpec:
     )
 
 
-def _of_sources(problem: Problem, tiles: Tiles) -> list[jax.Array]:
-    """Of a bias that is looked up already, the part of each source, filled up to whole blocks. Or nothing."""
-    if not isinstance(problem.bias, jax.Array):
-        return []
-    ends = [s.k.shape[2] for s in problem.sources]
-    parts = jnp.split(problem.bias, ends[:1], axis=3) if len(ends) > 1 else [problem.bias]
-    parts = [fill(part, 3, tiles.keys) for part in parts]
-    return [fill(part, 2, tiles.queries) if part.shape[2] > 1 else part for part in parts]
-
-
-def _per_rows(x: jax.Array, rows: int, blocks: int) -> pl.BlockSpec:
-    """Of [1 or B, 1 or H, 1 or T, S], the program's own [1 or rows, S]."""
-    batched, headed, each = (n > 1 for n in x.shape[:3])
-
-    def index(i: Any, h: Any, b: Any) -> tuple[Any, ...]:
-        return b if batched else 0, h if headed else 0, blocks - 1 - i if each else 0, 0
-
-    return pl.BlockSpec((None, None, rows if each else 1, x.shape[3]), index)
-
-
 def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.biased_attention. tiles: default the heuristic's. interpret: on any platform, slowly."""
+    """See jgr.ops.biased_attention, of a bias in tables or none. tiles: default the heuristic's. interpret: on any
+    platform, slowly."""
+    assert not isinstance(problem.bias, jax.Array)
     _, count, heads, dim = problem.q.shape
     v_dim = problem.sources[0].v.shape[3]
     if tiles is None:
@@ -252,12 +233,10 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
     def of_block(size: int) -> pl.BlockSpec:  # later blocks of a history see more: they start first
         return pl.BlockSpec((None, tiles.queries, None, size), lambda i, h, b: (b, blocks - 1 - i, h, 0))
 
-    biased, scale = isinstance(problem.bias, Bias), problem.scale[:, :, None]
+    biased = problem.bias is not None
     query_fields, vectors = _stacked(queries, problem.places, biased, tiles.queries)
-    tables: list[jax.Array] = []
-    if isinstance(problem.bias, Bias):
-        tables = [x.astype(jnp.float32) for x in problem.bias if x is not None]
-    biases = _of_sources(problem, tiles)
+    scale = problem.scale[:, :, None]
+    tables = [x.astype(jnp.float32) for x in problem.bias or () if x is not None]
     operands = [q, vectors, scale, *tables]
     specs = [
         of_block(dim),
@@ -265,7 +244,7 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
         *(_per_head(x) for x in (scale, *tables)),
     ]
     key_fields: tuple[str, ...] = ()
-    for at, source in enumerate(problem.sources):
+    for source in problem.sources:
         keys = pad_tokens(source.keys, tiles.keys)
         key_fields, key_vectors = _stacked(keys, source.places, biased, tiles.keys)
         k, v = (fill(x, 2, tiles.keys) for x in (source.k, source.v))
@@ -282,9 +261,6 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
             pl.BlockSpec((None, None, span // tiles.keys), lambda i, h, b: (b, blocks - 1 - i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, h, b: (b, blocks - 1 - i, 0)),
         ]
-        if biases:
-            operands.append(biases[at])
-            specs.append(_per_rows(biases[at], tiles.queries, blocks))
     # A product of float32 is three of TF32: of a whole wide head it spills registers.
     most = 64 if q.dtype == jnp.float32 else 256
     entries, buckets = [*(x.shape[2] for x in tables), 0, 0][:2]
@@ -298,7 +274,6 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
         key_fields,
         entries,
         buckets,
-        bool(biases),
         interpret,
     )
     out = pl.pallas_call(
@@ -316,9 +291,9 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
 
 def biased_attention(problem: Problem) -> jax.Array:
     """See jgr.ops.biased_attention."""
-    return run(problem)
+    return pallas_rows.run(problem) if problem.in_rows else run(problem)
 
 
 def interpreted(problem: Problem) -> jax.Array:
     """See jgr.ops.biased_attention; the kernel step by step."""
-    return run(problem, interpret=True)
+    return (pallas_rows.run if problem.in_rows else run)(problem, interpret=True)

@@ -22,6 +22,9 @@ def biased_attention(problem: Problem) -> jax.Array:
     bias: Any = 0.0 if problem.bias is None else problem.bias
     if isinstance(problem.bias, Bias):
         bias = spread(problem.bias, problem.places, source.places)
+    elif problem.targets and problem.bias is not None:  # the last is that of each target's own key
+        last = jnp.repeat(problem.bias[..., -1:], problem.q.shape[1], axis=-1)
+        bias = jnp.concatenate([problem.bias[..., :-1], last], axis=-1)
     if problem.activation == "silu":
         weights = jnp.where(seen, jax.nn.silu(product * scale + bias) / problem.divisor, 0.0)
     else:

@@ -32,7 +32,7 @@ class _Row(NamedTuple):
     """Of a row of the batch: q [H, T, dq], k [H, S, dq], v [H, S, dv], bias [1 or H, 1 or T, S] or None.
 
     scale: [1 or H]. seen: [1, 1 or T, S], or None of a triangle. Of targets themselves own_k [H, T, dq],
-    own_v [H, T, dv], own_bias [1 or H, T].
+    own_v [H, T, dv], own_bias [1 or H, 1].
     """
 
     q: jax.Array
@@ -79,8 +79,7 @@ def _rows(problem: Problem) -> _Row:
         context, own = problem.sources
         there = context.keys.request >= 0
         v = jnp.where(there[:, None, :, None], context.v, jnp.zeros((), context.v.dtype))
-        cached = context.k.shape[2]
-        split = (None, None) if bias is None else (bias[..., :cached], bias[..., 0, cached:])
+        split = (None, None) if bias is None else (bias[..., :-1], bias[..., -1])
         return _Row(q, context.k, v, split[0], scale, there[:, None, None], own.k, own.v, split[1])
     source, seen = joined(problem.sources), None
     if not problem.triangle:
@@ -106,7 +105,7 @@ def _cut(rows: _Row, start: int, stop: int, triangle: bool) -> _Row:
         seen,
         queries(rows.own_k),
         queries(rows.own_v),
-        queries(rows.own_bias),
+        rows.own_bias,
     )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.ops.biased_attention import rows as whole_rows
-from jgr.ops.biased_attention.bias import Activation, Bias, Places, Problem, bucket, entry, joined, look_up
+from jgr.ops.biased_attention.bias import Activation, Places, Problem, bucket, entry, joined, look_up
 from jgr.ops.segment_attention.pallas_triton import fill
 from jgr.ops.segment_attention.visibility import Keys, Queries, pad_tokens, visible
 from jgr.ops.segment_attention.xla import Pairs, causal_pairs, seen_pairs
@@ -363,5 +363,4 @@ def run(problem: Problem, blocks: Blocks | None = None) -> jax.Array:
 
 def biased_attention(problem: Problem) -> jax.Array:
     """See jgr.ops.biased_attention."""
-    in_pairs = isinstance(problem.bias, Bias) or (problem.bias is None and not problem.targets)
-    return run(problem) if in_pairs else whole_rows.run(problem)
+    return whole_rows.run(problem) if problem.in_rows else run(problem)
