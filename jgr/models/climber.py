@@ -11,6 +11,9 @@ is of positions and times (MODEL-7), one table for each block and one to add for
 stands where the next event would, and sees a part's history and itself: scores depend on no other candidate, and the
 history's keys and values are computed once, by `read` (C = 0 in MODEL-14, M-FALCON's MODEL-13).
 
+A candidate is its item, its features and a vector of the scenario. That vector is not in MODEL-19: scenarios differ in
+how often anything is clicked at all, which bias and temperature cannot tell, least of all where there is no history.
+
 Which events are whose: with `behaviours`, block k has the latest of those whose action has one of its bits. Where
 actions say nothing, block 0 has the latest S / N_b events, block 1 those before them, and so on: short-term and
 long-term interest; a short history leaves the later blocks to the candidate alone.
@@ -163,7 +166,7 @@ class ClimberParams:
 
     embed: Any  # [n_items, D]
     actions: Any  # [actions, D], None without
-    candidate: Any  # [D], added to what is asked about
+    question: Any  # [R, D], of a scenario, added to what is asked about
     features: dict[str, Any]
     bases: Bases
     temperature: Temperature
@@ -176,7 +179,7 @@ class User(NamedTuple):
     """What `score` needs of users, and all that their history is to it.
 
     k, v: [L, G, H, s, h]; of the build op_by_op tuples of L. lengths: [G] int32. bias: [G, 1, 1, s + 1] float32, of a
-    candidate to each event, and to itself. scale: [G] float32, 1 / temperature.
+    candidate to each event, and to itself. scale: [G] float32, 1 / temperature. question: [B, D].
     """
 
     k: Any
@@ -184,6 +187,7 @@ class User(NamedTuple):
     lengths: jax.Array
     bias: jax.Array
     scale: jax.Array
+    question: jax.Array
 
 
 def spec(cfg: ClimberConfig) -> ClimberParams:
@@ -208,7 +212,7 @@ def spec(cfg: ClimberConfig) -> ClimberParams:
     return ClimberParams(
         embed=table(cfg.n_items, hidden),
         actions=table(cfg.actions, hidden) if cfg.actions else None,
-        candidate=zeros(hidden),
+        question=zeros(cfg.scenarios, hidden),
         features={f.name: table(f.rows or f.width, hidden) for f in cfg.features},
         bases=Bases(
             table(blocks, reach),
@@ -288,10 +292,14 @@ def _events(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions:
 
 
 def _asked(
-    params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, features: Mapping[str, jax.Array]
+    params: ClimberParams,
+    cfg: ClimberConfig,
+    question: jax.Array,
+    rows: jax.Array,
+    features: Mapping[str, jax.Array],
 ) -> jax.Array:
     """[N_b, B, m, D] of candidates. A feature of zeros adds nothing, nor does one that is not given."""
-    x = params.embed[jnp.maximum(rows, 0)] + params.candidate
+    x = params.embed[jnp.maximum(rows, 0)] + question[:, None]
     for feature in cfg.features:
         if feature.name not in features:
             continue
@@ -337,13 +345,14 @@ class Events(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """x: [N_b, B, s, D]. bias: [G, 1, s, s]. of_candidates: [G, 1, 1, s + 1]. lengths, scale: [G]."""
+    """x: [N_b, B, s, D]. bias: [G, 1, s, s]. of_candidates: [G, 1, 1, s + 1]. lengths, scale: [G]. question: [B, D]."""
 
     x: jax.Array
     lengths: jax.Array
     bias: jax.Array
     of_candidates: jax.Array
     scale: jax.Array
+    question: jax.Array
 
 
 def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepared:
@@ -364,6 +373,7 @@ def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepar
         spread(tables, following, happened),
         spread(tables, asked, seen),
         _scale(params.temperature, cfg, scenario),
+        params.question[scenario],
     )
 
 
@@ -371,7 +381,7 @@ def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Bu
     """The users' part of every score asked for `now`; see `Build`."""
     given = prepare(params, cfg, events)
     k, v = history_layers(build, params.layers, given.x, cfg.heads, given.lengths, given.bias, given.scale)
-    return User(k, v, given.lengths, given.of_candidates, given.scale)
+    return User(k, v, given.lengths, given.of_candidates, given.scale, given.question)
 
 
 def _places(
@@ -399,7 +409,7 @@ def score(
 
     rows: [B, m] int32, -1: none. features: by name [B, m, width], numbers or hashed categories from 1 on.
     """
-    asked = _asked(params, cfg, rows, features)
+    asked = _asked(params, cfg, user.question, rows, features)
     out = candidate_layers(
         build, params.layers, asked, cfg.heads, user.k, user.v, user.lengths, user.bias, user.scale
     )
@@ -416,7 +426,8 @@ def rank(
     build: Build = "fused",
 ) -> jax.Array:
     """What `score` gives behind `read`, in one pass (FLAME's, which keeps nothing of a user)."""
-    given, asked = prepare(params, cfg, events), _asked(params, cfg, rows, features)
+    given = prepare(params, cfg, events)
+    asked = _asked(params, cfg, given.question, rows, features)
     out = all_layers(
         build, params.layers, given.x, asked, cfg.heads, given.lengths, given.bias, given.of_candidates,
         given.scale,

@@ -244,7 +244,7 @@ class PagedExecutor:
         elements = self.shape.page_tokens * packed.slot_elements(self._cfg)
         embed = self._params.embed
         # Bound to its device, as what the host tier puts into it is: to jit an unbound array is another argument.
-        return jnp.zeros((self.shape.pages, elements), embed.dtype, device=embed.sharding)
+        return jnp.zeros((self.shape.pages, elements), embed.dtype, device=jnp.asarray(embed).sharding)
 
 
 class Executors:

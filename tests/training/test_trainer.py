@@ -293,6 +293,7 @@ def test_sasrec_learns_the_rule_and_its_best_weights_are_kept(tmp_path: Path) ->
     )  # fmt: skip
     train_retriever(config, dataset, validate=validation.retriever_recall(config, dataset))
     assert sorted(p.name for p in (tmp_path / "sasrec").iterdir()) == [
+        "catalog.jsonl",
         "config.json",
         "curves.png",
         "metrics.jsonl",
