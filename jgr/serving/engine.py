@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live driver: the only owner of the wall clock and of the futures that callers wait for.
+"""The live driver of decoders: the loop validates, batches and answers; one worker thread waits for the device.
 
-The one idea: the event loop decides (validate, batch, answer) and the worker thread waits for the device;
-they exchange whole batches. All state below belongs to the loop.
+They exchange whole batches; what all drivers share is in `jgr.serving.driver`. An engine is one version of one model;
+a reload (`jgr.serving.deployment`) makes another engine, so nothing in one engine is ever replaced, and a request ends
+with the model that it began with.
 
-An engine is one version of one model; a reload (`jgr.serving.deployment`) makes another engine, so nothing in
-one engine is ever replaced, and a request ends with the model that it began with.
-
-One request: `submit` translates it to a task and hands a job to the batcher; `_pump` does what the batcher
-plans, once per turn of the loop, so that requests that arrived together travel together; `_finished` commits
-the batch, starts the next one, and only then makes answers, so that the device does not wait for the host.
-
-Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted
-is lost: every future ends with an Answer, a RequestError or ClientGone.
+One request: `submit` translates it to a task and hands a job to the batcher, `_do_planned` gives a batch to the
+worker, and `_finished` commits it, starts the next one, and only then makes answers, so that the device does not wait
+for the host.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -38,17 +31,14 @@ from jgr.data.prefix_tree import PrefixTree
 from jgr.serving import translation
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing, invalid
 from jgr.serving.caching import Caching, planned
-from jgr.serving.engines import ClientGone as ClientGone
-from jgr.serving.engines import Rebuild as Rebuild
-from jgr.serving.engines import Status as Status
+from jgr.serving.driver import BaseTicket, Driver, Policy, refusal
+from jgr.serving.engines import Rebuild
 from jgr.serving.metrics import Metrics
-from jgr.serving.policies.batching import Batch, Batcher, Job, Reason, Rejected
+from jgr.serving.policies.batching import Batch, Batcher, Job, Rejected
 from jgr.serving.policies.prompt_scheduling import ALL_ITEM_TOKENS
 from jgr.serving.translation import Prompts, Task, Translator
 from jgr.serving.work import Executor, Outcome, Progress, RecommendOutcome
 from jgr.serving.worker import Run, Worker
-
-_log = logging.getLogger(__name__)
 
 
 class Shadow(NamedTuple):
@@ -61,18 +51,13 @@ class Shadow(NamedTuple):
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A request on its way. Times are the engine's clock, in ns."""
+class Ticket(BaseTicket):
+    """A request on its way."""
 
-    job_id: int
-    request_id: str
     task: Task
-    answer: asyncio.Future[Answer]
-    arrival_ns: int
-    submitted_ns: int
 
 
-class Engine:
+class Engine(Driver[Ticket]):
     """Serves one model over one catalog.
 
     executor: its profiles bound the prompts, beam widths and numbers of candidates that are served. metrics: may
@@ -96,6 +81,7 @@ class Engine:
         rebuild: Rebuild | None = None,
         caching: Caching | None = None,
     ) -> None:
+        super().__init__(metrics or Metrics(), clock, config.server.default_deadline_ms)
         self._batcher = Batcher(
             executor.profiles,
             max_tokens=config.batching.max_tokens,
@@ -118,19 +104,9 @@ class Engine:
         self.caching = caching
         self.executor = executor
         self.rebuild = rebuild
-        self.metrics = metrics or Metrics()
-        self.status: Status = "starting"
-        self.clock = clock
         self._worker = Worker(executor, clock)
-        self._default_deadline_ms = config.server.default_deadline_ms
-        self._tickets: dict[int, Ticket] = {}
         self._shadows: dict[int, Shadow] = {}
         self._shadow_share, self._shadow_due = config.cache.shadow, 0.0
-        self._job_ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop
-        self._pump_due = False
-        self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
-        self._drained: asyncio.Future[None] | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -147,79 +123,29 @@ class Engine:
         return None if self.caching is None else self.caching.meta
 
     @property
-    def queued(self) -> int:
-        """Requests waiting for a batch."""
-        return self._batcher.queued
+    def _policy(self) -> Policy:
+        return self._batcher
 
-    async def start(self, progress: Progress = lambda done, total, label: None) -> None:
-        """Compile every profile; `progress` is called in the worker thread. Raises what warm-up raises."""
-        self._loop = asyncio.get_running_loop()
+    async def _warm_up(self, progress: Progress) -> None:
         self._worker.start()
-        try:
-            await self._worker.warm_up(self.executor.warm_up, progress)
-        except Exception:
-            if self.status == "draining":
-                return
-            self.status = "failed"
-            raise
-        if self.status == "starting":
-            self.status = "ready"
+        await self._worker.warm_up(self.executor.warm_up, progress)
 
     def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
-        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
-        if self.status != "ready":
-            raise RequestError("unavailable", f"the server is {self.status}")
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        """See jgr.serving.engines.AnyEngine."""
+        arrival_ns, deadline_ns = self._admit(request, arrival_ns)
         task = self.translator.prepare(request)
-        deadline_ms = request.deadline_ms or self._default_deadline_ms
-        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
         now_ns = self.clock()
         job = Job(
             next(self._job_ids), task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.parts
         )
         verdict = self._batcher.submit(job, now_ns)
         if isinstance(verdict, Rejected):
-            raise _refusal(verdict.reason, task)
+            raise _too_large(task) if verdict.reason == "too_large" else refusal(verdict.reason)
         self.metrics.unknown_items.inc(task.usage.unknown_items)
-        ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
+        ticket = Ticket(job.id, request_id, self._loop.create_future(), arrival_ns, now_ns, task)
         self._tickets[job.id] = ticket
         self._pump_soon()
         return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
-        if self._batcher.cancel(ticket.job_id, self.clock()):
-            self.metrics.cancelled.inc()
-            self._end([ticket.job_id], ClientGone)
-
-    async def answer(self, request: Request, request_id: str = "") -> Answer:
-        """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
-        ticket = self.submit(request, request_id)
-        try:
-            return await ticket.answer
-        finally:
-            self.cancel(ticket)
-
-    async def drain(self, timeout_s: float | None) -> bool:
-        """Refuse new work and finish what was accepted. False: time ran out, and the rest got errors.
-
-        None: there is no limit. An engine that nobody else holds is freed afterwards, its device memory too.
-        """
-        self.status = "draining"
-        self._batcher.drain()
-        self._pump()
-        if self._tickets or self._shadows or self._batcher.in_flight:
-            self._drained = self._loop.create_future()
-            await asyncio.wait([self._drained], timeout=timeout_s)
-        left = [*self._tickets, *self._shadows]
-        for job_id in left:
-            self._batcher.cancel(job_id, self.clock())
-        self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
-        self._worker.stop()
-        if self._wakeup is not None:
-            self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
-            self._wakeup = None
-        return not self._batcher.in_flight
 
     def join(self, timeout_s: float) -> bool:
         """After `drain`: wait for the worker thread. False where the device still holds it."""
@@ -238,36 +164,20 @@ class Engine:
             assert self._batcher.state(job_id) is not None, "a ticket outlived its job"
             assert not ticket.answer.done(), "an answered ticket is kept"
 
-    def _pump_soon(self) -> None:
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
+    def _stop(self) -> None:
+        self._worker.stop()
 
-    def _pump(self) -> None:
-        """Do what the batcher plans now, and wake up when time alone changes the plan."""
-        self._pump_due = False
-        now_ns = self.clock()
+    def _do_planned(self, now_ns: int) -> None:
         while True:
             plan = self._batcher.plan(now_ns)
             self._expire(plan.expired)
             if plan.batch is None:
-                break
+                return
             tasks = [self._task(job_id) for job_id in plan.batch.jobs]
             works = planned(plan.batch, tasks)
             self._worker.run(plan.batch.profile, works, partial(self._finished, plan.batch))
             real_tokens = sum(task.usage.computed_tokens + task.width for task in tasks)
             self.metrics.observe_batch(plan.batch.profile, len(tasks), real_tokens)
-        wakeup_ns = self._batcher.next_wakeup_ns()
-        if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
-            self._wakeup[1].cancel()
-            self._wakeup = None
-        if self._wakeup is None and wakeup_ns is not None:
-            delay_s = max(0, wakeup_ns - now_ns) / 1e9
-            self._wakeup = (wakeup_ns, self._loop.call_later(delay_s, self._wake))
-
-    def _wake(self) -> None:
-        self._wakeup = None
-        self._pump()
 
     def _finished(self, batch: Batch, run: Run) -> None:
         committed = self._batcher.commit(batch.id, self.clock(), well=run.error is None)
@@ -349,40 +259,13 @@ class Engine:
         count = min(len(answered), len(outcome.scores))
         drift.observe(float(np.abs(answered[:count] - outcome.scores[:count]).max(initial=0)))
 
-    def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
-        """The executor broke: one traceback in the log, an error for each request, and the engine goes on."""
-        self.metrics.executor_failures.inc()
-        waited = [job_id for job_id in job_ids if job_id in self._tickets]
-        request_ids = ", ".join(self._tickets[job_id].request_id for job_id in waited)
-        _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
-        self._end(job_ids, partial(RequestError, "internal", "the model failed; see the server's log"))
+    def _live(self) -> list[int]:
+        return [*self._tickets, *self._shadows]
 
-    def _expire(self, job_ids: Sequence[int]) -> None:
-        if job_ids:
-            self.metrics.deadline_expired.inc(len(job_ids))
-            self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
-
-    def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
-        """Live requests end without an answer, each with an error of its own."""
-        for job_id in job_ids:
-            if self._shadows.pop(job_id, None) is not None:
-                continue
-            answer = self._tickets.pop(job_id).answer
-            if not answer.done():
-                answer.set_exception(error())
-        self._check_drained()
-
-    def _check_drained(self) -> None:
-        if self._drained and not (
-            self._drained.done() or self._tickets or self._shadows or self._batcher.in_flight
-        ):
-            self._drained.set_result(None)
+    def _close(self, job_id: int) -> asyncio.Future[Answer] | None:
+        return None if self._shadows.pop(job_id, None) is not None else super()._close(job_id)
 
 
-def _refusal(reason: Reason, task: Task) -> RequestError:
-    if reason == "queue_full":
-        return RequestError("overloaded", "too many requests are waiting; try again later")
-    if reason == "draining":
-        return RequestError("unavailable", "the server is draining")
+def _too_large(task: Task) -> RequestError:
     size = f"{task.tokens} tokens with a width of {task.width}"
     return invalid("history", f"the prompt has {size}; no compiled profile takes that")

@@ -30,7 +30,8 @@ from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
 from jgr.prompt_segments import SegmentPrompts
 from jgr.serving.caching import make_caching, packed_profiles, pool_shape
 from jgr.serving.compilation import CompilationCounter, preparing, use_compilation_cache
-from jgr.serving.engine import Engine, Rebuild
+from jgr.serving.engine import Engine
+from jgr.serving.engines import Rebuild
 from jgr.serving.executors import JaxExecutor
 from jgr.serving.metrics import Metrics
 from jgr.serving.model_files import ModelFiles

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The live driver of rankers: requests to parts, parts to executors, scores to answers (FLAME-14).
 
-The one idea is that of `jgr.serving.engine`: the event loop decides, by a pure policy (`policies.orchestration`), and
-threads wait for the device. A request's features are fetched while it waits for executors and while its user's part is
-computed; its parts start once both are there. Their scores are written to their places among the request's candidates,
-and the last one that comes in makes the answer.
+The policy is `policies.orchestration`; what all drivers share is in `jgr.serving.driver`. A request's features are
+fetched while it waits for executors and while its user's part is computed; its parts start once both are there. Their
+scores are written to their places among the request's candidates, and the last one that comes in makes the answer.
 
-Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted is lost:
-every future ends with an Answer, a RequestError or ClientGone. An entry of the cache is pinned exactly while a run
-reads or writes it.
+Invariant (`check`), besides the drivers': an entry of the cache is pinned exactly while a run reads or writes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,8 +27,9 @@ from jgr.cache.meta import CacheMeta
 from jgr.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
-from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
-from jgr.serving.engines import ClientGone, Rebuild, Status
+from jgr.serving.api import Answer, ModelInfo, Request, Timing
+from jgr.serving.driver import BaseTicket, Driver, Policy, refusal
+from jgr.serving.engines import Rebuild
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Rejected
 from jgr.serving.policies.orchestration import Job, Orchestrator, Start
@@ -43,22 +39,15 @@ from jgr.serving.rank_translation import RankTask, RankTranslator
 from jgr.serving.translation import user_entry
 from jgr.serving.work import Progress
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(eq=False)
-class Ticket:
-    """A request on its way. Times are the engine's clock, in ns; ready_ns: since when its runs wait for executors only.
+class Ticket(BaseTicket):
+    """A request on its way. ready_ns: since when its runs wait for executors only.
 
     user: what its parts are given of the user. records: of the candidates' features, once they are there.
     """
 
-    job_id: int
-    request_id: str
     task: RankTask
-    answer: asyncio.Future[Answer]
-    arrival_ns: int
-    submitted_ns: int
     scores: npt.NDArray[np.float32]
     user: Any
     ready_ns: int
@@ -78,7 +67,7 @@ class Reading:
 
 
 @dataclass(eq=False)
-class RankEngine:
+class RankEngine(Driver[Ticket]):
     """Serves one ranker over one catalog; see jgr.serving.engines.AnyEngine.
 
     tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
@@ -95,17 +84,11 @@ class RankEngine:
     cache: UserCache | None = None
     rebuild: Rebuild | None = None
     clock: Callable[[], int] = time.monotonic_ns
-    status: Status = field(default="starting", init=False)
 
     def __post_init__(self) -> None:
+        super().__init__(self.metrics, self.clock, self.config.server.default_deadline_ms)
         self._orchestrator = self._new_orchestrator()
-        self._tickets: dict[int, Ticket] = {}
         self._readings: dict[int, Reading] = {}
-        self._job_ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop
-        self._pump_due = False
-        self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
-        self._drained: asyncio.Future[None] | None = None
         self._closing: threading.Thread | None = None
 
     @property
@@ -121,46 +104,30 @@ class RankEngine:
         return None if self.cache is None else self.cache.meta
 
     @property
-    def queued(self) -> int:
-        return self._orchestrator.queued
+    def _policy(self) -> Policy:
+        return self._orchestrator
 
-    async def start(self, progress: Progress = lambda done, total, label: None) -> None:
-        """See AnyEngine."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            await self.executors.start(progress)
-        except Exception:
-            if self.status == "draining":
-                return
-            self.status = "failed"
-            raise
+    async def _warm_up(self, progress: Progress) -> None:
+        await self.executors.start(progress)
         self._orchestrator = self._new_orchestrator()  # the sizes' costs are known now
         if self.features is not None:
             self.metrics.feature_counts = self.features.counts
-        if self.status == "starting":
-            self.status = "ready"
 
     def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
         """See AnyEngine."""
-        if self.status != "ready":
-            raise RequestError("unavailable", f"the server is {self.status}")
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        arrival_ns, deadline_ns = self._admit(request, arrival_ns)
         task = self.translator.prepare(request)
-        deadline_ms = request.deadline_ms or self.config.server.default_deadline_ms
-        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
         now_ns = self.clock()
         count, waits = len(task.rows), self.features is not None
         job = Job(next(self._job_ids), count, arrival_ns, deadline_ns, self.reads, waits)
         verdict = self._orchestrator.submit(job, now_ns)
         if isinstance(verdict, Rejected):
-            if verdict.reason == "draining":
-                raise RequestError("unavailable", "the server is draining")
-            raise RequestError("overloaded", "too many requests are waiting; try again later")
+            raise refusal(verdict.reason)
         task.usage.parts = len(self._orchestrator.split(count))
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         scores = np.zeros((count, self.tasks), np.float32)
         ticket = Ticket(
-            job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns, scores, task.block, now_ns
+            job.id, request_id, self._loop.create_future(), arrival_ns, now_ns, task, scores, task.block, now_ns
         )  # fmt: skip
         self._tickets[job.id] = ticket
         if self.features is not None:
@@ -168,36 +135,8 @@ class RankEngine:
         self._pump_soon()
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """See AnyEngine."""
-        if self._orchestrator.cancel(ticket.job_id, self.clock()):
-            self.metrics.cancelled.inc()
-            self._end([ticket.job_id], ClientGone)
-
-    async def answer(self, request: Request, request_id: str = "") -> Answer:
-        """See AnyEngine."""
-        ticket = self.submit(request, request_id)
-        try:
-            return await ticket.answer
-        finally:
-            self.cancel(ticket)
-
-    async def drain(self, timeout_s: float | None) -> bool:
-        """See AnyEngine."""
-        self.status = "draining"
-        self._orchestrator.drain()
-        self._pump()
-        if self._tickets or self._orchestrator.in_flight:
-            self._drained = self._loop.create_future()
-            await asyncio.wait([self._drained], timeout=timeout_s)
-        left = list(self._tickets)
-        for job_id in left:
-            self._orchestrator.cancel(job_id, self.clock())
-        self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
+    def _stop(self) -> None:
         self.executors.stop()
-        if self._wakeup is not None:
-            self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
-            self._wakeup = None
         if self.features is not None and self._closing is None:
             if self.metrics.feature_counts == self.features.counts:
                 self.metrics.feature_counts = None
@@ -206,7 +145,6 @@ class RankEngine:
                 target=self.features.close, name="jgr-features-close", daemon=True
             )
             self._closing.start()
-        return not self._orchestrator.in_flight
 
     def join(self, timeout_s: float) -> bool:
         """See AnyEngine."""
@@ -247,7 +185,7 @@ class RankEngine:
             got = await features.get_many_async(ticket.task.rows, deadline_ns)
         except Exception as error:  # not the store's, which are counted
             if self._orchestrator.cancel(ticket.job_id, self.clock()):
-                self._fail(ticket.job_id, error)
+                self._fail([ticket.job_id], error)
             return
         usage = ticket.task.usage
         usage.feature_missing, usage.feature_stale = got.missing, got.stale
@@ -256,15 +194,7 @@ class RankEngine:
         self._orchestrator.ready(ticket.job_id)
         self._pump_soon()
 
-    def _pump_soon(self) -> None:
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Do what the policy plans now, and wake up when time alone changes the plan."""
-        self._pump_due = False
-        now_ns = self.clock()
+    def _do_planned(self, now_ns: int) -> None:
         plan = self._orchestrator.plan(now_ns)
         self._expire(plan.expired)
         for start in plan.starts:
@@ -274,17 +204,6 @@ class RankEngine:
             size = self.executors.sizes[start.executor]
             self.metrics.observe_part(size, start.count, (now_ns - ticket.ready_ns) / 1e9)
             self.executors.run(start.executor, work, partial(self._finished, start))
-        wakeup_ns = self._orchestrator.next_wakeup_ns()
-        if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
-            self._wakeup[1].cancel()
-            self._wakeup = None
-        if self._wakeup is None and wakeup_ns is not None:
-            delay_s = max(0, wakeup_ns - now_ns) / 1e9
-            self._wakeup = (wakeup_ns, self._loop.call_later(delay_s, self._wake))
-
-    def _wake(self) -> None:
-        self._wakeup = None
-        self._pump()
 
     def _work(self, start: Start, ticket: Ticket) -> ReadWork | PartWork:
         task = ticket.task
@@ -309,7 +228,7 @@ class RankEngine:
             self._note(ticket, start, ran, now_ns)
         self._pump()
         if ran.error is not None:
-            self._fail(start.job, ran.error)
+            self._fail([] if ticket is None else [start.job], ran.error)
         elif ticket is not None and committed.end == "expired":
             self._expire([ticket.job_id])
         elif ticket is not None and committed.end == "done":
@@ -333,7 +252,7 @@ class RankEngine:
         try:
             items = self.translator.items(task, ticket.scores)
         except Exception as error:
-            return self._fail(ticket.job_id, error)
+            return self._fail([ticket.job_id], error)
         del self._tickets[ticket.job_id]
         assert ticket.started_ns is not None
         timing = Timing(
@@ -356,30 +275,8 @@ class RankEngine:
         if not ticket.answer.done():
             ticket.answer.set_result(answer)
 
-    def _fail(self, job_id: int, error: Exception) -> None:
-        """A run broke: one traceback in the log, an error for its request, and the engine goes on."""
-        self.metrics.executor_failures.inc()
-        ticket = self._tickets.get(job_id)
-        request_id = "of nobody any more" if ticket is None else ticket.request_id
-        _log.error("an executor failed; request: %s", request_id, exc_info=error)
-        if ticket is not None:
-            self._end([job_id], partial(RequestError, "internal", "the model failed; see the server's log"))
-
-    def _expire(self, job_ids: Sequence[int]) -> None:
-        if job_ids:
-            self.metrics.deadline_expired.inc(len(job_ids))
-            self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
-
-    def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
-        """Live requests end without an answer, each with an error of its own."""
-        for job_id in job_ids:
-            ticket = self._tickets.pop(job_id)
-            if ticket.fetching is not None:
-                ticket.fetching.cancel()
-            if not ticket.answer.done():
-                ticket.answer.set_exception(error())
-        self._check_drained()
-
-    def _check_drained(self) -> None:
-        if self._drained and not (self._drained.done() or self._tickets or self._orchestrator.in_flight):
-            self._drained.set_result(None)
+    def _close(self, job_id: int) -> asyncio.Future[Answer]:
+        ticket = self._tickets.pop(job_id)
+        if ticket.fetching is not None:
+            ticket.fetching.cancel()
+        return ticket.answer

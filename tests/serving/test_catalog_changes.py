@@ -15,7 +15,8 @@ from jgr.config import UserError
 from jgr.data.prefix_tree import PrefixTree
 from jgr.prompt import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.api import Filters, RecommendRequest
-from jgr.serving.engine import Engine, Rebuild
+from jgr.serving.engine import Engine
+from jgr.serving.engines import Rebuild
 from jgr.serving.metrics import Metrics
 from jgr.serving.null import NullExecutor
 from jgr.serving.policies.batching import make_profiles

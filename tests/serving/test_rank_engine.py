@@ -158,7 +158,7 @@ def test_a_fault_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> No
         engine.check()
 
     run(scenario)
-    assert "an executor failed; request: r1" in caplog.text
+    assert "the executor failed; requests: r1\n" in caplog.text
 
 
 def test_a_score_that_is_no_number_is_a_fault() -> None:
