@@ -6,63 +6,24 @@ jgr ids --data=runs/data/beauty_titles --method=item
 jgr train --config=configs/lrurec_beauty.py
 """
 
-from jgr.config import (
-    BatchingConfig,
-    BeamConfig,
-    CacheConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ProfilesConfig,
-    PromptConfig,
-    RankConfig,
-    TrainConfig,
-)
+from pathlib import Path
+
+from jgr.config import Config, load_config, override
 
 OUT = "runs/ranker_beauty"
+HISTORY = 20
 
 
 def get_config() -> Config:
-    return Config(
-        model=ModelConfig(name="ranker_beauty", path=OUT),
-        prompt=PromptConfig(template="<bos>{history}", item="{sid}", max_items=20),
-        beam=BeamConfig(width=10),
-        # A candidate is the begin of its title and its token; 8 tokens keep training on a CPU short.
-        rank=RankConfig(
-            scorer="item_token",
-            item="{title}{sid}",
-            instruction="<sid>",
-            item_span=8,
-            requests=4,
-            tokens=(1024, 4096),
-            context=(4096,),
-            candidates=400,
-        ),
-        cache=CacheConfig(policy="hotness"),
-        profiles=ProfilesConfig(batch=(1, 8), tokens=(64,), widths=(10,)),
-        batching=BatchingConfig(max_tokens=4096),
-        data=DataConfig(kind="prepared", path="runs/data/beauty_titles"),
-        train=TrainConfig(
-            model="ranker",
-            out=OUT,
-            steps=2500,
-            batch=64,
-            micro_batches=8,
-            learning_rate=2e-3,
-            warmup_steps=100,
-            weight_decay=0.1,
-            dropout=0.3,
-            negatives=24,
-            retriever="runs/lrurec_beauty",
-            max_items=20,
-            checkpoint_every=250,
-            evaluate_every=500,
-            validation_examples=800,
-            hidden=64,
-            layers=2,
-            heads=4,
-            kv_heads=4,
-            head_dim=16,
-            mlp=192,
-        ),
+    return override(
+        load_config(Path(__file__).with_name("ranker_ml1m.py")),
+        "model.name=ranker_beauty",
+        f"model.path={OUT}",
+        f"prompt.max_items={HISTORY}",
+        "profiles.tokens=64",
+        "data.path=runs/data/beauty_titles",
+        f"train.out={OUT}",
+        "train.dropout=0.3",
+        "train.retriever=runs/lrurec_beauty",
+        f"train.max_items={HISTORY}",
     )

@@ -146,12 +146,8 @@ class FeatureCache:
         self._queued = 0
         self._answering = True
         self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"features-{number}", daemon=True)
-            for number in range(config.connections)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._connections = config.connections
+        self._threads: list[threading.Thread] = []
 
     def get_many(
         self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
@@ -187,7 +183,8 @@ class FeatureCache:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Fetch no more, and close the store. False where a thread still waits for the store; it ends with that."""
-        self._closed.set()
+        with self._lock:  # no thread is started from now on
+            self._closed.set()
         for _ in self._threads:
             self._queue.put(None)
         end = time.monotonic() + timeout_s
@@ -210,9 +207,20 @@ class FeatureCache:
             self._queued += len(got.fetch)
             self._counts.joined += got.joined
             self._counts.held += got.held
+            if got.fetch and not self._threads:
+                self._start()
         if got.fetch:
             self._queue.put(got.fetch)
         return records, got.seen, wait
+
+    def _start(self) -> None:
+        """With the first fetch: an engine that is dropped before it serves is not closed, and leaves no thread."""
+        self._threads = [
+            threading.Thread(target=self._work, name=f"features-{number}", daemon=True)
+            for number in range(self._connections)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _wait(self, got: Got, records: UInt8) -> _Wait | None:
         wait = _Wait(records, got.seen)

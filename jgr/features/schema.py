@@ -108,14 +108,23 @@ class Schema:
         return self.header.ljust(self.record_bytes, b"\0")
 
     def faults(self, values: Sequence[bytes | None]) -> list[tuple[int, str]]:
-        """The places of values that should be records and are not, and what is wrong with each. None is no fault."""
+        """The places of values that are no records or hold NaN or infinity, and what is wrong. None is no fault."""
         size, header = self.record_bytes, self.header
-        found = []
+        found, sound = [], list[tuple[int, bytes]]()
         for place, value in enumerate(values):
-            if value is None or (len(value) == size and value[:_HEADER_BYTES] == header):
+            if value is None:
                 continue
-            cut = f"has {len(value)} bytes, a record has {size}"
-            found.append((place, cut if len(value) != size else "is not a record of this schema"))
+            if len(value) != size:
+                found.append((place, f"has {len(value)} bytes, a record has {size}"))
+            elif value[:_HEADER_BYTES] != header:
+                found.append((place, "is not a record of this schema"))
+            else:
+                sound.append((place, value))
+        floats = [feature.name for feature in self.features if feature.dtype.startswith("float")]
+        if floats:  # they would make a score that is no number, which fails a whole request
+            records = self.records([value for _, value in sound])
+            finite = np.all([np.isfinite(records[name]).all(axis=1) for name in floats], axis=0)
+            found += [(sound[at][0], "has a number that is not finite") for at in np.flatnonzero(~finite)]
         return found
 
     def pack(self, columns: Mapping[str, npt.NDArray[Any]]) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -89,6 +90,16 @@ def cached(
 
 def served(features: Features) -> list[tuple[int, int]]:
     return list(zip(features.records["x"][:, 0].tolist(), features.states.tolist(), strict=True))
+
+
+def test_a_cache_that_was_never_asked_has_no_thread_and_goes_without_a_close() -> None:
+    """As that of an engine which a reload makes, and drops for one over the catalog that was activated."""
+    threads = set(threading.enumerate())
+    cache = FeatureCache(FakeStore({}), SCHEMA, ITEMS, FeaturesConfig())
+    assert set(threading.enumerate()) == threads
+    gone = weakref.ref(cache)
+    del cache
+    assert gone() is None
 
 
 def test_single_flight_under_32_threads() -> None:

@@ -52,6 +52,16 @@ def test_values_that_are_no_records_are_found() -> None:
     ]
 
 
+def test_a_record_with_a_number_that_is_not_finite_is_one_fault() -> None:
+    nan, inf = float("nan"), float("inf")
+    rows = [(1.0, 2.0), (nan, 2.0), (1.0, -inf), (inf, nan), (1e38, -6e4)]
+    values = [by_hand(price, b"\1\2\3", (7, -1), half) for price, half in rows]
+    assert SCHEMA.faults([None, *values]) == [
+        (place, "has a number that is not finite") for place in (2, 3, 4)
+    ]
+    assert Schema.parse("x:int32").faults([Schema.parse("x:int32").pack({"x": np.array([[-1]])})[0]]) == []
+
+
 @pytest.mark.parametrize("text", [TEXT, "a.b-c_1:int8", "x:int16[4096]"])
 def test_a_schema_is_its_text(text: str) -> None:
     assert str(Schema.parse(text)) == text
