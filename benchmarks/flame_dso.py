@@ -285,8 +285,8 @@ def executors_of(path: str, setting: Setting, params: PyTree) -> Any:
     programs = Programs(cfg, params, setting.sizes, share, None)
     pool = None
     if share == "cache":
-        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.state))
-        pool = StatePool(programs.state, setting.cached_users * state_bytes * 1.1 / 2**20)
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kept))
+        pool = StatePool(programs.kept, setting.cached_users * state_bytes * 1.1 / 2**20)
     return RankExecutors(programs, STREAMS, pool)
 
 

@@ -127,10 +127,15 @@ class ExecutorsConfig:
     # What all parts need of the user: computed in each part; once a request; or kept for later requests of the same
     # user and history, in cache.device_mb of the device's memory.
     share_user: Literal["part", "request", "cache"] = "request"
+    # Events by which a kept user may have grown, so that only they are computed; what is kept takes more room. 0: a
+    # history that grew is computed whole. For models whose events do not depend on later ones.
+    growth: int = 0
 
     def __post_init__(self) -> None:
-        check(self, number=1, streams=1)
+        check(self, number=1, streams=1, growth=0)
         sizes("executors.sizes", self.sizes)
+        if self.growth and self.share_user != "cache":
+            raise ConfigError("executors.growth: needs executors.share_user=cache, which keeps users")
 
 
 @dataclass(frozen=True)

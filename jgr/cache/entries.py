@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +52,7 @@ class Entry:
     """tokens: valid ones; digest: their hash. cells: int32, in order of the tokens, with room for `growing` as well.
 
     pins: requests that read or write it. growing: what a writer makes of it, or None. named: whether it can be found;
-    one that cannot is freed with its last pin.
+    one that cannot is freed with its last pin. note: its owner's.
     """
 
     name: Name
@@ -62,6 +62,7 @@ class Entry:
     pins: int = 0
     growing: Content | None = None
     named: bool = True
+    note: Any = None
 
 
 class Valid(Protocol):

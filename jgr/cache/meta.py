@@ -89,6 +89,11 @@ class CacheMeta:
         entries.move_to_end(name)
         return entry
 
+    def whatever(self, name: Name) -> Entry | None:
+        """The entry of that name on the device, if any of it is valid, whatever its content."""
+        entry = self._entries[name.kind].get(name)
+        return entry if entry is not None and entry.tokens else None
+
     def hold(self, entry: Entry) -> None:
         entry.pins += 1
 

@@ -184,22 +184,40 @@ def blocks(
 
     lengths: [B] int32. times: [B, T + 1] int32 seconds where cfg.timed, see `encode`. keys: [L], for dropout.
     """
+    return _blocks(layers, cfg, h, lengths, times, dropout, keys, keep=False)[0]
+
+
+def _blocks(
+    layers: HstuLayer,
+    cfg: HstuConfig,
+    h: jax.Array,
+    lengths: jax.Array,
+    times: jax.Array | None,
+    dropout: Dropout | None,
+    keys: jax.Array | None,
+    *,
+    keep: bool,
+) -> tuple[jax.Array, Any]:
+    """As `blocks`, and where `keep` the keys and values, [L, B, H, T, a and b]."""
     if cfg.timed and times is None:
         raise ValueError("this HSTU's bias depends on times: they must be given")
+    seen: list[tuple[jax.Array, jax.Array]] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, bias: Bias | None) -> jax.Array:
+        seen.append((k, v))
         asked, happened = (None, None) if times is None or not cfg.timed else (times[:, 1:], times[:, :-1])
         return biased_attention(
             q, k, v, Causal(lengths), bias=bias, query_times=asked, key_times=happened,
             activation="silu", divisor=cfg.length, implementation="xla",  # the form with gradients
         )  # fmt: skip
 
-    def layer_step(h: jax.Array, xs: tuple[HstuLayer, jax.Array | None]) -> tuple[jax.Array, None]:
+    def layer_step(h: jax.Array, xs: tuple[HstuLayer, jax.Array | None]) -> tuple[jax.Array, Any]:
         layer, key = xs
         drop = (lambda x: x) if dropout is None or key is None else (lambda x: dropout(x, key))
-        return _layer(layer, cfg, h, attend, drop), None
+        h = _layer(layer, cfg, h, attend, drop)
+        return h, seen.pop() if keep else None
 
-    out: jax.Array = jax.lax.scan(layer_step, h, (layers, keys))[0]
+    out: tuple[jax.Array, Any] = jax.lax.scan(layer_step, h, (layers, keys))
     return out
 
 
@@ -245,6 +263,18 @@ class History(NamedTuple):
     times: jax.Array
 
 
+def begin(
+    params: HstuParams, cfg: HstuConfig, rows: jax.Array, times: jax.Array | None = None
+) -> tuple[jax.Array, History]:
+    """What `extend` of users without events gives by all of theirs: rows [B, S], times [B, S + 1] as of `encode`."""
+    lengths = (rows >= 0).sum(axis=1)
+    h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])
+    h, (k, v) = _blocks(params.layers, cfg, h, lengths, times, None, None, keep=True)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    after = unit(jnp.take_along_axis(h, last, axis=1)[:, 0])
+    return after, History(k, v, rows, jnp.zeros_like(rows) if times is None else times[:, :-1])
+
+
 def empty(cfg: HstuConfig, batch: int) -> History:
     """Users without events."""
     places = (batch, cfg.max_items)
@@ -276,14 +306,15 @@ def extend(
         raise ValueError("this HSTU's bias depends on times: they must be given")
     if times is None:
         times = jnp.zeros((rows.shape[0], rows.shape[1] + 1), jnp.int32)
-    extended: tuple[jax.Array, History] = _extend(params, history, rows, times, cfg=cfg)
-    return extended
+    appended: tuple[jax.Array, History] = append(params, history, rows, times, cfg=cfg)
+    return appended
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _extend(
+def append(
     params: HstuParams, history: History, rows: jax.Array, times: jax.Array, *, cfg: HstuConfig
 ) -> tuple[jax.Array, History]:
+    """`extend`, for programs: the caller has seen to it that no window slides. times: read only where cfg.timed."""
     batch, new = rows.shape
     before = (history.rows >= 0).sum(axis=1)[:, None]
     total = before + (rows >= 0).sum(axis=1)[:, None]

@@ -6,6 +6,9 @@ The one idea: `read` turns a user into a state whose shapes depend on the config
 the candidates. So the state may be computed once for all parts of a request, or kept between requests, and which of
 them was done cannot change a score; nor can the other candidates (MODEL-13).
 
+Where a user's events do not depend on later ones, what is kept of a user can also take further events (`growing`,
+MODEL-14), at their cost alone.
+
 Letters: B users, S = max_items places of a history, C contextual slots, m candidates, P tasks.
 """
 
@@ -22,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from jgr.models import checkpoint, climber, retrievers, stu_ranker
+from jgr.models import checkpoint, climber, hstu, retrievers, stu_ranker
 from jgr.models.climber import ClimberConfig
+from jgr.models.hstu import HstuConfig
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
-from jgr.models.stu_ranker import StuRankerConfig
+from jgr.models.stu_ranker import HistoryIsWhole, StuRankerConfig
 
 
 class Users(NamedTuple):
@@ -83,6 +87,31 @@ class Ranker(Protocol):
         """[B, m, P] float32, higher is better; 0 where there is no candidate."""
 
 
+class Growing(Protocol):
+    """The functions of a family whose users take further events; what they keep of a user holds a state of `read`."""
+
+    def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
+        """Users whose events are all new."""
+
+    def grow(self, params: Any, cfg: Any, kept: Any, users: Users, most: int) -> PyTree:
+        """What `begin` of `users` gives, from what was kept of them when they had 0 to `most` of the events less."""
+
+    def state(self, kept: Any) -> PyTree:
+        """For `score`."""
+
+
+def _times(users: Users) -> jax.Array:
+    """[B, S + 1]: of the events, and `now` behind the last one."""
+    places, lengths = jnp.arange(users.rows.shape[1] + 1)[None], (users.rows >= 0).sum(axis=1)
+    return jnp.where(places < lengths[:, None], jnp.pad(users.times, ((0, 0), (0, 1))), users.now[:, None])
+
+
+def _latest(x: jax.Array, known: jax.Array, count: int, fill: int) -> jax.Array:
+    """[B, count] of x [B, S], from place known [B] on; `fill` behind the end."""
+    padded = jnp.pad(x, ((0, 0), (0, count)), constant_values=fill)
+    return jnp.take_along_axis(padded, known[:, None] + jnp.arange(count)[None], axis=1)
+
+
 class _Retriever:
     """SASRec, LRURec and HSTU: a vector for the user, and a product with each candidate's row."""
 
@@ -96,9 +125,7 @@ class _Retriever:
         lengths = (users.rows >= 0).sum(axis=1)
         times = None
         if retrievers.timed(cfg):
-            places = jnp.arange(users.rows.shape[1] + 1)[None]
-            padded = jnp.pad(users.times, ((0, 0), (0, 1)))
-            times = jnp.where(places < lengths[:, None], padded, users.now[:, None])
+            times = _times(users)
         hidden = retrievers.encode(params, cfg, users.rows, times)
         last = jnp.maximum(lengths - 1, 0)
         return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -109,6 +136,27 @@ class _Retriever:
         found = jnp.einsum("bmd,bd->bm", embed[rows], state)
         found = found if bias is None else found + bias[rows]
         return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
+
+
+class _GrowingHstu:
+    """Kept: what `read` gives, and the keys and values. The newest event is computed again, for its bias (MODEL-12)."""
+
+    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> tuple[jax.Array, hstu.History]:
+        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)
+
+    def grow(
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, hstu.History], users: Users, most: int
+    ) -> tuple[jax.Array, hstu.History]:
+        history = kept[1]
+        known = (history.rows >= 0).sum(axis=1)
+        times = _latest(_times(users), known, most + 1, 0)
+        grown: tuple[jax.Array, hstu.History] = hstu.append(
+            params, history, _latest(users.rows, known, most, -1), times, cfg=cfg
+        )
+        return grown
+
+    def state(self, kept: tuple[jax.Array, hstu.History]) -> jax.Array:
+        return kept[0]
 
 
 class _Stu:
@@ -131,6 +179,22 @@ class _Stu:
         rows = candidates.rows
         found: jax.Array = stu_ranker.score(params, state, rows, cfg=cfg, micro_batch=rows.shape[1])
         return found
+
+
+class _GrowingStu:
+    def begin(self, params: Any, cfg: StuRankerConfig, users: Users) -> stu_ranker.User:
+        return _Stu().read(params, cfg, users)
+
+    def grow(
+        self, params: Any, cfg: StuRankerConfig, kept: stu_ranker.User, users: Users, most: int
+    ) -> stu_ranker.User:
+        given = (users.rows, -1), (users.actions, 0), (users.times, 0)
+        events = stu_ranker.Events(*(_latest(x, kept.ends, most, fill) for x, fill in given))
+        grown: stu_ranker.User = stu_ranker.append(params, kept, events, users.now, cfg=cfg)
+        return grown
+
+    def state(self, kept: stu_ranker.User) -> stu_ranker.User:
+        return kept
 
 
 class _Climber:
@@ -171,6 +235,16 @@ MODELS = tuple(_TYPES)
 def ranker(cfg: RankerConfig) -> Ranker:
     """The functions of the model that a config describes."""
     return _RANKERS[type(cfg)]
+
+
+def growing(cfg: RankerConfig) -> Growing:
+    """How a ranker's users take further events. Raises HistoryIsWhole where they cannot (MODEL-14)."""
+    if isinstance(cfg, HstuConfig):
+        return _GrowingHstu()
+    if isinstance(cfg, StuRankerConfig):
+        stu_ranker.refuse_growth(cfg)
+        return _GrowingStu()
+    raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this ranker's are computed whole")
 
 
 def save(

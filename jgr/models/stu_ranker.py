@@ -307,20 +307,16 @@ def extend(
     ends = user.ends + (events.rows >= 0).sum(axis=1)
     if ends.size and int(ends.max()) > cfg.max_items:
         raise WindowSlides(f"{int(ends.max())} events, the window holds {cfg.max_items}: it would slide")
-    extended: User = _extend(params, user, events, ends, now, cfg=cfg)
+    extended: User = append(params, user, events, now, cfg=cfg)
     return extended
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _extend(
-    params: StuRankerParams,
-    user: User,
-    events: Events,
-    ends: jax.Array,
-    now: jax.Array,
-    *,
-    cfg: StuRankerConfig,
+def append(
+    params: StuRankerParams, user: User, events: Events, now: jax.Array, *, cfg: StuRankerConfig
 ) -> User:
+    """`extend`, for programs: the caller has seen to it that nothing is refused and no window slides."""
+    ends = user.ends + (events.rows >= 0).sum(axis=1)
     batch, count = events.rows.shape
     tokens = stu.describe(cfg.stack, ends, ends, user.ends, count)
     x = _events(params, cfg, events)

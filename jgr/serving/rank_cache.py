@@ -3,8 +3,9 @@
 
 The one idea: a user's state has the same shapes whoever the user is, so it is so many words on so many pages, and a
 block (`rank_inputs`) says all that it depends on. An entry's content is the block: another history, time, context or
-scenario is other content, which finds the entry stale and frees it. Entries belong to an engine, so another model or
-catalog never finds them.
+scenario is other content, which finds the entry stale and frees it; where users can grow, what is new is computed from
+it first, to other pages, since who reads the old ones is not to see more events. Entries belong to an engine, so
+another model or catalog never finds them.
 
 `StatePool` owns the array, and is the only one who dispatches programs that read or write it: in turn, under a lock
 that is held for a dispatch and never for the device. A program that writes is given the array for good (donation). One
@@ -17,7 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,11 +142,33 @@ class StatePool:
         return list(self._layout.unpack(words).values())
 
 
-class UserCache:
-    """Which users' states are in a pool. block_bytes: of a user's block. All calls are made on the event loop."""
+class Before(NamedTuple):
+    """A pinned entry from which a user's state can be computed, and by how many events that has grown."""
 
-    def __init__(self, pool: StatePool, block_bytes: int) -> None:
-        self._pool = pool
+    entry: Entry
+    place: Stored
+    events: int
+
+
+class Found(NamedTuple):
+    """A pinned entry, where its state is or is to be put, and what it may be computed from. `UserCache.end` it."""
+
+    entry: Entry
+    place: Stored
+    before: Before | None = None
+
+
+class UserCache:
+    """Which users' states are in a pool. All calls are made on the event loop.
+
+    block_bytes: of a user's block. growth: (old block, new block) -> by how many events the user grew, where the state
+    can be computed from the old one's, else None.
+    """
+
+    def __init__(
+        self, pool: StatePool, block_bytes: int, growth: Callable[[UInt8, UInt8], int | None] | None = None
+    ) -> None:
+        self._pool, self._growth = pool, growth
         self._generation = pool.generation
         words = block_bytes // 4
         cell = -(-words // pool.pages_per_user)
@@ -151,23 +176,31 @@ class UserCache:
         self.meta = CacheMeta(Pages(pool.pages, 1, SPLITS), cell)
         self.meta.set_limit("item", 0)
 
-    def find(self, user: str, block: UInt8) -> tuple[Entry, Stored] | None:
-        """A pinned entry, and where its state is or is to be put; `end` it. None: it is being written, or no room."""
+    def find(self, user: str, block: UInt8) -> Found | None:
+        """None: it is being written, or there is no room."""
         self._forget_lost()
         content = np.zeros(self._content_words, np.int32)
         words = block.view(np.int32)
         content[: len(words)] = words
         name, named = Name("user", user, PLACE), Content(content)
+        before = self._before(name, block)
         entry = self.meta.find(name, named)
-        new = entry is None
         if entry is not None:
             self.meta.hold(entry)
-        else:
-            entry = self.meta.extend(name, named)
-        return None if entry is None else (entry, Stored(entry.cells, self._generation, new))
+            return Found(entry, Stored(entry.cells, self._generation, new=False))
+        entry = self.meta.extend(name, named)
+        if entry is None:
+            if before is not None:
+                self.meta.release(before.entry)
+            return None
+        entry.note = block
+        return Found(entry, Stored(entry.cells, self._generation, new=True), before)
 
-    def end(self, entry: Entry, place: Stored, kept: bool) -> None:
-        """Nobody reads or writes the entry for this place any more. kept: what was new is there."""
+    def end(self, found: Found, kept: bool) -> None:
+        """Nobody reads or writes what was found any more. kept: what was new is there."""
+        entry, place, before = found
+        if before is not None:
+            self.meta.release(before.entry)
         if place.new:
             if kept and place.generation == self._pool.generation:
                 self.meta.written(entry)
@@ -175,6 +208,18 @@ class UserCache:
                 self.meta.failed(entry)
         self.meta.release(entry)
         self._forget_lost()
+
+    def _before(self, name: Name, block: UInt8) -> Before | None:
+        """The user's entry, pinned and not to be found any more, where the user grew since."""
+        old = None if self._growth is None else self.meta.whatever(name)
+        if old is None or self._growth is None or (old.note == block).all():
+            return None
+        events = self._growth(old.note, block)
+        if events is None:
+            return None
+        self.meta.hold(old)
+        self.meta.drop(name)
+        return Before(old, Stored(old.cells, self._generation, new=False), events)
 
     def forget(self, user: str) -> int:
         """Drop a user's entry; how many there were."""

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
 
-from jgr.cache.entries import Entry
 from jgr.cache.meta import CacheMeta
 from jgr.catalog import Catalog
 from jgr.config import Config
@@ -33,7 +32,7 @@ from jgr.serving.engines import Rebuild
 from jgr.serving.metrics import Metrics
 from jgr.serving.policies.batching import Rejected
 from jgr.serving.policies.orchestration import Job, Orchestrator, Start
-from jgr.serving.rank_cache import Stored, UserCache
+from jgr.serving.rank_cache import Found, UserCache
 from jgr.serving.rank_executors import PartExecutors, PartWork, Ran, Read, ReadWork
 from jgr.serving.rank_translation import RankTask, RankTranslator
 from jgr.serving.translation import user_entry
@@ -58,14 +57,6 @@ class Ticket(BaseTicket):
     kept: bool = False
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A run that reads or writes a user's entry."""
-
-    entry: Entry
-    place: Stored
-
-
 @dataclass(eq=False)
 class RankEngine(Driver[Ticket]):
     """Serves one ranker over one catalog; see jgr.serving.engines.AnyEngine.
@@ -88,7 +79,7 @@ class RankEngine(Driver[Ticket]):
     def __post_init__(self) -> None:
         super().__init__(self.metrics, self.clock, self.config.server.default_deadline_ms)
         self._orchestrator = self._new_orchestrator()
-        self._readings: dict[int, Reading] = {}
+        self._readings: dict[int, Found] = {}
         self._closing: threading.Thread | None = None
 
     @property
@@ -163,9 +154,9 @@ class RankEngine(Driver[Ticket]):
         assert not any(t.answer.done() for t in self._tickets.values()), "an answered ticket is kept"
         if self.cache is not None:
             self.cache.meta.check()
-            assert self.cache.meta.pinned == len({id(r.entry) for r in self._readings.values()}), (
-                "an entry is pinned by no run"
-            )
+            read = {found.entry for found in self._readings.values()}
+            read |= {found.before.entry for found in self._readings.values() if found.before is not None}
+            assert self.cache.meta.pinned == len(read), "an entry is pinned by no run"
 
     def _new_orchestrator(self) -> Orchestrator:
         return Orchestrator(
@@ -214,18 +205,18 @@ class RankEngine(Driver[Ticket]):
         found = None if self.cache is None else self.cache.find(task.user, task.block)
         if found is None:
             return ReadWork(task.block)
-        self._readings[start.run] = Reading(*found)
-        return ReadWork(task.block, found[1])
+        self._readings[start.run] = found
+        return ReadWork(task.block, found.place, None if found.before is None else found.before.place)
 
     def _finished(self, start: Start, ran: Ran) -> None:
         now_ns = self.clock()
-        reading = self._readings.pop(start.run, None)
-        if reading is not None and self.cache is not None:
-            self.cache.end(reading.entry, reading.place, ran.error is None and ran.value.kept)
+        found = self._readings.pop(start.run, None)
+        if found is not None and self.cache is not None:
+            self.cache.end(found, ran.error is None and ran.value.kept)
         committed = self._orchestrator.commit(start.run, now_ns, well=ran.error is None)
         ticket = None if committed.job is None else self._tickets[committed.job]
         if ticket is not None and ran.error is None:
-            self._note(ticket, start, ran, now_ns)
+            self._note(ticket, start, ran, now_ns, found)
         self._pump()
         if ran.error is not None:
             self._fail([] if ticket is None else [start.job], ran.error)
@@ -235,14 +226,17 @@ class RankEngine(Driver[Ticket]):
             self._answer(ticket)
         self._check_drained()
 
-    def _note(self, ticket: Ticket, start: Start, ran: Ran, now_ns: int) -> None:
+    def _note(self, ticket: Ticket, start: Start, ran: Ran, now_ns: int, found: Found | None) -> None:
         """What came of a run is the request's."""
         if isinstance(ran.value, Read):
             ticket.user, ticket.kept = ran.value.state, ran.value.kept
             ticket.ready_ns = now_ns
-            if ran.value.cached:
-                usage = ticket.task.usage
-                usage.cached_tokens, usage.computed_tokens = usage.prompt_tokens, 0
+            usage = ticket.task.usage
+            if ran.value.cached == "all":
+                usage.computed_tokens = 0
+            elif ran.value.cached == "before" and found is not None and found.before is not None:
+                usage.computed_tokens = found.before.events
+            usage.cached_tokens = usage.prompt_tokens - usage.computed_tokens
         else:
             ticket.scores[start.first : start.first + start.count] = ran.value
         ticket.ended_ns = ran.end_ns

@@ -8,7 +8,8 @@ good (donation); inputs to the staging buffer: after warm-up a run allocates not
 
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
 published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13).
-`cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there.
+`cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
+is there of the user when the history was shorter.
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -32,7 +33,7 @@ from jgr.features import numa
 from jgr.features.packed import Layout, Staging
 from jgr.features.schema import Schema
 from jgr.models.params import PyTree
-from jgr.models.rankers import Needs, RankerConfig, ranker
+from jgr.models.rankers import Needs, RankerConfig, growing, ranker
 from jgr.serving.compilation import preparing
 from jgr.serving.policies.orchestration import READS
 from jgr.serving.rank_cache import StatePool, Stored
@@ -53,10 +54,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ReadWork:
-    """A user's part. block: see rank_inputs. place: where it is in the pool, or is to be kept; None: nowhere."""
+    """A user's part. block: see rank_inputs. place: where it is in the pool, or is to be kept; None: nowhere.
+
+    before: where that of the user with fewer events is.
+    """
 
     block: UInt8
     place: Stored | None = None
+    before: Stored | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +77,10 @@ class PartWork:
 
 
 class Read(NamedTuple):
-    """A user's part on the device. cached: it came from the pool. kept: it is there now."""
+    """A user's part on the device. cached: it came from the pool, or some of it. kept: it is there now."""
 
     state: PyTree
-    cached: bool
+    cached: Literal["all", "before", "nothing"]
     kept: bool
 
 
@@ -120,11 +125,18 @@ class PartExecutors(Protocol):
 class Programs:
     """The compiled programs of a ranker, for any number of executors; made by `compile`.
 
-    sizes: ascending. schema: of the features' records; None: the model reads none.
+    sizes: ascending. schema: of the features' records; None: the model reads none. growth: events by which a kept user
+    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot.
     """
 
     def __init__(
-        self, cfg: RankerConfig, params: PyTree, sizes: Sequence[int], share: Share, schema: Schema | None
+        self,
+        cfg: RankerConfig,
+        params: PyTree,
+        sizes: Sequence[int],
+        share: Share,
+        schema: Schema | None,
+        growth: int = 0,
     ) -> None:
         self._model, self._cfg, self.params = ranker(cfg), cfg, params
         self.needs: Needs = self._model.needs(cfg)
@@ -133,9 +145,11 @@ class Programs:
         block = self.user if share == "part" else None
         self.layouts: dict[int, Layout] = {} if block else {READS: self.user}
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
+        self.growth, self._growing = growth, growing(cfg) if growth else None
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
-        self.state: PyTree = jax.eval_shape(self._read, words, params)
+        self.kept: PyTree = jax.eval_shape(self._read, words, params)
         self._compiled: dict[int, jax.stages.Compiled] = {}
+        self._grow: jax.stages.Compiled
 
     @property
     def to_compile(self) -> int:
@@ -143,8 +157,17 @@ class Programs:
         return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> jax.stages.Compiled:
-        """program(words, params[, state], out) -> scores [1, m, P]; of READS: program(words, params) -> state."""
+        """program(words, params[, state], out) -> scores [1, m, P]; of READS: program(words, params) -> kept."""
         return self._compiled[size]
+
+    @property
+    def grow(self) -> jax.stages.Compiled:
+        """grow(words, params, kept) -> kept; where there is growth, compiled with READS."""
+        return self._grow
+
+    def state(self, kept: PyTree) -> PyTree:
+        """What parts are given of what is kept of a user, on the device or as shapes."""
+        return kept if self._growing is None else self._growing.state(kept)
 
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
         """[count] records of items whose features are not there; None where the model reads none."""
@@ -162,16 +185,25 @@ class Programs:
         words = Staging(self.layouts[size]).example
         if size == READS:
             program = jax.jit(self._read).lower(words, self.params).compile()
+            if self._growing is not None:
+                self._grow = jax.jit(self._grown).lower(words, self.params, self.kept).compile()
         else:
             out = jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
             call = jax.jit(partial(self._score, self.layouts[size]), donate_argnums=3, keep_unused=True)
-            state = None if self.share == "part" else self.state
+            state = None if self.share == "part" else self.state(self.kept)
             program = call.lower(words, self.params, state, out).compile()
         self._compiled[size] = program
         return program
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
-        return self._model.read(params, self._cfg, read_users(self.user, self.needs, words))
+        users = read_users(self.user, self.needs, words)
+        model = self._model.read if self._growing is None else self._growing.begin
+        return model(params, self._cfg, users)
+
+    def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        assert self._growing is not None
+        users = read_users(self.user, self.needs, words)
+        return self._growing.grow(params, self._cfg, kept, users, self.growth)
 
     def _score(
         self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
@@ -205,17 +237,23 @@ class Executor:
             raise
 
     def _read(self, work: ReadWork) -> Read:
-        place, pool = work.place, self._pool
-        if place is not None and pool is not None and not place.new:
-            state = pool.load(place)
-            if state is not None:
-                return Read(state, True, True)
-        views, given = self._staging.views(), self._programs.user.views(work.block)
+        place, pool, programs = work.place, self._pool, self._programs
+        found = None
+        if pool is not None and place is not None:
+            at = work.before if place.new else place
+            found = None if at is None else pool.load(at)
+            if found is not None and not place.new:
+                return Read(programs.state(found), "all", True)
+        views, given = self._staging.views(), programs.user.views(work.block)
         for name, view in views.items():
             view[:] = given[name]
-        state = self._staging.run(self._programs[READS], self._programs.params)
-        kept = place is not None and pool is not None and place.new and pool.store(state, place)
-        return Read(jax.block_until_ready(state), False, kept)
+        if found is None:
+            kept = self._staging.run(programs[READS], programs.params)
+        else:
+            kept = self._staging.run(programs.grow, programs.params, found)
+        stored = place is not None and pool is not None and place.new and pool.store(kept, place)
+        cached: Literal["before", "nothing"] = "nothing" if found is None else "before"
+        return Read(jax.block_until_ready(programs.state(kept)), cached, stored)
 
     def _score(self, work: PartWork) -> Float32:
         count, programs, state = len(work.rows), self._programs, None

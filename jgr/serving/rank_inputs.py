@@ -58,6 +58,16 @@ def new_block(layout: Layout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
     return block, views
 
 
+def grown_by(layout: Layout, most: int, old: UInt8, new: UInt8) -> int | None:
+    """By how many events a user's block grew, 0 where only `now` is another; None: more, or anything else changed."""
+    before, after = layout.views(old), layout.views(new)
+    known, count = (int((views["rows"] >= 0).sum()) for views in (before, after))
+    history = [name for name in ("rows", "actions", "times") if name in before]
+    same = all((before[name][:known] == after[name][:known]).all() for name in history)
+    rest = all((before[name] == after[name]).all() for name in before.keys() - {*history, "now"})
+    return count - known if 0 <= count - known <= most and same and rest else None
+
+
 def read_users(layout: Layout, needs: Needs, words: jax.Array) -> Users:
     """One user, [1, ...] each, from the words of a block; what the model does not read is zeros."""
     given = layout.unpack(words)

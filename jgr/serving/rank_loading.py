@@ -25,6 +25,7 @@ from jgr.models import rankers, retrievers
 from jgr.models.params import PyTree
 from jgr.models.rankers import RankerConfig
 from jgr.models.retrievers import items_digest
+from jgr.models.stu_ranker import HistoryIsWhole
 from jgr.serving.compilation import preparing
 from jgr.serving.engines import AnyEngine, Rebuild
 from jgr.serving.loading import counting_metrics, load_engine, open_folder, read_catalog
@@ -34,6 +35,7 @@ from jgr.serving.policies.orchestration import READS
 from jgr.serving.rank_cache import StatePool, UserCache
 from jgr.serving.rank_engine import RankEngine
 from jgr.serving.rank_executors import Programs, RankExecutors
+from jgr.serving.rank_inputs import grown_by
 from jgr.serving.rank_translation import RankTranslator
 
 _log = logging.getLogger(__name__)
@@ -96,11 +98,17 @@ def make_rank_engine(
     if like is not None and like.programs.schema == schema:
         programs = like.programs
     else:
-        programs = Programs(model.cfg, model.params, settings.sizes, settings.share_user, schema)
+        try:
+            programs = Programs(
+                model.cfg, model.params, settings.sizes, settings.share_user, schema, settings.growth
+            )
+        except HistoryIsWhole as error:
+            raise ConfigError(f"executors.growth: {error}") from None
     pool = cache = None
     if settings.share_user == "cache":
-        pool = StatePool(programs.state, config.cache.device_mb, None if like is None else like.pool)
-        cache = UserCache(pool, programs.user.size)
+        pool = StatePool(programs.kept, config.cache.device_mb, None if like is None else like.pool)
+        growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
+        cache = UserCache(pool, programs.user.size, growth)
     executors = RankExecutors(programs, settings.number, pool, bind=config.features.bind_threads)
     _log.info(
         "model %s@%s: %s of %d items, on %s; catalog %s; %d programs to compile",

@@ -134,16 +134,16 @@ def _raise(error: Exception, *given: Any) -> Any:
 
 def test_a_users_part_is_kept_and_fetched_and_computed_where_the_pool_was_lost() -> None:
     made = programs("cache")
-    pool = StatePool(made.state, 0.01)
+    pool = StatePool(made.kept, 0.01)
     reads = Executor(made, READS, pool)
     pages = np.arange(pool.pages_per_user, dtype=np.int32)
     written = reads.run(ReadWork(block(made), Stored(pages, 0, True)))
     found = reads.run(ReadWork(block(made, context=0), Stored(pages, 0, False)))  # its block is not looked at
     lost = reads.run(ReadWork(block(made, context=0), Stored(pages, 1, False)))
     assert [(r.cached, r.kept) for r in (written, found, lost)] == [
-        (False, True),
-        (True, True),
-        (False, False),
+        ("nothing", True),
+        ("all", True),
+        ("nothing", False),
     ]
     assert [int(r.state["sum"][0]) for r in (written, found, lost)] == [303, 303, 3]
 
