@@ -78,7 +78,10 @@ def _serve(values: flags.FlagValues) -> None:
     print("\n".join(_lines(report)))
     print(json.dumps(report))
     if "200" not in report["answered"]:
-        raise UserError("no request was answered 200: try one by hand, the server's answer says why")
+        raise UserError(
+            "no request was answered 200: try one by hand, the server's answer says why "
+            "(a model that reads times is asked by a --trace)"
+        )
 
 
 def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:

@@ -276,6 +276,8 @@ def _feedback(
     from jgr.evaluation import feedback
     from jgr.models import rankers
 
+    if not config.model.path:
+        raise UserError("--feedback: set model.path, whose config says what the model reads")
     cfg = rankers.load_config(Path(config.model.path))
     needs = rankers.ranker(cfg).needs(cfg)
     found, model = requests(dataset.interactions, examples), config.model.name

@@ -49,6 +49,11 @@ def main(argv: Sequence[str]) -> None:
     prepared = load_prepared(flags.FLAGS.data)
     ids, metadata = prepared.item_ids, prepared.metadata
     schema = Schema.parse(config.schema) if config.schema else extraction.derive(metadata)
+    known = {name for fields in metadata for name in fields}
+    if unknown := sorted({feature.name for feature in schema.features} - known):
+        raise UserError(
+            f"features.schema: no item has {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        )
     records = extraction.extract(schema, ids, metadata)
     store = open_store(config.store, config.timeout_ms / 1e3, create=True)
     before = store.schema()

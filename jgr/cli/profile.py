@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr profile`: where a model's time goes, by stage and by operation, over real requests.
+"""`jgr profile`: where a generator's time goes, by stage and by operation, over real requests.
 
 Requests are the histories of the configured dataset, or the lines of --requests. The engine is that of `jgr serve`,
 warmed up before the trace. The last line of stdout is the profile as one JSON document.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jgr.serving.api import Request
     from jgr.serving.profiling import Summary
 
-HELP = "show where a model's time goes, by stage and by operation"
+HELP = "show where a generator's time goes, by stage and by operation"
 
 
 def define_flags() -> None:
@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
     config = console.load(flags.FLAGS)
     values = flags.FLAGS
+    _refuse_ranker(config)
     if values.costs:
         return _costs(config, Path(values.costs))
     from jgr.serving import profiling
@@ -60,6 +61,16 @@ def main(argv: Sequence[str]) -> int:
     print(_table(summary, len(requests), values.top))
     print(json.dumps(_report(summary, len(requests), values.concurrency, values.top)))
     return 0
+
+
+def _refuse_ranker(config: Config) -> None:
+    """UserError for a model whose requests run in other programs than are traced here."""
+    from jgr.serving.rank_loading import is_ranker
+
+    if config.model.path and is_ranker(Path(config.model.path)):
+        raise UserError(
+            "jgr profile takes generators; a ranker's times are in timing_ms of its answers and in /metrics"
+        )
 
 
 def _costs(config: Config, path: Path) -> int:

@@ -25,6 +25,8 @@ class SqliteStore:
         self._path, self._timeout_s = Path(path), timeout_s
         if not create and not self._path.is_file():
             raise StoreError(f"{path}: there is no such feature store; run jgr features load")
+        # A thread that connects later must not make an empty file where this one was.
+        self._uri = f"{self._path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         # A connection belongs to one thread.
         self._connections: list[sqlite3.Connection] = []
         self._mine = threading.local()
@@ -80,7 +82,7 @@ class SqliteStore:
         mine: sqlite3.Connection | None = getattr(self._mine, "connection", None)
         if mine is None:
             # check_same_thread: `close` closes the connections of all threads.
-            mine = sqlite3.connect(self._path, timeout=self._timeout_s, check_same_thread=False)
+            mine = sqlite3.connect(self._uri, timeout=self._timeout_s, check_same_thread=False, uri=True)
             self._mine.connection = mine
             with self._lock:
                 self._connections.append(mine)

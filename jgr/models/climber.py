@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgr.config import UserError
 from jgr.models.climber_layers import Build, all_layers, candidate_layers, history_layers, layer_spec
 from jgr.models.hstu import BUCKETS, standard
 from jgr.models.params import Spec
@@ -298,12 +299,16 @@ def _asked(
     rows: jax.Array,
     features: Mapping[str, jax.Array],
 ) -> jax.Array:
-    """[N_b, B, m, D] of candidates. A feature of zeros adds nothing, nor does one that is not given."""
+    """[N_b, B, m, D] of candidates. A feature of zeros adds nothing, nor does one that is not given. UserError."""
     x = params.embed[jnp.maximum(rows, 0)] + question[:, None]
     for feature in cfg.features:
         if feature.name not in features:
             continue
         given, table = features[feature.name], params.features[feature.name]
+        if feature.rows and not jnp.issubdtype(given.dtype, jnp.integer):
+            raise UserError(
+                f"features: the model reads {feature.name} as categories, whole numbers, and is given {given.dtype}"
+            )
         if feature.rows:
             found = jnp.where((given > 0)[..., None], table[given % feature.rows], 0)
             x = x + found.sum(axis=2)

@@ -191,7 +191,8 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 Request = RecommendRequest | RankRequest
 
 
-class Item(Struct, kw_only=True):
+# Thousands in an answer would set off the garbage collector, on the event loop; they are in no cycle.
+class Item(Struct, kw_only=True, gc=False):
     """One recommended or ranked item."""
 
     item_id: Annotated[str, Meta(description="The catalog's id of the item.")]

@@ -70,8 +70,17 @@ def test_load(folder: Path, tmp_path: Path, kind: str) -> None:
             server.kill()
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named(tmp_path: Path, folder: Path) -> None:
     for argv, message in [
+        (
+            [
+                "load",
+                f"--data={folder}",
+                f"--feature_store={tmp_path / 'f'}",
+                "--set=features.schema=yaer:int8",
+            ],
+            "features.schema: no item has yaer; there are kind, title, year",
+        ),
         (["unload"], "there is no 'jgr features unload'; there is load"),
         (["load"], "--data: name the folder"),
         (["load", "--data=x"], "--feature_store: name a store"),

@@ -58,6 +58,28 @@ def store(request: pytest.FixtureRequest, server: RedisProcess, tmp_path: Path) 
     opened.close()
 
 
+def test_a_file_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "a ? # %20.sqlite"
+    filled = open_store(str(path), PATIENCE_S, create=True)
+    filled.put_many(ITEMS[:300], RECORDS)
+    filled.close()
+    opened = open_store(str(path), PATIENCE_S)
+    assert opened.get_many(ITEMS[299:]) == [RECORDS[299], None]
+    path.unlink()
+    failed: list[object] = []
+
+    def ask() -> None:
+        with pytest.raises(StoreError) as refused:
+            opened.get_many(ITEMS[:1])
+        failed.append(refused.value)
+
+    thread = threading.Thread(target=ask)  # with a connection of its own
+    thread.start()
+    thread.join()
+    opened.close()
+    assert failed and not path.exists()
+
+
 def test_stores_give_back_what_was_put(store: FeatureStore) -> None:
     assert store.schema() is None
     store.set_schema("x:int8")

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jgr.config import UserError
 from jgr.models import climber, climber_costs, rankers
 from jgr.models.climber import BASE, LONG, ClimberConfig, ClimberParams, Events, Feature
 from jgr.models.climber_layers import Build
@@ -194,6 +195,11 @@ def test_features_that_are_not_given_add_nothing() -> None:
     np.testing.assert_allclose(scores(CFG, features={})[3, 0], scores_by_hand(CFG, 3, 0, False), atol=2e-6)
     zeros = {name: np.zeros_like(x) for name, x in FEATURES.items()}
     np.testing.assert_allclose(scores(CFG, features=zeros), scores(CFG, features={}), atol=2e-6)
+
+
+def test_categories_that_are_no_whole_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="reads genre as categories, whole numbers, and is given float32"):
+        scores(CFG, features=FEATURES | {"genre": FEATURES["genre"].astype(np.float32)})
 
 
 def test_scores_depend_on_no_split_order_company_or_padding() -> None:

@@ -255,7 +255,7 @@ class Orchestrator:
             *_, first, count, job_id = place
             entry = self._live[job_id]
             entry.waiting.remove((size, place))
-            self._waiting[size].remove(place)
+            self._leave(size, place)
             if entry.state == "queued":
                 self._move(entry, "start")
             start = Start(self._started, job_id, self._idle[executor_size].popleft(), first, count)
@@ -352,6 +352,11 @@ class Orchestrator:
         entry.waiting.append((size, place))
         bisect.insort(self._waiting[size], place)
 
+    def _leave(self, size: int, place: Place) -> None:
+        """A search from the front would take seconds of the event loop where many long requests wait."""
+        places = self._waiting[size]
+        del places[bisect.bisect_left(places, place)]
+
     def _move(self, entry: _Live, event: Event) -> None:
         """The only place where a job changes state: table, queues and counters change together."""
         before, entry.state = entry.state, advance(entry.state, event)
@@ -361,9 +366,9 @@ class Orchestrator:
         job = entry.job
         del self._live[job.id]
         for size, place in entry.waiting:
-            self._waiting[size].remove(place)
+            self._leave(size, place)
         if job.deadline_ns is not None:
-            self._deadlines.remove((job.deadline_ns, job.id))
+            del self._deadlines[bisect.bisect_left(self._deadlines, (job.deadline_ns, job.id))]
 
     def _advance_clock(self, now_ns: int) -> None:
         if self._now_ns is not None and now_ns < self._now_ns:

@@ -185,6 +185,28 @@ def test_what_is_late_or_cancelled_frees_its_executor_when_it_comes_back() -> No
     assert o.commit(2, 13) == Committed(4, "expired")
 
 
+class Compared(int):
+    """Counts how often such numbers are compared."""
+
+    count = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.count += 1
+        return int.__eq__(self, other)
+
+    __hash__ = int.__hash__
+
+
+def test_who_leaves_a_long_queue_is_not_looked_for_from_its_front() -> None:
+    """200 requests of 25 parts: searched one by one, those of the last are compared 125 000 times."""
+    o = orchestrator(max_queue=300)
+    submit(o, *(job(i, 200, deadline=Compared(1000 + i)) for i in range(200)))
+    Compared.count = 0
+    assert o.cancel(199, 0)
+    assert Compared.count < 25 * 40
+    o.check()
+
+
 def test_the_queue_is_bounded_and_a_drain_refuses() -> None:
     o = submit(orchestrator((4,), max_queue=2), job(1), job(2))
     assert o.submit(job(3), 0) == Rejected("queue_full")
