@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,10 +46,11 @@ class Comparison(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Largest absolute difference; infinite where shapes differ."""
+        """Largest absolute difference; infinite where shapes differ or a difference is not a number."""
         if self.got.shape != self.want.shape:
             return float("inf")
-        return float(np.abs(self.got.astype(np.float64) - self.want).max(initial=0.0))
+        worst = float(np.abs(self.got.astype(np.float64) - self.want).max(initial=0.0))
+        return float("inf") if np.isnan(worst) else worst
 
 
 def comparisons(family: str, files: Sequence[str] = FILES) -> Iterator[Comparison]:
@@ -222,16 +223,16 @@ def _unconstrained_tables(
     )
 
 
-def main() -> int:
+def show(compared: Iterable[tuple[str, Comparison]]) -> int:
+    """Print the largest error of every array, each with the name of its model; 0, the exit code."""
     worst = 0.0
     print("| model | file | array | largest error |\n|---|---|---|---|")
-    for family in FAMILIES:
-        for c in comparisons(family):
-            worst = max(worst, c.error)
-            print(f"| {family} | {c.file} | {c.array} | {'equal' if c.error == 0 else f'{c.error:.1e}'} |")
+    for model, c in compared:
+        worst = max(worst, c.error)
+        print(f"| {model} | {c.file} | {c.array} | {'equal' if c.error == 0 else f'{c.error:.1e}'} |")
     print(f"\nlargest of all: {worst:.1e}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(show((family, c) for family in FAMILIES for c in comparisons(family)))

@@ -38,6 +38,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("history_length", 50, "items; drawn from the catalog of catalog.path", lower_bound=1)
     flags.DEFINE_integer("candidates", 100, "items to rank", lower_bound=1)
     flags.DEFINE_integer("top_k", 10, "items wanted", lower_bound=1)
+    flags.DEFINE_bool("timed", False, "histories have times, for models that read them")
     flags.DEFINE_integer("seed", 0, "of arrivals, histories and candidates", lower_bound=0)
     flags.DEFINE_float("slo_ms", 100.0, "answers within this time count as goodput", lower_bound=0.0)
 
@@ -80,7 +81,7 @@ def _serve(values: flags.FlagValues) -> None:
     if "200" not in report["answered"]:
         raise UserError(
             "no request was answered 200: try one by hand, the server's answer says why "
-            "(a model that reads times is asked by a --trace)"
+            "(a model that reads times wants --timed; one that reads more, a --trace)"
         )
 
 
@@ -114,6 +115,7 @@ def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
         candidates=values.candidates,
         top_k=values.top_k,
         rng=rng,
+        timed=values.timed,
     )
     return load.schedule(load.arrival_times(values.arrivals, values.rate, duration_s, rng), requests, rng)
 
@@ -122,7 +124,7 @@ def _describe(values: flags.FlagValues) -> dict[str, Any]:
     """The flags that made the load."""
     if values.trace:
         return {"trace": values.trace, "duration_s": values.duration}
-    names = ("kind", "arrivals", "rate", "history_length", "candidates", "top_k", "seed")
+    names = ("kind", "arrivals", "rate", "history_length", "candidates", "top_k", "timed", "seed")
     return {name: getattr(values, name) for name in names} | {
         "duration_s": DEFAULT_DURATION_S if values.duration is None else values.duration
     }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 
 from jgr.data.interactions import Ragged
 
@@ -86,19 +87,13 @@ def _distinct(sequences: Ragged, n_items: int) -> tuple[Int64, Int64]:
 def _co_occurrence(sequences: Ragged, n_items: int) -> tuple[Int64, Int64, Int64, Int64]:
     """Users of each item [n]; then a sparse matrix by rows: offsets [n + 1], columns, users of both items."""
     user, item = _distinct(sequences, n_items)
-    users_of = np.bincount(item, minlength=n_items)
-    sizes = np.bincount(user, minlength=len(sequences))
-    begin = np.cumsum(sizes) - sizes
-    cells, both = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    for entries in _bounded(sizes[user]):  # each entry meets every entry of its own user
-        mine = user[entries]
-        partner, entry = Ragged(np.zeros(0, np.int32), begin[mine], begin[mine] + sizes[mine]).positions()
-        left, right = item[entries][entry], item[partner]
-        new, times = np.unique((left * n_items + right)[left != right], return_counts=True)
-        cells, inverse = np.unique(np.concatenate([cells, new]), return_inverse=True)
-        both = np.bincount(inverse, np.concatenate([both, times]), minlength=len(cells)).astype(np.int64)
-    left, right = np.divmod(cells, n_items)
-    return users_of, np.searchsorted(left, np.arange(n_items + 1)), right, both
+    had = sparse.csr_array((np.ones(len(user), np.int64), (user, item)), shape=(len(sequences), n_items))
+    both = (had.T @ had).tocsr()
+    users_of = both.diagonal()
+    both.setdiag(0)
+    both.eliminate_zeros()
+    both.sort_indices()
+    return users_of, both.indptr.astype(np.int64), both.indices.astype(np.int64), both.data
 
 
 def _bounded(pairs: Int64) -> Iterator[slice]:

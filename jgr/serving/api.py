@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from jgr.catalog import MAX_NAME_CHARS
 
@@ -356,6 +356,16 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     timed: Annotated[
         bool, Meta(description="Whether a request must have history_times, which the model reads.")
     ] = False
+    tasks: Annotated[
+        list[str], Meta(description="What a ranker's scores are of; empty: of the item alone.")
+    ] = field(default_factory=list)
+    scenarios: Annotated[int, Meta(description="Numbers that scenario may have, from 0.")] = 1
+    context: Annotated[
+        dict[str, int], Meta(description="Slots that context may have, and how many values, from 0.")
+    ] = field(default_factory=dict)
+    action_bits: Annotated[
+        int, Meta(description="Bits that a number of history_actions may have; 0: actions are not read.")
+    ] = 0
     max_history: Annotated[int, Meta(description="Most items of a history.")]
     max_filter_items: Annotated[
         int, Meta(description="Most item ids of a request's filters, all lists together.")

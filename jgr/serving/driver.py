@@ -50,6 +50,9 @@ class Policy(Protocol):
     def queued(self) -> int: ...
 
     @property
+    def full(self) -> bool: ...
+
+    @property
     def in_flight(self) -> int: ...
 
     def cancel(self, job_id: int, now_ns: int) -> bool: ...
@@ -151,6 +154,8 @@ class Driver(ABC, Generic[T]):
         """When the request came in and its deadline, on the clock; RequestError where nothing is taken."""
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
+        if self._policy.full:
+            raise refusal("queue_full")  # before it is translated, which costs the loop milliseconds
         arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ms = request.deadline_ms or self._default_deadline_ms
         return arrival_ns, None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)

@@ -33,6 +33,8 @@ from jgr.serving.work import Progress
 
 N_USERS = 1000
 """Distinct requests of a schedule that is made from a rate; each stands for one user, who asks again and again."""
+FIRST_TIME_S = 1_700_000_000
+"""Of a history with times."""
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 26
 MAX_TRACE_MS = 24 * 3600 * 1000
@@ -85,8 +87,12 @@ def make_requests(
     candidates: int,
     top_k: int,
     rng: np.random.Generator,
+    timed: bool = False,
 ) -> list[Request]:
-    """One request for each of N_USERS users: a history drawn with repetition; for rank, distinct candidates."""
+    """One request for each of N_USERS users: a history drawn with repetition; for rank, distinct candidates.
+
+    timed: the history's items are an hour apart, and it is an hour after the last one.
+    """
     if kind == "rank" and candidates > len(item_ids):
         raise LoadError(f"{candidates} candidates were asked for; the catalog has {len(item_ids)} items")
     requests = []
@@ -101,6 +107,9 @@ def make_requests(
             fields["candidates"] = [
                 item_ids[row] for row in rng.choice(len(item_ids), candidates, replace=False)
             ]
+        if timed:
+            fields["history_times"] = [FIRST_TIME_S + 3600 * at for at in range(history_length)]
+            fields["time"] = FIRST_TIME_S + 3600 * history_length
         requests.append(Request(f"/v1/{kind}", msgspec.json.encode(fields)))
     return requests
 

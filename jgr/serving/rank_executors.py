@@ -302,7 +302,7 @@ class RankExecutors:
     @preparing()
     def _warm_up(self, progress: Progress) -> None:
         """Compile every size, make the executors with their buffers, run each, and time the sizes."""
-        programs, costs = self.programs, {}
+        programs, costs = self.programs, dict[int, float]()
         user: Any
         user, views = new_block(programs.user)
         views["rows"][:] = 0  # a full history: attention may skip what is not there
@@ -317,7 +317,9 @@ class RankExecutors:
                 user = reads[0].state
             else:
                 work = PartWork(np.zeros(size, np.int32), user, programs.default_records(size))
-                costs[size] = min(_seconds(executor, work) for executor in own)
+                seconds = min(_seconds(executor, work) for executor in own)
+                # No part is cheaper than a smaller one: where it was measured to be, that is noise.
+                costs[size] = max([seconds, *costs.values()])
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
         self.costs = costs
         _log.info("a part of so many candidates takes so many ms: %s", _shown(costs))

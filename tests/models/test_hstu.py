@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples, Interactions, Ragged
 from jgr.evaluation.candidates import retrieve
 from jgr.models import hstu, hstu_import, retrievers
-from jgr.models.hstu import HstuConfig, HstuLayer, HstuParams, WindowSlides
+from jgr.models.hstu import HstuConfig, HstuParams, WindowSlides
 from jgr.models.hstu_costs import Work, cost, of_history
 from jgr.models.params import CheckpointError, Spec
 from jgr.training.retriever import softmax_loss, train_retriever
 from jgr.training.windows import Windows
 from tests.training.test_trainer import rule_config, rule_dataset
+from tools.hstu_golden import ATOL, GOLDEN, golden, golden_config, next_times
+from tools.hstu_parity import FILES, comparisons, grown
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hstu"
-ATOL = 5e-5  # what the golden set states
-NAMES = {"uvqk": "uvqk", "o_weight": "out", "o_bias": "out_bias", "pos_w": "positions", "ts_w": "times"}
 KEY = jax.random.key(0)
 
 CFG = HstuConfig(
@@ -43,64 +43,35 @@ CFG = HstuConfig(
     items="v",
     bias="times",
 )
-blocks = jax.jit(hstu.blocks, static_argnames="cfg")
 encode = jax.jit(hstu.encode, static_argnames="cfg")
 
-
-def golden(name: str) -> dict[str, Any]:
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
-def golden_layers(z: dict[str, Any], layers: int) -> HstuLayer:
-    found = {ours: np.stack([z[f"layer{i}_{name}"] for i in range(layers)]) for name, ours in NAMES.items()}
-    for name in ("out_bias", "positions", "times"):
-        found[name] = found[name][:, None]
-    found["out"] = found["out"].transpose(0, 2, 1)
-    return HstuLayer(**found)
-
-
-def golden_config(z: dict[str, Any], n_items: int = 1) -> HstuConfig:
-    length = int(z["max_seq_len"])
-    return HstuConfig(
-        n_items=n_items, max_items=length, hidden=len(z["layer0_uvqk"]), layers=2, heads=int(z["num_heads"]),
-        qk_dim=int(z["attention_dim"]), v_dim=int(z["linear_dim"]), length=length, items="v",
-        bias="times" if "timestamps" in z else "none", concat_ua=bool(z.get("concat_ua", False)),
-        activated=bool(z.get("silu_uvqk", True)),
-    )  # fmt: skip
-
-
-def next_times(z: dict[str, Any]) -> np.ndarray | None:
-    """Seconds from each row's first event, and of the event after the last place: the last one's."""
-    if "timestamps" not in z:
-        return None
-    stamps = z["timestamps"]
-    extended = np.concatenate([stamps, stamps[:, -1:]], axis=1)
-    return (extended - extended[:, :1]).astype(np.int32)
-
-
-@pytest.mark.parametrize(
-    "name", ["research_stack", "research_stack_concat_ua", "research_stack_no_timestamps"]
+# Arrays that are fed to a model or that describe the others, and weights; all the rest must be reproduced.
+INPUTS = re.compile(
+    r"x|cached_x_old|delta_positions|past_ids|timestamps|q|k|v|delta_q|seq_embeddings|seq_offsets|lengths|num_targets"
+    r"|num_heads|attention_dim|linear_dim|num_buckets|eps|alpha|concat_ua|silu_uvqk|group_norm|delta_size"
+    r"|max_seq_len|contextual_seq_len|max_attn_len|min_full_attn_seq_len|variants|\w+_uses|\w+_max_seq_len"
+    r"|item_embedding|position_embedding|time_embedding"
+    r"|layer\d_(uvqk|o_weight|o_bias|pos_w|ts_w|uvqk_weight|uvqk_beta|(input|output)_norm_(weight|bias)|output_weight)"
 )
-def test_the_layers_are_those_of_the_authors(name: str) -> None:
-    z = golden(name)
-    cfg, layers, lengths = golden_config(z), golden_layers(z, 2), z["lengths"].astype(np.int32)
-    if cfg.bias == "none":
-        layers = dataclasses.replace(layers, positions=None, times=None)
-    real = np.arange(cfg.length) < lengths[:, None]
-    got = blocks(layers, cfg, z["x"], lengths, next_times(z))
-    np.testing.assert_allclose(got[real], z["y"][real], rtol=0, atol=ATOL)
 
 
-def test_the_retrieval_model_is_the_authors() -> None:
-    z = golden("research_full_model")
-    cfg = golden_config(z, 60)
-    weights = HstuParams(z["item_embedding"][1:], z["position_embedding"], golden_layers(z, 2))
-    rows, real = z["past_ids"].astype(np.int32) - 1, z["past_ids"] > 0
-    np.testing.assert_array_equal(real.sum(1), z["past_lengths"])
-    got = encode(weights, cfg, rows, times=next_times(z))
-    np.testing.assert_allclose(got[real], z["encoded"][real], rtol=0, atol=ATOL)
-    scores = retrievers.scores_after(weights, rows, next_times(z), cfg=cfg)
-    np.testing.assert_allclose(scores, z["item_scores"], rtol=0, atol=ATOL)
+def assert_reproduced(file: str) -> None:
+    """Every output array of one of the authors' files, and none twice."""
+    compared = list(comparisons(file))
+    for c in compared:
+        atol = 0 if c.want.dtype.kind in "iub" else ATOL
+        assert c.error <= atol, f"{file}: {c.array} is off by {c.error:.2g}"
+    names = [c.array for c in compared]
+    assert sorted(names) == sorted(name for name in golden(file) if not INPUTS.fullmatch(name))
+
+
+def test_every_file_of_the_authors_is_compared() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("research")])
+def test_layers_model_and_caches_are_those_of_the_authors(file: str) -> None:
+    assert_reproduced(file)
 
 
 def draw(cfg: HstuConfig) -> HstuParams:
@@ -116,21 +87,10 @@ def draw(cfg: HstuConfig) -> HstuParams:
 def test_a_delta_of_the_authors_is_a_history_that_grows_by_one() -> None:
     """Their cached run replaces the last row of each history; the rows before were computed for another time."""
     z = golden("research_stack")
-    cfg, at = golden_config(z, z["x"].shape[0] * z["x"].shape[1]), z["delta_positions"]
-    embed = z["x"].reshape(cfg.n_items, -1) / np.sqrt(cfg.hidden)
-    weights = HstuParams(embed, np.zeros((cfg.length, cfg.hidden), np.float32), golden_layers(z, 2))
-    rows = np.arange(cfg.n_items, dtype=np.int32).reshape(len(at), -1)
-    times, places = next_times(z), np.arange(cfg.length)
-    before = np.where(places < at[:, None], rows, -1)
-    asked = times + np.where(np.arange(cfg.length + 1) == at[:, None], 12_345, 0).astype(np.int32)
-    wrong, history = hstu.extend(weights, cfg, hstu.empty(cfg, len(at)), before, asked)
-    users = np.arange(len(at))
-    last = np.stack([times[users, at], times[users, at + 1]], axis=1)
-    got, _ = hstu.extend(weights, cfg, history, rows[users, at][:, None], last)
-    want = z["delta_y"][users, at]
-    np.testing.assert_allclose(z["y"][users, at], want, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(got, want / np.linalg.norm(want, axis=1, keepdims=True), rtol=0, atol=ATOL)
-    assert np.abs(np.asarray(wrong)[:-1] - got[:-1]).max() > 0.01
+    users, at = np.arange(len(z["lengths"])), z["delta_positions"]
+    np.testing.assert_allclose(z["y"][users, at], z["delta_y"][users, at], rtol=0, atol=ATOL)
+    before, after, _ = grown(z)  # the comparisons hold `after` against delta_y
+    assert np.abs(np.asarray(before)[:-1] - after[:-1]).max() > 0.01
 
 
 @pytest.mark.parametrize("bias", ["positions", "times"])

@@ -4,115 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.layouts import SINGLE_USER_MULTI_ITEM
-from jgr.models import hstu_import, stu, stu_ranker
+from jgr.models import hstu_import, stu_ranker
 from jgr.models.hstu import WindowSlides
 from jgr.models.hstu_costs import cost, of_candidates, of_history
 from jgr.models.params import CheckpointError, Spec
-from jgr.models.stu import StuConfig, StuLayer
+from jgr.models.stu import StuConfig
 from jgr.models.stu_ranker import Events, HistoryIsWhole, Mlp, StuRankerConfig, StuRankerParams
-from jgr.ops.segment_attention.visibility import prepare, visible
-
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hstu"
-ATOL = 5e-5  # what the golden set states
-STACKS = ("stu_stack", "stu_stack_contextual", "stu_stack_window")
-
-layers = jax.jit(stu.layers, static_argnames="cfg")
+from tests.models.test_hstu import assert_reproduced
+from tools.hstu_golden import golden, golden_stack
+from tools.hstu_parity import FILES
 
 
-def golden(name: str) -> dict[str, Any]:
-    return dict(np.load(GOLDEN / f"{name}.npz"))
-
-
-def golden_stack(z: dict[str, Any]) -> tuple[StuConfig, StuLayer]:
-    depth = sum(name.endswith("_uvqk_weight") for name in z)
-    cfg = StuConfig(
-        hidden=z["x"].shape[2], layers=depth, heads=int(z["num_heads"]), qk_dim=int(z["attention_dim"]),
-        v_dim=int(z["linear_dim"]), length=int(z["max_seq_len"]), contextual=int(z["contextual_seq_len"]),
-        max_attention=int(z["max_attn_len"]), group_norm=bool(z["group_norm"]),
-    )  # fmt: skip
-
-    def of(name: str) -> np.ndarray:
-        return np.stack([z[f"layer{i}_{name}"] for i in range(depth)])
-
-    def norm(name: str) -> np.ndarray:
-        return np.stack([of(f"{name}_weight") - 1, of(f"{name}_bias")], axis=1)
-
-    return cfg, StuLayer(
-        norm("input_norm"),
-        of("uvqk_weight"),
-        of("uvqk_beta")[:, None],
-        norm("output_norm"),
-        of("output_weight"),
-    )
-
-
-@pytest.mark.parametrize("name", STACKS)
-def test_the_stack_is_the_authors_whole_and_in_parts(name: str) -> None:
-    z = golden(name)
-    cfg, weights = golden_stack(z)
-    lengths, targets = (z[key].astype(np.int32) for key in ("lengths", "num_targets"))
-    history, delta = lengths - targets, int(z["delta_size"])
-    real = np.arange(cfg.length) < lengths[:, None]
-    whole, _ = layers(weights, cfg, z["x"], stu.describe(cfg, history, lengths, 0, cfg.length), history)
-    np.testing.assert_allclose(whole[real], z["y"][real], rtol=0, atol=ATOL)
-
-    before = lengths - delta
-    cached = np.arange(cfg.length) < before[:, None]
-    first, past = layers(weights, cfg, z["x"], stu.describe(cfg, history, before, 0, cfg.length), history)
-    np.testing.assert_allclose(first[cached], z["prefill_y"][cached], rtol=0, atol=ATOL)
-    for i in range(cfg.layers):
-        for got, key in ((past.k, "k_cache"), (past.v, "v_cache")):
-            ours = np.asarray(got[i]).transpose(0, 2, 1, 3)
-            np.testing.assert_allclose(ours[cached], z[f"layer{i}_{key}"][cached], rtol=0, atol=ATOL)
-    at = before[:, None] + np.arange(delta)
-    x = np.take_along_axis(z["x"], at[..., None], axis=1)
-    rest, _ = layers(weights, cfg, x, stu.describe(cfg, history, lengths, before, delta), history, past)
-    np.testing.assert_allclose(rest, z["delta_y"], rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("variant", np.load(GOLDEN / "attention_op.npz")["variants"].tolist())
-def test_rows_see_what_the_authors_masks_say(variant: str) -> None:
-    z = golden("attention_op")
-    targets, window, context, full = z[f"{variant}_uses"].tolist()
-    cfg = StuConfig(4, 1, 1, 4, 4, 24, contextual=context, max_attention=window, full_rows=full)
-    want = z[f"{variant}_mask"]
-    lengths, rows = z["lengths"].astype(np.int32), want.shape[1]
-    history = lengths - z["num_targets"].astype(np.int32) * targets
-    tokens = stu.describe(cfg, history, lengths, 0, rows)
-    queries, (source,) = prepare(
-        np.zeros((5, 1, rows, 4)), np.zeros((5, 1, rows, 4)), rows, tokens, SINGLE_USER_MULTI_ITEM, None, None,
-        stu.window(cfg, tokens, history), None,
-    )  # fmt: skip
-    columns = jax.tree.map(lambda x: x[:, None], source.keys)
-    got = np.asarray(visible(jax.tree.map(lambda x: x[:, :, None], queries), columns))
-    real = np.arange(rows) < lengths[:, None]
-    np.testing.assert_array_equal(got, want & real[:, :, None] & real[:, None])
-
-
-@pytest.mark.parametrize("variant", ["sqrt", "log", "no_targets", "no_context", "interleaved"])
-def test_the_positional_encoder_is_the_authors(variant: str) -> None:
-    z = golden("positional_encoder")
-    lengths, targets = z["lengths"], z["num_targets"]
-    places = np.arange(22)
-    real = places < lengths[:, None]
-    flat = np.minimum(z["seq_offsets"][:-1, None] + places, len(z["timestamps"]) - 1)
-    last = z["timestamps"][z["seq_offsets"][1:] - 1]
-    without = variant in ("no_context", "interleaved")
-    got = stu_ranker.encode_positions(
-        jnp.asarray(z["seq_embeddings"][flat]), jnp.asarray(z["position_embedding"]), jnp.asarray(z["time_embedding"]),
-        np.broadcast_to(places, real.shape), lengths - targets * {"no_targets": 0, "interleaved": 2}.get(variant, 1),
-        jnp.asarray(last[:, None] - z["timestamps"][flat]), 0 if without else 3, "log" if variant == "log" else "sqrt",
-    )  # fmt: skip
-    np.testing.assert_allclose(got[real], z[f"{variant}_out"], rtol=0, atol=ATOL)
+@pytest.mark.parametrize("file", [file for file in FILES if not file.startswith("research")])
+def test_stacks_caches_masks_and_positions_are_those_of_the_authors(file: str) -> None:
+    """Whole, and in parts behind what is cached."""
+    assert_reproduced(file)
 
 
 STACK = StuConfig(hidden=12, layers=2, heads=2, qk_dim=4, v_dim=6, length=40, contextual=2)

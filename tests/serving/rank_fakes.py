@@ -93,7 +93,9 @@ class FakeExecutors:
             error = self.errors.popleft()
         elif isinstance(work, ReadWork):
             new = work.place is not None and work.place.new
-            value = Read(events(work.block), "nothing" if work.place is None or new else "all", work.place is not None)
+            value = Read(
+                events(work.block), "nothing" if work.place is None or new else "all", work.place is not None
+            )
         else:
             user = work.user if isinstance(work.user, int) else events(work.user)
             score = (work.rows + user).astype(np.float32)

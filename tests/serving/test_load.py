@@ -185,6 +185,11 @@ def test_requests_are_drawn_from_the_catalog() -> None:
         assert len(body["history"]) == 40
         assert set(body["history"]) <= set(ids)
         assert sorted(body["candidates"]) == sorted(ids)
+    (timed, *_) = load.make_requests(
+        "rank", ids, history_length=4, candidates=1, top_k=1, rng=rng, timed=True
+    )
+    body = json.loads(timed.body)
+    assert np.diff([*body["history_times"], body["time"]]).tolist() == [3600] * 4
     (first, *_) = load.make_requests("recommend", ids, history_length=1, candidates=99, top_k=3, rng=rng)
     assert json.loads(first.body).keys() == {"user_id", "history", "top_k"}
     with pytest.raises(LoadError, match="31 candidates were asked for; the catalog has 30 items"):

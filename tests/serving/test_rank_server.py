@@ -204,6 +204,8 @@ def test_refusals_name_the_field_over_http(hstu: RankServer, stu: RankServer) ->
     status, reply = stu.call("/v1/models")
     (info,) = reply["data"]
     assert (info["timed"], info["max_candidates"], info["max_beam_width"]) == (True, 10_000, 0)
+    assert (info["tasks"], info["action_bits"], info["scenarios"]) == (["click", "like"], 3, 1)
+    assert info["context"] == {"slot0": 4, "slot1": 2}
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

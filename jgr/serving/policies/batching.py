@@ -280,6 +280,11 @@ class Batcher:
         return sum(len(queue) for queue in self._queues.values())
 
     @property
+    def full(self) -> bool:
+        """Whether a job would be refused now, whatever its size."""
+        return self.queued >= self._max_queue
+
+    @property
     def live(self) -> int:
         """Jobs queued or running whose outcome somebody waits for."""
         return len(self._live)
@@ -413,7 +418,7 @@ class Batcher:
             return "draining"
         if not self.fits(job.kind, job.tokens, job.width):
             return "too_large"
-        return "queue_full" if self.queued >= self._max_queue else None
+        return "queue_full" if self.full else None
 
     def _move(self, job_id: int, event: Event) -> None:
         """The only place where a live job changes state: table, containers and counters change together."""

@@ -29,12 +29,15 @@ from jgr.serving.policies.batching import Accepted, Event, Reason, Rejected, Sta
 READS = 0
 """The size of executors that compute, or fetch, a user's part."""
 PATIENCE_NS = 1_000_000_000
+BEGUN_IN_ALL = 4
+"""Jobs that may be begun, for each executor, with those that wait for `ready`."""
 
 End = Literal["done", "failed", "expired"]
 
 
 def split(n: int, sizes: Sequence[int], costs: Mapping[int, float]) -> tuple[int, ...]:
-    """The sizes of the parts of n candidates, descending: the least total cost, then the fewest parts (FLAME-11).
+    """The sizes of the parts of n candidates, descending: the least cost, then the fewest parts, then the smallest ones
+    (FLAME-11).
 
     FLAME fills the largest size first and pads the rest to the smallest that takes it. With costs in proportion to the
     sizes that is what comes out, but for a tail that one larger part takes as well; with measured ones 130 may be one
@@ -52,7 +55,7 @@ class _Cheapest:
         self._parts = [(size // self._unit, cost) for size, cost in zip(sizes, costs, strict=True)]
         self._best: list[tuple[float, int, int]] = [
             (0.0, 0, 0)
-        ]  # by units: cost, parts, the last part's units
+        ]  # by units: cost, parts, the smallest part's units
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
@@ -63,10 +66,10 @@ class _Cheapest:
         best, units = self._best, -(-n // self._unit)
         for at in range(len(best), units + 1):
             choices = ((best[max(0, at - part)], part, cost) for part, cost in self._parts)
-            best.append(min((before[0] + cost, before[1] + 1, -part) for before, part, cost in choices))
+            best.append(min((before[0] + cost, before[1] + 1, part) for before, part, cost in choices))
         found = []
         while units > 0:
-            part = -best[units][2]
+            part = best[units][2]
             found.append(part * self._unit)
             units -= part
         return tuple(sorted(found, reverse=True))
@@ -142,7 +145,8 @@ class Orchestrator:
 
     executors: the size of each, by its number. costs: of a run at each size but READS. max_queue: bound on jobs none of
     whose runs has started. streams: bound on runs at a time; None: as many as there are executors. No more jobs are
-    begun than there are executors, since each of them holds a user's state.
+    begun than there are executors, since each of them holds a user's state; those that wait for `ready` do not count
+    until they are as many times more as BEGUN_IN_ALL says, for they keep no executor from anybody.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class Orchestrator:
         self._running: dict[int, Start] = {}
         self._deadlines: list[tuple[int, int]] = []  # of live jobs, ascending
         self._queued = self._submitted = self._started = 0
+        self._begun_held = 0  # running jobs that wait for `ready`
         self._now_ns: int | None = None
         self._draining = False
 
@@ -175,6 +180,11 @@ class Orchestrator:
     def queued(self) -> int:
         """Jobs none of whose runs has started."""
         return self._queued
+
+    @property
+    def full(self) -> bool:
+        """Whether a job would be refused now."""
+        return self._queued >= self._max_queue
 
     @property
     def jobs(self) -> Set[int]:
@@ -207,7 +217,7 @@ class Orchestrator:
             raise ValueError(f"there is no executor for {job}")
         self._advance_clock(now_ns)
         reason: Reason | None = "draining" if self._draining else None
-        if self._queued >= self._max_queue:
+        if self.full:
             reason = reason or "queue_full"
         if reason is not None:
             return Rejected(reason)
@@ -230,7 +240,8 @@ class Orchestrator:
     def ready(self, job_id: int) -> None:
         """What a job with `waits` waited for is there. Nothing happens where it has ended."""
         entry = self._live.get(job_id)
-        if entry is not None:
+        if entry is not None and entry.held:
+            self._begun_held -= entry.state == "running"
             entry.held = False
             self._release(entry)
 
@@ -313,7 +324,9 @@ class Orchestrator:
         states = [entry.state for entry in self._live.values()]
         assert states.count("queued") == self._queued <= self._max_queue, "queued jobs are miscounted"
         assert states.count("running") == len(states) - self._queued, "an ended job is remembered"
-        assert states.count("running") <= len(self._size_of), "too many jobs are begun"
+        held = sum(entry.held for entry in self._live.values() if entry.state == "running")
+        assert held == self._begun_held, "begun jobs that wait are miscounted"
+        assert states.count("running") <= BEGUN_IN_ALL * len(self._size_of), "too many jobs are begun"
         for entry in self._live.values():
             running = sum(start.job == entry.job.id for start in self._running.values())
             assert entry.left == len(entry.parts) + len(entry.waiting) + running > 0, "a run is lost"
@@ -322,14 +335,15 @@ class Orchestrator:
 
     def _next(self) -> tuple[Place, int, int] | None:
         """The most urgent run with an idle executor, its size and the executor's."""
-        full = len(self._live) - self._queued >= len(self._size_of)
+        begun, most = len(self._live) - self._queued, len(self._size_of)
+        full = begun - self._begun_held >= most or begun >= BEGUN_IN_ALL * most
         found: tuple[Place, int, int] | None = None
         for size, places in self._waiting.items():
             executor_size = self._idle_size(size)
             if executor_size is None:
                 continue
-            begun = (p for p in places if not full or self._live[p[-1]].state == "running")
-            place = next(begun, None)
+            may = (p for p in places if not full or self._live[p[-1]].state == "running")
+            place = next(may, None)
             if place is not None and (found is None or place < found[0]):
                 found = place, size, executor_size
         return found
@@ -361,6 +375,8 @@ class Orchestrator:
         """The only place where a job changes state: table, queues and counters change together."""
         before, entry.state = entry.state, advance(entry.state, event)
         self._queued += (entry.state == "queued") - (before == "queued")
+        if entry.held:
+            self._begun_held += (entry.state == "running") - (before == "running")
         if entry.state in ("queued", "running"):
             return
         job = entry.job

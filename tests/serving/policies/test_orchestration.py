@@ -53,6 +53,7 @@ def test_costs_in_proportion_pad_least_and_then_take_the_fewest_parts(n: int, pa
 def test_measured_costs_decide_between_one_padded_part_and_several() -> None:
     assert split(130, (128, 256), {128: 5.0, 256: 9.0}) == (256,)
     assert split(130, (128, 256), {128: 4.0, 256: 9.0}) == (128, 128)
+    assert split(3, SIZES, dict.fromkeys(SIZES, 5.0)) == (128,)  # of equal cost the smallest
     # A large part that falls out of the cache is not worth it; one with a high fixed cost is, padding and all.
     assert split(1024, SIZES, {128: 6.0, 256: 10.0, 512: 19.0, 1024: 60.0}) == (512, 512)
     assert split(600, SIZES, {128: 50.0, 256: 55.0, 512: 65.0, 1024: 80.0}) == (1024,)
@@ -160,6 +161,24 @@ def test_no_more_jobs_are_begun_than_there_are_executors() -> None:
     o.commit(2, 0)
     assert starts(o.plan(0)) == []  # the third's user has to wait, though its executor is idle
     assert (o.idle(READS), o.queued) == (1, 2)
+
+
+def test_who_waits_for_features_does_not_keep_idle_executors_from_others() -> None:
+    o = orchestrator((READS, 4))
+    for i in range(8):  # the users' parts come back, what the candidates' wait for does not
+        submit(o, job(i, reads=True, waits=True))
+        ((read, *_),) = starts(o.plan(0))
+        assert read == i
+        o.commit(i, 0)
+    submit(o, job(8, deadline=100, reads=True))
+    assert starts(o.plan(0)) == []  # four times as many as executors are begun
+    o.cancel(7, 0)
+    assert [s[0] for s in starts(o.plan(1))] == [8]
+    o.commit(8, 2)
+    assert starts(o.plan(2)) == [(8, 1, 0, 4)]
+    for i in range(2):
+        o.ready(i)
+    o.check()
 
 
 def test_a_fault_fails_its_request_alone_and_returns_the_executor() -> None:
@@ -316,7 +335,9 @@ class AgainstNaive(RuleBasedStateMachine):
             return None
         busy = [start.executor for start in self.flying.values()]
         idle = [size for number, size in enumerate(self.EXECUTORS) if number not in busy]
-        full = sum(naive.begun for naive in self.jobs.values()) >= len(self.EXECUTORS)
+        begun = [naive for naive in self.jobs.values() if naive.begun]
+        holding = sum(not naive.held for naive in begun)
+        full = holding >= len(self.EXECUTORS) or len(begun) >= 4 * len(self.EXECUTORS)
 
         def urgency(naive: Naive) -> tuple[int, int]:
             job = naive.job

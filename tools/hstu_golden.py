@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of tests/golden/hstu in our terms: architectures, weights and times.
+
+Letters: B histories, N places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jgr.models.hstu import HstuConfig, HstuLayer
+from jgr.models.stu import StuConfig, StuLayer
+
+GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hstu"
+ATOL = 5e-5  # what the golden set states
+
+Array = Any  # numpy's, to be given to functions that ask for jax's
+Arrays = dict[str, Array]
+Layers = TypeVar("Layers", HstuLayer, StuLayer)
+
+
+def golden(file: str) -> Arrays:
+    """The arrays of a file by their names."""
+    return dict(np.load(GOLDEN / f"{file}.npz"))
+
+
+def golden_config(z: Arrays, n_items: int = 1) -> HstuConfig:
+    """Of a file of the research form."""
+    length = int(z["max_seq_len"])
+    return HstuConfig(
+        n_items=n_items, max_items=length, hidden=len(z["layer0_uvqk"]), layers=_depth(z),
+        heads=int(z["num_heads"]), qk_dim=int(z["attention_dim"]), v_dim=int(z["linear_dim"]), length=length, items="v",
+        bias="times" if "timestamps" in z else "none", concat_ua=bool(z.get("concat_ua", False)),
+        activated=bool(z.get("silu_uvqk", True)),
+    )  # fmt: skip
+
+
+def next_times(z: Arrays) -> Array | None:
+    """[B, N + 1] seconds from each row's first event, and of the event after the last place: the last one's."""
+    if "timestamps" not in z:
+        return None
+    stamps = z["timestamps"]
+    extended = np.concatenate([stamps, stamps[:, -1:]], axis=1)
+    return (extended - extended[:, :1]).astype(np.int32)
+
+
+def research_layers(z: Arrays) -> HstuLayer:
+    """Of a file of the research form; without tables where it has no times: then its logits have no bias at all."""
+
+    def of(name: str) -> Array:
+        return np.stack([z[f"layer{i}_{name}"] for i in range(_depth(z))])
+
+    tables = [of(name)[:, None] for name in ("pos_w", "ts_w")] if "timestamps" in z else [None, None]
+    return HstuLayer(of("uvqk"), of("o_weight").transpose(0, 2, 1), of("o_bias")[:, None], *tables)
+
+
+def golden_stack(z: Arrays) -> tuple[StuConfig, StuLayer]:
+    """Of a file of the STU."""
+    depth = _depth(z)
+    cfg = StuConfig(
+        hidden=z["x"].shape[2], layers=depth, heads=int(z["num_heads"]), qk_dim=int(z["attention_dim"]),
+        v_dim=int(z["linear_dim"]), length=int(z["max_seq_len"]), contextual=int(z["contextual_seq_len"]),
+        max_attention=int(z["max_attn_len"]), group_norm=bool(z["group_norm"]),
+    )  # fmt: skip
+
+    def of(name: str) -> Array:
+        return np.stack([z[f"layer{i}_{name}"] for i in range(depth)])
+
+    def norm(name: str) -> Array:
+        return np.stack([of(f"{name}_weight") - 1, of(f"{name}_bias")], axis=1)
+
+    inputs, outputs = norm("input_norm"), norm("output_norm")
+    return cfg, StuLayer(inputs, of("uvqk_weight"), of("uvqk_beta")[:, None], outputs, of("output_weight"))
+
+
+def only(layers: Layers, count: int) -> Layers:
+    """The first `count` layers count, in the program of all: the others add nothing."""
+    on = (np.arange(len(layers.out)) < count)[:, None, None]
+    adds = {field.name for field in dataclasses.fields(layers)} & {"out", "out_bias"}
+    return dataclasses.replace(layers, **{name: getattr(layers, name) * on for name in adds})
+
+
+def masked_by(z: Arrays, variant: str) -> tuple[StuConfig, Array]:
+    """What says who sees whom in a variant of the operator, and [B] where its histories end."""
+    targets, window, context, full = [*z[f"{variant}_uses"].tolist(), 0][:4]
+    cfg = StuConfig(1, 1, 1, 1, 1, 1, contextual=context, max_attention=window, full_rows=full)
+    return cfg, int32(z["lengths"] - z["num_targets"] * targets)
+
+
+def padded(x: Array, offsets: Array, rows: int) -> Array:
+    """Jagged [S, ...] -> [B, rows, ...], anything behind a row's end."""
+    return x[np.minimum(offsets[:-1, None] + np.arange(rows), len(x) - 1)]
+
+
+def int32(x: Array) -> Array:
+    """As our functions want whole numbers."""
+    return x.astype(np.int32)
+
+
+def _depth(z: Arrays) -> int:
+    return len({name.partition("_")[0] for name in z if name.startswith("layer")})
