@@ -45,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import leave_one_out
     from jgr.data.shop import make_shop
+    from jgr.serving.listener import bind
     from jgr.training.generator import train_generator
 
+    bind(config.server.host, config.server.port).close()  # before minutes of training, not behind them
     shop = make_shop()
     dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)

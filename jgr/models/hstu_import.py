@@ -86,10 +86,13 @@ def research(
 
     uvqk, out, length = of(_UVQK), of(_OUT).swapaxes(1, 2), len(found[_POSITIONS])
     values = out.shape[1] // (3 if concat_ua else 1)
+    keys = uvqk.shape[-1] // 2 - values
+    if values % heads or keys % heads:
+        raise CheckpointError(f"heads: {heads} do not divide {values} values and {keys} keys of a layer")
     embed = _rows_of(found[_ITEMS], item_ids)
     cfg = HstuConfig(
         n_items=len(item_ids), max_items=max(length - BEHIND, 1), hidden=embed.shape[1], layers=layers, heads=heads,
-        qk_dim=(uvqk.shape[-1] // 2 - values) // heads, v_dim=values // heads, length=length, items=items,
+        qk_dim=keys // heads, v_dim=values // heads, length=length, items=items,
         bias="times" if _BIAS_TIMES in tables else "positions" if tables else "none", concat_ua=concat_ua,
     )  # fmt: skip
     positions, times = (

@@ -254,6 +254,8 @@ def test_a_checkpoint_of_other_keys_shapes_or_items_is_refused(tmp_path: Path) -
         hstu_import.research(short, ["1"], "v", heads=2)
     with pytest.raises(CheckpointError, match="rows 1 to 60; item 'x' is none of them"):
         hstu_import.research(state, ["1", "x"], "v", heads=2)
+    with pytest.raises(CheckpointError, match="heads: 7 do not divide"):
+        hstu_import.research(state, ["1"], "v", heads=7)
     (tmp_path / "a.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"must be a \.npz or \.safetensors"):
         hstu_import.read_state(tmp_path / "a.pt")
