@@ -34,9 +34,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from jgr.data.prefix_tree import PrefixTree
 from jgr.layouts import Tokens
-from jgr.models import beam, climber, packed, params, shapes
+from jgr.models import beam, climber, packed, params, rankers, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator
+from jgr.models.hstu import HstuConfig
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
 from jgr.ops.beam_attention.config import Config
@@ -139,6 +140,7 @@ def engine() -> Iterator[Program]:
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
+    yield from _hstu(candidates=512, growth=16)
 
 
 def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
@@ -162,6 +164,31 @@ def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Progr
         return climber.rank(weights, cfg, events, rows, {})
 
     return Program("climber", name, call, (weights, climber.Events(*events), _ints(1, candidates)))
+
+
+def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
+    """Candidates after a user of 1024 events with times, computed whole, and from what is kept of the user."""
+    cfg = HstuConfig(
+        n_items=20_000, max_items=1024, hidden=256, layers=8, heads=4, qk_dim=64, v_dim=64, length=1035,
+        items="", bias="times",
+    )  # fmt: skip
+    model, growing = rankers.ranker(cfg), rankers.growing(cfg)
+    weights = params.abstract(model.spec(cfg), jnp.float32)
+    users = rankers.Users(*[_ints(1, cfg.max_items)] * 3, _ints(1), _ints(1, 0), _ints(1))  # type: ignore[arg-type]
+    rows = _ints(1, candidates)
+
+    def scores(weights: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
+        return model.score(weights, cfg, growing.state(kept), rankers.Candidates(rows, {})), kept
+
+    def whole(weights: Any, users: Any, rows: Any) -> tuple[jax.Array, Any]:
+        return scores(weights, growing.begin(weights, cfg, users), rows)
+
+    def grown(weights: Any, users: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
+        return scores(weights, growing.grow(weights, cfg, kept, users, growth), rows)
+
+    _, kept = jax.eval_shape(whole, weights, users, rows)
+    yield Program("hstu", f"whole_c{candidates}", whole, (weights, users, rows))
+    yield Program("hstu", f"grown_by_{growth}", grown, (weights, users, kept, rows))
 
 
 def _packed(name: str, *, tokens: int, context: int, candidates: int) -> Program:

@@ -208,7 +208,8 @@ def _blocks(
         asked, happened = (None, None) if times is None or not cfg.timed else (times[:, 1:], times[:, :-1])
         return biased_attention(
             q, k, v, Causal(lengths), bias=bias, query_times=asked, key_times=happened,
-            activation="silu", divisor=cfg.length, implementation="xla",  # the form with gradients
+            activation="silu", divisor=cfg.length,
+            implementation="auto" if keys is None else "xla",  # the form with gradients
         )  # fmt: skip
 
     def layer_step(h: jax.Array, xs: tuple[HstuLayer, jax.Array | None]) -> tuple[jax.Array, Any]:
@@ -234,7 +235,7 @@ def encode(
 
     rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 seconds where cfg.timed, of each event from an
     origin of the history's own, and behind the last one of the event that is asked for. dropout: (x, key) -> x on the
-    embedding and on what W_o is given, for training; needs key.
+    embedding and on what W_o is given; needs key. key: for training, which has gradients.
     """
     keys = None if key is None else jax.random.split(key, cfg.layers + 1)
     h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])

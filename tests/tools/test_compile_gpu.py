@@ -40,7 +40,7 @@ def test_auto_takes_the_kernel_on_a_gpu(op: Any) -> None:
 @TRITON
 def test_the_engine_lowers_with_the_kernel_inside() -> None:
     programs = {p.name: p for p in compile_gpu.engine()}
-    assert programs.keys() == {"recommend", "rank", "packed_rank", "climber"}
+    assert programs.keys() == {"recommend", "rank", "packed_rank", "climber", "hstu"}
     text = compile_gpu.lower(programs["rank"].call, programs["rank"].arguments).as_text()
     assert "__gpu$xla.gpu.triton" in text
 
