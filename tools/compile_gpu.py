@@ -174,8 +174,9 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
     )  # fmt: skip
     model, growing = rankers.ranker(cfg), rankers.growing(cfg)
     weights = params.abstract(model.spec(cfg), jnp.float32)
-    users = rankers.Users(*[_ints(1, cfg.max_items)] * 3, _ints(1), _ints(1, 0), _ints(1))  # type: ignore[arg-type]
-    rows = _ints(1, candidates)
+    events = _ints(1, cfg.max_items)
+    users: Any = (events, events, events, _ints(1), _ints(1, 0), _ints(1))
+    users, rows = rankers.Users(*users), _ints(1, candidates)
 
     def scores(weights: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
         return model.score(weights, cfg, growing.state(kept), rankers.Candidates(rows, {})), kept
