@@ -6,7 +6,8 @@ paper's 128, 256, 512 and 1024, or anything from 1 to 1024, each as likely. ACTI
 with the same history, and then others. All paths are the same ranking engine, with as many threads at work (STREAMS)
 and as many requests in flight; they differ in what computes:
 
-    dso           executors of fixed sizes, split by measured costs; the user's part once a request (M-FALCON)
+    dso           executors of fixed sizes, split by measured costs; the user's part once a request (M-FALCON), a run of
+                  its own, or in the only part
     dso_per_part  the same, but each part computes the user's part, as published (FLAME-11)
     dso_cached    the same as dso, but users' parts are kept between requests, which FLAME leaves for later
     pow2          FLAME-13 (b): padded to a power of two, all programs compiled, nothing preallocated
@@ -77,7 +78,7 @@ class Setting:
     """sizes: of the executors. smallest: power of two. requests: of a round. cold: `implicit`'s, where it compiles."""
 
     cfg: RankerConfig = MODEL
-    sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
+    sizes: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
     smallest: int = 1
     requests: int = 2 * ACTIVE * VISITS
     rounds: int = 5
@@ -140,6 +141,7 @@ class ShapeOnDemand:
         self._padded, self._ahead, self._kept = padded, ahead, kept
         self.sizes: tuple[int, ...] = (LARGEST,) * STREAMS
         self.costs: Mapping[int, float] = {LARGEST: 1.0}
+        self.whole: Mapping[int, float] = {}
         self.padding = self.pairs = self.compiled = 0
         self._programs: OrderedDict[int, jax.stages.Compiled] = OrderedDict()
         self._lock = threading.Lock()
@@ -386,6 +388,9 @@ def row(mix: Mix, path: str, runs: Sequence[Run], system: System) -> Row:
         found["programs_compiled"] = executors.compiled
     else:
         found["costs_ms"] = {str(size): harness.rounded(s * 1e3, 3) for size, s in executors.costs.items()}
+        found["costs_with_user_ms"] = {
+            str(size): harness.rounded(s * 1e3, 3) for size, s in executors.whole.items()
+        }
         found["cached_share"] = harness.rounded(sum(run.cached for run in runs) / len(latencies_ms), 3)
     return found
 

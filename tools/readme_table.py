@@ -4,7 +4,8 @@
     python -m tools.readme_table
 
 README has the claims of `HEADLINES`, how many others there are and how many of all were missed; docs/benchmarks.md has
-all. Each table stands between two marker comments; a test fails when it differs from what the result files say.
+all, and what the order of a prompt costs. Each table stands between two marker comments; a test fails when it differs
+from what the result files say.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ BEGIN = "<!-- measured: written by python -m tools.readme_table -->"
 END = "<!-- end of measured -->"
 QUALITY_BEGIN = "<!-- quality: written by python -m tools.readme_table -->"
 QUALITY_END = "<!-- end of quality -->"
+ORDER_BEGIN = "<!-- order: written by python -m tools.readme_table -->"
+ORDER_END = "<!-- end of order -->"
+ORDER_METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 HEADLINES = (
     "time-of-transformers-over-jgr-unconstrained-prompt-512-beam-128",
     "time-of-vllm-over-jgr-full-prompt-512-beam-128",
@@ -81,14 +85,30 @@ def quality_table(results: Sequence[Result]) -> str:
     for result in results:
         by_name: dict[str, list[Mapping[str, Any]]] = {}
         for row in result["rows"]:
-            if "of" in row:  # those of benchmarks/quality.py
+            if "of" in row:
                 by_name.setdefault(row["of"], []).append(row)
         for name, parts in by_name.items():
+            if not any("published" in part for part in parts):
+                continue
             ours = {part["method"]: (part["hr@10"], part["ndcg@10"]) for part in parts if "method" in part}
             published = next(part["published"] for part in parts if "published" in part)
             others = "; ".join(f"{method} {_pair(figures)}" for method, figures in published.items())
             found = (_pair(ours[method]) if method in ours else "" for method in METHODS)
             rows.append((name.replace("-", " "), *found, others))
+    return _markdown(rows)
+
+
+def order_table(results: Sequence[Result]) -> str:
+    """What benchmarks/bat_accuracy.py found: a row for each dataset and way of ranking."""
+    rows = [("test split", "ranked by: training, prompt", *ORDER_METRICS, "tokens computed")]
+    for result in results:
+        for row in result["rows"] if result.get("benchmark") == "bat_accuracy" else ():
+            if "computed_tokens_share" in row or row.get("method") == "retriever":
+                computed = row.get("computed_tokens_share")
+                figures = [f"{row[metric]:.4f}".removeprefix("0") for metric in ORDER_METRICS]
+                rows.append(
+                    (row["of"], row["method"], *figures, "" if computed is None else f"{computed:.0%}")
+                )
     return _markdown(rows)
 
 
@@ -121,7 +141,8 @@ def readme(text: str, results: Sequence[Result]) -> str:
 
 def every_claim(text: str, results: Sequence[Result]) -> str:
     """The text of docs/benchmarks.md with its table. MarkerError."""
-    return replace_table(text, table(results))
+    text = replace_table(text, table(results))
+    return replace_table(text, order_table(results), ORDER_BEGIN, ORDER_END)
 
 
 def main() -> int:

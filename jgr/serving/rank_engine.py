@@ -114,7 +114,7 @@ class RankEngine(Driver[Ticket]):
         verdict = self._orchestrator.submit(job, now_ns)
         if isinstance(verdict, Rejected):
             raise refusal(verdict.reason)
-        task.usage.parts = len(self._orchestrator.split(count))
+        task.usage.parts = len(self._orchestrator.parts(count, self.reads)[1])
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         scores = np.zeros((count, self.tasks), np.float32)
         ticket = Ticket(
@@ -164,13 +164,14 @@ class RankEngine(Driver[Ticket]):
             self.executors.costs,
             max_queue=self.config.batching.max_queue,
             streams=self.config.executors.streams,
+            whole=self.executors.whole,
         )
 
     async def _fetch(self, ticket: Ticket, features: FeatureCache, deadline_ns: int | None) -> None:
         """The candidates' features. Of the time that the parts leave of the deadline, half is for waiting here."""
         if deadline_ns is not None:
             costs, now_ns = self.executors.costs, self.clock()
-            parts_s = sum(costs[size] for size in self._orchestrator.split(len(ticket.task.rows)))
+            parts_s = sum(costs[size] for size in self._orchestrator.parts(len(ticket.task.rows), False)[1])
             deadline_ns = now_ns + (deadline_ns - now_ns - round(parts_s * 1e9)) // 2
         try:
             got = await features.get_many_async(ticket.task.rows, deadline_ns)

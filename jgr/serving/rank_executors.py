@@ -7,7 +7,8 @@ parts run at once, and nobody waits for a device under a lock. Scores go to an a
 good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
 
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
-published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13).
+published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
+or a part does that is all of its request, which saves the arrays' way through memory.
 `cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
 is there of the user when the history was shorter.
 
@@ -16,11 +17,10 @@ A run that raises leaves its executor with new buffers, as at the start.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -68,7 +68,7 @@ class ReadWork:
 class PartWork:
     """Candidates to score. rows: [c] int32, c <= the executor's size. records: [c] of the schema, where there is one.
 
-    user: the block, where each part computes the user's part; else the state that a ReadWork gave.
+    user: the block, where the part is to compute the user's too; else the state that a ReadWork gave.
     """
 
     rows: Int32
@@ -103,7 +103,11 @@ class PartExecutors(Protocol):
 
     @property
     def costs(self) -> Mapping[int, float]:
-        """Of a run, in s, by size; before `start` in another unit."""
+        """Of a run, in s, by size; before `start` in another unit, and not of READS."""
+
+    @property
+    def whole(self) -> Mapping[int, float]:
+        """Of a part that computes the user too, where others do not; empty where none may, and before `start`."""
 
     @property
     def pool(self) -> StatePool | None:
@@ -142,13 +146,17 @@ class Programs:
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.user = user_layout(self.needs)
-        block = self.user if share == "part" else None
-        self.layouts: dict[int, Layout] = {} if block else {READS: self.user}
+        block = None if share == "cache" else self.user
+        self.layouts: dict[int, Layout] = {} if share == "part" else {READS: self.user}
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
+        self.may_be_whole = (
+            share == "request"
+        )  # a part, with the user in it, of executors that share users otherwise
         self.growth, self._growing = growth, growing(cfg) if growth else None
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)
         self._compiled: dict[int, jax.stages.Compiled] = {}
+        self._whole: dict[int, jax.stages.Compiled] = {}
         self._grow: jax.stages.Compiled
 
     @property
@@ -157,8 +165,12 @@ class Programs:
         return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> jax.stages.Compiled:
-        """program(words, params[, state], out) -> scores [1, m, P]; of READS: program(words, params) -> kept."""
+        """program(words, params, state, out) -> scores [1, m, P]; of READS: program(words, params) -> kept."""
         return self._compiled[size]
+
+    def whole(self, size: int) -> jax.stages.Compiled:
+        """program(words, params, None, out) -> scores, of parts that compute the user too; compiled with the size."""
+        return self._whole[size]
 
     @property
     def grow(self) -> jax.stages.Compiled:
@@ -182,18 +194,25 @@ class Programs:
         """The program of a size, compiled once; its memory_analysis shows that the scores are written in place."""
         if size in self._compiled:
             return self._compiled[size]
-        words = Staging(self.layouts[size]).example
         if size == READS:
+            words = Staging(self.user).example
             program = jax.jit(self._read).lower(words, self.params).compile()
             if self._growing is not None:
                 self._grow = jax.jit(self._grown).lower(words, self.params, self.kept).compile()
         else:
-            out = jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
-            call = jax.jit(partial(self._score, self.layouts[size]), donate_argnums=3, keep_unused=True)
             state = None if self.share == "part" else self.state(self.kept)
-            program = call.lower(words, self.params, state, out).compile()
+            program = self._compile(size, state)
+            if self.may_be_whole:
+                self._whole[size] = self._compile(size, None)
         self._compiled[size] = program
         return program
+
+    def _compile(self, size: int, state: PyTree) -> jax.stages.Compiled:
+        """A part's program; without a state it computes the user."""
+        layout = self.layouts[size]
+        words, out = Staging(layout).example, jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
+        call = jax.jit(partial(self._score, layout), donate_argnums=3, keep_unused=True)
+        return call.lower(words, self.params, state, out).compile()
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
@@ -209,7 +228,7 @@ class Programs:
         self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
     ) -> jax.Array:
         inputs = layout.unpack(words)
-        if self.share == "part":
+        if state is None:
             state = self._read(inputs["user"], params)
         asked = read_candidates(inputs, self.needs, self.schema)
         return self._model.score(params, self._cfg, state, asked)
@@ -256,16 +275,15 @@ class Executor:
         return Read(jax.block_until_ready(programs.state(kept)), cached, stored)
 
     def _score(self, work: PartWork) -> Float32:
-        count, programs, state = len(work.rows), self._programs, None
+        count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
         views = self._staging.views()
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
         if work.records is not None:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
-        if programs.share == "part":
+        if whole:
             views["user"][:] = work.user.view(np.uint32)
-        else:
-            state = work.user
-        self._out = self._staging.run(programs[self.size], programs.params, state, self._out)
+        program = programs.whole(self.size) if whole and programs.may_be_whole else programs[self.size]
+        self._out = self._staging.run(program, programs.params, None if whole else work.user, self._out)
         scores: Float32 = np.asarray(self._out)[0, :count].copy()  # the next run is given the array
         return scores
 
@@ -288,6 +306,7 @@ class RankExecutors:
         self.programs, self.pool, self._bind, self._clock = programs, pool, bind, clock
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
+        self.whole: Mapping[int, float] = {}
         self._executors: list[Executor] = []
         self._threads = [Calls(f"jgr-executor-{at}") for at in range(len(self.sizes))]
 
@@ -302,9 +321,11 @@ class RankExecutors:
     @preparing()
     def _warm_up(self, progress: Progress) -> None:
         """Compile every size, make the executors with their buffers, run each, and time the sizes."""
-        programs, costs = self.programs, dict[int, float]()
+        programs = self.programs
+        costs, parts, whole = (dict[int, float]() for _ in range(3))
         user: Any
-        user, views = new_block(programs.user)
+        block, views = new_block(programs.user)
+        user = block
         views["rows"][:] = 0  # a full history: attention may skip what is not there
         if self.pool is not None:
             self.pool.compile()
@@ -313,16 +334,18 @@ class RankExecutors:
             own = [Executor(programs, size, self.pool) for each in self.sizes if each == size]
             self._executors += own
             if size == READS:
-                reads = [executor.run(ReadWork(user)) for executor in own]
-                user = reads[0].state
+                costs[READS] = _cost(own, ReadWork(block), {})
+                user = own[0].run(ReadWork(block)).state
             else:
                 work = PartWork(np.zeros(size, np.int32), user, programs.default_records(size))
-                seconds = min(_seconds(executor, work) for executor in own)
-                # No part is cheaper than a smaller one: where it was measured to be, that is noise.
-                costs[size] = max([seconds, *costs.values()])
+                parts[size] = _cost(own, work, parts)
+                if programs.may_be_whole:
+                    whole[size] = _cost(own, replace(work, user=block), whole)
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
-        self.costs = costs
-        _log.info("a part of so many candidates takes so many ms: %s", _shown(costs))
+        self.costs, self.whole = costs | parts, whole
+        _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))
+        if whole:
+            _log.info("and with the user: %s", _shown(whole))
 
     def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
         """See PartExecutors."""
@@ -350,13 +373,16 @@ def _bind() -> None:
     numa.bind_thread()
 
 
-def _seconds(executor: Executor, work: PartWork) -> float:
-    """The fastest of some runs; the first may be slow."""
-    times = [time.perf_counter()]
-    for _ in range(1 + TIMED_RUNS):
-        executor.run(work)
-        times.append(time.perf_counter())
-    return min(b - a for a, b in itertools.pairwise(times))
+def _cost(executors: Sequence[Executor], work: ReadWork | PartWork, smaller: Mapping[int, float]) -> float:
+    """Seconds of the fastest of some runs; the first may be slow. smaller: what smaller parts cost, and this at least:
+    where less was measured, that is noise."""
+    seconds = []
+    for executor in executors:
+        for _ in range(1 + TIMED_RUNS):
+            start = time.perf_counter()
+            executor.run(work)
+            seconds.append(time.perf_counter() - start)
+    return max([min(seconds), *smaller.values()])
 
 
 def _shown(costs: Mapping[int, float]) -> str:

@@ -61,6 +61,7 @@ class FakeExecutors:
     def __init__(self, reads: bool, pool: Any = None) -> None:
         self.sizes = (READS, READS, 4, 4, 8) if reads else (4, 4, 8)
         self.pool = pool
+        self.whole: dict[int, float] = {}
         self.works: list[ReadWork | PartWork] = []
         self.errors: deque[Exception] = deque()
         self._open = threading.Event()
@@ -83,14 +84,21 @@ class FakeExecutors:
 
     def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
         self.works.append(work)
-        self._threads[executor].call(partial(self._run, self._threads[executor], work, done))
+        error = self.errors.popleft() if self.errors else None  # in order of the calls, not of the threads
+        self._threads[executor].call(partial(self._run, self._threads[executor], work, done, error))
 
-    def _run(self, thread: Calls, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+    def _run(
+        self,
+        thread: Calls,
+        work: ReadWork | PartWork,
+        done: Callable[[Ran], None],
+        error: Exception | None,
+    ) -> None:
         self._entered.release()
         assert self._open.wait(PATIENCE_S)
-        value, error = None, None
-        if self.errors:
-            error = self.errors.popleft()
+        value: Any = None
+        if error is not None:
+            pass
         elif isinstance(work, ReadWork):
             new = work.place is not None and work.place.new
             value = Read(

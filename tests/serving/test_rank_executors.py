@@ -108,6 +108,17 @@ def test_a_part_is_scored_with_its_user_and_its_features_and_padding_is_cut(shar
     assert two.run(PartWork(rows(20), user, records((0.5, 0)))).tolist() == less.tolist()
 
 
+def test_a_part_may_have_its_user_in_it_and_in_between_be_given_a_state() -> None:
+    made = programs("request")
+    executor, other = Executor(made, 2, None), block(made, rows=(5,), scenario=1)
+    state = Executor(made, READS, None).run(ReadWork(other)).state
+    for _ in range(2):
+        whole = executor.run(PartWork(rows(20), block(made), records((0.5, 0)))).tolist()
+        given = executor.run(PartWork(rows(20), state, records((0.5, 0)))).tolist()
+        assert whole == [[823, 2]] and given != whole
+        assert given == executor.run(PartWork(rows(20), other, records((0.5, 0)))).tolist()
+
+
 def test_scores_are_written_in_place() -> None:
     memory = programs("request").compile(4).memory_analysis()
     assert memory is not None

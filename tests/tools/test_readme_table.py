@@ -13,10 +13,12 @@ from tools.readme_table import (
     END,
     EVERY_CLAIM,
     HEADLINES,
+    ORDER_METRICS,
     README,
     MarkerError,
     every_claim,
     load_results,
+    order_table,
     quality_table,
     readme,
     replace_table,
@@ -84,6 +86,22 @@ def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:
         "|---|---|---|---|---|---|",
         "| some set | .0100 / .0050 | .1000 / .0500 | .2000 / .1000 | .3000 / .1500 | "
         "SASRec .2392 / .1259; TIGER 1.0000 / .5000 |",
+    ]
+
+
+def test_a_row_for_each_way_of_ranking() -> None:
+    figures = dict.fromkeys(ORDER_METRICS, 0.25) | {"recall@10": 1.0}
+    found = [
+        {"of": "some-set", "users": 9},
+        {"of": "some-set", "method": "retriever", **figures},
+        {"of": "some-set", "method": "both, item_prefix", **figures, "computed_tokens_share": 0.0707},
+        {"of": "some-set", "method": "difference", **figures},
+    ]
+    results = [{**RESULT, "rows": found}, {**RESULT, "benchmark": "bat_accuracy", "rows": found}]
+    assert quality_table(results).count("some") == 0
+    assert order_table(results).split("\n")[2:] == [
+        "| some-set | retriever | .2500 | .2500 | .2500 | 1.0000 | .2500 | .2500 |  |",
+        "| some-set | both, item_prefix | .2500 | .2500 | .2500 | 1.0000 | .2500 | .2500 | 7% |",
     ]
 
 

@@ -4,7 +4,8 @@
 The one idea: an executor has one compiled number of candidates, its size, and does one part of one request at a time. A
 request is split into parts that are the cheapest by measured costs; each waits for an idle executor of its size, or
 takes a larger one that is idle. Parts know their place among the request's candidates, so whoever joins them needs no
-order. Where the user's part is shared by all parts it is a run of its own before them, on an executor of size READS.
+order. Where the user's part is shared by all parts it is a run of its own before them, on an executor of size READS;
+but a request that is one part may be cheaper whole, with the user in it.
 
 Most urgent first: the earliest deadline; who names none is taken for one that has PATIENCE_NS. Among equals the first
 come is the first served. A run that fails fails its request alone, and returns its executor; so do runs whose request
@@ -77,7 +78,7 @@ class _Cheapest:
 
 @dataclass(frozen=True)
 class Job:
-    """A request to rank `count` candidates. reads: its user's part is a run of its own, before the parts.
+    """A request to rank `count` candidates. reads: its user's part may be a run of its own, before the parts.
 
     waits: its parts wait for `ready`, as for features.
     """
@@ -143,10 +144,12 @@ class _Live:
 class Orchestrator:
     """Assigns parts to executors.
 
-    executors: the size of each, by its number. costs: of a run at each size but READS. max_queue: bound on jobs none of
-    whose runs has started. streams: bound on runs at a time; None: as many as there are executors. No more jobs are
-    begun than there are executors, since each of them holds a user's state; those that wait for `ready` do not count
-    until they are as many times more as BEGUN_IN_ALL says, for they keep no executor from anybody.
+    executors: the size of each, by its number. costs: of a run at each size. max_queue: bound on jobs none of whose
+    runs has started. streams: bound on runs at a time; None: as many as there are executors. whole: costs by size of a
+    part that computes the user too, to be compared with READS and the parts; None: there are no such parts.
+
+    No more jobs are begun than there are executors, since each of them holds a user's state; those that wait for
+    `ready` do not count until they are as many times more as BEGUN_IN_ALL says, for they keep no executor from anybody.
     """
 
     def __init__(
@@ -156,12 +159,13 @@ class Orchestrator:
         *,
         max_queue: int,
         streams: int | None = None,
+        whole: Mapping[int, float] | None = None,
     ) -> None:
         self._size_of = tuple(executors)
         self._sizes = sorted({size for size in executors if size != READS})
         if not self._sizes or max_queue < 1 or (streams is not None and streams < 1):
             raise ValueError("there must be an executor with candidates, and max_queue and streams >= 1")
-        self._costs = costs
+        self._costs, self._whole = costs, whole or {}
         self._max_queue = max_queue
         self._streams = streams or len(executors)
         self._idle: dict[int, deque[int]] = {size: deque() for size in {*self._sizes, READS}}
@@ -205,9 +209,15 @@ class Orchestrator:
         """Executors of a size that do nothing."""
         return len(self._idle[size])
 
-    def split(self, count: int) -> tuple[int, ...]:
-        """The sizes of the parts of so many candidates."""
-        return split(count, self._sizes, self._costs)
+    def parts(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
+        """Whether the user's part is a run of its own, given that it may be, and the sizes of the parts."""
+        sizes = split(count, self._sizes, self._costs)
+        fitting = [size for size in self._whole if size >= count]
+        if reads and fitting:
+            best = min(fitting, key=lambda size: (self._whole[size], size))
+            if self._whole[best] <= self._costs[READS] + sum(self._costs[size] for size in sizes):
+                return False, (best,)
+        return reads, sizes
 
     def submit(self, job: Job, now_ns: int) -> Accepted | Rejected:
         """Queue a job. Overload is a value, not an error; an id that is still live raises ValueError."""
@@ -221,16 +231,17 @@ class Orchestrator:
             reason = reason or "queue_full"
         if reason is not None:
             return Rejected(reason)
-        entry = _Live(job, self._submitted, reading=job.reads, held=job.waits)
+        reads, sizes = self.parts(job.count, job.reads)
+        entry = _Live(job, self._submitted, reading=reads, held=job.waits)
         self._submitted += 1
         self._live[job.id] = entry
         self._move(entry, "accept")
         first = 0
-        for size in self.split(job.count):
+        for size in sizes:
             entry.parts.append((size, first, min(size, job.count - first)))
             first += size
-        entry.left = len(entry.parts) + job.reads
-        if job.reads:
+        entry.left = len(entry.parts) + reads
+        if reads:
             self._wait(entry, READS, 0, 0)
         self._release(entry)
         if job.deadline_ns is not None:

@@ -113,6 +113,20 @@ def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
     assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
 
 
+def test_a_request_of_one_part_has_its_user_in_it_where_that_is_cheaper() -> None:
+    costs, whole = {4: 4.0, 8: 8.0, READS: 5.0}, {4: 9.0, 8: 12.0}
+    o = Orchestrator((READS, 4, 8), costs, max_queue=9, whole=whole)
+    assert o.parts(3, reads=True) == (False, (4,))  # 9 either way: one run is less than two
+    assert o.parts(7, reads=True) == (False, (8,))  # 12 against 13
+    assert o.parts(9, reads=True) == (True, (8, 4))
+    assert o.parts(3, reads=False) == (False, (4,))
+    submit(o, job(1, 7, reads=True), job(2, 9, reads=True))
+    assert starts(o.plan(0)) == [(1, 2, 0, 7), (2, 0, 0, 0)]
+    assert o.commit(0, 1) == Committed(1, "done")
+    dear = Orchestrator((READS, 4, 8), costs, max_queue=9, whole={4: 9.1, 8: 13.1})
+    assert dear.parts(3, reads=True) == (True, (4,)) and dear.parts(7, reads=True) == (True, (8,))
+
+
 def test_a_part_waits_for_its_size_or_takes_a_larger_one() -> None:
     o = submit(orchestrator(), *(job(i) for i in range(5)))
     assert starts(o.plan(0)) == [(0, 0, 0, 4), (1, 1, 0, 4), (2, 2, 0, 4)]
@@ -274,8 +288,9 @@ class AgainstNaive(RuleBasedStateMachine):
         super().__init__()
         self.now = 0
         self.real = Orchestrator(
-            self.EXECUTORS, {2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS
-        )
+            self.EXECUTORS, {READS: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
+            whole={2: 6.0, 4: 10.0},
+        )  # fmt: skip
         self.jobs: dict[int, Naive] = {}
         self.flying: dict[int, Start] = {}
         self.ids = itertools.count()
@@ -299,7 +314,9 @@ class AgainstNaive(RuleBasedStateMachine):
         fours, rest = divmod(count, 4)
         parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
         naive = Naive(new, new.id, held=waits)
-        if reads:
+        if (
+            reads and count > 2
+        ):  # a part of two costs 6 with its user, 3 + 4 without; one of four 10 and 5 + 4
             naive.runs[READS, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])
