@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the order of a prompt costs in accuracy: candidates behind the user, or in front (BAT-16, LlamaRec's protocol).
 
-A retriever (LRURec) names 100 candidates for every test user; of those whose target is among them, USERS drawn at
-random are ranked by the engine that serves, with its cache, once in each layout. Beside a model trained on both layouts
-stand one trained on each alone, asked in its own, and the retriever's order; and with the candidates in front, some of
-their tokens repaired (BAT-15: docs/cache.md). Users, candidates and items are the same in every row.
+A retriever (LRURec) names 100 candidates for every test user; those whose target is among them are ranked by the
+engine that serves, with its cache, once in each layout. Beside a model trained on both layouts stand one trained on
+each alone, asked in its own, and the retriever's order; and with the candidates in front, some of their tokens repaired
+(BAT-15: docs/cache.md). Users, candidates and items are the same in every row.
 
     jgr prepare, jgr ids, jgr train, jgr retrieve     where runs/ does not hold what they make
     JGR_DATA=FOLDER python -m benchmarks.bat_accuracy      FOLDER holds ml-1m and amazon-beauty
@@ -42,8 +42,6 @@ Int32 = npt.NDArray[np.int32]
 METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 CONCURRENCY = 32
 RESAMPLES = 2000
-USERS = 2000
-"""Of each dataset, or all that are eligible; a repaired prompt takes several times as long as another."""
 LAYOUTS: tuple[LayoutName, LayoutName] = ("user_prefix", "item_prefix")
 REPAIRS = {
     "item_prefix + PIC, first token of each": "cache.repair_tokens=1",
@@ -154,8 +152,7 @@ def measure_one(task: Task, quick: bool) -> tuple[Claim, list[Row]]:
     config, models, path = made(task)
     dataset = load_dataset(config.data)
     found = load_candidates(path, dataset)
-    eligible = np.random.default_rng(0).permutation(np.flatnonzero(found.eligible))
-    chosen = np.sort(eligible[: 64 if quick else USERS])
+    chosen = np.flatnonzero(found.eligible)[: 64 if quick else None]
     examples, rows, users = dataset.interactions.test.select(chosen), found.rows[chosen], found.users[chosen]
     ranked = {"retriever": Ranked(rows)}
     for trained, folder in models.items():
