@@ -149,9 +149,8 @@ class Programs:
         block = None if share == "cache" else self.user
         self.layouts: dict[int, Layout] = {} if share == "part" else {READS: self.user}
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
-        self.may_be_whole = (
-            share == "request"
-        )  # a part, with the user in it, of executors that share users otherwise
+        # A part with its user in it, of executors that share users otherwise.
+        self.may_be_whole = share == "request"
         self.growth, self._growing = growth, growing(cfg) if growth else None
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)
