@@ -55,7 +55,7 @@ MARGIN = 0.01
 
 @dataclass(frozen=True)
 class Task:
-    """name: of the configs lrurec_{name}.py and ranker_{name}.py. raw: the folder in JGR_DATA. source: its kind."""
+    """name: of the configs {lrurec,items,ranker}_{name}.py. raw: the folder in JGR_DATA. source: its kind."""
 
     name: str
     raw: str
@@ -78,6 +78,8 @@ def made(task: Task) -> tuple[Config, Mapping[str, str], Path]:
     retriever = (f"--config=configs/lrurec_{task.name}.py", f"--set=data.path={data}")
     if not (harness.ROOT / config.train.retriever).is_dir():
         run("train", *retriever)
+    if not (harness.ROOT / config.train.start).is_dir():
+        run("train", f"--config=configs/items_{task.name}.py")
     candidates = f"runs/candidates_{task.name}.npz"
     run("retrieve", *retriever, "--split=test", "--exclude_history", f"--out={candidates}")
     out = config.train.out
@@ -237,7 +239,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 if __name__ == "__main__":
     configs = [
-        harness.ROOT / "configs" / f"{kind}_{task.name}.py" for task in TASKS for kind in ("ranker", "lrurec")
+        harness.ROOT / "configs" / f"{kind}_{task.name}.py"
+        for task in TASKS
+        for kind in ("lrurec", "items", "ranker")
     ]
     harness.main(
         Benchmark(

@@ -4,6 +4,7 @@
 jgr prepare --source=amazon-beauty --raw=FOLDER --out=runs/data/beauty_titles --bpe_vocab=2000
 jgr ids --data=runs/data/beauty_titles --method=item
 jgr train --config=configs/lrurec_beauty.py
+jgr train --config=configs/items_beauty.py
 """
 
 from pathlib import Path
@@ -23,6 +24,7 @@ def get_config() -> Config:
         "profiles.tokens=64",
         "data.path=runs/data/beauty_titles",
         f"train.out={OUT}",
+        "train.start=runs/items_beauty",
         "train.dropout=0.3",
         "train.retriever=runs/lrurec_beauty",
         f"train.max_items={HISTORY}",

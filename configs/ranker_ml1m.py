@@ -4,6 +4,7 @@
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=configs/lrurec_ml1m.py
+jgr train --config=configs/items_ml1m.py
 """
 
 from jgr.config import (
@@ -45,18 +46,19 @@ def get_config() -> Config:
         train=TrainConfig(
             model="ranker",
             out=OUT,
-            steps=2500,
+            start="runs/items_ml1m",
+            steps=1200,
             batch=64,
             micro_batches=8,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             warmup_steps=100,
             weight_decay=0.1,
             dropout=0.1,
             negatives=24,
             retriever="runs/lrurec_ml1m",
             max_items=50,
-            checkpoint_every=250,
-            evaluate_every=500,
+            checkpoint_every=200,
+            evaluate_every=200,
             validation_examples=800,
             hidden=64,
             layers=2,

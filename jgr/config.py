@@ -289,6 +289,8 @@ class TrainConfig:
         "generator"
     )
     out: str = ""  # folder for the checkpoint
+    # Folder of a decoder that a ranker or a generator begins from, of the same sizes; empty: from random weights.
+    start: str = ""
     seed: int = 0
     steps: int = 2000  # optimizer steps
     batch: int = 256  # sequences per step
@@ -342,6 +344,8 @@ class TrainConfig:
             not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
         )
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
+        starts = self.model in ("generator", "ranker")
+        require(not self.start or starts, f"train.start: a decoder cannot begin train.model={self.model}")
         fits = self.heads % self.kv_heads == 0
         require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
         require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")

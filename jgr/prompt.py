@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 
@@ -44,6 +44,7 @@ class PromptError(UserError):
 class Tokenizer:
     """A `tokenizer.json` of the tokenizers library, without its own special tokens, truncation and padding.
 
+    vocabulary: token id by token.
     vocab_size: the largest token id + 1.
     unknown_id: the token for text outside of the vocabulary, None where there is no such token.
     """
@@ -52,12 +53,12 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        self._vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-        if not self._vocabulary:
+        self.vocabulary: Mapping[str, int] = inner.get_vocab(with_added_tokens=True)
+        if not self.vocabulary:
             raise PromptError("the tokenizer's vocabulary is empty")
-        self.vocab_size = max(self._vocabulary.values()) + 1
+        self.vocab_size = max(self.vocabulary.values()) + 1
         unknown = getattr(inner.model, "unk_token", None)
-        self.unknown_id: int | None = self._vocabulary.get(unknown) if isinstance(unknown, str) else None
+        self.unknown_id: int | None = self.vocabulary.get(unknown) if isinstance(unknown, str) else None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
@@ -92,12 +93,12 @@ class Tokenizer:
         return [list(one.ids) for one in encoded]
 
     def token_id(self, name: str) -> int | None:
-        return self._vocabulary.get(name)
+        return self.vocabulary.get(name)
 
     def nearest(self, name: str) -> str:
         """`; nearest: ...` for an error message, empty where no token looks like `name`."""
         # Names in brackets are few; comparing with a whole text vocabulary would take seconds.
-        names = [token for token in self._vocabulary if token[:1] == name[:1] and len(token) < 2 * len(name)]
+        names = [token for token in self.vocabulary if token[:1] == name[:1] and len(token) < 2 * len(name)]
         found = difflib.get_close_matches(name, names, n=1)
         return f"; nearest: {found[0]!r}" if found else ""
 

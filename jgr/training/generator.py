@@ -28,7 +28,8 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training import lazy
 from jgr.training.run import Progress, train_to_best
-from jgr.training.trainer import Loss, dropout
+from jgr.training.start import begin_from
+from jgr.training.trainer import Begin, Loss, as_drawn, dropout
 from jgr.training.windows import Windows
 
 Int32 = npt.NDArray[np.int32]
@@ -119,6 +120,7 @@ def train_generator(
     # What is trained on is up to max_items + 1 items; what is served is at most the prompt and one item more.
     trained = len(prompts.prefix) + (train.max_items + 1) * catalog.depth
     model: GeneratorConfig
+    begin: Begin = as_drawn
     if train.model == "onerec":
         model = lazy.lazy_config(
             train, tokenizer.vocab_size, tokens, max(train.max_items, config.prompt.max_items)
@@ -127,6 +129,7 @@ def train_generator(
     else:
         model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
         loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout)
+        begin = begin_from(train.start, model, tokenizer)
     misfit = generator(model).misfit(model, prompt, tokens)
     if misfit:
         raise ConfigError(misfit)
@@ -148,4 +151,5 @@ def train_generator(
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,
+        begin=begin,
     )

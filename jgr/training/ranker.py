@@ -39,6 +39,7 @@ from jgr.prompt import PromptBuilder, Tokenizer, semantic_id_tokenizer
 from jgr.prompt_segments import SegmentPrompts
 from jgr.training.generator import decoder_config
 from jgr.training.run import Progress, train_to_best
+from jgr.training.start import begin_from
 from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
 
@@ -309,4 +310,5 @@ def train_ranker(
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,
+        begin=begin_from(train.start, model, tokenizer),
     )

@@ -20,7 +20,7 @@ from jgr.config import ConfigError, TrainConfig
 from jgr.models.params import PyTree
 from jgr.training.curves import plot_curves
 from jgr.training.progress import RECALL, RunFolder, best_validation
-from jgr.training.trainer import Loss, State, Trainer, fit
+from jgr.training.trainer import Begin, Loss, State, Trainer, as_drawn, fit
 from jgr.training.windows import Batches
 
 LOG_EVERY = 100  # steps; each log waits for the device
@@ -44,13 +44,14 @@ def train_to_best(
     progress: Progress,
     save: Callable[[PyTree, Callable[[Path], None]], None],
     metric: str = RECALL,
+    begin: Begin = as_drawn,
 ) -> Path:
     """Train, and `save` the parameters of the best validation, or of the last step where nothing is validated.
 
     described: what else, beside `train` and the windows, makes this run the run it is. save(params, write_beside) must
     call write_beside(folder), which adds metrics.jsonl and curves.png. Goes on where an earlier, killed call with the
-    same arguments stopped. metric: what `validate` gives, by its name in metrics.jsonl. Gives train.out. Raises
-    ConfigError for a loss that is not finite.
+    same arguments stopped. metric: what `validate` gives, by its name in metrics.jsonl. begin: see Trainer.initial.
+    Gives train.out. Raises ConfigError for a loss that is not finite.
     """
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
@@ -58,7 +59,7 @@ def train_to_best(
     run = {**described, "train": asdict(train), "windows": windows.digest()}
     _log.info("training on %d examples, %d steps an epoch", len(windows), windows.steps_per_epoch())
     with RunFolder(running, run, metric) as folder:
-        fresh = trainer.initial()
+        fresh = trainer.initial(begin)
         start = folder.latest(fresh)
         if start is not None:
             _log.info("going on from step %d", int(start.step))

@@ -33,8 +33,16 @@ windows: [B, N] int32 rows, -1 on the right; or [B, N, 2], rows and times, as jg
 else the Batches of the run give, [B, ...].
 """
 
+Begin = Callable[[PyTree], PyTree]
+"""Drawn parameters -> those that a training begins with."""
+
 END_OF_SCHEDULE = 0.01
 """The last learning rate over the peak."""
+
+
+def as_drawn(drawn: PyTree) -> PyTree:
+    """The Begin of a training that begins from nothing."""
+    return drawn
 
 
 class State(NamedTuple):
@@ -93,10 +101,10 @@ class Trainer:
         self._spread = NamedSharding(mesh, PartitionSpec(None, "data"))
         self._step = jax.jit(self._one_step, donate_argnums=0)
 
-    def initial(self) -> State:
-        """Fresh parameters drawn from train.seed."""
-        drawn = params.initialize(self._specs, jax.random.key(self._train.seed))
-        return self.place(State(drawn, self._optimizer.init(drawn), jnp.zeros((), jnp.int32)))
+    def initial(self, begin: Begin = as_drawn) -> State:
+        """Parameters drawn from train.seed, or what `begin` makes of them."""
+        weights = begin(params.initialize(self._specs, jax.random.key(self._train.seed)))
+        return self.place(State(weights, self._optimizer.init(weights), jnp.zeros((), jnp.int32)))
 
     def place(self, state: State) -> State:
         """The state on every device of the mesh."""

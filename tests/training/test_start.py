@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train.start: a ranker that begins as the generator whose folder it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jgr.catalog import Catalog
+from jgr.config import Config, ConfigError, override
+from jgr.data.datasets import Dataset
+from jgr.data.interactions import leave_one_out
+from jgr.models import checkpoint, decoder, params
+from jgr.models.decoder import DecoderParams
+from jgr.prompt import Tokenizer, semantic_id_tokenizer
+from jgr.training import ranker
+from jgr.training.generator import decoder_config, train_generator
+from jgr.training.start import begin_from
+
+SIZES = (
+    "train.hidden=16", "train.layers=2", "train.mlp=16", "train.heads=2", "train.kv_heads=1", "train.head_dim=8",
+    "train.max_items=5", "train.batch=8", "train.warmup_steps=1",
+)  # fmt: skip
+
+
+def dataset(n_items: int = 12) -> Dataset:
+    names = [f"item{i}" for i in range(n_items)]
+    catalog = Catalog.build(names, [[f"<a_{i}>"] for i in range(n_items)], [{} for _ in names])
+    return Dataset(catalog, leave_one_out([[(u + i) % n_items for i in range(7)] for u in range(n_items)]))
+
+
+def config(out: Path, *more: str) -> Config:
+    return override(
+        Config(), f"train.out={out}", "prompt.max_items=5", "rank.scorer=item_token", "rank.item=<sid>{sid}",
+        "rank.instruction=<sid>", "rank.item_span=3", *SIZES, *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("start") / "items"
+    return train_generator(config(out, "train.steps=3"), dataset())
+
+
+def ranker_config(out: Path, *more: str) -> Config:
+    return config(out, "train.model=ranker", "train.negatives=3", "train.steps=1", *more)
+
+
+def test_a_ranker_begins_as_the_generator_by_the_names_of_tokens(generator: Path) -> None:
+    """Another catalog, which has items the generator never saw and its known ones under other token ids."""
+    names = [f"<a_{i}>" for i in (14, 3, 0, 11, 7)]
+    catalog = Catalog.build("abcde", [[name] for name in names], [{} for _ in names])
+    tokenizer = semantic_id_tokenizer(catalog)
+    cfg = ranker_config(Path("unused"))
+    model = decoder_config(cfg.train, tokenizer.vocab_size, 64)
+    drawn = params.initialize(decoder.spec(model), jax.random.key(3))
+    begun = begin_from(str(generator), model, tokenizer)(drawn)
+    _, weights = checkpoint.load(generator)
+    assert isinstance(weights, DecoderParams)
+    jax.tree.map(np.testing.assert_array_equal, begun.layers, weights.layers)
+    np.testing.assert_array_equal(begun.norm, weights.norm)
+    its = Tokenizer.from_file(generator / "tokenizer.json")
+    for name, token in tokenizer.vocabulary.items():
+        known = its.token_id(name)
+        row = drawn.embed[token] if known is None else weights.embed[known]
+        np.testing.assert_array_equal(begun.embed[token], row, err_msg=name)
+    assert its.token_id("<a_14>") is None and its.token_id("<a_3>") != tokenizer.token_id("<a_3>")
+
+    # So the user's part of a prompt, items behind it, says of the next item what the generator does.
+    text = ranker.prompt_text(cfg, tokenizer, catalog)
+    history = jnp.array([[4, 1, 2]], jnp.int32)
+    _, hidden = ranker.candidate_scores(
+        begun, model, text, history, jnp.array([[3, 0]]), jnp.array([False]), attention="reference"
+    )
+    old = [its.token_id(name) for name in ("<bos>", *(names[row] for row in (4, 1, 2)))]
+    wanted = decoder.prefill(
+        weights, model, jnp.array([old], jnp.int32), jnp.array([4]), attention="reference"
+    ).hidden
+    np.testing.assert_allclose(hidden[0, :4], wanted[0], atol=1e-5)
+
+
+def test_training_goes_on_from_it(generator: Path, tmp_path: Path) -> None:
+    cfg = ranker_config(tmp_path / "ranker", f"train.start={generator}", "train.learning_rate=0")
+    _, weights = checkpoint.load(ranker.train_ranker(cfg, dataset()))
+    jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
+
+
+def test_a_generator_begins_from_a_generator(generator: Path, tmp_path: Path) -> None:
+    out = train_generator(config(tmp_path / "more", "train.steps=1", f"train.start={generator}"), dataset(14))
+    found, weights = checkpoint.load(out)
+    _, before = checkpoint.load(generator)
+    assert isinstance(weights, DecoderParams) and isinstance(before, DecoderParams)
+    assert found.vocab_size == 17
+    np.testing.assert_allclose(weights.embed[:15], before.embed, atol=3e-3)
+
+
+def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"train\.start: .* is of other sizes: .*hidden=16.* not .*hidden=32"
+    ):
+        cfg = ranker_config(tmp_path / "a", f"train.start={generator}", "train.hidden=32")
+        ranker.train_ranker(cfg, dataset())
+    with pytest.raises(checkpoint.CheckpointError, match="no such model folder"):
+        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={tmp_path}/none"), dataset())
+    with pytest.raises(ConfigError, match=r"train\.start: a decoder cannot begin train\.model=sasrec"):
+        config(tmp_path, "train.model=sasrec", "train.start=somewhere")
+    lazy = train_generator(
+        config(tmp_path / "lazy", "train.model=onerec", "train.steps=1", "prompt.template={history}"),
+        dataset(),
+    )
+    with pytest.raises(ConfigError, match=r"train\.start: .* is not a decoder"):
+        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
+    unknown = Catalog.build("ab", [["<x>"], ["<y>"]], [{}, {}])
+    wordless = Tokenizer.from_file(generator / "tokenizer.json")
+    model = decoder_config(ranker_config(tmp_path).train, wordless.vocab_size, 32)
+    inner = semantic_id_tokenizer(unknown)
+    inner.vocabulary = {"<x>": 0}
+    with pytest.raises(ConfigError, match=r"train\.start: .* has no token of this dataset's"):
+        begin_from(str(generator), model, inner)
+    assert not (tmp_path / "a").exists()
