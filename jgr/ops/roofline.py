@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def measure(only: str = "") -> dict[str, Any]:
     rows = [
         row
         for op, case in chosen
-        for row in _rows(op, case, dtype, ("pallas", "xla") if on_gpu else ("xla",), roofline)
+        for row in _rows(op, case, dtype, [x for x in op.timed if on_gpu or x != "pallas"], roofline)
     ]
     return {
         "device": device.device_kind,
@@ -60,7 +60,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def _rows(
-    op: OpCases, case: Case, dtype: Any, implementations: tuple[str, ...], roofline: Work
+    op: OpCases, case: Case, dtype: Any, implementations: Sequence[str], roofline: Work
 ) -> Iterator[dict[str, Any]]:
     arguments = op.draw(case, dtype)
     flops, size = op.work(case, dtype)

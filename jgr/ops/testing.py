@@ -43,7 +43,8 @@ class OpCases:
     """An op and its cases.
 
     call: the public function; it takes implementation=. shapes(case, dtype): its arguments, by name, without values.
-    integers(case, rng): values of those that are not floats. options(case): static keyword arguments.
+    integers(case, rng): values of those that are not floats. options(case): static keyword arguments. timed: the
+    implementations that `jgr bench ops` times; "pallas" on GPUs only.
     """
 
     name: str
@@ -53,6 +54,7 @@ class OpCases:
     integers: Callable[[Case, np.random.Generator], dict[str, npt.NDArray[Any]]]
     work: Callable[[Case, Any], Work]
     options: Callable[[Case], dict[str, Any]] = lambda case: {}
+    timed: tuple[str, ...] = ("pallas", "xla")
 
     def tagged(self, tag: str) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if tag in case.tags)

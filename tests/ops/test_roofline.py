@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jgr.ops import roofline
@@ -65,3 +67,17 @@ def test_every_op_that_is_timed_has_its_work_stated() -> None:
             work = op.work(case, "float32")
             assert work.bytes > 0, (op.name, case.name)
             assert work.flops >= 0, (op.name, case.name)
+
+
+@pytest.mark.parametrize("op", all_ops(), ids=lambda op: op.name)
+def test_every_form_that_a_gpu_would_time_is_there(op: OpCases) -> None:
+    """Traced on their own small cases; nothing is compiled. An implementation that an op lacks is a ValueError."""
+    case = next(case for case in op.cases if "bench" not in case.tags)
+    for name in op.timed:
+        try:
+            jax.eval_shape(
+                functools.partial(op.call, implementation=name, **op.options(case)),
+                **op.shapes(case, jnp.bfloat16),
+            )
+        except ValueError as error:
+            assert "no implementation" not in str(error)

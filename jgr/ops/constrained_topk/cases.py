@@ -101,4 +101,5 @@ OP = OpCases(
     _integers,
     _work,
     lambda case: {"width": case.shape["width"], "packed": case.shape["packed"]},
+    timed=("xla",),
 )
