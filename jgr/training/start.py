@@ -18,6 +18,7 @@ import numpy as np
 from jgr.config import ConfigError
 from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.params import CheckpointError
 from jgr.prompt import Tokenizer
 from jgr.training.trainer import Begin, as_drawn
 
@@ -27,12 +28,15 @@ _log = logging.getLogger(__name__)
 def begin_from(start: str, model: DecoderConfig, tokenizer: Tokenizer) -> Begin:
     """What a training of `model` begins with; the drawn parameters where start is empty.
 
-    start: a model folder. Raises CheckpointError or PromptError for a damaged one, ConfigError for a model that is no
-    decoder, has other sizes than `model` (but for vocabulary and longest position), or shares no token with it.
+    start: a model folder. Raises CheckpointError or PromptError where there is none or a damaged one, ConfigError for a
+    model that is no decoder, has other sizes than `model` (but for vocabulary and longest position), or shares no token
+    with it.
     """
     if not start:
         return as_drawn
     folder = Path(start)
+    if not folder.is_dir():
+        raise CheckpointError(f"train.start: {folder}: no such model folder")
     found, weights = checkpoint.load(folder)
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
         raise ConfigError(f"train.start: {folder} is not a decoder")
