@@ -32,7 +32,7 @@ def get_config() -> Config:
         rank=RankConfig(
             scorer="item_token",
             item="{title}{sid}",
-            instruction="<sid>",
+            instruction="<sid>{last}",
             item_span=8,
             requests=4,
             tokens=(1024, 4096),
@@ -47,7 +47,7 @@ def get_config() -> Config:
             model="ranker",
             out=OUT,
             start="runs/items_ml1m",
-            steps=1200,
+            steps=800,
             batch=64,
             micro_batches=8,
             learning_rate=1e-3,

@@ -100,7 +100,9 @@ class RankConfig:
     # score from the token of each (one-level catalogs), from a question about each, or from a letter for each place.
     scorer: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
     item: str = "{title}{sid}"  # a candidate, as prompt.item; scored by item_token it ends with {sid}
-    instruction: str = "<sid>"  # behind everything
+    # Behind everything. {last} is the semantic id of the history's last item: recency-focused prompting, which a small
+    # model needs (arXiv 2305.08845).
+    instruction: str = "<sid>"
     probe: str = "<sid>"  # the question about an item, for item_probe
     positive: str = "<yes>"  # its answers, each one token
     negative: str = "<no>"

@@ -21,12 +21,15 @@ from jgr.prompt import PromptError, Tokenizer, encode_items, encode_template, le
 
 Int32 = npt.NDArray[np.int32]
 
+LAST = -1
+"""In an instruction's tokens: one of the semantic id of the history's last item."""
+
 
 class SegmentPrompts:
     """The segments of a catalog's candidates, and where they stand.
 
-    instruction, probe: [t] int32; probe is empty where the scorer asks none. PromptError names the field that does not
-    fit the tokenizer or the catalog.
+    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where the scorer asks none.
+    PromptError names the field that does not fit the tokenizer or the catalog.
     """
 
     def __init__(
@@ -45,9 +48,7 @@ class SegmentPrompts:
             raise PromptError("rank.item: must end with {sid}, which item_token scores")
         flat, lengths = encode_items("rank.item", rank.item, tokenizer, catalog)
         self._flat, self._ends, self._lengths = flat, np.cumsum(lengths), lengths
-        self.instruction = encode_template("rank.instruction", rank.instruction, tokenizer)
-        if not len(self.instruction):
-            raise PromptError("rank.instruction: must not be empty")
+        self.instruction = self._encode_instruction(rank.instruction, tokenizer, catalog)
         probe = rank.probe if rank.scorer == "item_probe" else ""
         self.probe = encode_template("rank.probe", probe, tokenizer)
         if rank.scorer == "item_probe" and not len(self.probe):
@@ -68,10 +69,16 @@ class SegmentPrompts:
         """[n]: tokens of each item of the catalog."""
         return np.minimum(self._lengths, self._span)
 
-    def prompt(self, user: Int32, rows: Int32) -> SegmentedPrompt:
-        """The prompt of a history's tokens and candidates: rows [c] int32."""
+    def prompt(self, user: Int32, rows: Int32, last: int | None = None) -> SegmentedPrompt:
+        """The prompt of a history's tokens and candidates. rows: [c] int32; last: the history's last, if it has any."""
         items = [self.item(row) for row in rows.tolist()]
-        return SegmentedPrompt(user, self.instruction, items, self.probe, self._span)
+        instruction = self.instruction
+        if last is None:
+            instruction = instruction[instruction != LAST]
+        elif self._ids is not None:
+            instruction = instruction.copy()
+            instruction[instruction == LAST] = self._ids[last]
+        return SegmentedPrompt(user, instruction, items, self.probe, self._span)
 
     def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
         """The tokens whose logits score candidates, [c] int32, and those that count against them."""
@@ -81,6 +88,19 @@ class SegmentPrompts:
             return self._columns[0][: len(rows)], None
         positive, negative = (np.repeat(token, len(rows)) for token in self._columns)
         return positive, negative
+
+    def _encode_instruction(self, text: str, tokenizer: Tokenizer | None, catalog: Catalog) -> Int32:
+        parts = [encode_template("rank.instruction", part, tokenizer) for part in text.split("{last}")]
+        if len(parts) > 2:
+            raise PromptError("rank.instruction: {last} may occur once")
+        if not any(map(len, parts)):
+            raise PromptError("rank.instruction: must not be empty, nor {last} alone: a history may be empty")
+        self._ids: Int32 | None = None  # [n, depth]
+        if len(parts) == 2:
+            tokens = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
+            self._ids = np.stack([of[catalog.codes[:, level]] for level, of in enumerate(tokens)], axis=1)
+            parts.insert(1, np.full(catalog.depth, LAST, np.int32))
+        return np.concatenate(parts)
 
     def _answer_columns(
         self, rank: RankConfig, tokenizer: Tokenizer | None, catalog: Catalog

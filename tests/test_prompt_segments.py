@@ -6,7 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jgr.catalog import Catalog
+from jgr.config import RankConfig
 from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, SegmentedPrompt
+from jgr.prompt import PromptError, semantic_id_tokenizer
+from jgr.prompt_segments import SegmentPrompts
 
 USER, A, B = np.arange(3, dtype=np.int32), np.array([10, 11], np.int32), np.array([20, 21, 22], np.int32)
 INSTRUCTION, PROBE = np.array([30, 31], np.int32), np.array([40], np.int32)
@@ -53,3 +57,37 @@ def test_a_prompt_without_items_is_plain_text() -> None:
 def test_candidates_have_no_place_in_another_layout() -> None:
     with pytest.raises(ValueError, match="causal"):
         SegmentedPrompt(USER, INSTRUCTION, [A]).arrange(CAUSAL)
+
+
+CATALOG = Catalog.build("xyz", [["<a>", "<p>"], ["<b>", "<p>"], ["<b>", "<q>"]], [{} for _ in "xyz"])
+
+
+def segments(instruction: str) -> SegmentPrompts:
+    rank = RankConfig(
+        scorer="item_probe", item="{sid}", instruction=instruction, positive="<a>", negative="<b>"
+    )
+    return SegmentPrompts(rank, semantic_id_tokenizer(CATALOG), CATALOG)
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, None])
+def test_an_instruction_may_name_the_last_item(last: int | None) -> None:
+    tokenizer = semantic_id_tokenizer(CATALOG)
+    built = segments("<sid>{last}<bos>").prompt(USER, np.array([1, 0], np.int32), last)
+    names = {0: ["<a>", "<p>"], 1: ["<b>", "<p>"], 2: ["<b>", "<q>"], None: []}[last]
+    assert built.behind.tolist() == [tokenizer.token_id(name) for name in ("<sid>", *names, "<bos>")]
+
+
+def test_an_instruction_that_names_no_item_is_the_same_for_all() -> None:
+    rows = np.array([2], np.int32)
+    assert (
+        segments("<sid>").prompt(USER, rows, 1).behind == segments("<sid>").prompt(USER, rows).behind
+    ).all()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"),
+    [("", "must not be empty"), ("{last}", "nor {last} alone"), ("<sid>{last}{last}", "may occur once")],
+)
+def test_instructions_that_cannot_be(instruction: str, words: str) -> None:
+    with pytest.raises(PromptError, match=words):
+        segments(instruction)

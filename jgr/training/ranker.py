@@ -36,7 +36,7 @@ from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
 from jgr.models import checkpoint, decoder, retrievers
 from jgr.models.decoder import DecoderConfig, DecoderParams, Dropout
 from jgr.prompt import PromptBuilder, Tokenizer, semantic_id_tokenizer
-from jgr.prompt_segments import SegmentPrompts
+from jgr.prompt_segments import LAST, SegmentPrompts
 from jgr.training.generator import decoder_config
 from jgr.training.run import Progress, train_to_best
 from jgr.training.start import begin_from
@@ -53,8 +53,8 @@ LogWeights = Callable[[jax.Array], jax.Array]
 
 
 class Text(NamedTuple):
-    """The tokens that prompts are made of: prefix [p], instruction [i], each row's own token [n], and each row as a
-    candidate: items [n, S], lengths [n]."""
+    """The tokens that prompts are made of: prefix [p], instruction [i] (LAST for the last item's token), each row's own
+    token [n], and each row as a candidate: items [n, S], lengths [n]."""
 
     prefix: Any
     instruction: Any
@@ -104,18 +104,21 @@ def lay_out(
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Prompts as `decoder.prefill` takes them: tokens [B, T], what they are part of, and what they see.
 
-    history: [B, N], -1 on the right. candidates: [B, C], -1 for none. items_first: [B] bool. The tokens stand in one
-    place whatever the layout (user, candidates, instruction; the last is the one that answers): attention goes by what
-    they are part of and by position, not by place.
+    history: [B, N], -1 on the right, not empty. candidates: [B, C], -1 for none. items_first: [B] bool. The tokens
+    stand in one place whatever the layout (user, candidates, instruction; the last is the one that answers): attention
+    goes by what they are part of and by position, not by place.
     """
     batch, count = candidates.shape
     before, behind, span = len(text.prefix), len(text.instruction), text.span
     prefix = jnp.broadcast_to(jnp.asarray(text.prefix), (batch, before))
-    user = jnp.concatenate([prefix, jnp.asarray(text.own)[jnp.maximum(history, 0)]], axis=1)
-    users = before + (history >= 0).sum(axis=1)
+    events = jnp.asarray(text.own)[jnp.maximum(history, 0)]
+    user = jnp.concatenate([prefix, events], axis=1)
+    lived = (history >= 0).sum(axis=1)
+    users = before + lived
     items = jnp.asarray(text.items)[jnp.maximum(candidates, 0)].reshape(batch, -1)
     lengths = jnp.where(candidates >= 0, jnp.asarray(text.lengths)[jnp.maximum(candidates, 0)], 0)
-    instruction = jnp.broadcast_to(jnp.asarray(text.instruction), (batch, behind))
+    last = jnp.take_along_axis(events, lived[:, None] - 1, axis=1)
+    instruction = jnp.where(text.instruction == LAST, last, jnp.asarray(text.instruction))
 
     at_user, at_items = jnp.where(items_first, span, 0), jnp.where(items_first, 0, users)
     place = jnp.arange(span)

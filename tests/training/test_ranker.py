@@ -51,7 +51,7 @@ def config(folder: Path, *more: str) -> Config:
     return override(
         Config(), "train.model=ranker", f"train.out={folder}", f"model.path={folder}", "model.compilation_cache=",
         "prompt.max_items=6", "rank.scorer=item_token", "rank.item=<bos><sid>{sid}", "rank.item_span=4",
-        "rank.instruction=<sid><bos>", "rank.requests=2", "rank.tokens=96", "rank.context=96", "rank.candidates=32",
+        "rank.instruction=<sid>{last}", "rank.requests=2", "rank.tokens=96", "rank.context=96", "rank.candidates=32",
         "cache.policy=hotness", "cache.device_mb=1", "beam.width=4", "profiles.batch=1", "profiles.tokens=16",
         "profiles.widths=4", "train.negatives=9", "train.max_items=6", "train.batch=24", f"train.steps={STEPS}",
         "train.learning_rate=1e-2", "train.warmup_steps=5", "train.hidden=32", "train.layers=2", "train.mlp=32",
@@ -68,9 +68,10 @@ def padded(sequences: list[Int32], width: int) -> jax.Array:
     return jnp.asarray(np.array(rows, np.int32))
 
 
-def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("instruction", ["<sid><bos>", "<sid>{last}", "{last}<bos>"])
+def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path, instruction: str) -> None:
     """As sets of tokens: in which column of the row one stands means nothing."""
-    cfg, catalog = config(tmp_path), ring().catalog
+    cfg, catalog = config(tmp_path, f"rank.instruction={instruction}"), ring().catalog
     tokenizer = ranker.ranker_tokenizer(cfg, catalog)
     prompts, segments = (
         PromptBuilder(cfg.prompt, tokenizer, catalog),
@@ -80,7 +81,9 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path) -> No
     for layout in (USER_PREFIX, ITEM_PREFIX):
         wanted = {
             (token, segment.number, int(segment.kind), segment.position + i, int(layout.bits[segment.kind]))
-            for segment in segments.prompt(prompts.user(history), candidates).arrange(layout)
+            for segment in segments.prompt(prompts.user(history), candidates, int(history[-1])).arrange(
+                layout
+            )
             for i, token in enumerate(segment.tokens.tolist())
         }
         rows, listed = padded([history], 5), padded([candidates], 4)
