@@ -245,6 +245,9 @@ class SlotKV(NamedTuple):
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
 
+Attention = Callable[[jax.Array, jax.Array, jax.Array, Tokens | Causal, Layout | jax.Array], jax.Array]
+"""(q, k, v, tokens, layout) -> [B, T, H, d], as of segment_attention."""
+
 
 def prefill(
     params: DecoderParams,
@@ -262,7 +265,7 @@ def prefill(
     keep_layers: bool = False,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
-    attention: str = "auto",
+    attention: str | Attention = "auto",
 ) -> Prefill:
     """Run a batch of prompts.
 
@@ -270,13 +273,14 @@ def prefill(
         tokens: [B, T] int32; row b holds lengths[b] tokens, then padding of any valid token id.
         positions: [B, T] int32 for rope, default the segments' or 0..T-1. Plain prompts are causal by index.
         segments, layout: what the tokens, [B, T] each, are part of, and what sees what; default plain causal prompts.
-            Prompts made of segments have no gradients (but with attention="reference").
+            Prompts made of segments have no gradients (but with attention="reference", or one that has).
         before: cached tokens of the same requests, which the new ones see as the layout says.
         also: [B, T] int32, of each token another request that sees it as its own; below 0 for none. Needs segments.
         layers: to run, without gradients; default all. hidden: [B, T, D], what goes into the first of them; default
             the tokens' embeddings. The result is of these layers only.
         keep_layers: also return every layer's output (before the final norm).
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
+        attention: an implementation of segment_attention, or another form of it, for prompts without cached tokens.
     """
     if positions is None and segments is not None:
         positions = segments.position
@@ -305,9 +309,12 @@ def prefill(
             q, k, v = _qkv(cfg, layer, h, cos, sin)
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
             all_k, all_v = (x if seen is None else jnp.concatenate([x, x], 2) for x in (k, v))
-            out = segment_attention(
-                q, all_k, all_v, described, layout, keys=seen, context=context, implementation=attention
-            )
+            if isinstance(attention, str):
+                out = segment_attention(
+                    q, all_k, all_v, described, layout, keys=seen, context=context, implementation=attention
+                )
+            else:
+                out = attention(q, k, v, described, layout)
             h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)

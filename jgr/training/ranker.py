@@ -34,9 +34,10 @@ from jgr.data.interactions import Ragged
 from jgr.data.prepared import TITLES
 from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
 from jgr.models import checkpoint, decoder, retrievers
-from jgr.models.decoder import DecoderConfig, DecoderParams, Dropout
+from jgr.models.decoder import Attention, DecoderConfig, DecoderParams, Dropout
 from jgr.prompt import PromptBuilder, Tokenizer, semantic_id_tokenizer
 from jgr.prompt_segments import LAST, SegmentPrompts
+from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
 from jgr.training.run import Progress, train_to_best
 from jgr.training.start import begin_from
@@ -160,7 +161,7 @@ def candidate_scores(
     *,
     drop: Dropout | None = None,
     key: jax.Array | None = None,
-    attention: str = "auto",
+    attention: str | Attention = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """The scores [B, C] float32 of candidates, and the prompts' hidden states [B, T, D]. See `lay_out`."""
     tokens, described, sees = lay_out(text, history, candidates, items_first)
@@ -252,7 +253,7 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
             items_first,
             drop=drop,
             key=None if drop is None else dropout_key,
-            attention="reference",  # the form with gradients for prompts of segments
+            attention=candidate_attention(len(text.prefix) + len(place), 1 + train.negatives, text.span),
         )
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
         following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)

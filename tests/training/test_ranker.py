@@ -29,6 +29,7 @@ from jgr.prompt_segments import SegmentPrompts
 from jgr.serving.api import RankRequest
 from jgr.serving.loading import load_engine
 from jgr.training import ranker
+from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
 from jgr.training.ranker import Text, train_ranker
 
@@ -210,6 +211,40 @@ def test_the_loss_is_that_of_the_target_among_the_candidates_and_of_every_next_i
     assert loss(weights, rows, KEY)[0] == nats != loss(weights, rows, keys[0])[0]
     assert targets == 1 and cut > 1
     np.testing.assert_allclose(nats, wanted + np.mean(following), rtol=1e-5)
+
+
+def test_the_pairs_that_are_left_out_are_those_that_nothing_sees(tmp_path: Path) -> None:
+    """Values and gradients, in both layouts, with short histories, short candidates and candidates left out."""
+    cfg = config(tmp_path, "train.kv_heads=2", "train.heads=4", "rank.item_span=5")
+    text = text_of(cfg)
+    model = decoder_config(cfg.train, 400, 32)
+    weights = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(model), KEY))
+    histories = padded([np.array(x, np.int32) for x in ([3], [1, 4, 9], [7, 2, 8, 5, 0, 6])], 6)
+    listed = jnp.array([[1, 2, 10, -1], [11, 5, 2, 0], [9, 23, 1, -1]])
+    first = jnp.array([True, False, True])
+
+    @functools.partial(jax.jit, static_argnames="whole")
+    def run(weights: DecoderParams, *, whole: bool) -> Any:
+        def total(weights: DecoderParams) -> Any:
+            form = "reference" if whole else candidate_attention(len(text.prefix) + 6, 4, text.span)
+            scores, hidden = ranker.candidate_scores(
+                weights, model, text, histories, listed, first, attention=form
+            )
+            real = histories >= 0
+            read = jnp.where(real[..., None], hidden[:, len(text.prefix) : len(text.prefix) + 6], 0)
+            return (jnp.where(listed >= 0, jnp.tanh(scores), 0)).sum() + (read**3).sum(), (scores, read)
+
+        return jax.value_and_grad(total, has_aux=True)(weights)
+
+    (_, wanted), wanted_gradients = run(weights, whole=True)
+    (_, found), gradients = run(weights, whole=False)
+    np.testing.assert_allclose(found[0], wanted[0], atol=1e-4)
+    np.testing.assert_allclose(found[1], wanted[1], atol=1e-4)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4 * float(abs(y).max() + 1)),
+        gradients,
+        wanted_gradients,
+    )
 
 
 def test_negatives_are_drawn_by_weight_without_repetition() -> None:
