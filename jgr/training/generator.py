@@ -129,7 +129,7 @@ def train_generator(
     else:
         model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
         loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout)
-        begin = begin_from(train.start, model, tokenizer)
+        begin = begin_from(train, model, tokenizer)
     misfit = generator(model).misfit(model, prompt, tokens)
     if misfit:
         raise ConfigError(misfit)

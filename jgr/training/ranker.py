@@ -314,5 +314,5 @@ def train_ranker(
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,
-        begin=begin_from(train.start, model, tokenizer),
+        begin=begin_from(train, model, tokenizer),
     )

@@ -15,34 +15,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.config import ConfigError
+from jgr.config import ConfigError, TrainConfig, UserError
 from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.models.params import CheckpointError
 from jgr.prompt import Tokenizer
 from jgr.training.trainer import Begin, as_drawn
 
 _log = logging.getLogger(__name__)
 
 
-def begin_from(start: str, model: DecoderConfig, tokenizer: Tokenizer) -> Begin:
-    """What a training of `model` begins with; the drawn parameters where start is empty.
+def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -> Begin:
+    """What a training of `model` begins with: train.start, a model folder, or the drawn parameters where that is empty.
 
-    start: a model folder. Raises CheckpointError or PromptError where there is none or a damaged one, ConfigError for a
-    model that is no decoder, has other sizes than `model` (but for vocabulary and longest position), or shares no token
-    with it.
+    Raises ConfigError where there is no such folder or a damaged one, for a model that is no decoder, has other sizes
+    than `model` (but for vocabulary and longest position) or shares no token with it, and for train.out itself.
     """
-    if not start:
+    if not train.start:
         return as_drawn
-    folder = Path(start)
+    folder = Path(train.start)
     if not folder.is_dir():
-        raise CheckpointError(f"train.start: {folder}: no such model folder")
-    found, weights = checkpoint.load(folder)
+        raise ConfigError(f"train.start: {folder}: no such model folder")
+    if folder.resolve() == Path(train.out).resolve():
+        raise ConfigError(f"train.start: {folder} is train.out too, which would be replaced")
+    try:
+        found, weights = checkpoint.load(folder)
+        its = Tokenizer.from_file(folder / "tokenizer.json").vocabulary
+    except UserError as error:
+        raise ConfigError(f"train.start: {error}") from None
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
         raise ConfigError(f"train.start: {folder} is not a decoder")
     if replace(found, vocab_size=model.vocab_size, max_position=model.max_position) != model:
         raise ConfigError(f"train.start: {folder} is of other sizes: {found}, not {model}")
-    its = Tokenizer.from_file(folder / "tokenizer.json").vocabulary
+    if max(its.values()) >= found.vocab_size:
+        raise ConfigError(
+            f"train.start: {folder}: its tokenizer.json has tokens that its weights have no row for"
+        )
     shared = [(token, its[name]) for name, token in tokenizer.vocabulary.items() if name in its]
     if not shared:
         raise ConfigError(f"train.start: {folder} has no token of this dataset's")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -58,7 +60,7 @@ def test_a_ranker_begins_as_the_generator_by_the_names_of_tokens(generator: Path
     cfg = ranker_config(Path("unused"))
     model = decoder_config(cfg.train, tokenizer.vocab_size, 64)
     drawn = params.initialize(decoder.spec(model), jax.random.key(3))
-    begun = begin_from(str(generator), model, tokenizer)(drawn)
+    begun = begin_from(replace(cfg.train, start=str(generator)), model, tokenizer)(drawn)
     _, weights = checkpoint.load(generator)
     assert isinstance(weights, DecoderParams)
     jax.tree.map(np.testing.assert_array_equal, begun.layers, weights.layers)
@@ -104,7 +106,7 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
     ):
         cfg = ranker_config(tmp_path / "a", f"train.start={generator}", "train.hidden=32")
         ranker.train_ranker(cfg, dataset())
-    with pytest.raises(checkpoint.CheckpointError, match=r"train\.start: .*no such model folder"):
+    with pytest.raises(ConfigError, match=r"train\.start: .*no such model folder"):
         ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={tmp_path}/none"), dataset())
     with pytest.raises(ConfigError, match=r"train\.start: a decoder cannot begin train\.model=sasrec"):
         config(tmp_path, "train.model=sasrec", "train.start=somewhere")
@@ -120,5 +122,14 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
     inner = semantic_id_tokenizer(unknown)
     inner.vocabulary = {"<x>": 0}
     with pytest.raises(ConfigError, match=r"train\.start: .* has no token of this dataset's"):
-        begin_from(str(generator), model, inner)
+        begin_from(replace(ranker_config(tmp_path).train, start=str(generator)), model, inner)
+    with pytest.raises(ConfigError, match=r"train\.start: .* is train\.out too"):
+        ranker.train_ranker(ranker_config(generator, f"train.start={generator}"), dataset())
+    more = shutil.copytree(generator, tmp_path / "more")
+    wordless.with_tokens(["<more>"]).save(more / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"train\.start: .* tokens that its weights have no row for"):
+        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
+    (more / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"train\.start: .*tokenizer\.json"):
+        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
     assert not (tmp_path / "a").exists()
