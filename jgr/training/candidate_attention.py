@@ -40,8 +40,8 @@ def candidate_attention(user: int, candidates: int, span: int) -> Attention:
 
         def each(x: jax.Array, axis: int) -> jax.Array:
             """Of every candidate one row: [B, .., C * S, ..] -> [B * C, .., S, ..], the tokens at `axis`."""
-            x = jnp.moveaxis(x, axis, 1)[:, items].reshape(batch * candidates, span, *_without(x.shape, axis))
-            return jnp.moveaxis(x, 1, axis)
+            listed = jnp.moveaxis(x, axis, 1)[:, items]
+            return jnp.moveaxis(listed.reshape(batch * candidates, span, *listed.shape[2:]), 1, axis)
 
         def beside(x: jax.Array, axis: int) -> jax.Array:
             """The user's in front of every candidate's: [B * C, .., U + S, ..]."""
@@ -67,8 +67,3 @@ def _attend(
 
 def _at(tokens: Tokens, at: slice) -> Tokens:
     return Tokens(*(x[:, at] for x in tokens))
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape behind the batch, the tokens' axis left out."""
-    return tuple(n for i, n in enumerate(shape) if i not in (0, axis))
