@@ -15,54 +15,69 @@ import jax.numpy as jnp
 from jgr.layouts import Layout, Tokens
 from jgr.models.decoder import Attention
 from jgr.ops.segment_attention import Causal, segment_attention
+from jgr.ops.segment_attention.visibility import prepare, visible
 
 
 def candidate_attention(user: int, candidates: int, span: int) -> Attention:
     """For prompts whose tokens stand as `jgr.training.ranker.lay_out` has them: U, C times S, the instruction's."""
-    items = slice(user, user + candidates * span)
+    of_user, items = slice(0, user), slice(user, user + candidates * span)
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens | Causal, layout: Layout | jax.Array
     ) -> jax.Array:
         if isinstance(tokens, Causal) or isinstance(layout, Layout):
             raise ValueError("these are prompts of segments, and each has its own layout")
-        batch, bits = len(q), layout
 
-        def part(queries: slice, keys: slice) -> jax.Array:
-            return _attend(
-                q[:, queries],
-                k[:, :, keys],
-                v[:, :, keys],
-                _at(tokens, queries),
-                bits[:, queries],
-                _at(tokens, keys),
-            )
+        def all_pairs(queries: slice, keys: slice) -> jax.Array:
+            return segment_attention(
+                q[:, queries], k[:, :, keys], v[:, :, keys], _at(tokens, queries), layout[:, queries],
+                keys=_at(tokens, keys), implementation="reference",
+            )  # fmt: skip
 
         def each(x: jax.Array, axis: int) -> jax.Array:
-            """Of every candidate one row: [B, .., C * S, ..] -> [B * C, .., S, ..], the tokens at `axis`."""
-            listed = jnp.moveaxis(x, axis, 1)[:, items]
-            return jnp.moveaxis(listed.reshape(batch * candidates, span, *listed.shape[2:]), 1, axis)
+            """The candidates' tokens, one axis in the place of `axis`, as two: [.., C * S, ..] -> [.., C, S, ..]."""
+            x = jax.lax.slice_in_dim(x, items.start, items.stop, axis=axis)
+            return x.reshape(*x.shape[:axis], candidates, span, *x.shape[axis + 1 :])
 
-        def beside(x: jax.Array, axis: int) -> jax.Array:
-            """The user's in front of every candidate's: [B * C, .., U + S, ..]."""
-            users = jax.lax.slice_in_dim(x, 0, user, axis=axis)
-            return jnp.concatenate([jnp.repeat(users, candidates, axis=0), each(x, axis)], axis)
+        def of_items() -> jax.Array:
+            """Two sums of products, over the user's tokens and over the candidate's own, under one softmax."""
+            groups = q.shape[2] // k.shape[1]
+            keys, values = (jnp.repeat(x, groups, 1) for x in (k, v))
+            sees_user = _visible(_at(tokens, items), layout[:, items], _at(tokens, of_user))
+            alone = Tokens(*(each(x, 1) for x in tokens))
+            sees_self = _visible(alone, each(layout, 1), alone)
+            scaled = q / jnp.sqrt(jnp.float32(q.shape[3]))
+            to_user = jnp.einsum("bthd,bhud->bhtu", scaled[:, items], keys[:, :, of_user])
+            to_self = jnp.einsum("bcshd,bhcrd->bhcsr", each(scaled, 1), each(keys, 2))
+            scores = jnp.concatenate(
+                [
+                    jnp.where(sees_user[:, None], to_user, -jnp.inf),
+                    jnp.where(sees_self[:, None], to_self, -jnp.inf).reshape(*to_user.shape[:3], span),
+                ],
+                axis=-1,
+            )
+            top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-1e30))  # padding sees nothing
+            weights = jnp.exp(scores - top)
+            total = weights.sum(-1, keepdims=True)
+            weights = weights / jnp.where(total > 0, total, 1.0)
+            user_weights, own_weights = weights[..., :user], weights[..., user:].reshape(to_self.shape)
+            from_user = jnp.einsum("bhtu,bhud->bthd", user_weights, values[:, :, of_user])
+            from_self = jnp.einsum("bhcsr,bhcrd->bcshd", own_weights, each(values, 2))
+            return from_user + from_self.reshape(from_user.shape)
 
-        of_user = part(slice(0, user), slice(0, items.stop))
-        of_items = _attend(
-            each(q, 1), beside(k, 2), beside(v, 2),
-            Tokens(*(each(x, 1) for x in tokens)), each(bits, 1), Tokens(*(beside(x, 1) for x in tokens)),
-        )  # fmt: skip
-        of_instruction = part(slice(items.stop, None), slice(0, None))
-        return jnp.concatenate([of_user, of_items.reshape(batch, -1, *q.shape[2:]), of_instruction], 1)
+        behind = all_pairs(slice(items.stop, None), slice(0, None))
+        return jnp.concatenate([all_pairs(of_user, slice(0, items.stop)), of_items(), behind], 1)
 
     return attend
 
 
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, bits: jax.Array, keys: Tokens
-) -> jax.Array:
-    return segment_attention(q, k, v, tokens, bits, keys=keys, implementation="reference")
+def _visible(queries: Tokens, bits: jax.Array, keys: Tokens) -> jax.Array:
+    """Which of the keys [.., S] the queries [.., T] see, whose layouts are `bits`: [.., T, S] bool."""
+    none = jnp.zeros(())  # the rule asks nothing of keys and values themselves
+    rows, (columns,) = prepare(none, none, queries.order.shape[-1], queries, bits, keys, None, None, None)
+    return visible(
+        jax.tree.map(lambda x: x[..., :, None], rows), jax.tree.map(lambda x: x[..., None, :], columns.keys)
+    )
 
 
 def _at(tokens: Tokens, at: slice) -> Tokens:

@@ -28,6 +28,7 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training import lazy
 from jgr.training.run import Progress, train_to_best
+from jgr.training.softmax import softmax_nats
 from jgr.training.start import begin_from
 from jgr.training.trainer import Begin, Loss, as_drawn, dropout
 from jgr.training.windows import Windows
@@ -54,7 +55,11 @@ def decoder_config(train: TrainConfig, vocab_size: int, max_position: int) -> De
 
 
 def next_item_loss(
-    model: DecoderConfig, prefix: npt.ArrayLike, item_tokens: npt.ArrayLike, dropout_rate: float
+    model: DecoderConfig,
+    prefix: npt.ArrayLike,
+    item_tokens: npt.ArrayLike,
+    dropout_rate: float,
+    devices: int = 1,
 ) -> Loss:
     """The loss of a decoder over windows of items.
 
@@ -81,12 +86,10 @@ def next_item_loss(
             key=None if drop is None else key,
             attention="xla",  # the form with gradients
         ).hidden
-        logits = decoder.logits(weights, hidden[:, first_target - 1 : -1])
-        targets = tokens[:, first_target:]
+        hidden, targets = hidden[:, first_target - 1 : -1], tokens[:, first_target:]
         real = jnp.arange(first_target, tokens.shape[1]) < lengths[:, None]
-        taken = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        nats = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - taken, 0.0)
-        return nats.sum(), real.sum().astype(jnp.float32)
+        nats = softmax_nats(hidden, weights.output_rows, targets, real, groups=devices)
+        return nats, real.sum().astype(jnp.float32)
 
     return loss
 
@@ -128,7 +131,7 @@ def train_generator(
         loss = lazy.next_item_loss(model, item_tokens, train.dropout)
     else:
         model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
-        loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout)
+        loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout, train.devices)
         begin = begin_from(train, model, tokenizer)
     misfit = generator(model).misfit(model, prompt, tokens)
     if misfit:

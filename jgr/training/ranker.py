@@ -40,6 +40,7 @@ from jgr.prompt_segments import LAST, SegmentPrompts
 from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
 from jgr.training.run import Progress, train_to_best
+from jgr.training.softmax import softmax_nats
 from jgr.training.start import begin_from
 from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
@@ -258,19 +259,13 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
         following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)
         read = hidden[:, len(text.prefix) : len(text.prefix) + len(place)]
-        return (nats + _next_item(weights, text, read, following)).sum(), jnp.float32(batch)
+        real = following >= 0
+        share = real / jnp.maximum(real.sum(axis=1, keepdims=True), 1)
+        items = weights.output_rows[jnp.asarray(text.own)]
+        next_item = softmax_nats(read, items, jnp.maximum(following, 0), share, groups=train.devices)
+        return nats.sum() + next_item, jnp.float32(batch)
 
     return loss
-
-
-def _next_item(weights: DecoderParams, text: Text, hidden: jax.Array, following: jax.Array) -> jax.Array:
-    """[B] mean nats of the items that follow, [B, N] or -1, among all. hidden: [B, N, D]."""
-    rows = weights.output_rows[jnp.asarray(text.own)]
-    logits = jnp.einsum("bnd,vd->bnv", hidden, rows)
-    taken = jnp.take_along_axis(logits, jnp.maximum(following, 0)[..., None], axis=-1)[..., 0]
-    real = following >= 0
-    nats = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - taken, 0.0)
-    return nats.sum(axis=1) / jnp.maximum(real.sum(axis=1), 1)
 
 
 def train_ranker(

@@ -24,6 +24,7 @@ from jgr.data.interactions import Interactions, Ragged
 from jgr.models import checkpoint, retrievers
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams, retriever
 from jgr.training.run import Progress, train_to_best
+from jgr.training.softmax import softmax_nats
 from jgr.training.trainer import Loss, dropout
 from jgr.training.windows import Windows
 
@@ -35,6 +36,7 @@ def softmax_loss(
     *,
     temperature: float = 1.0,
     weigh_negatives: bool = True,
+    devices: int = 1,
 ) -> Loss:
     """Cross-entropy of every item of a window after the first. Arguments as in TrainConfig."""
 
@@ -47,21 +49,19 @@ def softmax_loss(
         hidden = retrievers.encode(weights, cfg, rows[:, :-1], times, dropout=drop, key=dropout_key)
         hidden = hidden / temperature
         targets = jnp.maximum(rows[:, 1:], 0)
+        real = rows[:, 1:] >= 0
+        count = real.sum().astype(jnp.float32)
         embed, bias = model.output(weights)
         if negatives == 0:
-            scores = hidden @ embed.T + (0 if bias is None else bias)
-            taken = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-        else:
-            drawn = jax.random.randint(negatives_key, (negatives,), 0, cfg.n_items)
-            taken = (hidden * embed[targets]).sum(axis=-1) + (0 if bias is None else bias[targets])
-            others = hidden @ embed[drawn].T + (0 if bias is None else bias[drawn])
-            others = jnp.where(drawn == targets[..., None], -jnp.inf, others)
-            if weigh_negatives:  # the target stands for itself, the drawn ones for all others
-                others = others + jnp.log((cfg.n_items - 1) / negatives)
-            scores = jnp.concatenate([taken[..., None], others], axis=-1)
-        real = rows[:, 1:] >= 0
-        nats = jnp.where(real, jax.nn.logsumexp(scores, axis=-1) - taken, 0.0)
-        return nats.sum(), real.sum().astype(jnp.float32)
+            return softmax_nats(hidden, embed, targets, real, bias=bias, groups=devices), count
+        drawn = jax.random.randint(negatives_key, (negatives,), 0, cfg.n_items)
+        taken = (hidden * embed[targets]).sum(axis=-1) + (0 if bias is None else bias[targets])
+        others = hidden @ embed[drawn].T + (0 if bias is None else bias[drawn])
+        others = jnp.where(drawn == targets[..., None], -jnp.inf, others)
+        if weigh_negatives:  # the target stands for itself, the drawn ones for all others
+            others = others + jnp.log((cfg.n_items - 1) / negatives)
+        scores = jnp.concatenate([taken[..., None], others], axis=-1)
+        return jnp.where(real, jax.nn.logsumexp(scores, axis=-1) - taken, 0.0).sum(), count
 
     return loss
 
@@ -105,6 +105,7 @@ def train_retriever(
             train.dropout,
             temperature=train.temperature,
             weigh_negatives=train.weigh_negatives,
+            devices=train.devices,
         ),
         Windows(training_sequences(dataset.interactions, train.learn_valid), train),
         described={"items": cfg.items},
