@@ -173,7 +173,7 @@ class PromptBuilder:
         self.suffix = encode_template("prompt.template", after, tokenizer)
         self._max_items, self._stride = config.max_items, config.stride
         # Every item's tokens are stored with the separator behind them, which `build` takes off the last one.
-        separator = encode_template("prompt.separator", config.separator, tokenizer)
+        separator = encode_fixed("prompt.separator", config.separator, tokenizer)
         items, lengths = encode_items("prompt.item", config.item, tokenizer, catalog)
         behind = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
         self._tokens, self._lengths = _interleave([(items, lengths), behind], catalog.n_items)
@@ -206,7 +206,7 @@ class PromptBuilder:
 
 
 def _split_template(template: str) -> tuple[str, str]:
-    parts = _parse("prompt.template", template)
+    parts = parse_template("prompt.template", template)
     fields = [field for _, field in parts if field is not None]
     for field in fields:
         if field != "history":
@@ -219,7 +219,7 @@ def _split_template(template: str) -> tuple[str, str]:
     return "".join(text for text, _ in parts[: at + 1]), "".join(text for text, _ in parts[at + 1 :])
 
 
-def _parse(name: str, template: str) -> list[tuple[str, str | None]]:
+def parse_template(name: str, template: str) -> list[tuple[str, str | None]]:
     """(text, placeholder that follows it or None) in order; braces are doubled to stand for themselves."""
     try:
         pieces = list(Formatter().parse(template))
@@ -231,7 +231,17 @@ def _parse(name: str, template: str) -> list[tuple[str, str | None]]:
     return [(text, field) for text, field, _, _ in pieces]
 
 
+def encode_fixed(name: str, template: str, tokenizer: Tokenizer | None) -> Int32:
+    """The tokens of a template that may hold no placeholder."""
+    pieces = parse_template(name, template)
+    for _, field in pieces:
+        if field is not None:
+            raise PromptError(f"{name}: unknown placeholder {{{field}}}; it may hold none")
+    return encode_template(name, "".join(text for text, _ in pieces), tokenizer)
+
+
 def encode_template(name: str, text: str, tokenizer: Tokenizer | None) -> Int32:
+    """The tokens of a template's text, which is taken as it stands."""
     if not text:
         return np.zeros(0, np.int32)
     if tokenizer is None:
@@ -256,7 +266,7 @@ def encode_items(
     where: str, template: str, tokenizer: Tokenizer | None, catalog: Catalog
 ) -> tuple[Int32, Int64]:
     """All items' tokens one after the other, [total] int32, and their numbers, [n] int64. where: names the field."""
-    parts = _parse(where, template)
+    parts = parse_template(where, template)
     columns: list[tuple[Int32, Int64]] = []
     pending: list[tuple[str, str | None]] = []
     for text, field in parts:

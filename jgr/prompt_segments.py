@@ -17,7 +17,15 @@ import numpy.typing as npt
 from jgr.catalog import Catalog
 from jgr.config import RankConfig
 from jgr.layouts import SegmentedPrompt
-from jgr.prompt import PromptError, Tokenizer, encode_items, encode_template, level_tokens
+from jgr.prompt import (
+    PromptError,
+    Tokenizer,
+    encode_fixed,
+    encode_items,
+    encode_template,
+    level_tokens,
+    parse_template,
+)
 
 Int32 = npt.NDArray[np.int32]
 
@@ -50,7 +58,7 @@ class SegmentPrompts:
         self._flat, self._ends, self._lengths = flat, np.cumsum(lengths), lengths
         self.instruction = self._encode_instruction(rank.instruction, tokenizer, catalog)
         probe = rank.probe if rank.scorer == "item_probe" else ""
-        self.probe = encode_template("rank.probe", probe, tokenizer)
+        self.probe = encode_fixed("rank.probe", probe, tokenizer)
         if rank.scorer == "item_probe" and not len(self.probe):
             raise PromptError("rank.probe: must not be empty")
         self._columns = self._answer_columns(rank, tokenizer, catalog)
@@ -69,13 +77,11 @@ class SegmentPrompts:
         """[n]: tokens of each item of the catalog."""
         return np.minimum(self._lengths, self._span)
 
-    def prompt(self, user: Int32, rows: Int32, last: int | None = None) -> SegmentedPrompt:
-        """The prompt of a history's tokens and candidates. rows: [c] int32; last: the history's last, if it has any."""
+    def prompt(self, user: Int32, rows: Int32, last: int) -> SegmentedPrompt:
+        """The prompt of a history's tokens and candidates. rows: [c] int32; last: the history's last row."""
         items = [self.item(row) for row in rows.tolist()]
         instruction = self.instruction
-        if last is None:
-            instruction = instruction[instruction != LAST]
-        elif self._ids is not None:
+        if self._ids is not None:
             instruction = instruction.copy()
             instruction[instruction == LAST] = self._ids[last]
         return SegmentedPrompt(user, instruction, items, self.probe, self._span)
@@ -90,16 +96,23 @@ class SegmentPrompts:
         return positive, negative
 
     def _encode_instruction(self, text: str, tokenizer: Tokenizer | None, catalog: Catalog) -> Int32:
-        parts = [encode_template("rank.instruction", part, tokenizer) for part in text.split("{last}")]
-        if len(parts) > 2:
-            raise PromptError("rank.instruction: {last} may occur once")
-        if not any(map(len, parts)):
-            raise PromptError("rank.instruction: must not be empty, nor {last} alone: a history may be empty")
         self._ids: Int32 | None = None  # [n, depth]
-        if len(parts) == 2:
+        parts: list[Int32] = []
+        for before, field in parse_template("rank.instruction", text):
+            parts.append(encode_template("rank.instruction", before, tokenizer))
+            if field is None:
+                continue
+            if field != "last":
+                raise PromptError(
+                    f"rank.instruction: unknown placeholder {{{field}}}; it may hold {{last}} only"
+                )
+            if self._ids is not None:
+                raise PromptError("rank.instruction: {last} may occur once")
             tokens = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
             self._ids = np.stack([of[catalog.codes[:, level]] for level, of in enumerate(tokens)], axis=1)
-            parts.insert(1, np.full(catalog.depth, LAST, np.int32))
+            parts.append(np.full(catalog.depth, LAST, np.int32))
+        if not any(map(len, parts)):
+            raise PromptError("rank.instruction: must not be empty")
         return np.concatenate(parts)
 
     def _answer_columns(

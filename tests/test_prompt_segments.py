@@ -69,24 +69,30 @@ def segments(instruction: str) -> SegmentPrompts:
     return SegmentPrompts(rank, semantic_id_tokenizer(CATALOG), CATALOG)
 
 
-@pytest.mark.parametrize("last", [0, 1, 2, None])
-def test_an_instruction_may_name_the_last_item(last: int | None) -> None:
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_an_instruction_may_name_the_last_item(last: int) -> None:
     tokenizer = semantic_id_tokenizer(CATALOG)
     built = segments("<sid>{last}<bos>").prompt(USER, np.array([1, 0], np.int32), last)
-    names = {0: ["<a>", "<p>"], 1: ["<b>", "<p>"], 2: ["<b>", "<q>"], None: []}[last]
+    names = {0: ["<a>", "<p>"], 1: ["<b>", "<p>"], 2: ["<b>", "<q>"]}[last]
     assert built.behind.tolist() == [tokenizer.token_id(name) for name in ("<sid>", *names, "<bos>")]
 
 
 def test_an_instruction_that_names_no_item_is_the_same_for_all() -> None:
     rows = np.array([2], np.int32)
     assert (
-        segments("<sid>").prompt(USER, rows, 1).behind == segments("<sid>").prompt(USER, rows).behind
+        segments("<sid>").prompt(USER, rows, 1).behind == segments("<sid>").prompt(USER, rows, 2).behind
     ).all()
 
 
 @pytest.mark.parametrize(
     ("instruction", "words"),
-    [("", "must not be empty"), ("{last}", "nor {last} alone"), ("<sid>{last}{last}", "may occur once")],
+    [
+        ("", "must not be empty"),
+        ("<sid>{last}{last}", "may occur once"),
+        ("<sid>{Last}", r"rank\.instruction: unknown placeholder \{Last\}; it may hold \{last\} only"),
+        ("<sid>{ last }", r"unknown placeholder \{ last \}"),
+        ("<sid>{last", "expected '}'"),
+    ],
 )
 def test_instructions_that_cannot_be(instruction: str, words: str) -> None:
     with pytest.raises(PromptError, match=words):

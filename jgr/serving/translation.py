@@ -250,8 +250,7 @@ class Translator:
         work: Work
         parts = None
         if self._segments is not None:
-            last = int(rows[-1]) if len(rows) else None
-            prompt = self._segments.prompt(self._prompts.user(rows), candidates, last)
+            prompt = self._segments.prompt(self._prompts.user(rows), candidates, last=int(rows[-1]))
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
             parts = _parts(request, prompt, self._item_names.of(candidates), self._repair)
         elif request.layout is not None:

@@ -132,7 +132,7 @@ def train_generator(
     else:
         model = decoder_config(train, tokenizer.vocab_size, max(trained, prompts.max_tokens + catalog.depth))
         loss = next_item_loss(model, prompts.prefix, item_tokens, train.dropout, train.devices)
-        begin = begin_from(train, model, tokenizer)
+        begin = begin_from(train, model, tokenizer, catalog)
     misfit = generator(model).misfit(model, prompt, tokens)
     if misfit:
         raise ConfigError(misfit)

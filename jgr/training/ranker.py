@@ -285,8 +285,10 @@ def train_ranker(
     checkpoint.require_writable(Path(train.out))
     tokenizer = ranker_tokenizer(config, catalog)
     text = prompt_text(config, tokenizer, catalog)
-    longest = len(text.prefix) + max(train.max_items, config.prompt.max_items)
-    model = decoder_config(train, tokenizer.vocab_size, longest + text.span + len(text.instruction))
+    # Trained are up to max_items; the server asks for what its longest prompt, with its suffix, and candidates need.
+    served = PromptBuilder(config.prompt, tokenizer, catalog).max_tokens
+    longest = max(len(text.prefix) + train.max_items, served) + text.span + len(text.instruction)
+    model = decoder_config(train, tokenizer.vocab_size, longest)
 
     def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
@@ -309,5 +311,5 @@ def train_ranker(
         validate=None if validate is None else lambda params: validate(model, params),
         progress=progress,
         save=save,
-        begin=begin_from(train, model, tokenizer),
+        begin=begin_from(train, model, tokenizer, catalog),
     )

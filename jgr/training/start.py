@@ -2,7 +2,8 @@
 """Begin a decoder's training from the weights of another: train.start.
 
 The layers are taken as they are. The vocabularies may differ: a token's row is that of the token of the same name, and
-a token that is new keeps the row that was drawn for it.
+a token that is new keeps the row that was drawn for it. The tokens of semantic ids are matched by the items that both
+catalogs know, for their names mean nothing: `jgr ids` names them by a count or a cluster of its own data.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgr.catalog import Catalog, load_catalog
 from jgr.config import ConfigError, TrainConfig, UserError
 from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
@@ -24,11 +26,12 @@ from jgr.training.trainer import Begin, as_drawn
 _log = logging.getLogger(__name__)
 
 
-def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -> Begin:
+def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, catalog: Catalog) -> Begin:
     """What a training of `model` begins with: train.start, a model folder, or the drawn parameters where that is empty.
 
     Raises ConfigError where there is no such folder or a damaged one, for a model that is no decoder, has other sizes
-    than `model` (but for vocabulary and longest position) or shares no token with it, and for train.out itself.
+    than `model` (but for vocabulary and longest position), shares no token with it, or whose semantic ids of the same
+    items are others, and for train.out itself.
     """
     if not train.start:
         return as_drawn
@@ -40,6 +43,10 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -
     try:
         found, weights = checkpoint.load(folder)
         its = Tokenizer.from_file(folder / "tokenizer.json").vocabulary
+        known = folder / "catalog.jsonl"  # a model that was not trained here has none
+        names = {name: name for name in tokenizer.vocabulary}
+        if known.exists():
+            names = _its_names(tokenizer, catalog, load_catalog(known))
     except UserError as error:
         raise ConfigError(f"train.start: {error}") from None
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
@@ -50,7 +57,7 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -
         raise ConfigError(
             f"train.start: {folder}: its tokenizer.json has tokens that its weights have no row for"
         )
-    shared = [(token, its[name]) for name, token in tokenizer.vocabulary.items() if name in its]
+    shared = [(tokenizer.vocabulary[name], its[other]) for name, other in names.items() if other in its]
     if not shared:
         raise ConfigError(f"train.start: {folder} has no token of this dataset's")
     _log.info("beginning from %s: %d of %d tokens are known", folder, len(shared), len(tokenizer.vocabulary))
@@ -65,3 +72,29 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer) -
         return replace(weights, embed=rows(drawn.embed, weights.embed), head=rows(drawn.head, weights.head))
 
     return begin
+
+
+def _its_names(tokenizer: Tokenizer, catalog: Catalog, its: Catalog) -> dict[str, str]:
+    """By token what the other catalog calls it. ConfigError where a symbol would be two of the other's, or a part of
+    semantic ids of another depth."""
+    if its.depth != catalog.depth:
+        raise ConfigError(f"its semantic ids have {its.depth} symbols, this dataset's {catalog.depth}")
+    mine, others = (_symbols(which) for which in (catalog, its))
+    own: dict[str, str] = {}
+    for item_id in mine.keys() & others.keys():
+        for symbol, other in zip(mine[item_id], others[item_id], strict=True):
+            if own.setdefault(symbol, other) != other:
+                raise ConfigError(
+                    f"the semantic ids are others: {symbol!r} stands for its {own[symbol]!r} and {other!r} (item "
+                    f"{item_id!r})"
+                )
+    symbols = {symbol for of in mine.values() for symbol in of}
+    return own | {name: name for name in tokenizer.vocabulary if name not in symbols}
+
+
+def _symbols(catalog: Catalog) -> dict[str, list[str]]:
+    """Every item's symbols."""
+    return {
+        item_id: [str(catalog.symbols[level][code]) for level, code in enumerate(codes)]
+        for item_id, codes in zip(catalog.item_ids, catalog.codes.tolist(), strict=True)
+    }

@@ -266,3 +266,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             train_ranker(config(tmp_path / "ranker", setting), ring())
+
+
+def test_a_prompt_with_words_behind_the_history_is_served_too(tmp_path: Path) -> None:
+    more = ("prompt.template=<bos>{history}<sid><sid>", "train.steps=1", "train.evaluate_every=0")
+    cfg = config(tmp_path / "ranker", *more)
+    train_ranker(cfg, ring())
+    model = load_engine(cfg).info
+    assert model.max_history_in_prompt == 6

@@ -52,25 +52,29 @@ def ranker_config(out: Path, *more: str) -> Config:
     return config(out, "train.model=ranker", "train.negatives=3", "train.steps=1", *more)
 
 
-def test_a_ranker_begins_as_the_generator_by_the_names_of_tokens(generator: Path) -> None:
-    """Another catalog, which has items the generator never saw and its known ones under other token ids."""
-    names = [f"<a_{i}>" for i in (14, 3, 0, 11, 7)]
-    catalog = Catalog.build("abcde", [[name] for name in names], [{} for _ in names])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_a_ranker_begins_as_the_generator_item_by_item(generator: Path, shift: int) -> None:
+    """Another catalog, which has an item the generator never saw and its known ones under other token ids; shifted, by
+    names that were other items'."""
+    numbers = (14, 3, 0, 11, 7)
+    names = [f"<a_{i + shift}>" for i in numbers]
+    catalog = Catalog.build([f"item{i}" for i in numbers], [[name] for name in names], [{} for _ in names])
     tokenizer = semantic_id_tokenizer(catalog)
     cfg = ranker_config(Path("unused"))
     model = decoder_config(cfg.train, tokenizer.vocab_size, 64)
     drawn = params.initialize(decoder.spec(model), jax.random.key(3))
-    begun = begin_from(replace(cfg.train, start=str(generator)), model, tokenizer)(drawn)
+    begun = begin_from(replace(cfg.train, start=str(generator)), model, tokenizer, catalog)(drawn)
     _, weights = checkpoint.load(generator)
     assert isinstance(weights, DecoderParams)
     jax.tree.map(np.testing.assert_array_equal, begun.layers, weights.layers)
     np.testing.assert_array_equal(begun.norm, weights.norm)
     its = Tokenizer.from_file(generator / "tokenizer.json")
+    called = dict(zip(names, [f"<a_{i}>" for i in numbers], strict=True))
     for name, token in tokenizer.vocabulary.items():
-        known = its.token_id(name)
+        known = its.token_id(called.get(name, name))
         row = drawn.embed[token] if known is None else weights.embed[known]
         np.testing.assert_array_equal(begun.embed[token], row, err_msg=name)
-    assert its.token_id("<a_14>") is None and its.token_id("<a_3>") != tokenizer.token_id("<a_3>")
+    assert its.token_id("<a_14>") is None and its.token_id("<a_3>") != tokenizer.token_id(names[1])
 
     # So the user's part of a prompt, items behind it, says of the next item what the generator does.
     text = ranker.prompt_text(cfg, tokenizer, catalog)
@@ -78,7 +82,7 @@ def test_a_ranker_begins_as_the_generator_by_the_names_of_tokens(generator: Path
     _, hidden = ranker.candidate_scores(
         begun, model, text, history, jnp.array([[3, 0]]), jnp.array([False]), attention="reference"
     )
-    old = [its.token_id(name) for name in ("<bos>", *(names[row] for row in (4, 1, 2)))]
+    old = [its.token_id(name) for name in ("<bos>", *(called[names[row]] for row in (4, 1, 2)))]
     wanted = decoder.prefill(
         weights, model, jnp.array([old], jnp.int32), jnp.array([4]), attention="reference"
     ).hidden
@@ -87,6 +91,14 @@ def test_a_ranker_begins_as_the_generator_by_the_names_of_tokens(generator: Path
 
 def test_training_goes_on_from_it(generator: Path, tmp_path: Path) -> None:
     cfg = ranker_config(tmp_path / "ranker", f"train.start={generator}", "train.learning_rate=0")
+    _, weights = checkpoint.load(ranker.train_ranker(cfg, dataset()))
+    jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
+
+
+def test_without_a_catalog_tokens_are_matched_by_name(generator: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(generator, tmp_path / "elsewhere")
+    (folder / "catalog.jsonl").unlink()
+    cfg = ranker_config(tmp_path / "ranker", f"train.start={folder}", "train.learning_rate=0")
     _, weights = checkpoint.load(ranker.train_ranker(cfg, dataset()))
     jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
 
@@ -118,11 +130,20 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
         ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
     unknown = Catalog.build("ab", [["<x>"], ["<y>"]], [{}, {}])
     wordless = Tokenizer.from_file(generator / "tokenizer.json")
-    model = decoder_config(ranker_config(tmp_path).train, wordless.vocab_size, 32)
+    train = replace(ranker_config(tmp_path).train, start=str(generator))
+    model = decoder_config(train, wordless.vocab_size, 32)
     inner = semantic_id_tokenizer(unknown)
     inner.vocabulary = {"<x>": 0}
     with pytest.raises(ConfigError, match=r"train\.start: .* has no token of this dataset's"):
-        begin_from(replace(ranker_config(tmp_path).train, start=str(generator)), model, inner)
+        begin_from(train, model, inner, unknown)
+    merged = Catalog.build(["item1", "item2"], [["<a_0>"], ["<a_0>"]], [{}, {}])
+    with pytest.raises(
+        ConfigError, match=r"train\.start: .*others: '<a_0>' stands for its '<a_.>' and '<a_.>'"
+    ):
+        begin_from(train, model, wordless, merged)
+    deep = Catalog.build("ab", [["<x>", "<p>"], ["<x>", "<q>"]], [{}, {}])
+    with pytest.raises(ConfigError, match=r"train\.start: its semantic ids have 1 symbols, this dataset's 2"):
+        begin_from(train, model, wordless, deep)
     with pytest.raises(ConfigError, match=r"train\.start: .* is train\.out too"):
         ranker.train_ranker(ranker_config(generator, f"train.start={generator}"), dataset())
     more = shutil.copytree(generator, tmp_path / "more")

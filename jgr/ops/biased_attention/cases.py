@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jgr.layouts import LAYOUTS
 from jgr.ops.biased_attention import Bias, Context, biased_attention
 from jgr.ops.biased_attention.bias import Activation
-from jgr.ops.segment_attention.cases import OP as SEGMENTS
+from jgr.ops.segment_attention import cases as segments
 from jgr.ops.segment_attention.cases import causal, history_and_targets, tokens_of
 from jgr.ops.testing import Case, OpCases, Work
 
@@ -88,7 +88,7 @@ CASES = (
 
 
 def _shapes(case: Case, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    s, shapes = case.shape, SEGMENTS.shapes(case, dtype)
+    s, shapes = case.shape, segments.OP.shapes(case, dtype)
     for name in ("v", "context_v"):
         if name in shapes:
             shapes[name] = shapes[name].update(shape=(*shapes[name].shape[:3], s.get("v_dim", s["dim"])))
@@ -102,9 +102,9 @@ def _shapes(case: Case, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _integers(case: Case, rng: np.random.Generator) -> dict[str, npt.NDArray[Any]]:
-    given = SEGMENTS.integers(case, rng)
+    given = segments.OP.integers(case, rng)
     if case.shape.get("timed"):
-        rows, count = SEGMENTS.shapes(case, jnp.float32)["q"].shape[:2]
+        rows, count = segments.OP.shapes(case, jnp.float32)["q"].shape[:2]
         keys = case.shape.get("cached", 0) + count
         events = np.sort(rng.integers(0, _YEAR_S, (rows, keys + 1)), axis=1).astype(np.int32)
         given |= {
@@ -167,7 +167,7 @@ def _work(case: Case, dtype: Any) -> Work:
     """Of the pairs that see each other, two products each; biases and activations left out."""
     s, size = case.shape, jnp.dtype(dtype).itemsize
     v_dim = s.get("v_dim", s["dim"])
-    flops = SEGMENTS.work(case, dtype).flops * (s["dim"] + v_dim) / (2 * s["dim"])
+    flops = segments.OP.work(case, dtype).flops * (s["dim"] + v_dim) / (2 * s["dim"])
     shapes = _shapes(case, dtype)
     moved = sum(
         int(np.prod(x.shape)) for n, x in shapes.items() if n in ("q", "k", "v", "context_k", "context_v")
