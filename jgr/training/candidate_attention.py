@@ -12,15 +12,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import Layout, Tokens
+from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
 from jgr.models.decoder import Attention
 from jgr.ops.segment_attention import Causal, segment_attention
 from jgr.ops.segment_attention.visibility import prepare, visible
 
 
-def candidate_attention(user: int, candidates: int, span: int) -> Attention:
-    """For prompts whose tokens stand as `jgr.training.ranker.lay_out` has them: U, C times S, the instruction's."""
+def candidate_attention(user: int, candidates: int, span: int, layouts: str = "both") -> Attention:
+    """For prompts whose tokens stand as `jgr.training.ranker.lay_out` has them: U, C times S, the instruction's.
+
+    layouts: as train.layouts. Where it is one, neither users nor candidates are compared with what they never see.
+    """
     of_user, items = slice(0, user), slice(user, user + candidates * span)
+    behind = slice(items.stop, None)
+    user_sees = of_user if layouts == USER_PREFIX.name else slice(0, items.stop)
+    items_see = slice(0, 0) if layouts == ITEM_PREFIX.name else of_user
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens | Causal, layout: Layout | jax.Array
@@ -43,11 +49,11 @@ def candidate_attention(user: int, candidates: int, span: int) -> Attention:
             """Two sums of products, over the user's tokens and over the candidate's own, under one softmax."""
             groups = q.shape[2] // k.shape[1]
             keys, values = (jnp.repeat(x, groups, 1) for x in (k, v))
-            sees_user = _visible(_at(tokens, items), layout[:, items], _at(tokens, of_user))
+            sees_user = _visible(_at(tokens, items), layout[:, items], _at(tokens, items_see))
             alone = Tokens(*(each(x, 1) for x in tokens))
             sees_self = _visible(alone, each(layout, 1), alone)
             scaled = q / jnp.sqrt(jnp.float32(q.shape[3]))
-            to_user = jnp.einsum("bthd,bhud->bhtu", scaled[:, items], keys[:, :, of_user])
+            to_user = jnp.einsum("bthd,bhud->bhtu", scaled[:, items], keys[:, :, items_see])
             to_self = jnp.einsum("bcshd,bhcrd->bhcsr", each(scaled, 1), each(keys, 2))
             scores = jnp.concatenate(
                 [
@@ -60,13 +66,13 @@ def candidate_attention(user: int, candidates: int, span: int) -> Attention:
             weights = jnp.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
             weights = weights / jnp.where(total > 0, total, 1.0)
-            user_weights, own_weights = weights[..., :user], weights[..., user:].reshape(to_self.shape)
-            from_user = jnp.einsum("bhtu,bhud->bthd", user_weights, values[:, :, of_user])
-            from_self = jnp.einsum("bhcsr,bhcrd->bcshd", own_weights, each(values, 2))
+            user_weights, own_weights = jnp.split(weights, [items_see.stop], axis=-1)
+            from_user = jnp.einsum("bhtu,bhud->bthd", user_weights, values[:, :, items_see])
+            from_self = jnp.einsum("bhcsr,bhcrd->bcshd", own_weights.reshape(to_self.shape), each(values, 2))
             return from_user + from_self.reshape(from_user.shape)
 
-        behind = all_pairs(slice(items.stop, None), slice(0, None))
-        return jnp.concatenate([all_pairs(of_user, slice(0, items.stop)), of_items(), behind], 1)
+        parts = all_pairs(of_user, user_sees), of_items(), all_pairs(behind, slice(0, None))
+        return jnp.concatenate(parts, axis=1)
 
     return attend
 

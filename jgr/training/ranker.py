@@ -254,7 +254,9 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
             items_first,
             drop=drop,
             key=None if drop is None else dropout_key,
-            attention=candidate_attention(len(text.prefix) + len(place), 1 + train.negatives, text.span),
+            attention=candidate_attention(
+                len(text.prefix) + len(place), 1 + train.negatives, text.span, train.layouts
+            ),
         )
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
         following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)

@@ -213,7 +213,13 @@ def test_the_loss_is_that_of_the_target_among_the_candidates_and_of_every_next_i
     np.testing.assert_allclose(nats, wanted + np.mean(following), rtol=1e-5)
 
 
-def test_the_pairs_that_are_left_out_are_those_that_nothing_sees(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layouts", "first"),
+    [("both", [True, False, True]), ("item_prefix", [True] * 3), ("user_prefix", [False] * 3)],
+)
+def test_the_pairs_that_are_left_out_are_those_that_nothing_sees(
+    tmp_path: Path, layouts: str, first: list[bool]
+) -> None:
     """Values and gradients, in both layouts, with short histories, short candidates and candidates left out."""
     cfg = config(tmp_path, "train.kv_heads=2", "train.heads=4", "rank.item_span=5")
     text = text_of(cfg)
@@ -221,14 +227,13 @@ def test_the_pairs_that_are_left_out_are_those_that_nothing_sees(tmp_path: Path)
     weights = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(model), KEY))
     histories = padded([np.array(x, np.int32) for x in ([3], [1, 4, 9], [7, 2, 8, 5, 0, 6])], 6)
     listed = jnp.array([[1, 2, 10, -1], [11, 5, 2, 0], [9, 23, 1, -1]])
-    first = jnp.array([True, False, True])
 
     @functools.partial(jax.jit, static_argnames="whole")
     def run(weights: DecoderParams, *, whole: bool) -> Any:
         def total(weights: DecoderParams) -> Any:
-            form = "reference" if whole else candidate_attention(len(text.prefix) + 6, 4, text.span)
+            form = "reference" if whole else candidate_attention(len(text.prefix) + 6, 4, text.span, layouts)
             scores, hidden = ranker.candidate_scores(
-                weights, model, text, histories, listed, first, attention=form
+                weights, model, text, histories, listed, jnp.array(first), attention=form
             )
             real = histories >= 0
             read = jnp.where(real[..., None], hidden[:, len(text.prefix) : len(text.prefix) + 6], 0)
