@@ -47,7 +47,7 @@ def get_config() -> Config:
             model="ranker",
             out=OUT,
             start="runs/items_ml1m",
-            steps=800,
+            steps=1200,
             batch=32,
             micro_batches=4,
             learning_rate=1e-3,
