@@ -206,21 +206,21 @@ class PromptBuilder:
 
 
 def _split_template(template: str) -> tuple[str, str]:
-    parts = parse_template("prompt.template", template)
-    fields = [field for _, field in parts if field is not None]
-    for field in fields:
-        if field != "history":
-            raise PromptError(
-                f"prompt.template: unknown placeholder {{{field}}}; it may hold {{history}} only"
-            )
-    if len(fields) != 1:
-        raise PromptError(f"prompt.template: needs {{history}} exactly once, found {len(fields)}")
+    parts = parse_template("prompt.template", template, known=["history"])
+    count = sum(field is not None for _, field in parts)
+    if count != 1:
+        raise PromptError(f"prompt.template: needs {{history}} exactly once, found {count}")
     at = next(i for i, (_, field) in enumerate(parts) if field is not None)
     return "".join(text for text, _ in parts[: at + 1]), "".join(text for text, _ in parts[at + 1 :])
 
 
-def parse_template(name: str, template: str) -> list[tuple[str, str | None]]:
-    """(text, placeholder that follows it or None) in order; braces are doubled to stand for themselves."""
+def parse_template(
+    name: str, template: str, known: Sequence[str] | None = None
+) -> list[tuple[str, str | None]]:
+    """(text, placeholder that follows it or None) in order; braces are doubled to stand for themselves.
+
+    PromptError where it cannot be read, or has a placeholder that is not `known`; None: any will do.
+    """
     try:
         pieces = list(Formatter().parse(template))
     except ValueError as cause:
@@ -228,16 +228,16 @@ def parse_template(name: str, template: str) -> list[tuple[str, str | None]]:
     for _, field, spec, conversion in pieces:
         if field is not None and (spec or conversion or not field):
             raise PromptError(f"{name}: a placeholder is a plain name, found {{{field}}} with extras")
+        if field is not None and known is not None and field not in known:
+            most = ", ".join(f"{{{x}}}" for x in known) + " only" if known else "none"
+            raise PromptError(f"{name}: unknown placeholder {{{field}}}; it may hold {most}")
     return [(text, field) for text, field, _, _ in pieces]
 
 
 def encode_fixed(name: str, template: str, tokenizer: Tokenizer | None) -> Int32:
     """The tokens of a template that may hold no placeholder."""
-    pieces = parse_template(name, template)
-    for _, field in pieces:
-        if field is not None:
-            raise PromptError(f"{name}: unknown placeholder {{{field}}}; it may hold none")
-    return encode_template(name, "".join(text for text, _ in pieces), tokenizer)
+    text = "".join(text for text, _ in parse_template(name, template, known=[]))
+    return encode_template(name, text, tokenizer)
 
 
 def encode_template(name: str, text: str, tokenizer: Tokenizer | None) -> Int32:

@@ -98,14 +98,10 @@ class SegmentPrompts:
     def _encode_instruction(self, text: str, tokenizer: Tokenizer | None, catalog: Catalog) -> Int32:
         self._ids: Int32 | None = None  # [n, depth]
         parts: list[Int32] = []
-        for before, field in parse_template("rank.instruction", text):
+        for before, field in parse_template("rank.instruction", text, known=["last"]):
             parts.append(encode_template("rank.instruction", before, tokenizer))
             if field is None:
                 continue
-            if field != "last":
-                raise PromptError(
-                    f"rank.instruction: unknown placeholder {{{field}}}; it may hold {{last}} only"
-                )
             if self._ids is not None:
                 raise PromptError("rank.instruction: {last} may occur once")
             tokens = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)

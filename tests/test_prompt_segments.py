@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jgr.catalog import Catalog
-from jgr.config import RankConfig
+from jgr.config import PromptConfig, RankConfig
 from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, SegmentedPrompt
-from jgr.prompt import PromptError, semantic_id_tokenizer
+from jgr.prompt import PromptBuilder, PromptError, semantic_id_tokenizer
 from jgr.prompt_segments import SegmentPrompts
 
 USER, A, B = np.arange(3, dtype=np.int32), np.array([10, 11], np.int32), np.array([20, 21, 22], np.int32)
@@ -97,3 +97,17 @@ def test_an_instruction_that_names_no_item_is_the_same_for_all() -> None:
 def test_instructions_that_cannot_be(instruction: str, words: str) -> None:
     with pytest.raises(PromptError, match=words):
         segments(instruction)
+
+
+def test_text_between_items_and_probes_hold_no_placeholder() -> None:
+    tokenizer = semantic_id_tokenizer(CATALOG)
+    with pytest.raises(PromptError, match=r"rank\.probe: unknown placeholder \{sid\}; it may hold none"):
+        SegmentPrompts(
+            RankConfig(scorer="item_probe", item="{sid}", probe="<sid>{sid}", positive="<a>", negative="<b>"),
+            tokenizer,
+            CATALOG,
+        )
+    with pytest.raises(
+        PromptError, match=r"prompt\.separator: unknown placeholder \{title\}; it may hold none"
+    ):
+        PromptBuilder(PromptConfig(separator="<sid>{title}"), tokenizer, CATALOG)

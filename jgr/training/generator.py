@@ -64,7 +64,7 @@ def next_item_loss(
     """The loss of a decoder over windows of items.
 
     prefix: [p] int32, the prompt's tokens before the history. item_tokens: [n items, depth] int32, the tokens of every
-    row's semantic id. The prefix and a window's first item are context only.
+    row's semantic id. The prefix and a window's first item are context only. devices: that a batch is spread over.
     """
     before, of_item = jnp.asarray(prefix, jnp.int32), jnp.asarray(item_tokens, jnp.int32)
     depth = of_item.shape[1]

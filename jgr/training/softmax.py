@@ -6,7 +6,7 @@ target. So places are sorted, those with a target first, and taken CHUNK at a ti
 The loss is a sum, whose gradient is known up to one factor before the backward pass begins: each chunk gives it along
 with the value, while its scores are in the cache, and nothing is kept for later but the gradient.
 
-Letters: B batch, N places of a row, P places of a group, V vocabulary, D hidden, G groups.
+Letters: B batch, N places of a row, V vocabulary, D hidden, G groups.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
     try:
         found, weights = checkpoint.load(folder)
         its = Tokenizer.from_file(folder / "tokenizer.json").vocabulary
-        known = folder / "catalog.jsonl"  # a model that was not trained here has none
+        items = folder / "catalog.jsonl"  # a model that was not trained here has none
         names = {name: name for name in tokenizer.vocabulary}
-        if known.exists():
-            names = _its_names(tokenizer, catalog, load_catalog(known))
+        if items.exists():
+            names = _its_names(tokenizer, catalog, load_catalog(items))
     except UserError as error:
         raise ConfigError(f"train.start: {error}") from None
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
@@ -81,7 +81,9 @@ def _its_names(tokenizer: Tokenizer, catalog: Catalog, its: Catalog) -> dict[str
         raise ConfigError(f"its semantic ids have {its.depth} symbols, this dataset's {catalog.depth}")
     mine, others = (_symbols(which) for which in (catalog, its))
     own: dict[str, str] = {}
-    for item_id in mine.keys() & others.keys():
+    for item_id in filter(
+        others.__contains__, mine
+    ):  # in the catalog's order, which the error's item depends on
         for symbol, other in zip(mine[item_id], others[item_id], strict=True):
             if own.setdefault(symbol, other) != other:
                 raise ConfigError(
