@@ -87,7 +87,13 @@ def made(task: Task) -> tuple[Config, Mapping[str, str], Path]:
     models.update((layout, f"{out}_{layout}") for layout in LAYOUTS)
     for layouts, folder in models.items():
         if not (harness.ROOT / folder).is_dir():
-            fields = (f"--set=train.layouts={layouts}", f"--set=train.out={folder}")
+            # A model of one layout learns from as many prompts in it as the model of both.
+            steps = config.train.steps if layouts == "both" else config.train.steps // 2
+            fields = (
+                f"--set=train.layouts={layouts}",
+                f"--set=train.out={folder}",
+                f"--set=train.steps={steps}",
+            )
             run("train", f"--config=configs/ranker_{task.name}.py", *fields)
     return override(config, f"data.path={harness.ROOT / data}"), models, harness.ROOT / candidates
 

@@ -26,6 +26,8 @@ def get_config() -> Config:
         f"train.out={OUT}",
         "train.start=runs/items_beauty",
         "train.dropout=0.3",
+        "train.learning_rate=3e-4",  # at 1e-3 the items lose what the generator knew of them
+        "train.steps=1200",
         "train.retriever=runs/lrurec_beauty",
         f"train.max_items={HISTORY}",
     )

@@ -47,7 +47,7 @@ def get_config() -> Config:
             model="ranker",
             out=OUT,
             start="runs/items_ml1m",
-            steps=1200,
+            steps=2400,  # half of them in each layout, if both are learnt
             batch=32,
             micro_batches=4,
             learning_rate=1e-3,

@@ -118,9 +118,13 @@ class SegmentPrompts:
             (tokens,) = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
             return (tokens[catalog.codes[:, 0]],)
         if rank.scorer == "list_letter":
+            if "{n}" not in rank.letters:
+                raise PromptError("rank.letters: must have {n}, the candidate's number")
             names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]
             return (np.array([_one_token("rank.letters", name, tokenizer) for name in names], np.int32),)
         answers = {"rank.positive": rank.positive, "rank.negative": rank.negative}
+        if rank.positive == rank.negative:
+            raise PromptError(f"rank.negative: must be another answer than rank.positive, {rank.positive!r}")
         return tuple(
             np.array([_one_token(name, text, tokenizer)], np.int32) for name, text in answers.items()
         )

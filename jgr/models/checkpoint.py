@@ -76,7 +76,7 @@ def write(
     require_writable(folder)
     aside = _aside(folder)
     try:
-        aside.mkdir()
+        aside.mkdir(parents=True)
         require_space(aside, params)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as checkpointer:
@@ -98,16 +98,18 @@ def require_writable(folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint can be written there; cheap, to be asked before the work is done.
 
     A folder that is there must be empty or a checkpoint of ours: it will be replaced. Clears away what a killed
-    process left half-written.
+    process left half-written, and makes no folder itself.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
         raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
     aside = _aside(folder.absolute())
     try:
-        for left in folder.absolute().parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        for left in aside.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
-        aside.mkdir(parents=True)
-        aside.rmdir()
+        there = next(parent for parent in aside.parents if parent.exists())
+        probe = there / aside.name
+        probe.mkdir()
+        probe.rmdir()
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(20, "Not a directory")
     except OSError as error:

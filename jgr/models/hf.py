@@ -85,17 +85,16 @@ def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Conf
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The architecture that a Hugging Face config states."""
     model_type = raw.get("model_type")
-    if model_type not in _FAMILIES:
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise CheckpointError(f"model_type {model_type!r} is not supported; there are {sorted(_FAMILIES)}")
     for name, neutral in _NEUTRAL.items():
         if name in raw and raw[name] not in neutral:
             raise CheckpointError(f"{name}={raw[name]!r} is not supported (supported: {neutral[0]!r})")
     if raw.get("attention_bias") and model_type != "qwen2":
         raise CheckpointError(f"attention_bias=true is not supported for {model_type}")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        raise CheckpointError(
-            f"layer_types {raw['layer_types']!r} is not supported (supported: full_attention)"
-        )
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise CheckpointError(f"layer_types {kinds!r} is not supported (supported: full_attention)")
     theta, scaling = _rope(raw)
     heads, hidden = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
     kv_heads = _integer(raw, "num_key_value_heads", default=heads)
@@ -248,7 +247,7 @@ def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
         }
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no weights: {error}") from None
-    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder}: damaged safetensors: {error!r}") from None
 
     def read(name: str, shape_only: bool) -> Any:

@@ -221,11 +221,13 @@ def without(scores: jax.Array, history: jax.Array) -> jax.Array:
 def draw_candidates(
     key: jax.Array, log_weights: jax.Array, history: jax.Array, targets: jax.Array, negatives: int
 ) -> jax.Array:
-    """[B, 1 + negatives] rows: the target, then others without repetition (the largest of Gumbel-perturbed weights)."""
+    """[B, 1 + negatives] rows: the target, then others without repetition (the largest of Gumbel-perturbed weights),
+    and -1 where the catalog has no more."""
     shape = (len(targets), log_weights.shape[-1])
     drawn = without(log_weights + jax.random.gumbel(key, shape), history)
     drawn = drawn.at[jnp.arange(len(targets)), targets].set(jnp.inf)
-    return jax.lax.top_k(drawn, 1 + negatives)[1].astype(jnp.int32)
+    largest, found = jax.lax.top_k(drawn, 1 + negatives)
+    return jnp.where(largest == -jnp.inf, -1, found).astype(jnp.int32)
 
 
 def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, train: TrainConfig) -> Loss:
@@ -258,6 +260,7 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
                 len(text.prefix) + len(place), 1 + train.negatives, text.span, train.layouts
             ),
         )
+        scores = jnp.where(candidates >= 0, scores, -jnp.inf)
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
         following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)
         read = hidden[:, len(text.prefix) : len(text.prefix) + len(place)]

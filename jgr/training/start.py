@@ -9,6 +9,8 @@ catalogs know, for their names mean nothing: `jgr ids` names them by a count or 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.catalog import Catalog, load_catalog
+from jgr.catalog import Catalog, Symbol, load_catalog
 from jgr.config import ConfigError, TrainConfig, UserError
 from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
@@ -30,38 +32,35 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
     """What a training of `model` begins with: train.start, a model folder, or the drawn parameters where that is empty.
 
     Raises ConfigError where there is no such folder or a damaged one, for a model that is no decoder, has other sizes
-    than `model` (but for vocabulary and longest position), shares no token with it, or whose semantic ids of the same
-    items are others, and for train.out itself.
+    than `model` (but for vocabulary and longest position), shares no token or item with it, or whose semantic ids of
+    the same items are others, and for train.out and what lies in it.
     """
     if not train.start:
         return as_drawn
     folder = Path(train.start)
-    if not folder.is_dir():
-        raise ConfigError(f"train.start: {folder}: no such model folder")
-    if folder.resolve() == Path(train.out).resolve():
-        raise ConfigError(f"train.start: {folder} is train.out too, which would be replaced")
     try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such model folder")
+        real, out = (Path(os.path.realpath(path)) for path in (folder, train.out))
+        if out == real or out in real.parents:
+            raise ConfigError(f"{folder} is train.out too, or lies in it, which will be replaced")
         found, weights = checkpoint.load(folder)
-        its = Tokenizer.from_file(folder / "tokenizer.json").vocabulary
+        its = Tokenizer.from_file(folder / "tokenizer.json")
         items = folder / "catalog.jsonl"  # a model that was not trained here has none
-        names = {name: name for name in tokenizer.vocabulary}
-        if items.exists():
-            names = _its_names(tokenizer, catalog, load_catalog(items))
+        symbols = _same_symbols(folder, catalog, load_catalog(items)) if items.exists() else {}
+        shared = _same_rows(folder, tokenizer, its, symbols)
     except UserError as error:
         raise ConfigError(f"train.start: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"train.start: {folder}: {error.strerror}") from None
     if not isinstance(found, DecoderConfig) or not isinstance(weights, DecoderParams):
         raise ConfigError(f"train.start: {folder} is not a decoder")
     if replace(found, vocab_size=model.vocab_size, max_position=model.max_position) != model:
         raise ConfigError(f"train.start: {folder} is of other sizes: {found}, not {model}")
-    if max(its.values()) >= found.vocab_size:
-        raise ConfigError(
-            f"train.start: {folder}: its tokenizer.json has tokens that its weights have no row for"
-        )
-    shared = [(tokenizer.vocabulary[name], its[other]) for name, other in names.items() if other in its]
-    if not shared:
-        raise ConfigError(f"train.start: {folder} has no token of this dataset's")
+    if max(*its.vocabulary.values(), *shared.values()) >= found.vocab_size:
+        raise ConfigError(f"train.start: {folder}: it has tokens that its weights have no row for")
     _log.info("beginning from %s: %d of %d tokens are known", folder, len(shared), len(tokenizer.vocabulary))
-    to, of = np.array(shared, np.int32).T
+    to, of = np.array(list(shared.items()), np.int32).T
 
     def rows(drawn: jax.Array | None, known: jax.Array | None) -> jax.Array | None:
         if drawn is None or known is None:
@@ -74,29 +73,57 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
     return begin
 
 
-def _its_names(tokenizer: Tokenizer, catalog: Catalog, its: Catalog) -> dict[str, str]:
-    """By token what the other catalog calls it. ConfigError where a symbol would be two of the other's, or a part of
-    semantic ids of another depth."""
+def _same_symbols(folder: Path, catalog: Catalog, its: Catalog) -> dict[Symbol, Symbol | None]:
+    """By symbol of our semantic ids what the other catalog calls it, None for one that it lacks. ConfigError where it
+    would be two of the other's, the semantic ids are of another depth, or no item is in both."""
     if its.depth != catalog.depth:
-        raise ConfigError(f"its semantic ids have {its.depth} symbols, this dataset's {catalog.depth}")
+        raise ConfigError(
+            f"{folder}: its semantic ids have {its.depth} symbols, this dataset's {catalog.depth}"
+        )
     mine, others = (_symbols(which) for which in (catalog, its))
-    own: dict[str, str] = {}
-    for item_id in filter(
-        others.__contains__, mine
-    ):  # in the catalog's order, which the error's item depends on
+    known = [item_id for item_id in mine if item_id in others]
+    if not known:
+        raise ConfigError(f"{folder}: none of this dataset's items is in its catalog.jsonl")
+    same: dict[Symbol, Symbol] = {}
+    for item_id in known:
         for symbol, other in zip(mine[item_id], others[item_id], strict=True):
-            if own.setdefault(symbol, other) != other:
+            if same.setdefault(symbol, other) != other:
                 raise ConfigError(
-                    f"the semantic ids are others: {symbol!r} stands for its {own[symbol]!r} and {other!r} (item "
-                    f"{item_id!r})"
+                    f"{folder}: its semantic ids are others: {symbol!r} stands for its {same[symbol]!r} and "
+                    f"{other!r} (item {item_id!r})"
                 )
-    symbols = {symbol for of in mine.values() for symbol in of}
-    return own | {name: name for name in tokenizer.vocabulary if name not in symbols}
+    return {symbol: same.get(symbol) for of in mine.values() for symbol in of}
 
 
-def _symbols(catalog: Catalog) -> dict[str, list[str]]:
+def _same_rows(
+    folder: Path, tokenizer: Tokenizer, its: Tokenizer, symbols: Mapping[Symbol, Symbol | None]
+) -> dict[int, int]:
+    """By row of ours the other's of the same token: of the same name, but for semantic ids, whose `symbols` are known.
+    ConfigError where nothing is shared, or a symbol is in its own catalog only."""
+
+    def row(symbol: Symbol, of: Tokenizer) -> int:
+        found = symbol if isinstance(symbol, int) else of.vocabulary.get(symbol)
+        if found is None:
+            raise ConfigError(f"{folder}: {symbol!r} of the catalog.jsonl is not in the tokenizer.json")
+        return found
+
+    rows = {
+        here: its.vocabulary[name] for name, here in tokenizer.vocabulary.items() if name in its.vocabulary
+    }
+    for symbol, other in symbols.items():
+        here = row(symbol, tokenizer)
+        if other is None:
+            rows.pop(here, None)
+        else:
+            rows[here] = row(other, its)
+    if not rows:
+        raise ConfigError(f"{folder} has no token of this dataset's")
+    return rows
+
+
+def _symbols(catalog: Catalog) -> dict[str, list[Symbol]]:
     """Every item's symbols."""
     return {
-        item_id: [str(catalog.symbols[level][code]) for level, code in enumerate(codes)]
+        item_id: [catalog.symbols[level][code] for level, code in enumerate(codes)]
         for item_id, codes in zip(catalog.item_ids, catalog.codes.tolist(), strict=True)
     }

@@ -200,6 +200,8 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="cannot be written there: Not a directory"):
         checkpoint.require_writable(tmp_path / "file")
+    checkpoint.require_writable(tmp_path / "not" / "yet" / "there")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]  # asking leaves nothing
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years")
     with pytest.raises(CheckpointError, match="holds something else than a model"):

@@ -259,6 +259,8 @@ def test_negatives_are_drawn_by_weight_without_repetition() -> None:
     assert (drawn[:, 0] == 3).all() and (drawn[:, 1] != drawn[:, 2]).all() and not (drawn == 4).any()
     both = 0.6 / 0.9 * (0.2 / 0.3) + 0.2 / 0.9 * (0.6 / 0.7)  # items 0 and 1, in either order
     assert abs(np.mean(np.sort(drawn[:, 1:], axis=1) == [0, 1], axis=0)[1] - both) < 0.03
+    few = np.asarray(ranker.draw_candidates(KEY, jnp.zeros(5), jnp.array([[0, 1, 2]]), jnp.array([3]), 3))
+    assert few.tolist() == [[3, 4, -1, -1]]  # the others are of the history
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

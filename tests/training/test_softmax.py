@@ -48,8 +48,8 @@ def test_value_and_gradients_are_those_of_the_formula(
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), gradients, right_gradients)
 
 
-def test_places_without_a_target_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of twelve places have one, all over the rows; the others are not numbers."""
+def test_a_chunk_without_a_target_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of twelve places have one, all over the rows, and fill one chunk; the others are not numbers."""
     monkeypatch.setattr(softmax, "CHUNK", 3)
     real = np.zeros((3, 4), bool)
     real[0, 3] = real[1, 0] = real[2, 2] = True

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
@@ -103,6 +103,27 @@ def test_without_a_catalog_tokens_are_matched_by_name(generator: Path, tmp_path:
     jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
 
 
+def test_a_catalog_of_token_numbers(generator: Path, tmp_path: Path) -> None:
+    """Numbers are rows as they are, in either catalog, whatever tokens are called."""
+    folder = shutil.copytree(generator, tmp_path / "numbered")
+    own = dataset().catalog
+    tokenizer = Tokenizer.from_file(generator / "tokenizer.json")
+    wanted = [tokenizer.vocabulary[f"<a_{i}>"] for i in (5, 2)]
+    numbered = Catalog.build(["item0", "item1"], [[number] for number in wanted], [{}, {}])
+    save_catalog(numbered, folder / "catalog.jsonl")
+    model = decoder_config(config(tmp_path).train, tokenizer.vocab_size, 32)
+    drawn = params.initialize(decoder.spec(model), jax.random.key(3))
+    _, weights = checkpoint.load(generator)
+    assert isinstance(weights, DecoderParams)
+    train = replace(ranker_config(tmp_path / "a").train, start=str(folder))
+    begun = begin_from(train, model, tokenizer, own)(drawn)
+    ours = [tokenizer.vocabulary[f"<a_{i}>"] for i in range(12)]
+    np.testing.assert_array_equal(begun.embed[jnp.array(ours[:2])], weights.embed[jnp.array(wanted)])
+    np.testing.assert_array_equal(begun.embed[jnp.array(ours[2:])], drawn.embed[jnp.array(ours[2:])])
+    same = begin_from(train, model, tokenizer, numbered)(drawn)
+    np.testing.assert_array_equal(same.embed[jnp.array(wanted)], weights.embed[jnp.array(wanted)])
+
+
 def test_a_generator_begins_from_a_generator(generator: Path, tmp_path: Path) -> None:
     out = train_generator(config(tmp_path / "more", "train.steps=1", f"train.start={generator}"), dataset(14))
     found, weights = checkpoint.load(out)
@@ -130,22 +151,36 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
         ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
     unknown = Catalog.build("ab", [["<x>"], ["<y>"]], [{}, {}])
     wordless = Tokenizer.from_file(generator / "tokenizer.json")
-    train = replace(ranker_config(tmp_path).train, start=str(generator))
+    train = replace(ranker_config(tmp_path / "a").train, start=str(generator))
     model = decoder_config(train, wordless.vocab_size, 32)
     inner = semantic_id_tokenizer(unknown)
+    with pytest.raises(ConfigError, match=r"train\.start: .*none of this dataset's items is in its catalog"):
+        begin_from(train, model, inner, unknown)
+    nameless = shutil.copytree(generator, tmp_path / "nameless")
+    save_catalog(Catalog.build(["item1"], [["<b>"]], [{}]), nameless / "catalog.jsonl")
+    with pytest.raises(
+        ConfigError, match=r"train\.start: .*'<b>' of the catalog.jsonl is not in the tokenizer"
+    ):
+        begin_from(replace(train, start=str(nameless)), model, wordless, dataset().catalog)
+    (nameless / "catalog.jsonl").unlink()
     inner.vocabulary = {"<x>": 0}
     with pytest.raises(ConfigError, match=r"train\.start: .* has no token of this dataset's"):
-        begin_from(train, model, inner, unknown)
+        begin_from(replace(train, start=str(nameless)), model, inner, unknown)
+    with pytest.raises(ConfigError, match=r"train\.start: .*: File name too long"):
+        begin_from(replace(train, start="x" * 1000), model, wordless, unknown)
     merged = Catalog.build(["item1", "item2"], [["<a_0>"], ["<a_0>"]], [{}, {}])
     with pytest.raises(
         ConfigError, match=r"train\.start: .*others: '<a_0>' stands for its '<a_.>' and '<a_.>'"
     ):
         begin_from(train, model, wordless, merged)
     deep = Catalog.build("ab", [["<x>", "<p>"], ["<x>", "<q>"]], [{}, {}])
-    with pytest.raises(ConfigError, match=r"train\.start: its semantic ids have 1 symbols, this dataset's 2"):
+    with pytest.raises(
+        ConfigError, match=r"train\.start: .*: its semantic ids have 1 symbols, this dataset's 2"
+    ):
         begin_from(train, model, wordless, deep)
-    with pytest.raises(ConfigError, match=r"train\.start: .* is train\.out too"):
-        ranker.train_ranker(ranker_config(generator, f"train.start={generator}"), dataset())
+    for out in (generator, generator.parent):
+        with pytest.raises(ConfigError, match=r"train\.start: .* is train\.out too"):
+            begin_from(replace(train, out=str(out)), model, wordless, dataset().catalog)
     more = shutil.copytree(generator, tmp_path / "more")
     wordless.with_tokens(["<more>"]).save(more / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"train\.start: .* tokens that its weights have no row for"):
