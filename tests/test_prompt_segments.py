@@ -99,6 +99,21 @@ def test_instructions_that_cannot_be(instruction: str, words: str) -> None:
         segments(instruction)
 
 
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (RankConfig(scorer="list_letter", item="{sid}", letters="<a>"), r"rank\.letters: must have \{n\}"),
+        (
+            RankConfig(scorer="item_probe", item="{sid}", probe="<sid>", positive="<a>", negative="<a>"),
+            r"rank\.negative: must be another answer than rank\.positive, '<a>'",
+        ),
+    ],
+)
+def test_answers_that_are_one(rank: RankConfig, words: str) -> None:
+    with pytest.raises(PromptError, match=words):
+        SegmentPrompts(rank, semantic_id_tokenizer(CATALOG), CATALOG)
+
+
 def test_text_between_items_and_probes_hold_no_placeholder() -> None:
     tokenizer = semantic_id_tokenizer(CATALOG)
     with pytest.raises(PromptError, match=r"rank\.probe: unknown placeholder \{sid\}; it may hold none"):

@@ -128,6 +128,8 @@ BROKEN = {
     ),
     "vocab": (lambda f: edit_config(f, vocab_size=513), r"embed_tokens\.weight has shape \(512, 96\)"),
     "other architecture": (lambda f: edit_config(f, model_type="llama"), r"unexpected .*k_norm"),
+    "no type": (lambda f: edit_config(f, model_type=["qwen3"]), r"model_type \['qwen3'\] is not supported"),
+    "no layer types": (lambda f: edit_config(f, layer_types=3), "layer_types 3 is not supported"),
     "unknown type": (lambda f: edit_config(f, model_type="gpt2"), "model_type 'gpt2' is not supported"),
     "rope": (lambda f: edit_config(f, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "'yarn'"),
     "window": (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=True is not supported"),
@@ -158,6 +160,14 @@ def test_shard_names_stay_in_the_folder(tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../other/model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a plain file name"):
+        checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": {"model.norm.weight": 3}}])
+def test_an_index_that_is_none(tmp_path: Path, index: object) -> None:
+    folder = copy("qwen3", tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="damaged safetensors"):
         checkpoint.load(folder)
 
 
