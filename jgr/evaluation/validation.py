@@ -137,8 +137,7 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
 
     @functools.partial(jax.jit, static_argnames="cfg")
     def scores(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
-        found, _ = ranker.candidate_scores(params, cfg, text, rows, listed, first)
-        return jnp.where(listed >= 0, found, -jnp.inf)
+        return ranker.candidate_scores(params, cfg, text, rows, listed, first)[0]
 
     def recall(cfg: DecoderConfig, params: DecoderParams) -> float:
         recalls = []

@@ -164,7 +164,7 @@ def candidate_scores(
     key: jax.Array | None = None,
     attention: str | Attention = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """The scores [B, C] float32 of candidates, and the prompts' hidden states [B, T, D]. See `lay_out`."""
+    """The candidates' scores [B, C] float32, -inf for none, and the prompts' hidden states [B, T, D]: see `lay_out`."""
     tokens, described, sees = lay_out(text, history, candidates, items_first)
     hidden = decoder.prefill(
         weights,
@@ -178,7 +178,8 @@ def candidate_scores(
         attention=attention,
     ).hidden
     columns = weights.output_rows[jnp.asarray(text.own)[jnp.maximum(candidates, 0)]]
-    return jnp.einsum("bd,bcd->bc", hidden[:, -1], columns), hidden
+    scores = jnp.einsum("bd,bcd->bc", hidden[:, -1], columns)
+    return jnp.where(candidates >= 0, scores, -jnp.inf), hidden
 
 
 def popularity(sequences: Ragged, n_items: int) -> npt.NDArray[np.float32]:
@@ -260,7 +261,6 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
                 len(text.prefix) + len(place), 1 + train.negatives, text.span, train.layouts
             ),
         )
-        scores = jnp.where(candidates >= 0, scores, -jnp.inf)
         nats = jax.nn.logsumexp(scores, axis=1) - scores[:, 0]
         following = jnp.where(place < (cut - items_first)[:, None], rows[:, 1:], -1)
         read = hidden[:, len(text.prefix) : len(text.prefix) + len(place)]

@@ -99,7 +99,7 @@ def _same_rows(
     folder: Path, tokenizer: Tokenizer, its: Tokenizer, symbols: Mapping[Symbol, Symbol | None]
 ) -> dict[int, int]:
     """By row of ours the other's of the same token: of the same name, but for semantic ids, whose `symbols` are known.
-    ConfigError where nothing is shared, or a symbol is in its own catalog only."""
+    ConfigError where nothing is shared, or a catalog's symbol is no token of its tokenizer."""
 
     def row(symbol: Symbol, of: Tokenizer) -> int:
         found = symbol if isinstance(symbol, int) else of.vocabulary.get(symbol)
