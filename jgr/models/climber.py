@@ -11,8 +11,9 @@ is of positions and times (MODEL-7), one table for each block and one to add for
 stands where the next event would, and sees a part's history and itself: scores depend on no other candidate, and the
 history's keys and values are computed once, by `read` (C = 0 in MODEL-14, M-FALCON's MODEL-13).
 
-A candidate is its item, its features and a vector of the scenario. That vector is not in MODEL-19: scenarios differ in
-how often anything is clicked at all, which bias and temperature cannot tell, least of all where there is no history.
+A candidate is its item, its features, a vector of the scenario and one of the user's habits: how often each action was
+among the events. These two are not in MODEL-19. Scenarios differ in how often anything is clicked at all, which bias
+and temperature cannot tell, least of all where there is no history; and so do users, by more events than a block has.
 
 Which events are whose: with `behaviours`, block k has the latest of those whose action has one of its bits. Where
 actions say nothing, block 0 has the latest S / N_b events, block 1 those before them, and so on: short-term and
@@ -40,6 +41,7 @@ from jgr.models.params import Spec
 from jgr.ops.biased_attention import Bias, Places, spread
 
 _TEMPERATURE_WIDTH = 16
+_PRIOR = 20  # events that a user's habits are shrunk by
 _ONE = math.log(math.e - 1)
 """softplus of it is 1: the temperature starts at that of plain attention."""
 
@@ -168,6 +170,7 @@ class ClimberParams:
     embed: Any  # [n_items, D]
     actions: Any  # [actions, D], None without
     question: Any  # [R, D], of a scenario, added to what is asked about
+    habits: Any  # [actions + 1, D], of a share of 1 of an action, and of none known; None without actions
     features: dict[str, Any]
     bases: Bases
     temperature: Temperature
@@ -214,6 +217,7 @@ def spec(cfg: ClimberConfig) -> ClimberParams:
         embed=table(cfg.n_items, hidden),
         actions=table(cfg.actions, hidden) if cfg.actions else None,
         question=zeros(cfg.scenarios, hidden),
+        habits=zeros(cfg.actions + 1, hidden) if cfg.actions else None,
         features={f.name: table(f.rows or f.width, hidden) for f in cfg.features},
         bases=Bases(
             table(blocks, reach),
@@ -280,6 +284,15 @@ def _divide(cfg: ClimberConfig, rows: jax.Array, actions: jax.Array, times: jax.
         return empty.at[block, user, place].set(jnp.broadcast_to(x, own.shape), mode="drop")
 
     return _Parts(stored(rows, -1), stored(actions, 0), stored(times, 0))
+
+
+def _habits(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions: jax.Array) -> jax.Array:
+    """[B, D] of events [B, S]; see `Events`."""
+    there = (rows >= 0)[..., None]
+    done = jnp.where(there, (actions[..., None] >> jnp.arange(cfg.actions)) & 1, 0).sum(axis=1)
+    counts = jnp.concatenate([done, jnp.full_like(done[:, :1], _PRIOR)], axis=1)
+    found: jax.Array = (counts / (there.sum(axis=1) + _PRIOR)).astype(params.habits.dtype) @ params.habits
+    return found
 
 
 def _events(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions: jax.Array) -> jax.Array:
@@ -378,7 +391,7 @@ def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepar
         spread(tables, following, happened),
         spread(tables, asked, seen),
         _scale(params.temperature, cfg, scenario),
-        params.question[scenario],
+        params.question[scenario] + (_habits(params, cfg, rows, events.actions) if cfg.actions else 0),
     )
 
 

@@ -161,6 +161,8 @@ def scores_by_hand(cfg: ClimberConfig, user: int, number: int, features: bool = 
     """[P] in float64."""
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), draw(cfg))
     candidate = w.embed[ROWS[user, number]] + w.question[EVENTS.scenario[user]]
+    done = [sum(EVENTS.actions[user, i] >> bit & 1 for i in range(LENGTHS[user])) for bit in range(2)]
+    candidate = candidate + np.array([*done, 20]) / (LENGTHS[user] + 20) @ w.habits
     if features:
         price = FEATURES["price"][user, number].astype(np.float64)
         candidate = candidate + (np.sign(price) * np.log1p(abs(price))) @ w.features["price"]
@@ -321,10 +323,11 @@ def test_the_cost_is_that_of_the_products_in_the_program() -> None:
     events, rows, features = one
     found = dot_flops(program(draw(CFG), events=events, rows=rows, features=features).jaxpr)
     # The plain form computes the squares that it masks, and a candidate's weight times its own value by no product.
-    # Besides: actions, prices, temperature, and matrices that sum and spread a head's numbers, in place of products.
+    # Besides: actions, habits, prices, temperature, and matrices that sum and spread a head's numbers, in place of
+    # products.
     work = climber_costs.of_both(CFG, ITEMS)
     square = work._replace(pairs=6 * 6 + ITEMS * 7)
-    others = 12 * 2 * 32 + ITEMS * 2 * 32 + 2 * (32 * 16 + 16) + 4 * ITEMS * 32 * (2 * 2 - 2)
+    others = 12 * 2 * 32 + 3 * 32 + ITEMS * 2 * 32 + 2 * (32 * 16 + 16) + 4 * ITEMS * 32 * (2 * 2 - 2)
     assert found == climber_costs.cost(CFG, square).flops + 2 * others - 2 * 4 * ITEMS * 32
     read, score = climber_costs.of_history(CFG), climber_costs.of_candidates(CFG, ITEMS)
     assert (work.pairs, work.tokens) == (read.pairs + score.pairs, read.tokens + score.tokens) == (56, 11)
