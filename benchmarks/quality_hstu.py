@@ -17,11 +17,9 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.quality import evaluated, plot, run, server, training
 
 METRICS = ("hr@10", "ndcg@10", "mrr@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200")
-RECIPE = ("train.negatives=512", "train.weigh_negatives=true")
-"""On MovieLens the softmax is over more items than the authors', weighed as if they were all, which learns faster."""
-TO_THE_END = (*RECIPE, "train.learn_valid=true", "train.evaluate_every=0", "train.schedule=cosine")
+TO_THE_END = ("train.learn_valid=true", "train.evaluate_every=0")
 """MODEL-11's split: all but the last event is learnt from. So nothing is validated, and the last step's weights are
-kept, for which the learning rate falls."""
+kept."""
 
 
 @dataclass(frozen=True)
