@@ -29,6 +29,7 @@ from jgr.data.datasets import load_dataset
 JGR = (sys.executable, "-c", "import sys; from jgr.cli.main import run; sys.exit(run())")
 METRICS = ("hr@5", "ndcg@5", "hr@10", "ndcg@10", "mrr@10")
 UNCONSTRAINED_EXAMPLES = 1000
+SPANS = 40  # of a training's losses, whose means are in the result
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,14 @@ def _described(config: Config, found: Mapping[str, Any]) -> Row:
 
 
 def training(folder: Path) -> Row:
-    """The validations of the training that made the model, and where its losses ended."""
+    """The validations of the training that made the model, and its losses: the mean of each span of steps."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
+    span = -(-len(losses) // SPANS)
+    spans = [losses[at : at + span] for at in range(0, len(losses), span)]
     return {
         "steps": len(losses),
-        "last_losses": harness.rounded(sum(losses[-50:]) / len(losses[-50:])),
+        "losses": [[at * span + len(of), harness.rounded(sum(of) / len(of))] for at, of in enumerate(spans)],
         "validation_recall@10": [[line["step"], line["recall@10"]] for line in lines if "recall@10" in line],
     }
 
@@ -180,19 +183,18 @@ def server(fields: Sequence[str]) -> Iterator[str]:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Validation recall over training steps, a line for each model."""
+    """Loss and validation recall over training steps, a line for each model. Some validate nothing."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for row in rows:
-        if "training" in row:
-            axes.plot(
-                *zip(*row["training"]["validation_recall@10"], strict=True), marker="o", label=row["of"]
-            )
-    axes.set_xlabel("training step")
-    axes.set_ylabel("validation recall@10")
-    axes.legend()
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves = ("losses", "loss, nats a target"), ("validation_recall@10", "validation recall@10")
+    for axes, (name, label) in zip(figure.subplots(1, 2), curves, strict=True):
+        for row in rows:
+            if "training" in row and row["training"][name]:
+                axes.plot(*zip(*row["training"][name], strict=True), marker=".", label=row["of"])
+        axes.set_xlabel("training step")
+        axes.set_ylabel(label)
+    figure.axes[0].legend()
     figure.savefig(path, dpi=120)
 
 

@@ -21,6 +21,9 @@ TO_THE_END = ("train.learn_valid=true", "train.evaluate_every=0")
 """MODEL-11's split: all but the last event is learnt from. So nothing is validated, and the last step's weights are
 kept."""
 
+WIDE = ("train.hidden=128", "train.heads=4", "train.steps=8000")
+"""The width of gSASRec. A step takes more than twice the time of one of the authors' width, so there are fewer."""
+
 
 @dataclass(frozen=True)
 class Task:

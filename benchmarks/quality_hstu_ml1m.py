@@ -5,7 +5,7 @@ JGR_DATA=FOLDER python -m benchmarks.quality_hstu_ml1m      FOLDER holds ml-1m
 """
 
 from benchmarks import harness
-from benchmarks.quality_hstu import Task, benchmark
+from benchmarks.quality_hstu import WIDE, Task, benchmark
 
 ML1M = Task(
     name="hstu-ml1m",
@@ -14,7 +14,7 @@ ML1M = Task(
     out="hstu_ml1m",
     source="movielens-1m-sasrec",
     data="ml1m",
-    settings=("train.hidden=128", "train.heads=4", "train.steps=8000"),  # gSASRec's width
+    settings=WIDE,
     targets={"hr@10": 0.3003, "ndcg@10": 0.1726},
     published={"SASRec": (0.2392, 0.1259), "gSASRec": (0.3003, 0.1726)},
 )
