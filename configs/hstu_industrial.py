@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """HSTU on Amazon Industrial and Scientific, whose histories are short, to stand beside configs/industrial.py."""
 
-from jgr.config import Config, DataConfig, TrainConfig
+from jgr.config import Config, DataConfig, ModelConfig, TrainConfig
+
+OUT = "runs/hstu_industrial"
 
 
 def get_config() -> Config:
     return Config(
+        model=ModelConfig(name="hstu_industrial", path=OUT),
         data=DataConfig(kind="minionerec", path=""),
         train=TrainConfig(
             model="hstu",
-            out="runs/hstu_industrial",
+            out=OUT,
             steps=3000,
             batch=256,
             learning_rate=1e-3,

@@ -6,15 +6,18 @@ and a constant rate. Small steps learn as much from fewer events, which is what 
 32 users (64 wide) reach the validation recall of 1,200 steps of 128 users (50 wide), .206 and .208.
 """
 
-from jgr.config import Config, DataConfig, TrainConfig
+from jgr.config import Config, DataConfig, ModelConfig, TrainConfig
+
+OUT = "runs/hstu_ml1m"
 
 
 def get_config() -> Config:
     return Config(
+        model=ModelConfig(name="hstu_ml1m", path=OUT),
         data=DataConfig(kind="prepared", path="runs/data/ml1m"),
         train=TrainConfig(
             model="hstu",
-            out="runs/hstu_ml1m",
+            out=OUT,
             steps=16_000,
             batch=16,
             learning_rate=1e-3,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
     lines, report = evaluate(config, load_dataset(config.data), options)
     print("\n".join(lines))
-    print(json.dumps(report))
+    print(json.dumps(or_null(report), allow_nan=False))
     return 0
 
 
@@ -118,6 +119,15 @@ def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[s
         "bootstrap": {"resamples": options.resamples, "seed": options.seed, "confidence": 0.95},
         **found,
     }
+
+
+def or_null(found: Any) -> Any:
+    """JSON has no NaN: what is not defined is null there."""
+    if isinstance(found, dict):
+        return {name: or_null(value) for name, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [or_null(value) for value in found]
+    return None if isinstance(found, float) and math.isnan(found) else found
 
 
 def _options(values: flags.FlagValues) -> Options:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("--feature_store: name a store, redis://host:port/db or an SQLite file")
     from jgr.data.prepared import load_prepared
     from jgr.features import extraction
-    from jgr.features.addresses import open_store
+    from jgr.features.addresses import REDIS_SCHEMES, open_store
     from jgr.features.schema import Schema
 
     prepared = load_prepared(flags.FLAGS.data)
@@ -64,5 +64,8 @@ def main(argv: Sequence[str]) -> None:
     if before not in (None, str(schema)):
         print(f"the schema was {before}: restart what serves from this store")
     loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
-    print(f"{len(ids)} items, {schema.record_bytes} bytes each: {schema}")
+    where = (
+        "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store
+    )  # its address may hold a password
+    print(f"{where}: {len(ids)} items, {schema.record_bytes} bytes each: {schema}")
     print(json.dumps(loaded))

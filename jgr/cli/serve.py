@@ -77,6 +77,8 @@ def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Con
             raise ConfigError(
                 f"--set {key}: no configuration has a model called {name!r}; there are {', '.join(own)}"
             )
+        if addressed and name != names[0] and field.startswith("server."):
+            raise ConfigError(f"--set {key}: the section server is that of the first model, {names[0]}")
         for model in [name] if addressed else own:
             own[model].append(f"{field}{equals}{value}")
     configs = [override(file, *own[name]) for file, name in zip(files, names, strict=True)]

@@ -42,7 +42,10 @@ RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class Measured:
-    """By task, then by method: METRICS; and the model's AUC less that of each method: value, low, high."""
+    """By task, then by method: METRICS; and the model's AUC less that of each method: value, low, high.
+
+    NaN is what the labels do not define, as where all are the same.
+    """
 
     rows: dict[str, dict[str, dict[str, float]]]
     differences: dict[str, dict[str, tuple[float, float, float]]]
@@ -179,7 +182,7 @@ def measure(
 ) -> Measured:
     """METRICS of every method's scores [k, P]. model: the method that the others are compared with.
 
-    The intervals are of a bootstrap over users. EvaluationError where a task has one label alone.
+    The intervals are of a bootstrap over users, of the resamples that have both labels.
     """
     users = found.users[found.owners]
     _, owner = np.unique(users, return_inverse=True)
@@ -187,8 +190,6 @@ def measure(
     differences: dict[str, dict[str, tuple[float, float, float]]] = {}
     for at, (task, bit) in enumerate(zip(tasks, action_bits(interactions, tasks, "tasks"), strict=True)):
         labels = found.actions >> bit & 1
-        if len(np.unique(labels)) < 2:
-            raise EvaluationError(f"{task}: the impressions all have one label, there is no AUC")
         rows[task] = {
             name: {
                 "auc": auc(of[:, at], labels),
@@ -203,7 +204,9 @@ def measure(
         )
         differences[task] = {}
         for name in scores.keys() - {model} if resamples else ():
-            low, high = bootstrap.interval((drawn[model] - drawn[name])[:, None])
+            apart = drawn[model] - drawn[name]
+            defined = apart[~np.isnan(apart), None]
+            low, high = bootstrap.interval(defined) if len(defined) else ([np.nan], [np.nan])
             value = rows[task][model]["auc"] - rows[task][name]["auc"]
             differences[task][name] = (value, float(low[0]), float(high[0]))
     return Measured(rows, differences)

@@ -169,6 +169,8 @@ class RankTranslator:
         for name, useful in used.items():
             if not useful and getattr(request, name) is not None:
                 raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
+        if request.scenario and needs.scenarios == 1:
+            raise invalid("scenario", f"scenario: model {self.info.id!r} has no use for it")
         if request.scenario >= needs.scenarios:
             raise invalid(
                 "scenario", f"scenario is {request.scenario}; the model has {needs.scenarios}, from 0"
@@ -254,6 +256,8 @@ class RankTranslator:
             if abs(weight) > MAX_WEIGHT:
                 raise invalid(f"task_weights.{name}", f"task_weights.{name} must be within {MAX_WEIGHT:g}")
             weights[tasks.index(name)] = weight
+        if not weights.any():
+            raise invalid("task_weights", "task_weights: no task has a weight other than 0")
         return weights
 
 

@@ -54,11 +54,13 @@ def test_an_override_is_for_all_models_or_for_the_one_it_names(tmp_path: Path) -
 
 def test_the_server_is_that_of_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [write(tmp_path, "a", "port=1"), write(tmp_path, "b", "port=2"), write(tmp_path, "c")]
-    configs = configurations(paths, ["server.max_history=9", "b:server.port=3"])
+    configs = configurations(paths, ["server.max_history=9"])
     assert {config.server for config in configs} == {ServerConfig(port=1, max_history=9)}
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
         "model b: its section server is not used, the first's is"
     ]
+    with pytest.raises(ConfigError, match=r"--set b:server\.port: .* the first model, a$"):
+        configurations(paths, ["b:server.port=3"])
 
 
 def test_what_cannot_be_told_apart_or_found_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_what_the_model_cannot_use_or_the_catalog_lacks_is_refused_by_name() -> 
         "scenario": {"scenario": 3},
         "task_weights.finish": {"task_weights": {"finish": 1.0}},
         "task_weights.like": {"task_weights": {"like": float("inf")}},
+        "task_weights": {"task_weights": {"like": 0.0}},
         "layout": {"layout": "user_prefix"},
         "candidates[1]": {"candidates": ["B001", "nothing"]},
         "candidates[2]": {"candidates": ["B001", "B002", "B001"]},
@@ -103,6 +104,8 @@ def test_what_the_model_cannot_use_or_the_catalog_lacks_is_refused_by_name() -> 
             assert (refused.value.type, refused.value.field) == ("invalid_request", field)
         with pytest.raises(RequestError, match=r"'like'") as refused:
             engine.submit(request(task_weights={"lik": 1.0}))
+        with pytest.raises(RequestError, match="other than 0"):
+            engine.submit(request(task_weights={}))
         with pytest.raises(RequestError, match="has 2 values, the history 3 items"):
             engine.submit(request(history_times=[MONDAY, MONDAY]))
         with pytest.raises(RequestError, match="68 years"):
