@@ -7,14 +7,16 @@ first (minutes to hours on a CPU).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, quality
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.quality import evaluated, plot, run, server, training
+from jgr.config import Config, load_config, override
 
 METRICS = ("hr@10", "ndcg@10", "mrr@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200")
 TO_THE_END = ("train.learn_valid=true", "train.evaluate_every=0")
@@ -51,6 +53,8 @@ def measure(task: Task, quick: bool) -> Measured:
     if not raw.is_dir():
         raise Missing(f"needs the dataset: no {task.raw} in the folder that JGR_DATA names")
     data = f"runs/data/{task.data}" if task.source else str(raw)
+    if task.baseline and not (harness.ROOT / "runs" / task.baseline / "params").is_dir():
+        raise Missing(f"needs runs/{task.baseline}, to compare with: measure that first")
     if task.source and not (harness.ROOT / data / "catalog.jsonl").exists():
         run("prepare", f"--source={task.source}", f"--raw={raw}", f"--out={data}")
         run("ids", f"--data={data}", "--method=item")
@@ -61,6 +65,9 @@ def measure(task: Task, quick: bool) -> Measured:
     ]
     if not (harness.ROOT / out / "params").is_dir():
         run("train", *fields)
+    _require_trained_as(
+        override(load_config(harness.ROOT / f"configs/{task.config}.py"), *task.settings), out
+    )
     served = [*fields, f"--set=model.path={out}", f"--set=catalog.path={_catalog(task, data)}"]
     asked = ["--k=10,50,200", *(["--exclude_history"] if task.exclude_history else [])]
     if task.baseline:
@@ -86,6 +93,15 @@ def measure(task: Task, quick: bool) -> Measured:
     return Measured(claims, rows)
 
 
+def _require_trained_as(config: Config, out: str) -> None:
+    """What lies in runs/ may be an older recipe's. Missing."""
+    train, found = config.train, json.loads((harness.ROOT / out / "config.json").read_text(encoding="utf-8"))
+    steps = training(harness.ROOT / out)["steps"]
+    sizes = [found[name] == getattr(train, name) for name in ("hidden", "layers", "heads")]
+    if not all(sizes) or (steps != train.steps if train.patience == 0 else steps > train.steps):
+        raise Missing(f"{out} was trained with another configuration: remove it, and it is trained anew")
+
+
 def _catalog(task: Task, data: str) -> str:
     """The catalog that the training read, in the folder that it wrote."""
     own = f"runs/{task.out}/catalog.jsonl"
@@ -99,11 +115,11 @@ def benchmark(name: str, source: str, *tasks: Task) -> Benchmark:
         parts = [measure(task, quick) for task in tasks]
         return Measured([c for part in parts for c in part.claims], [r for part in parts for r in part.rows])
 
-    configs = {harness.ROOT / "configs" / f"{task.config}.py" for task in tasks}
+    sources = *harness.ROOT.glob("benchmarks/quality_hstu*.py"), *harness.ROOT.glob("configs/hstu_*.py")
     return Benchmark(
         name=name,
         measure=all_of,
         packages=("numpy", "jax", "jaxlib", "optax", "grain"),
-        sources=(Path(source), Path(__file__), *sorted(configs)),
+        sources=(Path(source), Path(quality.__file__), *sorted(sources)),
         plot=plot,
     )

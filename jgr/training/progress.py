@@ -78,8 +78,10 @@ class RunFolder:
         try:
             state: State = self._manager.restore(step, args=self._args.StandardRestore(shapes))
         except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files
+            words = (str(error).splitlines() or [""])[0]
             raise CheckpointError(
-                f"{self.metrics.parent}: the checkpoint of step {step} is damaged: {error!r}"
+                f"{self.metrics.parent}: the checkpoint of step {step} is damaged, or another version of jgr wrote it;"
+                f" remove the folder to begin anew: {type(error).__name__}: {words}"
             ) from None
         return state
 
