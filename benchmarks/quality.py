@@ -186,14 +186,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Loss and validation recall over training steps, a line for each model. Some validate nothing."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curves = ("losses", "loss, nats a target"), ("validation_recall@10", "validation recall@10")
-    for axes, (name, label) in zip(figure.subplots(1, 2), curves, strict=True):
-        for row in rows:
-            if "training" in row and row["training"][name]:
+    curves = {"losses": "loss, nats a target", "validation_recall@10": "validation recall@10"}
+    trained = [row for row in rows if "training" in row]
+    shown = [name for name in curves if any(row["training"][name] for row in trained)]
+    figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        for row in trained:
+            if row["training"][name]:
                 axes.plot(*zip(*row["training"][name], strict=True), marker=".", label=row["of"])
         axes.set_xlabel("training step")
-        axes.set_ylabel(label)
+        axes.set_ylabel(curves[name])
     figure.axes[0].legend()
     figure.savefig(path, dpi=120)
 
