@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import harness, quality
+from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.quality import evaluated, plot, run, server, training
 from jgr.config import Config, load_config, override
@@ -108,18 +108,22 @@ def _catalog(task: Task, data: str) -> str:
     return own if (harness.ROOT / own).exists() else f"{data}/catalog.jsonl"
 
 
-def benchmark(name: str, source: str, *tasks: Task) -> Benchmark:
+def benchmark(name: str, *tasks: Task) -> Benchmark:
     """The benchmark of a file that measures these, one after the other; nothing is timed."""
 
     def all_of(quick: bool, quiet: Quiet) -> Measured:
         parts = [measure(task, quick) for task in tasks]
         return Measured([c for part in parts for c in part.claims], [r for part in parts for r in part.rows])
 
-    sources = *harness.ROOT.glob("benchmarks/quality_hstu*.py"), *harness.ROOT.glob("configs/hstu_*.py")
+    sources = {
+        harness.ROOT / "benchmarks/quality.py",
+        *harness.ROOT.glob("benchmarks/quality_hstu*.py"),
+        *harness.ROOT.glob("configs/hstu_*.py"),
+    }
     return Benchmark(
         name=name,
         measure=all_of,
         packages=("numpy", "jax", "jaxlib", "optax", "grain"),
-        sources=(Path(source), Path(quality.__file__), *sorted(sources)),
+        sources=tuple(sorted(sources)),
         plot=plot,
     )

@@ -18,4 +18,4 @@ INDUSTRIAL = Task(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_industrial", __file__, INDUSTRIAL))
+    harness.main(benchmark("quality_hstu_industrial", INDUSTRIAL))

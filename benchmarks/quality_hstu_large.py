@@ -19,4 +19,4 @@ LARGE = replace(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_large", __file__, LARGE))
+    harness.main(benchmark("quality_hstu_large", LARGE))

@@ -20,4 +20,4 @@ ML1M = Task(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_ml1m", __file__, ML1M))
+    harness.main(benchmark("quality_hstu_ml1m", ML1M))

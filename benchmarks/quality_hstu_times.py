@@ -9,7 +9,7 @@ from dataclasses import replace
 from benchmarks import harness
 from benchmarks.quality_hstu import TO_THE_END, Task, benchmark
 
-# Half of the users: as many epochs as of all are half of the steps.
+# Half of the users: as many epochs as of all are half of the config's steps.
 EPOCHS = (*TO_THE_END, "train.steps=8000")
 ORDER = Task(
     name="hstu-ml1m-half",
@@ -29,4 +29,4 @@ TIMES = replace(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_times", __file__, ORDER, TIMES))
+    harness.main(benchmark("quality_hstu_times", ORDER, TIMES))

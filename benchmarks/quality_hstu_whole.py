@@ -22,4 +22,4 @@ WHOLE = Task(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_whole", __file__, WHOLE))
+    harness.main(benchmark("quality_hstu_whole", WHOLE))

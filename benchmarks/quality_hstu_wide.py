@@ -21,4 +21,4 @@ WIDE_WHOLE = replace(
 )
 
 if __name__ == "__main__":
-    harness.main(benchmark("quality_hstu_wide", __file__, WIDE_WHOLE))
+    harness.main(benchmark("quality_hstu_wide", WIDE_WHOLE))

@@ -64,8 +64,7 @@ def main(argv: Sequence[str]) -> None:
     if before not in (None, str(schema)):
         print(f"the schema was {before}: restart what serves from this store")
     loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
-    where = (
-        "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store
-    )  # its address may hold a password
+    # A server's address may hold a password.
+    where = "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store
     print(f"{where}: {len(ids)} items, {schema.record_bytes} bytes each: {schema}")
     print(json.dumps(loaded))
