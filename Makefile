@@ -30,15 +30,15 @@ test-quick: $(STAMP)
 # program of the engine, training and its checkpoints, the compilation cache.
 ON_JAX := tests/ops \
 	tests/models/test_golden_hf.py \
-	tests/models/test_hstu.py tests/models/test_stu.py tests/models/test_climber.py tests/models/test_rankers.py \
+	tests/models/test_hstu.py tests/models/test_stu.py tests/models/test_climber.py tests/models/test_scorers.py \
 	tests/models/test_lazy_decoder.py::test_training_and_generation_compute_the_formulas \
 	tests/models/test_lru_rec.py::test_the_losses_are_the_full_and_the_sampled_softmax \
 	tests/models/test_beam.py::test_a_filter_is_a_search_of_the_tree_that_it_leaves \
 	tests/models/test_checkpoint.py \
-	tests/serving/test_paged.py::test_cold_warm_and_partly_cached_score_the_same \
-	tests/serving/test_paged.py::test_no_program_copies_the_pool \
-	tests/serving/test_rank_executors.py \
-	tests/serving/test_model_server.py::test_a_second_start_reads_its_programs_from_disk \
+	tests/serving/decoders/test_paged_executor.py::test_cold_warm_and_partly_cached_score_the_same \
+	tests/serving/decoders/test_paged_executor.py::test_no_program_copies_the_pool \
+	tests/serving/scorers/test_executors.py \
+	tests/serving/decoders/test_model_server.py::test_a_second_start_reads_its_programs_from_disk \
 	tests/training/test_trainer.py::test_a_trained_folder_is_served_and_has_learnt_the_rule \
 	tests/training/test_ranker.py::test_the_loss_is_that_of_the_target_among_the_candidates_and_of_every_next_item \
 	tests/training/test_progress.py::test_a_disk_that_fills_up_ends_a_run_that_goes_on_later \

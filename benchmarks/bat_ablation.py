@@ -46,8 +46,8 @@ from benchmarks.bat_nodes import (
 )
 from benchmarks.bat_world import at_skew
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.data.workloads import BOOKS, books
 from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, replicate
+from jgr.traffic.workloads import BOOKS, books
 
 THREADS = 2
 PAPER = {

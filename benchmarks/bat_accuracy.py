@@ -32,8 +32,8 @@ from jgr.evaluation.bootstrap import interval, resampled_means
 from jgr.evaluation.candidates import Candidates, load_candidates
 from jgr.evaluation.metrics import Hits, per_query
 from jgr.serving.api import RankRequest
-from jgr.serving.engine import Engine
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.serve import Engine
 from jgr.serving.policies.prefix_choice import LayoutName
 
 Float64 = npt.NDArray[np.float64]

@@ -32,18 +32,18 @@ from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
 from jgr.config import CacheConfig
-from jgr.data.workloads import BOOKS, Access, Traffic, Workload
 from jgr.evaluation import bootstrap
-from jgr.placement import costs
 from jgr.placement.items import ItemPlacement, Items, Workers, hrcs
 from jgr.placement.lifecycle import Lifecycle
 from jgr.placement.worker import CacheWorker, item_name
-from jgr.serving.loading import load_engine
-from jgr.serving.paged_executor import Executors, PoolShape
+from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.paged_executor import Executors, PoolShape
+from jgr.serving.decoders.work import SegmentsWork
+from jgr.serving.policies import costs
 from jgr.serving.policies.batching import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PromptScheduler
-from jgr.serving.work import SegmentsWork
+from jgr.traffic.workloads import BOOKS, Access, Traffic, Workload
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]

@@ -2,7 +2,7 @@
 """Where items are cached on 4 nodes (BAT-11): all on every node, each on one, or hot ones on all and cold ones on one.
 
 The paper's Books with Qwen2-1.5B: 4 nodes of 150 GB each, items first, users in what is left; all scaled by one factor
-(see jgr.data.workloads), small enough for a node to have room for some dozens of users. All items take 120 GB: where
+(see jgr.traffic.workloads), small enough for a node to have room for some dozens of users. All items take 120 GB: where
 every node has them all, 30 GB are left to its users, and where each node has a quarter, 120 GB. How time is reckoned is
 told in benchmarks/bat_nodes.py.
 
@@ -54,9 +54,9 @@ from benchmarks.bat_nodes import (
 )
 from benchmarks.bat_world import at_skew
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.cache.item_store import EVERYWHERE, lay_out, plan_exchange
-from jgr.data.workloads import BOOKS
+from jgr.placement.item_store import EVERYWHERE, lay_out, plan_exchange
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items, replicate
+from jgr.traffic.workloads import BOOKS
 
 THREADS = 2
 USERS = {"all": BOOKS.users, "returning": returning(BOOKS)}

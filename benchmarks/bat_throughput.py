@@ -3,7 +3,7 @@
 
 RE caches nothing, UP and IP always put the user or the items first, cache_agnostic whichever is longer, BAT by hotness
 (BAT-10); all else is the same: engine, batching with a cap on new tokens, pool. The paper's four workloads (see
-jgr.data.workloads for what is inferred) have users and items divided by one factor each; token counts, skew and the
+jgr.traffic.workloads for what is inferred) have users and items divided by one factor each; token counts, skew and the
 ratio of the pool to the KV of all items are kept. The paper's trace has 90 % of the accesses on a tenth of the items;
 real public ones have 40 to 60 %, so every workload is shown at 50 % too.
 
@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks import bat_world, harness
 from benchmarks.bat_world import SYSTEMS, Served, System, World, add, at_skew, event_loop, facts
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.data.workloads import BEAUTY, BOOKS, GAMES, INDUSTRY, Workload
+from jgr.traffic.workloads import BEAUTY, BOOKS, GAMES, INDUSTRY, Workload
 
 THREADS = 2
 CONCURRENCY = 16

@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from jgr.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, TrainConfig, override
-from jgr.data.workloads import Access, Traffic, Workload
 from jgr.models import checkpoint, decoder, params
-from jgr.prompt import Tokenizer
+from jgr.prompt.tokens import Tokenizer
 from jgr.serving.api import Answer, RankRequest
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 from jgr.serving.policies.batching import Job
+from jgr.traffic.workloads import Access, Traffic, Workload
 from jgr.training.generator import decoder_config
 
 WORDS = 500

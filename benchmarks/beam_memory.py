@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks import harness, work
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params, shapes
 from jgr.models.decoder import DecoderConfig
 from tools import compile_gpu

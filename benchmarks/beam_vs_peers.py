@@ -39,9 +39,9 @@ from benchmarks.peers.workload import DEPTH, Beams, Catalog, Int32, agreement
 from jgr.evaluation import unconstrained
 from jgr.models import beam, hf
 from jgr.models.beam import Normalize
-from jgr.serving.executors import JaxExecutor
+from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
 from jgr.serving.policies.batching import Profile
-from jgr.serving.work import RecommendOutcome, RecommendWork
 
 THREADS = 2
 AT_LEAST_S = 0.3

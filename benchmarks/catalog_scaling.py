@@ -12,7 +12,7 @@ normalize="valid", one request at a time from tokens on the host to answers on t
 Catalogs: `zipf` draws distinct semantic ids whose codes have probability 1 / rank at each level; `one_prefix` puts all
 items below one first code, which has all 8192 children, one of which has all 8192 in turn.
 
-The rows about the largest catalog say what its file takes (jgr.data.catalog_columns) and what a process of its own
+The rows about the largest catalog say what its file takes (jgr.catalog.columns) and what a process of its own
 needs to load it and build the tree (`jgr catalog inspect`), and how many bytes lie on the host and on the device.
 
     python -m benchmarks.catalog_scaling [--quick]
@@ -39,16 +39,16 @@ import numpy.typing as npt
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from benchmarks.peers.workload import LOGIT_SCALE, MODEL
-from jgr.catalog import Catalog, save_catalog
-from jgr.data.prefix_tree import PrefixTree
-from jgr.data.text_table import ItemIds, TextTable
+from jgr.catalog.catalog import Catalog, save_catalog
+from jgr.catalog.prefix_tree import PrefixTree
+from jgr.catalog.text_table import ItemIds, TextTable
 from jgr.evaluation import unconstrained
 from jgr.models import beam, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.ops.constrained_topk import select
-from jgr.serving.executors import JaxExecutor
+from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
 from jgr.serving.policies.batching import Profile
-from jgr.serving.work import RecommendOutcome, RecommendWork
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

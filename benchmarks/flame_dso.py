@@ -41,22 +41,23 @@ import numpy.typing as npt
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.catalog import Catalog
+from jgr.cache.pool import StatePool
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, override
 from jgr.models import climber
 from jgr.models import params as parameters
 from jgr.models.params import PyTree
-from jgr.models.rankers import Candidates, RankerConfig, Users, ranker
+from jgr.models.scorers import Candidates, ScorerConfig, Users, scorer
 from jgr.serving.api import RankRequest
-from jgr.serving.metrics import Metrics
+from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.threads import Calls
 from jgr.serving.policies.orchestration import READS
-from jgr.serving.rank_cache import StatePool, UserCache
-from jgr.serving.rank_engine import RankEngine
-from jgr.serving.rank_executors import PartWork, Programs, Ran, RankExecutors, ReadWork, Share
-from jgr.serving.rank_inputs import user_layout
-from jgr.serving.rank_translation import RankTranslator
-from jgr.serving.work import Progress
-from jgr.serving.worker import Calls
+from jgr.serving.policies.user_cache import UserCache
+from jgr.serving.scorers.executors import PartWork, Programs, Ran, ReadWork, ScorerExecutors, Share
+from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.translation import ScorerTranslator
+from jgr.serving.scorers.user_block import user_layout
 
 Mix = Literal["four_sizes", "uniform"]
 MIXES: tuple[Mix, ...] = ("four_sizes", "uniform")
@@ -77,7 +78,7 @@ MODEL = replace(climber.LONG, n_items=N_ITEMS)
 class Setting:
     """sizes: of the executors. smallest: power of two. requests: of a round. cold: `implicit`'s, where it compiles."""
 
-    cfg: RankerConfig = MODEL
+    cfg: ScorerConfig = MODEL
     sizes: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
     smallest: int = 1
     requests: int = 2 * ACTIVE * VISITS
@@ -89,7 +90,7 @@ class Setting:
 class Traffic:
     """Requests without end: ACTIVE users in turn, VISITS times each; candidates distinct within a request."""
 
-    def __init__(self, mix: Mix, cfg: RankerConfig, seed: int = 0) -> None:
+    def __init__(self, mix: Mix, cfg: ScorerConfig, seed: int = 0) -> None:
         self._mix, self._history, self._seed = mix, cfg.max_items, seed
         self._rng = np.random.default_rng(seed)
         self._ids = np.array([str(row) for row in range(cfg.n_items)], object)
@@ -129,13 +130,13 @@ class ShapeOnDemand:
 
     def __init__(
         self,
-        cfg: RankerConfig,
+        cfg: ScorerConfig,
         params: PyTree,
         padded: Callable[[int], int],
         ahead: Sequence[int],
         kept: int = KEPT_PROGRAMS,
     ) -> None:
-        self._model, self._cfg, self._params = ranker(cfg), cfg, params
+        self._model, self._cfg, self._params = scorer(cfg), cfg, params
         self._needs = self._model.needs(cfg)
         self._layout = user_layout(self._needs)
         self._padded, self._ahead, self._kept = padded, ahead, kept
@@ -236,7 +237,7 @@ class Run:
 class System:
     """A path's engine, and clients that ask it. Runs of all paths take turns on one event loop."""
 
-    def __init__(self, engine: RankEngine, mix: Mix, cfg: RankerConfig, requests: int) -> None:
+    def __init__(self, engine: ScorerEngine, mix: Mix, cfg: ScorerConfig, requests: int) -> None:
         self.engine, self._requests = engine, requests
         self._traffic = (Traffic(mix, cfg, seed) for seed in itertools.count())
 
@@ -289,19 +290,19 @@ def executors_of(path: str, setting: Setting, params: PyTree) -> Any:
     if share == "cache":
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kept))
         pool = StatePool(programs.kept, setting.cached_users * state_bytes * 1.1 / 2**20)
-    return RankExecutors(programs, STREAMS, pool)
+    return ScorerExecutors(programs, STREAMS, pool)
 
 
-def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -> RankEngine:
+def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -> ScorerEngine:
     """A path's engine, not yet started."""
     config: Config = override(Config(), f"executors.streams={STREAMS}")
-    needs = ranker(setting.cfg).needs(setting.cfg)
+    needs = scorer(setting.cfg).needs(setting.cfg)
     layout = user_layout(needs)
     executors = executors_of(path, setting, params)
-    translator = RankTranslator(path, catalog, needs, layout, config)
+    translator = ScorerTranslator(path, catalog, needs, layout, config)
     cache = None if executors.pool is None else UserCache(executors.pool, layout.size)
     reads = READS in executors.sizes
-    return RankEngine(
+    return ScorerEngine(
         translator, executors, config, tasks=len(needs.tasks), reads=reads, cache=cache, metrics=Metrics()
     )
 
@@ -320,7 +321,7 @@ QUICK_PATHS = PATHS[:4]
 def measure(quick: bool, quiet: Quiet) -> Measured:
     setting = Setting(requests=8, rounds=1, sizes=(128, 1024), smallest=512) if quick else Setting()
     cfg, catalog, rows = setting.cfg, make_catalog(setting.cfg.n_items), list[Row]()
-    params = parameters.initialize(ranker(cfg).spec(cfg), jax.random.key(0))
+    params = parameters.initialize(scorer(cfg).spec(cfg), jax.random.key(0))
     paths = QUICK_PATHS if quick else PATHS
     engines = {path: make_engine(path, setting, params, catalog) for path in paths}
     with asyncio.Runner() as runner:
@@ -339,7 +340,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def measure_mix(
-    mix: Mix, engines: Mapping[str, RankEngine], setting: Setting, runner: asyncio.Runner, quiet: Quiet
+    mix: Mix, engines: Mapping[str, ScorerEngine], setting: Setting, runner: asyncio.Runner, quiet: Quiet
 ) -> list[Row]:
     compiles = "implicit" if mix == "uniform" else None
     systems = {
@@ -359,7 +360,7 @@ def _run(runner: asyncio.Runner, system: System) -> Run:
     return runner.run(system.run())
 
 
-def agree(runner: asyncio.Runner, engines: Mapping[str, RankEngine], cfg: RankerConfig) -> None:
+def agree(runner: asyncio.Runner, engines: Mapping[str, ScorerEngine], cfg: ScorerConfig) -> None:
     """All paths give a request the same scores; but for `implicit`, which would compile for it."""
     request = next(iter(Traffic("uniform", cfg, seed=9)))
     answers = [runner.run(engine.answer(request)) for path, engine in engines.items() if path != "implicit"]

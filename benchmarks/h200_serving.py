@@ -31,12 +31,12 @@ import numpy.typing as npt
 
 from benchmarks import harness, work
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.serving.executors import JaxExecutor
+from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.work import RankOutcome, RankWork, RecommendOutcome, RecommendWork
 from jgr.serving.policies.batching import Profile
-from jgr.serving.work import RankOutcome, RankWork, RecommendOutcome, RecommendWork
 
 Int32 = npt.NDArray[np.int32]
 

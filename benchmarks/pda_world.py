@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import harness
-from jgr.features.packed import Layout, Staging, unpack_records
+from jgr.cache.buffers import Layout, Staging
 from jgr.features.schema import Schema
 from jgr.features.stores import FeatureStore
+from jgr.features.unpacking import unpack_records
 
 Int32 = npt.NDArray[np.int32]
 UInt32 = npt.NDArray[np.uint32]

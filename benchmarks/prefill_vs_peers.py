@@ -34,9 +34,9 @@ from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from benchmarks.peers import client, workload
 from benchmarks.peers.client import OPENVINO, PYTORCH, TRANSFORMERS, Peer, Present
 from benchmarks.peers.workload import MODEL, Int32
+from jgr.evaluation import profiling
 from jgr.models import decoder, hf
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.serving import profiling
 
 THREADS = 2
 AT_LEAST_S = 0.3

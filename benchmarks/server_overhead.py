@@ -151,8 +151,8 @@ def _closed() -> NoReturn:
 
 def _serve(core: int, ready: Connection) -> None:
     os.sched_setaffinity(0, {core})
-    from jgr.serving.listener import Listener
-    from jgr.serving.null import null_engine
+    from jgr.serving.decoders.null import null_engine
+    from jgr.serving.http.listener import Listener
 
     listener = Listener(null_engine(CONFIG, N_ITEMS), CONFIG, on_ready=ready.send)
     raise SystemExit(listener.serve_until_stopped())

@@ -21,19 +21,19 @@ FLOORS = (
         "jgr.fields",
         "jgr.feedback",
         "jgr.config",
+        "jgr.files",
         "jgr.catalog",
         "jgr.prompt",
-        "jgr.prompt_segments",
-        "jgr.layouts",
         "jgr.data",
     ),
     ("jgr.ops",),
     ("jgr.models", "jgr.training"),
-    ("jgr.cache", "jgr.placement", "jgr.features"),
+    ("jgr.cache", "jgr.placement", "jgr.features", "jgr.embeddings"),
     ("jgr.serving.policies",),
-    ("jgr.serving", "jgr.simulation", "jgr.evaluation"),
+    ("jgr.serving", "jgr.simulation", "jgr.evaluation", "jgr.traffic"),
     ("jgr.cli", "tools"),
 )
+SIDE_BY_SIDE = (("jgr.serving.decoders", "jgr.serving.scorers"),)
 POLICIES = FLOORS.index(("jgr.serving.policies",))
 PURE_FORBIDDEN = {"jax", "jaxlib", "asyncio", "threading", "time", "random", "socket", "concurrent"}
 NEVER = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jax._src"}
@@ -55,6 +55,11 @@ PURE = [name for name in FILES if name.startswith("jgr.serving.policies.")]
 
 def _within(name: str, place: str) -> bool:
     return name == place or name.startswith(place + ".")
+
+
+def _folder(name: str) -> str:
+    """The package that a module stands in; a package's own __init__ stands in itself."""
+    return ".".join(FILES[name].relative_to(ROOT).parent.parts)
 
 
 def _floor(name: str) -> int | None:
@@ -99,6 +104,20 @@ def test_imports_point_down() -> None:
 
 def test_no_import_cycles() -> None:
     graphlib.TopologicalSorter({name: _own(name) for name in FILES}).prepare()  # raises CycleError naming it
+
+
+def test_no_folder_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for name in FILES:
+        folder = _folder(name)
+        graph.setdefault(folder, set()).update({_folder(other) for other in _own(name)} - {folder})
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(("one", "other"), [*SIDE_BY_SIDE, *(pair[::-1] for pair in SIDE_BY_SIDE)])
+def test_rooms_side_by_side_import_nothing_of_each_other(one: str, other: str) -> None:
+    found = {name: used for name in FILES if _within(name, one) and (used := _uses(name, {other}))}
+    assert found == {}
 
 
 def test_plain_data_and_policies_do_not_use_jax() -> None:

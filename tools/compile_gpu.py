@@ -32,9 +32,8 @@ from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-from jgr.data.prefix_tree import PrefixTree
-from jgr.layouts import Tokens
-from jgr.models import beam, climber, packed, params, rankers, shapes
+from jgr.catalog.prefix_tree import PrefixTree
+from jgr.models import beam, climber, packed, params, scorers, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator
 from jgr.models.hstu import HstuConfig
@@ -42,6 +41,7 @@ from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
 from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
+from jgr.prompt.layouts import Tokens
 
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
@@ -172,14 +172,14 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
         n_items=20_000, max_items=1024, hidden=256, layers=8, heads=4, qk_dim=64, v_dim=64, length=1035,
         items="", bias="times",
     )  # fmt: skip
-    model, growing = rankers.ranker(cfg), rankers.growing(cfg)
+    model, growing = scorers.scorer(cfg), scorers.growing(cfg)
     weights = params.abstract(model.spec(cfg), jnp.float32)
     events = _ints(1, cfg.max_items)
     users: Any = (events, events, events, _ints(1), _ints(1, 0), _ints(1))
-    users, rows = rankers.Users(*users), _ints(1, candidates)
+    users, rows = scorers.Users(*users), _ints(1, candidates)
 
     def scores(weights: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
-        return model.score(weights, cfg, growing.state(kept), rankers.Candidates(rows, {})), kept
+        return model.score(weights, cfg, growing.state(kept), scorers.Candidates(rows, {})), kept
 
     def whole(weights: Any, users: Any, rows: Any) -> tuple[jax.Array, Any]:
         return scores(weights, growing.begin(weights, cfg, users), rows)

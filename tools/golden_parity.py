@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.data.child_bitmaps import wide_children
-from jgr.data.prefix_tree import PrefixTree
-from jgr.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, Tokens
+from jgr.catalog.child_bitmaps import wide_children
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, hf
+from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, Tokens
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hf"
 FAMILIES = ("qwen2", "qwen3", "llama3")

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Layout, Tokens
-from jgr.models import hstu, retrievers, stu, stu_ranker
+from jgr.models import hstu, retrievers, stu, stu_scorer
 from jgr.models.hstu import History, HstuConfig, HstuLayer, HstuParams
 from jgr.models.stu import StuConfig, StuLayer
 from jgr.ops.biased_attention import Bias, Causal, Places, biased_attention, spread
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import visibility
+from jgr.prompt.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Layout, Tokens
 from tools.golden_parity import Comparison, show
 from tools.hstu_golden import (
     Array,
@@ -46,7 +46,7 @@ Named = Iterator[tuple[str, Array, Array]]
 
 _blocks = jax.jit(hstu.blocks, static_argnames="cfg")
 _encode = jax.jit(hstu.encode, static_argnames="cfg")
-_encode_positions = jax.jit(stu_ranker.encode_positions, static_argnames=("contextual", "scale"))
+_encode_positions = jax.jit(stu_scorer.encode_positions, static_argnames=("contextual", "scale"))
 
 
 def comparisons(file: str) -> Iterator[Comparison]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import decoder, hf, params
 from jgr.models.decoder import DecoderConfig
 

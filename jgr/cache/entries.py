@@ -65,6 +65,15 @@ class Entry:
     note: Any = None
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Where a user's state is in the pool, or where a new one is to be put. pages: [pages_per_user] int32."""
+
+    pages: Int32
+    generation: int
+    new: bool
+
+
 class Valid(Protocol):
     """Some tokens that are there, and their hash."""
 

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _serve(values: flags.FlagValues) -> None:
-    from jgr.serving import load
+    from jgr.traffic import open_loop as load
 
     config = console.load(values)
     server = config.server
@@ -91,8 +91,8 @@ def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
 
     import numpy as np
 
-    from jgr.catalog import load_catalog
-    from jgr.serving import load
+    from jgr.catalog.catalog import load_catalog
+    from jgr.traffic import open_loop as load
 
     if values.trace:
         return load.read_trace(

@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _build(source: Path, out: str) -> None:
-    from jgr.catalog import load_catalog, load_columns, save_catalog
-    from jgr.data.catalog_columns import SUFFIX
+    from jgr.catalog.catalog import load_catalog, load_columns, save_catalog
+    from jgr.catalog.columns import SUFFIX
 
     if not out.endswith(SUFFIX):
         raise UserError(f"--out: a folder named *{SUFFIX}, found {out!r}")
@@ -57,8 +57,8 @@ def _build(source: Path, out: str) -> None:
 
 
 def _inspect(path: Path) -> None:
-    from jgr.catalog import load_catalog
-    from jgr.data.prefix_tree import PrefixTree
+    from jgr.catalog.catalog import load_catalog
+    from jgr.catalog.prefix_tree import PrefixTree
 
     start = time.monotonic()
     catalog = load_catalog(path)

@@ -21,7 +21,7 @@ from jgr.cli import console
 from jgr.config import PromptConfig, UserError
 
 if TYPE_CHECKING:
-    from jgr.catalog import Catalog
+    from jgr.catalog.catalog import Catalog
     from jgr.models.decoder import DecoderConfig
 
 HELP = "turn a MiniOneRec, LC-Rec, OpenOneRec or HSTU checkpoint into a model folder"
@@ -84,9 +84,9 @@ def main(argv: Sequence[str]) -> int:
     if values.family == HSTU:
         return convert_hstu(source, Path(values.items), out, values.heads)
     _refuse_what_is_not_whole(source)
-    from jgr.catalog import save_catalog
+    from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hf
-    from jgr.prompt import Tokenizer
+    from jgr.prompt.tokens import Tokenizer
 
     checkpoint.require_writable(out)
     catalog = _catalog(Path(values.items))
@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
     """Write the ranker of the family hstu. UserError."""
-    from jgr.catalog import save_catalog
+    from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hstu_import, retrievers
 
     checkpoint.require_writable(out)
@@ -144,7 +144,7 @@ def _refuse_what_is_not_whole(source: Path) -> None:
 
 
 def _catalog(path: Path) -> Catalog:
-    from jgr.catalog import load_catalog
+    from jgr.catalog.catalog import load_catalog
     from jgr.data.sid2pid import load_sid2pid
 
     name = path.name.removesuffix(".gz")
@@ -154,7 +154,7 @@ def _catalog(path: Path) -> Catalog:
 
 def _fit(prompt: PromptConfig, cfg: DecoderConfig, tokenizer: object, catalog: Catalog) -> Fitted:
     """Check that model, tokenizer, items and prompt belong together. UserError names what does not."""
-    from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+    from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 
     assert isinstance(tokenizer, Tokenizer)
     level_tokens(catalog, tokenizer, cfg.vocab_size)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import leave_one_out
     from jgr.data.shop import make_shop
-    from jgr.serving.listener import bind
+    from jgr.serving.http.listener import bind
     from jgr.training.generator import train_generator
 
     bind(config.server.host, config.server.port).close()  # before minutes of training, not behind them
@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
     """A server in a thread: its URL, and an event that is set when it has stopped."""
-    from jgr.serving.listener import Listener
-    from jgr.serving.loading import load_engine
+    from jgr.serving.decoders.loading import load_engine
+    from jgr.serving.http.listener import Listener
 
     served, stopped = threading.Event(), threading.Event()
     with console.progress_bar("compiling") as bar:

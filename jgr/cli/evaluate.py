@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from jgr.catalog import Catalog
+    from jgr.catalog.catalog import Catalog
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import Examples
     from jgr.evaluation.served import Query, Served
@@ -147,10 +147,10 @@ def _compare(
 ) -> tuple[list[str], dict[str, Any]]:
     """The table of the model and the baselines."""
     from jgr.evaluation.report import compare, format_comparison
-    from jgr.serving.rank_loading import is_ranker
+    from jgr.serving.versions.loading import is_scorer
 
     catalog, ks = dataset.catalog, options.ks
-    if not options.url and not is_ranker(Path(config.model.path)):
+    if not options.url and not is_scorer(Path(config.model.path)):
         _query(options, catalog, config.beam.width)  # refuses before a model is loaded
     with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
@@ -284,12 +284,12 @@ def _feedback(
     """The table of each task. model.path names the model with --url, too: its config says what to ask."""
     from jgr.data.impressions import requests
     from jgr.evaluation import feedback
-    from jgr.models import rankers
+    from jgr.models import scorers
 
     if not config.model.path:
         raise UserError("--feedback: set model.path, whose config says what the model reads")
-    cfg = rankers.load_config(Path(config.model.path))
-    needs = rankers.ranker(cfg).needs(cfg)
+    cfg = scorers.load_config(Path(config.model.path))
+    needs = scorers.scorer(cfg).needs(cfg)
     found, model = requests(dataset.interactions, examples), config.model.name
     scores = feedback.baselines(dataset.interactions, found, needs.tasks)
     if model in scores:
@@ -341,7 +341,7 @@ def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served
             yield RemoteServer(client, catalog, config.model.name)
         return
     from jgr.evaluation.recommendations import LocalEngine
-    from jgr.serving.rank_loading import load_any
+    from jgr.serving.versions.loading import load_any
 
     with LocalEngine(load_any(config), catalog, config.server.drain_timeout_s) as engine:
         yield engine

@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
     sizes = _sizes(values.sizes)
     import numpy as np
 
-    from jgr.catalog import save_catalog
-    from jgr.data.files import writing
+    from jgr.catalog.catalog import save_catalog
     from jgr.data.prepared import CATALOG, load_prepared
+    from jgr.files import writing
     from jgr.training import semantic_ids
     from jgr.training.semantic_ids import SemanticIdError
 

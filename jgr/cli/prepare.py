@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     for name in ("source", "raw", "out"):
         if not values[name].value:
             raise UserError(f"--{name} is not set")
-    from jgr.data.prepare import Options, prepare
+    from jgr.data.preparation.prepare import Options, prepare
 
     options = Options(
         source=values.source,

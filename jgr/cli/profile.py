@@ -22,8 +22,8 @@ from jgr.cli import console
 from jgr.config import Config, UserError
 
 if TYPE_CHECKING:
+    from jgr.evaluation.profiling import Summary
     from jgr.serving.api import Request
-    from jgr.serving.profiling import Summary
 
 HELP = "show where a generator's time goes, by stage and by operation"
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     _refuse_ranker(config)
     if values.costs:
         return _costs(config, Path(values.costs))
-    from jgr.serving import profiling
+    from jgr.evaluation import profiling
 
     if values.out and Path(values.out).exists() and any(Path(values.out).iterdir()):
         raise UserError(f"--out: {values.out} is not empty; a trace goes into a folder of its own")
@@ -65,9 +65,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _refuse_ranker(config: Config) -> None:
     """UserError for a model whose requests run in other programs than are traced here."""
-    from jgr.serving.rank_loading import is_ranker
+    from jgr.serving.versions.loading import is_scorer
 
-    if config.model.path and is_ranker(Path(config.model.path)):
+    if config.model.path and is_scorer(Path(config.model.path)):
         raise UserError(
             "jgr profile takes generators; a ranker's times are in timing_ms of its answers and in /metrics"
         )
@@ -75,11 +75,11 @@ def _refuse_ranker(config: Config) -> None:
 
 def _costs(config: Config, path: Path) -> int:
     """Fit the prefill time of prompts with cached segments, and store it for the placement of items."""
-    from jgr.data.files import writing
-    from jgr.placement import costs
-    from jgr.serving import prefill_costs
-    from jgr.serving.loading import load_engine
-    from jgr.serving.paged_executor import Executors
+    from jgr.files import writing
+    from jgr.serving.decoders import prefill_costs
+    from jgr.serving.decoders.loading import load_engine
+    from jgr.serving.decoders.paged_executor import Executors
+    from jgr.serving.policies import costs
 
     executor = load_engine(config).executor
     assert isinstance(executor, Executors)
@@ -105,7 +105,7 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
     from msgspec.json import Decoder
 
     from jgr.serving.api import RankRequest, RecommendRequest, RequestError
-    from jgr.serving.decoding import decode
+    from jgr.serving.http.decoding import decode
 
     if path is None:
         from jgr.data.datasets import load_dataset
@@ -122,7 +122,7 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
             )
             for i in range(count)
         ]
-    from jgr.data.files import read_lines
+    from jgr.files import read_lines
 
     found: list[Request] = []
     recommend, rank = Decoder(RecommendRequest), Decoder(RankRequest)
@@ -145,8 +145,8 @@ async def _trace(
     import jax
 
     from jgr.serving.api import RequestError
-    from jgr.serving.loading import load_engine
-    from jgr.serving.paged_executor import Executors
+    from jgr.serving.decoders.loading import load_engine
+    from jgr.serving.decoders.paged_executor import Executors
 
     engine = load_engine(config)
     executor = engine.executor

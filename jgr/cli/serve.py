@@ -26,8 +26,8 @@ from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config
 from jgr.fields import distinct
 
 if TYPE_CHECKING:
-    from jgr.serving.deployment import Load
-    from jgr.serving.engines import AnyEngine
+    from jgr.serving.engine.contract import AnyEngine
+    from jgr.serving.versions.deployment import Load
 
 HELP = "serve recommendations over HTTP; each --config is a model"
 
@@ -102,18 +102,18 @@ def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load |
 def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
     """The engine of a configuration, and what makes the next one. What is slow to import is imported here."""
     if null:
-        from jgr.serving.null import null_engine
+        from jgr.serving.decoders.null import null_engine
 
         return null_engine(config), None
-    from jgr.serving.rank_loading import load_any
+    from jgr.serving.versions.loading import load_any
 
     return load_any(config), partial(load_any, config)
 
 
 def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
     """Serve until a signal. The exit code."""
-    from jgr.serving.deployment import Deployment
-    from jgr.serving.listener import Listener
+    from jgr.serving.http.listener import Listener
+    from jgr.serving.versions.deployment import Deployment
 
     (engine, load, config), *others = models
     more = [Deployment(engine, config.catalog, load) for engine, load, config in others]

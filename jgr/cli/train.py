@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import load_dataset
     from jgr.evaluation import validation
     from jgr.features import extraction
-    from jgr.models import rankers, retrievers
+    from jgr.models import retrievers, scorers
     from jgr.training.feedback import train_feedback
     from jgr.training.generator import train_generator
     from jgr.training.ranker import train_ranker
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         if config.train.model in retrievers.MODELS:
             recall = validation.retriever_recall(config, dataset) if validated else None
             folder = train_retriever(config, dataset, bar, recall)
-        elif config.train.model in rankers.MODELS:
+        elif config.train.model in scorers.MODELS:
             features = extraction.of_catalog(config.features.schema, dataset.catalog)
             area = validation.feedback_auc(config, dataset, features) if validated else None
             folder = train_feedback(config, dataset, features, bar, area)

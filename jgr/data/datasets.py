@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgr.catalog import Catalog, load_catalog
+from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import DataConfig
 from jgr.data.interactions import DataError, Interactions, leave_one_out, load_minionerec
 from jgr.data.prepared import CATALOG, load_prepared

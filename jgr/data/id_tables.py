@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import UserError
-from jgr.data.files import read_lines
+from jgr.files import read_lines
 
 MAX_CODE = 1 << 24
 _CODES = re.compile(r"[0-9]{1,8}(-[0-9]{1,8})*")

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import UserError
-from jgr.data.files import read_lines
+from jgr.files import read_lines
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from jgr.data.files import read_lines, read_whole, reading
 from jgr.data.interactions import DataError, Examples, Interactions, Ragged
+from jgr.files import read_lines, read_whole, reading
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import DataError, Examples, Ragged
 from jgr.data.shop_words import CATEGORIES, COLOURS, NAMES
 

@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jgr.catalog import Catalog, CatalogError
-from jgr.data.files import read_whole
+from jgr.catalog.catalog import Catalog, CatalogError
+from jgr.files import read_whole
 
 BASE = 8192
 LEVELS = ("a", "b", "c")

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.data.datasets import Dataset
-from jgr.data.files import writing
 from jgr.data.interactions import DataError, Examples
 from jgr.data.prepared import load_npz
+from jgr.files import writing
 from jgr.models import retrievers
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import UserError
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import Query, check_catalog, path, rows_of

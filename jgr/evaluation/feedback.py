@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.data.impressions import Requests, action_bits, feedback_of, recorded, requests
 from jgr.data.interactions import Interactions
 from jgr.evaluation import bootstrap
 from jgr.evaluation.binary_metrics import Areas, auc, gauc, log_loss, normalised_entropy
 from jgr.evaluation.served import EvaluationError, Served
-from jgr.models.rankers import Needs
+from jgr.models.scorers import Needs
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]

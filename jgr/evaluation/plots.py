@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jgr.data.files import writing
 from jgr.evaluation.served import EvaluationError
+from jgr.files import writing
 
 
 def plot_sweep(field: str, points: Sequence[Mapping[str, Any]], k: int, picture: Path) -> None:

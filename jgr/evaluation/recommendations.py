@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import EvaluationError, Query, check_catalog, ranks, rows_of
 from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, RecommendRequest, Request, RequestError
-from jgr.serving.engines import AnyEngine
+from jgr.serving.engine.contract import AnyEngine
 
 CONCURRENCY = 32  # requests in flight: enough to fill batches, few enough for any queue
 

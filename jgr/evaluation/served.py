@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import UserError
 from jgr.data.interactions import Examples
 from jgr.serving.api import Item, ModelInfo

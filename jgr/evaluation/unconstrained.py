@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples
-from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.served import EvaluationError
 from jgr.models import beam, checkpoint
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
-from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]

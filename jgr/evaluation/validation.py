@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.impressions import action_bits, requests
 from jgr.data.interactions import Examples, Interactions
-from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.binary_metrics import auc
 from jgr.evaluation.metrics import Hits, mean_all, rank_candidates
 from jgr.models import beam, retrievers
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.models.params import PyTree
-from jgr.models.rankers import RankerConfig
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams
-from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.models.scorers import ScorerConfig
+from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training import feedback, ranker
 
 METRIC = "recall@10"
@@ -158,7 +158,7 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
 
 def feedback_auc(
     config: Config, dataset: Dataset, features: feedback.Features
-) -> Callable[[RankerConfig, PyTree], float]:
+) -> Callable[[ScorerConfig, PyTree], float]:
     """feedback.METRIC of a model that `train_feedback` makes, on the impressions of train.validation_examples requests.
 
     ConfigError where they have one label alone for a task.
@@ -172,7 +172,7 @@ def feedback_auc(
     arrays = {name: jnp.asarray(array) for name, array in features.items()}
     scores = jax.jit(feedback.scores, static_argnames="cfg")
 
-    def mean_auc(cfg: RankerConfig, params: PyTree) -> float:
+    def mean_auc(cfg: ScorerConfig, params: PyTree) -> float:
         parts = []
         for at in range(0, len(given), WINDOWS):
             batch = np.resize(given[at : at + WINDOWS], (WINDOWS, *given.shape[1:]))

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.data.child_bitmaps import bitmap_words, wide_children
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.child_bitmaps import bitmap_words, wide_children
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, packed_capacity
 from jgr.ops.constrained_topk.children import legal_words, nodes_of
@@ -42,7 +42,7 @@ class CatalogTables:
     """The catalog on the device.
 
     offsets: per level [N_l + 1] int32; codes: per level [N_{l+1}] int32 (XGR-8).
-    wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.data.child_bitmaps).
+    wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.catalog.child_bitmaps).
     paths: [leaves, depth] int32, the node at depth 1..depth of each leaf.
     tokens: per level [V_l] int32, the model's token of each code.
     head: per level [V_l, D], the output rows of those tokens, and rows of no code behind them, as many as
@@ -111,7 +111,7 @@ def catalog_tables(
 
 
 class Filters(NamedTuple):
-    """What each request leaves of the catalog, as jgr.data.item_filters finds it.
+    """What each request leaves of the catalog, as jgr.catalog.item_filters finds it.
 
     children: [B, depth, E] int32, nodes of depth l + 1 that are listed at level l; parents: [B, depth, E] int32, the
     nodes above them; counts: [B, depth] int32, how many there are.

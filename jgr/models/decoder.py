@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
-from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.models.params import Spec
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
 from jgr.ops.segment_attention import Causal, Context, segment_attention
+from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
 """On CPUs, at least so many prompts of so many tokens are read one after the other: one's activations stay in the

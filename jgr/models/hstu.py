@@ -26,11 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from jgr.config import ConfigError, TrainConfig
-from jgr.layouts import Kind, Tokens
 from jgr.models.params import Spec
 from jgr.models.sasrec import NORM_EPS, Dropout
 from jgr.ops.biased_attention import Bias, Causal, biased_attention
 from jgr.ops.dense import dense
+from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
 BEHIND = 11

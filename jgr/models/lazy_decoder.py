@@ -35,12 +35,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
-from jgr.layouts import Tokens
 from jgr.models.decoder import BeamKV, ContextKV, Dropout, rms_norm
 from jgr.models.params import CheckpointError, Spec
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import Causal, segment_attention
+from jgr.prompt.layouts import Tokens
 
 MODEL_TYPE = "onerec_v2"
 

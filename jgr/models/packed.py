@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import REPAIRED_ITEM, Kind, Tokens
 from jgr.models import beam, decoder
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, Prefill, SlotKV
+from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
 """Behind every request."""

@@ -5,7 +5,7 @@
                 o_i = sum over what i sees of silu(q_i . k_j / sqrt(a)) / N * v_j
                 h += [u, o, u * norm'(o)] W_o
 
-No bias of positions or times: those are in the input (`jgr.models.stu_ranker`). N is the checkpoint's, the same for
+No bias of positions or times: those are in the input (`jgr.models.stu_scorer`). N is the checkpoint's, the same for
 the whole of a prompt and for its parts, so a prompt may be computed in parts: a part reads the keys and values of those
 before it. Contextual slots see each other and the history; history rows the context and the rows before them;
 candidates both and themselves, never one another.
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import SINGLE_USER_MULTI_ITEM, Kind, Tokens
 from jgr.models.hstu import split_uvqk, standard
 from jgr.models.params import Spec
 from jgr.ops.biased_attention import Context, biased_attention
 from jgr.ops.dense import dense
+from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM, Kind, Tokens
 
 _EVERYTHING = 2**30
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire contract: what a request may say, what an answer says, and how a refusal looks.
 
-The one idea: the structs below both validate requests and describe them. `jgr.serving.decoding` checks a body against
-them in one pass, `jgr.serving.openapi` prints the same types, so the documentation cannot drift from the checks.
+The one idea: the structs below both validate requests and describe them. `jgr.serving.http.decoding` checks a body
+against them in one pass, `jgr.serving.http.openapi` prints the same types, so the documentation cannot drift from the
+checks.
 
 Item ids are text; an integer is read as its decimal text. What depends on the catalog or the configuration
-(known items, list limits, beam widths) is checked in `jgr.serving.translation`.
+(known items, list limits, beam widths) is checked in `jgr.serving.decoders.translation`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from jgr.catalog import MAX_NAME_CHARS
+from jgr.catalog.catalog import MAX_NAME_CHARS
 
 ErrorType = Literal[
     "invalid_http",

@@ -12,10 +12,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
 from jgr.models.decoder import Attention
 from jgr.ops.segment_attention import Causal, segment_attention
 from jgr.ops.segment_attention.visibility import prepare, visible
+from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
 
 
 def candidate_attention(user: int, candidates: int, span: int, layouts: str = "both") -> Attention:

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import save_catalog
+from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.impressions import Requests, action_bits, feedback_of, requests
-from jgr.models import checkpoint, rankers
+from jgr.models import checkpoint, scorers
 from jgr.models.climber import ClimberConfig, Feature
 from jgr.models.params import PyTree
-from jgr.models.rankers import Candidates, RankerConfig, Users
 from jgr.models.retrievers import items_digest
+from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu import StuConfig
-from jgr.models.stu_ranker import StuRankerConfig
+from jgr.models.stu_scorer import StuScorerConfig
 from jgr.training.run import Progress, train_to_best
 from jgr.training.trainer import Loss
 from jgr.training.windows import Batches
@@ -46,7 +46,7 @@ TIME_ROWS = 256  # of stu: square roots of minutes, six weeks
 _LEAST = 1e-6  # of a probability in the loss
 
 
-def make_config(config: Config, dataset: Dataset, features: Features) -> RankerConfig:
+def make_config(config: Config, dataset: Dataset, features: Features) -> ScorerConfig:
     """The ranker that config.train and config.feedback describe, for a dataset with feedback. UserError."""
     action_bits(dataset.interactions, config.feedback.tasks, "feedback.tasks")
     if config.train.dropout:
@@ -60,11 +60,11 @@ def make_config(config: Config, dataset: Dataset, features: Features) -> RankerC
         raise ConfigError(f"train.model={config.train.model}: {error}") from None
 
 
-def _stu_config(config: Config, dataset: Dataset, features: Features, scenarios: int) -> StuRankerConfig:
+def _stu_config(config: Config, dataset: Dataset, features: Features, scenarios: int) -> StuScorerConfig:
     train = config.train
     if features:
         raise ConfigError("features.schema: stu reads no features; leave it empty")
-    return StuRankerConfig(
+    return StuScorerConfig(
         StuConfig(
             hidden=train.hidden,
             layers=train.layers,
@@ -166,10 +166,10 @@ def windows(
 
 
 def scores(
-    params: PyTree, cfg: RankerConfig, windows: jax.Array, features: Mapping[str, jax.Array]
+    params: PyTree, cfg: ScorerConfig, windows: jax.Array, features: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """The probabilities [B, M, P] of windows' impressions, and what was done with them, [B, M] bits; -1: none there."""
-    model = rankers.ranker(cfg)
+    model = scorers.scorer(cfg)
     needs = model.needs(cfg)
     history, shown = windows[:, : needs.max_items], windows[:, needs.max_items :]
     now, scenario = shown[:, 0, 1], shown[:, 0, 3]
@@ -182,7 +182,7 @@ def scores(
 
 
 def feedback_loss(
-    cfg: RankerConfig, bits: tuple[int, ...], weights: tuple[float, ...], features: Features
+    cfg: ScorerConfig, bits: tuple[int, ...], weights: tuple[float, ...], features: Features
 ) -> Loss:
     """The loss over windows as `windows` makes them. bits: of each task. weights: of the tasks, empty: all 1."""
     of_task = jnp.asarray(weights or (1.0,) * len(bits))
@@ -204,7 +204,7 @@ def train_feedback(
     dataset: Dataset,
     features: Features,
     progress: Progress = lambda done, total, note: None,
-    validate: Callable[[RankerConfig, PyTree], float] | None = None,
+    validate: Callable[[ScorerConfig, PyTree], float] | None = None,
 ) -> Path:
     """Train on the requests of the training split and write train.out. Arguments as of `train_generator`.
 
@@ -224,11 +224,11 @@ def train_feedback(
             save_catalog(dataset.catalog, folder / "catalog.jsonl")
             write_beside(folder)
 
-        rankers.save(Path(train.out), cfg, params, write_all)
+        scorers.save(Path(train.out), cfg, params, write_all)
 
     return train_to_best(
         train,
-        rankers.ranker(cfg).spec(cfg),
+        scorers.scorer(cfg).spec(cfg),
         feedback_loss(cfg, bits, feedback.weights, features),
         ImpressionWindows(learnt, train, feedback.candidates),
         described={"items": cfg.items, "feedback": asdict(feedback)},

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import save_catalog
+from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.models import checkpoint, decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
-from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training import lazy
 from jgr.training.run import Progress, train_to_best
 from jgr.training.softmax import softmax_nats

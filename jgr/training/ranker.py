@@ -27,16 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Ragged
 from jgr.data.prepared import TITLES
-from jgr.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
 from jgr.models import checkpoint, decoder, retrievers
 from jgr.models.decoder import Attention, DecoderConfig, DecoderParams, Dropout
-from jgr.prompt import PromptBuilder, Tokenizer, semantic_id_tokenizer
-from jgr.prompt_segments import LAST, SegmentPrompts
+from jgr.prompt.candidates import LAST, SegmentPrompts
+from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, semantic_id_tokenizer
 from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
 from jgr.training.run import Progress, train_to_best

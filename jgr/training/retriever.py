@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.catalog import save_catalog
+from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Interactions, Ragged

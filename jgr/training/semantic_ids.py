@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog import MAX_DEPTH, Catalog
+from jgr.catalog.catalog import MAX_DEPTH, Catalog
 from jgr.config import UserError
 
 Float32 = npt.NDArray[np.float32]

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.catalog import Catalog, Symbol, load_catalog
+from jgr.catalog.catalog import Catalog, Symbol, load_catalog
 from jgr.config import ConfigError, TrainConfig, UserError
 from jgr.models import checkpoint
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.prompt import Tokenizer
+from jgr.prompt.tokens import Tokenizer
 from jgr.training.trainer import Begin, as_drawn
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ import pytest
 from benchmarks import bat_placement as bench
 from benchmarks.bat_nodes import NODES, Cluster, System, TokenBucket
 from jgr.cache.entries import Content
-from jgr.data.workloads import Access
 from jgr.placement.items import Items, Workers, hash_items, replicate
 from jgr.placement.worker import item_name
-from jgr.serving.paged_executor import PoolShape
+from jgr.serving.decoders.paged_executor import PoolShape
 from jgr.serving.policies.batching import Job, Profile
 from jgr.serving.policies.prompt_scheduling import Parts
+from jgr.traffic.workloads import Access
 
 SHAPE = PoolShape(pages=80, page_tokens=4, cells=2)
 PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import catalog_scaling as bench
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import decoder, params
 from jgr.models.decoder import DecoderConfig
 

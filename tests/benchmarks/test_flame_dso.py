@@ -14,9 +14,9 @@ import pytest
 from benchmarks import flame_dso
 from benchmarks.flame_dso import ACTIVE, FOUR_SIZES, MODEL, PATHS, VISITS, ShapeOnDemand, Traffic
 from jgr.models import params
-from jgr.models.rankers import ranker
-from jgr.serving.rank_executors import PartWork
-from jgr.serving.rank_inputs import new_block, user_layout
+from jgr.models.scorers import scorer
+from jgr.serving.scorers.executors import PartWork
+from jgr.serving.scorers.user_block import new_block, user_layout
 
 SMALL = replace(MODEL, n_items=1100, max_items=8, layers=1, hidden=8, heads=2, mlp=8)
 
@@ -38,7 +38,7 @@ def test_sizes_are_as_the_mixes_say() -> None:
 
 
 def test_a_baseline_pads_keeps_a_bounded_number_of_programs_and_scores_the_same() -> None:
-    drawn = params.initialize(ranker(SMALL).spec(SMALL), jax.random.key(0))
+    drawn = params.initialize(scorer(SMALL).spec(SMALL), jax.random.key(0))
     powers = ShapeOnDemand(SMALL, drawn, lambda n: 1 << (n - 1).bit_length(), (), kept=1)
     block, views = new_block(user_layout(powers._needs))
     views["rows"][:3] = [1, 2, 3]

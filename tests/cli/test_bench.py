@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jgr.catalog import save_catalog
+from jgr.catalog.catalog import save_catalog
 from tests.serving.fakes import CATALOG, LiveServer
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"

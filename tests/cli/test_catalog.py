@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jgr.catalog import Catalog, load_catalog, save_catalog
+from jgr.catalog.catalog import Catalog, load_catalog, save_catalog
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['catalog', *sys.argv[1:]]))"
 CATALOG = Catalog.build(["x", "y", "z"], [[5, 1], [5, 2], [7, 1]], [{"title": "X"}, {}, {}])

@@ -16,14 +16,14 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from jgr.catalog import CatalogError, load_catalog
+from jgr.catalog.catalog import CatalogError, load_catalog
 from jgr.config import Config, load_config, override
 from jgr.data.sid2pid import load_sid2pid
 from jgr.models import checkpoint, decoder, hf, params
 from jgr.models.decoder import DecoderConfig
-from jgr.prompt import PromptBuilder, Tokenizer
+from jgr.prompt.tokens import PromptBuilder, Tokenizer
 from jgr.serving.api import RecommendRequest
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 
 prefill = jax.jit(decoder.prefill, static_argnames="cfg")
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['convert', *sys.argv[1:]]))"

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.cli.evaluate import Options, _rank_trained, evaluate
 from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
-from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.recommendations import LocalEngine
 from jgr.evaluation.report import compare
 from jgr.evaluation.served import Query
 from jgr.models import retrievers
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 from jgr.training.retriever import train_retriever
-from tests.serving.test_model_server import Served
+from tests.serving.decoders.test_model_server import Served
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgr.catalog import load_catalog
+from jgr.catalog.catalog import load_catalog
 from jgr.data.interactions import leave_one_out
 from jgr.data.prepared import Arrays, load_prepared, record
 

@@ -13,7 +13,7 @@ import pytest
 
 from jgr.data.impressions import DAY_S, action_bits, requests
 from jgr.data.interactions import DataError, leave_one_out
-from jgr.data.prepare import Options, prepare
+from jgr.data.preparation.prepare import Options, prepare
 from jgr.data.prepared import Arrays, load_prepared
 from jgr.data.sources.kuairand import ACTIONS, FEEDBACK
 

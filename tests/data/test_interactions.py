@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.catalog import Catalog, load_catalog
+from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.data.interactions import DataError, Examples, Ragged, leave_one_out, load_minionerec
 
 HEADER = "user_id:token\titem_id_list:token_seq\titem_id:token\n"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.catalog import load_catalog
+from jgr.catalog.catalog import load_catalog
 from jgr.data.interactions import Ragged, leave_one_out, load_minionerec
 from jgr.data.shop import make_shop
 from jgr.evaluation import baselines

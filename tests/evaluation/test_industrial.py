@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jgr.catalog import load_catalog
+from jgr.catalog.catalog import load_catalog
 
 FOLDER = "amazon-industrial-minionerec"
 

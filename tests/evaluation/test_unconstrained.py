@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Examples, Ragged, leave_one_out
-from jgr.data.prefix_tree import PrefixTree
 from jgr.evaluation.served import EvaluationError
 from jgr.evaluation.unconstrained import Leaves, Share, search, search_all
 from jgr.models import checkpoint, decoder, params
-from jgr.prompt import PromptBuilder, Tokenizer, level_tokens
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
 CFG = decoder.DecoderConfig(

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.data.item_filters import ItemFilter, ItemFilters
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.item_filters import ItemFilter, ItemFilters
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params
 from jgr.ops.constrained_topk import packed_capacity
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.data.prefix_tree import PrefixTree
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params
 from tests.models.test_beam import CFG
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jgr.config import UserError
-from jgr.models import climber, climber_costs, rankers
+from jgr.models import climber, climber_costs, scorers
 from jgr.models.climber import BASE, LONG, ClimberConfig, ClimberParams, Events, Feature
 from jgr.models.climber_layers import Build
 from jgr.models.params import Spec, abstract
@@ -279,7 +279,7 @@ def test_gradients_are_those_of_differences() -> None:
 
 
 def test_the_ranker_says_what_it_needs() -> None:
-    needs = rankers.ranker(CFG).needs(CFG)
+    needs = scorers.scorer(CFG).needs(CFG)
     assert (needs.max_items, needs.tasks, needs.timed, needs.actions, needs.scenarios) == (
         12, ("click", "like"), True, 2, 3,
     )  # fmt: skip

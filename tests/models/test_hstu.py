@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.cli.convert import convert_hstu
 from jgr.config import ConfigError, UserError, override
 from jgr.data.datasets import Dataset

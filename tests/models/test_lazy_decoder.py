@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import save_catalog
+from jgr.catalog.catalog import save_catalog
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError, override
-from jgr.data.prefix_tree import PrefixTree
 from jgr.models import beam, checkpoint, lazy_decoder
 from jgr.models.lazy_decoder import LazyConfig, LazyParams
 from jgr.models.params import CheckpointError, Spec
-from jgr.prompt import level_tokens, semantic_id_tokenizer
+from jgr.prompt.tokens import level_tokens, semantic_id_tokenizer
 from jgr.serving.api import Filters, RankRequest, RecommendRequest
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 from tests.serving import tiny_model
 
 PLAIN = LazyConfig(

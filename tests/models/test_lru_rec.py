@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import ConfigError, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import DataError, Ragged

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jgr.models import hstu_import, stu_ranker
+from jgr.models import hstu_import, stu_scorer
 from jgr.models.hstu import WindowSlides
 from jgr.models.hstu_costs import cost, of_candidates, of_history
 from jgr.models.params import CheckpointError, Spec
 from jgr.models.stu import StuConfig
-from jgr.models.stu_ranker import Events, HistoryIsWhole, Mlp, StuRankerConfig, StuRankerParams
+from jgr.models.stu_scorer import Events, HistoryIsWhole, Mlp, StuScorerConfig, StuScorerParams
 from tests.models.test_hstu import assert_reproduced
 from tools.hstu_golden import golden, golden_stack
 from tools.hstu_parity import FILES
@@ -28,7 +28,7 @@ def test_stacks_caches_masks_and_positions_are_those_of_the_authors(file: str) -
 
 
 STACK = StuConfig(hidden=12, layers=2, heads=2, qk_dim=4, v_dim=6, length=40, contextual=2)
-CFG = StuRankerConfig(
+CFG = StuScorerConfig(
     stack=STACK, n_items=30, max_items=9, item_dim=8, actions=3, action_dim=2, slots=(4, 5), mlp=10,
     position_rows=16, time_rows=20, tasks=("click", "like"), items="v",
 )  # fmt: skip
@@ -38,7 +38,7 @@ GROWING = dataclasses.replace(
 NOW = np.array([10**8 + 50_000, 10**8 + 90_000, 10**8 + 700_000], np.int32)
 
 
-def draw(cfg: StuRankerConfig) -> StuRankerParams:
+def draw(cfg: StuScorerConfig) -> StuScorerParams:
     """Parameters where nothing is zero."""
     rng = np.random.default_rng(0)
 
@@ -46,7 +46,7 @@ def draw(cfg: StuRankerConfig) -> StuRankerParams:
         scale = 0.2 + (declared.fan_in or 25) ** -0.5
         return np.float32(scale * rng.normal(size=declared.shape))
 
-    drawn: StuRankerParams = jax.tree.map(one, stu_ranker.spec(cfg), is_leaf=lambda x: isinstance(x, Spec))
+    drawn: StuScorerParams = jax.tree.map(one, stu_scorer.spec(cfg), is_leaf=lambda x: isinstance(x, Spec))
     return drawn
 
 
@@ -64,7 +64,7 @@ CONTEXT = np.array([[1, 4], [3, -1], [-1, 0]], np.int32)
 CANDIDATES = np.random.default_rng(2).permuted(np.tile(np.arange(30, dtype=np.int32), (3, 1)), axis=1)[:, :11]
 
 
-def scores_by_hand(weights: StuRankerParams, user: int, candidate: int) -> np.ndarray:
+def scores_by_hand(weights: StuScorerParams, user: int, candidate: int) -> np.ndarray:
     """[P] in float64, of one candidate and its user in one pass: the formulas around the stack, and its layers."""
     w = jax.tree.map(lambda x: np.asarray(x, np.float64), weights)
 
@@ -114,8 +114,8 @@ def scores_by_hand(weights: StuRankerParams, user: int, candidate: int) -> np.nd
 
 def test_scores_are_the_formulas_of_the_whole_ranker() -> None:
     weights = draw(CFG)
-    user = stu_ranker.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
-    got = stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4)
+    user = stu_scorer.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
+    got = stu_scorer.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4)
     for row in range(3):
         expected = [scores_by_hand(weights, row, candidate) for candidate in CANDIDATES[row, :3]]
         np.testing.assert_allclose(got[row, :3], expected, rtol=0, atol=2e-5)
@@ -123,15 +123,15 @@ def test_scores_are_the_formulas_of_the_whole_ranker() -> None:
 
 def test_scores_depend_on_no_micro_batch_order_or_company() -> None:
     weights = draw(CFG)
-    user = stu_ranker.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
-    want = np.asarray(stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4))
-    got = stu_ranker.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=16)
+    user = stu_scorer.prefill(weights, EVENTS, CONTEXT, NOW, cfg=CFG)
+    want = np.asarray(stu_scorer.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=4))
+    got = stu_scorer.score(weights, user, CANDIDATES, cfg=CFG, micro_batch=16)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     order = np.random.default_rng(3).permutation(11)
-    got = stu_ranker.score(weights, user, CANDIDATES[:, order], cfg=CFG, micro_batch=4)
+    got = stu_scorer.score(weights, user, CANDIDATES[:, order], cfg=CFG, micro_batch=4)
     np.testing.assert_allclose(got, want[:, order], rtol=0, atol=2e-6)
     fewer = np.where(np.arange(11) % 3 == 0, CANDIDATES, -1)
-    got = stu_ranker.score(weights, user, fewer, cfg=CFG, micro_batch=4)
+    got = stu_scorer.score(weights, user, fewer, cfg=CFG, micro_batch=4)
     np.testing.assert_allclose(got, np.where(fewer[..., None] >= 0, want, 0), rtol=0, atol=2e-6)
 
 
@@ -139,15 +139,15 @@ def test_a_history_grows_where_no_row_depends_on_its_end() -> None:
     weights, counts, none = draw(GROWING), np.array([5, 0, 4]), np.zeros((3, 0), np.int32)
     places = np.arange(9)
     begun = EVENTS._replace(rows=np.where(places < counts[:, None], EVENTS.rows, -1))
-    user = stu_ranker.prefill(weights, begun, none, NOW, cfg=GROWING)
+    user = stu_scorer.prefill(weights, begun, none, NOW, cfg=GROWING)
     new = jax.tree.map(lambda x: x[:, 5:], EVENTS)  # four more of the first user, none of the others
-    user = stu_ranker.extend(weights, user, new, NOW + 60, cfg=GROWING)
-    got = stu_ranker.score(weights, user, CANDIDATES, cfg=GROWING, micro_batch=4)
-    whole = stu_ranker.prefill(weights, EVENTS, none, NOW + 60, cfg=GROWING)
-    want = stu_ranker.score(weights, whole, CANDIDATES, cfg=GROWING, micro_batch=4)
+    user = stu_scorer.extend(weights, user, new, NOW + 60, cfg=GROWING)
+    got = stu_scorer.score(weights, user, CANDIDATES, cfg=GROWING, micro_batch=4)
+    whole = stu_scorer.prefill(weights, EVENTS, none, NOW + 60, cfg=GROWING)
+    want = stu_scorer.score(weights, whole, CANDIDATES, cfg=GROWING, micro_batch=4)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     with pytest.raises(WindowSlides, match="13 events, the window holds 9"):
-        stu_ranker.extend(weights, user, new, NOW, cfg=GROWING)
+        stu_scorer.extend(weights, user, new, NOW, cfg=GROWING)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_history_grows_where_no_row_depends_on_its_end() -> None:
 )
 def test_a_history_whose_rows_depend_on_its_end_does_not_grow(change: dict[str, Any], words: str) -> None:
     with pytest.raises(HistoryIsWhole, match=words):
-        stu_ranker.refuse_growth(dataclasses.replace(GROWING, **change))
+        stu_scorer.refuse_growth(dataclasses.replace(GROWING, **change))
 
 
 def test_the_authors_layers_and_tables_are_imported() -> None:

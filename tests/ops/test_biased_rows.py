@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.layouts import Kind, Tokens
 from jgr.ops.biased_attention import (
     Bias,
     Causal,
@@ -26,6 +25,7 @@ from jgr.ops.biased_attention import (
 )
 from jgr.ops.biased_attention.bias import bucket
 from jgr.ops.segment_attention.pallas_triton import Tiles
+from jgr.prompt.layouts import Kind, Tokens
 
 Array = np.ndarray[Any, Any]
 FORMS = ("reference", "xla", "pallas_interpret")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.data.child_bitmaps import wide_children
+from jgr.catalog.child_bitmaps import wide_children
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, heap, packed_capacity
 from jgr.ops.constrained_topk.cases import OP, tree_level
 from jgr.ops.constrained_topk.select import top_k

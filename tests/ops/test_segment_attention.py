@@ -16,18 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.layouts import (
-    CAUSAL,
-    ITEM_PREFIX,
-    LAYOUTS,
-    SINGLE_USER_MULTI_ITEM,
-    USER_PREFIX,
-    Kind,
-    Layout,
-    Tokens,
-    describe,
-    single_user,
-)
 from jgr.ops import segment_attention as op
 from jgr.ops.segment_attention import (
     Causal,
@@ -40,6 +28,18 @@ from jgr.ops.segment_attention import (
 )
 from jgr.ops.segment_attention.cases import OP, Prompt, batch, items_first, row, user_first
 from jgr.ops.testing import assert_as_close_as_naive
+from jgr.prompt.layouts import (
+    CAUSAL,
+    ITEM_PREFIX,
+    LAYOUTS,
+    SINGLE_USER_MULTI_ITEM,
+    USER_PREFIX,
+    Kind,
+    Layout,
+    Tokens,
+    describe,
+    single_user,
+)
 
 FORMS = ("reference", "xla", "pallas_interpret")
 CASES = {case.name: case for case in OP.tagged("ci")}

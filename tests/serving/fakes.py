@@ -19,15 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, override
-from jgr.data.prefix_tree import PrefixTree
-from jgr.prompt import PromptBuilder, semantic_id_tokenizer
-from jgr.serving.engine import Engine
-from jgr.serving.listener import Listener
-from jgr.serving.null import NullExecutor
+from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
+from jgr.serving.decoders.null import NullExecutor
+from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.work import Outcome, Work
+from jgr.serving.engine.contract import Progress
+from jgr.serving.http.listener import Listener
 from jgr.serving.policies.batching import Profile, make_profiles
-from jgr.serving.work import Outcome, Progress, Work
 
 PATIENCE_S = 30.0
 """No test waits this long unless it fails."""

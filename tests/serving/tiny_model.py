@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jgr.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, override
 from jgr.models import checkpoint, decoder, params
-from jgr.prompt import semantic_id_tokenizer
+from jgr.prompt.tokens import semantic_id_tokenizer
 from jgr.training.generator import decoder_config
 
 N_ITEMS = 60

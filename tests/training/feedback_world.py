@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ExecutorsConfig, FeedbackConfig, ModelConfig, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.prepared import Arrays

@@ -17,7 +17,7 @@ from jgr.data.impressions import feedback_of, requests
 from jgr.data.interactions import DataError, leave_one_out
 from jgr.evaluation import validation
 from jgr.evaluation.binary_metrics import auc, log_loss
-from jgr.models import rankers
+from jgr.models import scorers
 from jgr.models.climber import ClimberConfig, Feature
 from jgr.models.params import CheckpointError
 from jgr.training import feedback
@@ -68,7 +68,7 @@ def test_a_window_is_a_history_and_the_impressions_that_share_it(tmp_path: Path)
 @pytest.mark.slow
 def test_the_loss_is_the_weighted_cross_entropy_of_all_tasks(trained: Path) -> None:
     dataset = world()
-    cfg, params = rankers.load(trained)
+    cfg, params = scorers.load(trained)
     learnt = requests(dataset.interactions, dataset.interactions.train, 3)
     given = feedback.windows(learnt, np.arange(TOGETHER), 8, 3)
     scores, actions = SCORES(params, cfg, given, {})
@@ -92,7 +92,7 @@ def test_a_rule_is_learnt_and_served(trained: Path) -> None:
     assert {"config.json", "params", "catalog.jsonl", "metrics.jsonl", "curves.png"} == {
         path.name for path in trained.iterdir()
     }
-    cfg, params = rankers.load(trained)
+    cfg, params = scorers.load(trained)
     assert cfg == feedback.make_config(settings, dataset, {})
     assert validation.feedback_auc(settings, dataset, {})(cfg, params) == pytest.approx(max(areas.values()))
 
@@ -160,4 +160,4 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "stu", "stack": 3}')
     with pytest.raises(CheckpointError, match="not the config of a ranker"):
-        rankers.load(tmp_path)
+        scorers.load(tmp_path)

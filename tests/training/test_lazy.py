@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import ConfigError, override
 from jgr.data.datasets import Dataset
-from jgr.data.prefix_tree import PrefixTree
 from jgr.models import beam, checkpoint
-from jgr.prompt import PromptBuilder, level_tokens, semantic_id_tokenizer
+from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
 from jgr.training.generator import train_generator
 from jgr.training.lazy import next_item_loss
 from tests.models.test_lazy_decoder import PLAIN, by_hand, draw, histories

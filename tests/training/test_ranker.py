@@ -15,19 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
-from jgr.data.prepare import train_title_tokenizer
+from jgr.data.preparation.prepare import train_title_tokenizer
 from jgr.evaluation import validation
-from jgr.layouts import ITEM_PREFIX, USER_PREFIX
 from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.prompt import PromptBuilder, Tokenizer
-from jgr.prompt_segments import SegmentPrompts
+from jgr.prompt.candidates import SegmentPrompts
+from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX
+from jgr.prompt.tokens import PromptBuilder, Tokenizer
 from jgr.serving.api import RankRequest
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 from jgr.training import ranker
 from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config

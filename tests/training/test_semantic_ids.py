@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jgr.catalog import CatalogError, load_catalog, save_catalog
+from jgr.catalog.catalog import CatalogError, load_catalog, save_catalog
 from jgr.training import semantic_ids
 from jgr.training.semantic_ids import (
     POLICIES,

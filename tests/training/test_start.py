@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
 from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderParams
-from jgr.prompt import Tokenizer, semantic_id_tokenizer
+from jgr.prompt.tokens import Tokenizer, semantic_id_tokenizer
 from jgr.training import ranker
 from jgr.training.generator import decoder_config, train_generator
 from jgr.training.start import begin_from

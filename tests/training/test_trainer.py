@@ -15,14 +15,14 @@ import numpy as np
 import optax
 import pytest
 
-from jgr.catalog import Catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError, TrainConfig, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Ragged, leave_one_out
 from jgr.evaluation import validation
 from jgr.evaluation.recommendations import recommend_all
 from jgr.models import decoder, params, retrievers, sasrec
-from jgr.serving.loading import load_engine
+from jgr.serving.decoders.loading import load_engine
 from jgr.training.generator import decoder_config, next_item_loss, train_generator
 from jgr.training.retriever import softmax_loss, train_retriever
 from jgr.training.trainer import Trainer, fit, make_optimizer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jgr.catalog import Catalog, load_catalog
+from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.data.interactions import Interactions, load_minionerec
 from jgr.data.sources.records import Counts, Source, Whole, find, find_optional
 

@@ -2,7 +2,7 @@
 """What a source yields: events and items, each with the line it stands in.
 
 The one idea: a source only knows how a line is written. Which ids exist, what repeats, in which order events
-stand and how they are split is checked and done once, for all sources, in jgr/data/prepare.py.
+stand and how they are split is checked and done once, for all sources, in jgr/data/preparation/prepare.py.
 
 A function that reads a line raises a plain ValueError; `parsed` and `csv_rows` turn it into a DataError with
 the file and the line.
@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from jgr.catalog import Catalog
-from jgr.data.files import read_lines
+from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import DataError, Interactions
+from jgr.files import read_lines
 
 SplitName = Literal["leave_one_out", "time", "given"]
 T = TypeVar("T")

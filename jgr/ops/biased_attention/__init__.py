@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import jax
 
-from jgr.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
 from jgr.ops.biased_attention import pallas_triton, reference, xla
 from jgr.ops.biased_attention.bias import Activation, Bias, Places, Targets, prepare, spread
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention.visibility import Causal, Context
+from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
 
 __all__ = ["IMPLEMENTATIONS", "Bias", "Causal", "Context", "Places", "Targets", "biased_attention", "spread"]
 

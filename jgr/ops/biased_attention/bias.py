@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Kind, Layout, Tokens
 from jgr.ops.segment_attention import visibility
 from jgr.ops.segment_attention.visibility import Causal, Context, Keys, Queries, spell_out
+from jgr.prompt.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Kind, Layout, Tokens
 
 Activation = Literal["softmax", "silu"]
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.layouts import LAYOUTS
 from jgr.ops.biased_attention import Bias, Context, biased_attention
 from jgr.ops.biased_attention.bias import Activation
 from jgr.ops.segment_attention import cases as segments
 from jgr.ops.segment_attention.cases import causal, history_and_targets, tokens_of
 from jgr.ops.testing import Case, OpCases, Work
+from jgr.prompt.layouts import LAYOUTS
 
 _BENCH, _COMPILE = frozenset({"bench"}), frozenset({"compile"})
 _BUCKETS = 129

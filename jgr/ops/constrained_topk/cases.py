@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.data.child_bitmaps import wide_children
+from jgr.catalog.child_bitmaps import wide_children
 from jgr.ops.constrained_topk import BeamStep, TreeLevel, constrained_topk
 from jgr.ops.testing import Case, OpCases, Work
 

@@ -27,7 +27,7 @@ class TreeLevel(NamedTuple):
     offsets: [N + 1] int32; node n's children are offsets[n] .. offsets[n + 1] - 1 of the next level.
     codes: [C] int32, the column of each child, ascending within a node.
     wide_nodes: [n] int32, ascending, the nodes that have a bitmap; wide_bitmaps: [n, V / 32] uint32. See
-    jgr.data.child_bitmaps.
+    jgr.catalog.child_bitmaps.
     """
 
     offsets: jax.Array

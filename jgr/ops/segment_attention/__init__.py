@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import jax
 
-from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention import pallas_triton, reference, xla
 from jgr.ops.segment_attention.visibility import Causal, Context
+from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 __all__ = ["IMPLEMENTATIONS", "Causal", "Context", "segment_attention"]
 

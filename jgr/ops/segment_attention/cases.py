@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.layouts import LAYOUTS, Kind, Tokens, describe
 from jgr.ops.segment_attention import segment_attention
 from jgr.ops.segment_attention.visibility import Causal, Context
 from jgr.ops.testing import Case, OpCases, Work
+from jgr.prompt.layouts import LAYOUTS, Kind, Tokens, describe
 
 _BENCH, _COMPILE = frozenset({"bench"}), frozenset({"compile"})
 _QWEN3 = dict(heads=16, kv_heads=8, dim=128)  # of 0.6 and 1.7 billion parameters

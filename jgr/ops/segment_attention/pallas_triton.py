@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.ops.segment_attention.visibility import (
     ALL,
     NOTHING,
@@ -35,6 +34,7 @@ from jgr.ops.segment_attention.visibility import (
     relation,
     visible,
 )
+from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 _MASKED = -1e30  # finite, so that differences are never NaN
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32

@@ -6,8 +6,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.ops.segment_attention.visibility import Causal, Context, prepare, visible
+from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 
 def segment_attention(

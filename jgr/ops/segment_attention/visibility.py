@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The visibility rule of jgr.layouts on arrays, token by token and block by block.
+"""The visibility rule of jgr.prompt.layouts on arrays, token by token and block by block.
 
 All forms of the op begin with `prepare`, which reduces their arguments to a few int32 vectors per query and per key,
 and decide with `visible`. `relation` says of whole blocks whether nothing, something or everything in them is seen. It
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jgr.layouts import CAUSAL, EARLIER, Layout, Tokens
+from jgr.prompt.layouts import CAUSAL, EARLIER, Layout, Tokens
 
 NOTHING, SOMETHING, ALL = 0, 1, 2
 _FAR = 2**30  # no order is this large

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.layouts import CAUSAL, Layout, Tokens
 from jgr.ops import tuning
 from jgr.ops.segment_attention.visibility import (
     ALL,
@@ -31,6 +30,7 @@ from jgr.ops.segment_attention.visibility import (
     relation,
     visible,
 )
+from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 MOST_SCORE_BYTES = 8 << 20
 _MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weight instead of not-a-number

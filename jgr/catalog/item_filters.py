@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the items that a request may get to the nodes of the prefix tree that its search may enter.
+
+The one idea: rows sorted by semantic id make every node, of any depth, a range of positions. So "is anything left below
+this node" is a difference of two counts, and only the nodes above items that a request names can have changed: a
+request's filter is a short list of nodes for each level, whatever the catalog holds.
+
+- What is denied: nodes whose items are all denied are listed, and may not be entered.
+- What alone is allowed: the nodes above allowed items are listed, and nothing else may be entered.
+- A segment is a named set of items; a bit for every node says whether an item of it is below. Several at once make a
+  combination: the items that are in all of them, with bits of its own, since two nodes' bits tell nothing of whether
+  one item is in both. What is denied is then counted against the segment's items, so that no node is entered below
+  which everything is denied or outside.
+
+Items that share a semantic id share a leaf: it may be entered while one of them is left. `ItemFilter.keeps` tells them
+apart afterwards.
+
+Letters: n items, N_l nodes at depth l.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog.catalog import MAX_NAME_CHARS, Catalog, CatalogError
+from jgr.catalog.prefix_tree import PrefixTree
+
+Int32 = npt.NDArray[np.int32]
+Uint32 = npt.NDArray[np.uint32]
+
+MAX_COMBINATIONS = 64
+MAX_SEGMENTS = 1024
+_NONE = np.zeros(0, np.int32)
+
+
+class Segment:
+    """A named set of items, or the items that several sets share. Equal keys of one ItemFilters are one object."""
+
+    def __init__(self, key: tuple[str, ...], tree: SortedTree, words: Uint32) -> None:
+        """words: a bit for each position."""
+        self.key = key
+        self._tree = tree
+        self.words = words
+        self._before = np.concatenate([[0], np.cumsum(np.bitwise_count(words), dtype=np.int32)])
+
+    @property
+    def n_items(self) -> int:
+        return int(self._before[-1])
+
+    def holds(self, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        held: npt.NDArray[np.bool_] = (
+            self.words[positions >> 5] >> (positions & 31).astype(np.uint32)
+        ) & 1 > 0
+        return held
+
+    def rank(self, positions: Int32) -> Int32:
+        """How many of the items stand before each position, 0 .. n."""
+        below = (np.uint32(1) << (positions & 31).astype(np.uint32)) - np.uint32(1)
+        part = np.bitwise_count(self.words[positions >> 5] & below)
+        found: Int32 = self._before[positions >> 5] + part
+        return found
+
+    @cached_property
+    def node_words(self) -> tuple[Uint32, ...]:
+        """Per level, a bit for each node of depth l + 1: whether one of the items is below; and a word behind them."""
+        return tuple(pack_bits(np.diff(self.rank(starts)) > 0) for starts in self._tree.starts)
+
+
+@dataclass(frozen=True, eq=False)
+class ItemFilter:
+    """What one request may get. Made by ItemFilters.choose.
+
+    children, parents: per level, the listed nodes of depth l + 1, ascending, and the node above each; empty tuples
+    where nothing is listed. only: whether the listed nodes alone may be entered; else they may not.
+    segment: in which items must be besides. n_items: how many may be returned.
+    """
+
+    children: tuple[Int32, ...] = ()
+    parents: tuple[Int32, ...] = ()
+    only: bool = False
+    segment: Segment | None = None
+    n_items: int = 0
+    _rows: frozenset[int] = frozenset()
+    _positions: Int32 | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything may be returned."""
+        return not (self.only or self.segment or self.children)
+
+    def keeps(self, row: int) -> bool:
+        """Whether an item may be returned."""
+        if (row in self._rows) != self.only:
+            return False
+        if self.segment is None or self._positions is None:
+            return True
+        return bool(self.segment.holds(self._positions[row : row + 1])[0])
+
+    def enters(self, leaves: Int32) -> npt.NDArray[np.bool_]:
+        """Which of the leaves may be entered: what the search on a device does, in one line."""
+        listed = self.children[-1] if self.children else _NONE
+        entered: npt.NDArray[np.bool_] = np.isin(leaves, listed) == self.only
+        if self.segment is not None:
+            words = self.segment.node_words[-1]
+            entered &= (words[leaves >> 5] >> (leaves & 31).astype(np.uint32)) & 1 > 0
+        return entered
+
+
+NO_FILTER = ItemFilter()
+
+
+class SortedTree:
+    """A prefix tree seen from its rows in sorted order.
+
+    position: [n] int32, where each row stands. leaf: [n] int32, the leaf at each position.
+    starts: per level [N_{l+1} + 1] int32; node i of depth l + 1 holds positions starts[l][i] .. starts[l][i + 1] - 1.
+    """
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.n = len(tree.leaf_rows)
+        self.depth = tree.depth
+        self.paths = tree.paths
+        self.leaf_of_row = tree.leaf_of_row
+        self.position = np.empty(self.n, np.int32)
+        self.position[tree.leaf_rows] = np.arange(self.n, dtype=np.int32)
+        starts = [tree.leaf_offsets]
+        for offsets in tree.offsets[:0:-1]:
+            starts.append(starts[-1][offsets])
+        self.starts = tuple(starts[::-1])
+
+
+class ItemFilters:
+    """Filters over one catalog. segments: the rows of each named set of items."""
+
+    def __init__(self, tree: PrefixTree, segments: Mapping[str, Int32] | None = None) -> None:
+        self._tree = SortedTree(tree)
+        self._segments = {name: self._segment(name, rows) for name, rows in (segments or {}).items()}
+        self._combinations: OrderedDict[tuple[str, ...], Segment] = OrderedDict()
+
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """The names, in order."""
+        return tuple(self._segments)
+
+    def choose(self, denied: Int32, allowed: Int32 | None, segments: Sequence[str]) -> ItemFilter:
+        """The filter of a request.
+
+        denied: rows that must not be returned. allowed: rows of which alone may be returned, None: all; both in any
+        order, repeated or not. segments: names in which an item must be, all of them; KeyError for an unknown one.
+        """
+        segment = self.combination(segments)
+        if allowed is not None:
+            rows = np.setdiff1d(allowed, denied)
+            if segment is not None:
+                rows = rows[segment.holds(self._tree.position[rows])]
+            children, parents = self._above(np.unique(self._tree.leaf_of_row[rows]))
+            return ItemFilter(children, parents, True, None, len(rows), frozenset(rows.tolist()))
+        rows = np.unique(denied)
+        positions = np.sort(self._tree.position[rows])
+        if segment is not None:
+            positions = positions[segment.holds(positions)]
+        n_items = (self._tree.n if segment is None else segment.n_items) - len(positions)
+        children, parents = self._emptied(positions, segment) if len(positions) else ((), ())
+        hidden = frozenset(rows.tolist())
+        return ItemFilter(children, parents, False, segment, n_items, hidden, self._tree.position)
+
+    def combination(self, segments: Iterable[str]) -> Segment | None:
+        """The items that all of the named segments share; None for no names. KeyError for an unknown one."""
+        key = tuple(sorted(set(segments)))
+        if len(key) < 2:
+            return self._segments[key[0]] if key else None
+        found = self._combinations.get(key)
+        if found is None:
+            words = np.bitwise_and.reduce([self._segments[name].words for name in key])
+            found = self._combinations[key] = Segment(key, self._tree, words)
+        self._combinations.move_to_end(key)
+        while len(self._combinations) > MAX_COMBINATIONS:
+            self._combinations.popitem(last=False)
+        return found
+
+    def _segment(self, name: str, rows: Int32) -> Segment:
+        bits = np.zeros(self._tree.n, bool)
+        bits[self._tree.position[rows]] = True
+        return Segment((name,), self._tree, pack_bits(bits))
+
+    def _above(self, leaves: Int32) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
+        """Per level, the distinct nodes above ascending leaves, and the node above each of these."""
+        paths = self._tree.paths[leaves]
+        children, parents = [], []
+        for level in range(self._tree.depth):
+            nodes, first = np.unique(paths[:, level], return_index=True)
+            children.append(nodes)
+            parents.append(paths[first, level - 1] if level else np.zeros(len(nodes), np.int32))
+        return tuple(children), tuple(parents)
+
+    def _emptied(
+        self, positions: Int32, segment: Segment | None
+    ) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
+        """Per level, the nodes below which nothing is left without the items at the ascending positions."""
+        leaves = np.searchsorted(self._tree.starts[-1], positions, side="right") - 1
+        above, parents = self._above(np.unique(leaves).astype(np.int32))
+        children, kept = [], []
+        for starts, nodes, parent in zip(self._tree.starts, above, parents, strict=True):
+            first, last = starts[nodes], starts[nodes + 1]
+            held = last - first if segment is None else segment.rank(last) - segment.rank(first)
+            empty = np.searchsorted(positions, last) - np.searchsorted(positions, first) == held
+            children.append(nodes[empty])
+            kept.append(parent[empty])
+        return tuple(children), tuple(kept)
+
+
+def pack_bits(bits: npt.NDArray[np.bool_]) -> Uint32:
+    """Bit i % 32 of word i // 32; and one more word, so that a read past the last bit stays inside."""
+    words = np.zeros(len(bits) // 32 + 2, "<u4")
+    packed = np.packbits(bits, bitorder="little")
+    words.view(np.uint8)[: len(packed)] = packed
+    return words.astype(np.uint32, copy=False)
+
+
+def _is_name(value: object) -> bool:
+    """Whether a request can ask for it (jgr.serving.api.Filters)."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS
+
+
+def catalog_segments(catalog: Catalog, field: str) -> dict[str, Int32]:
+    """The rows of each segment that a catalog's metadata names in `field`, a name or a list of names; by name.
+
+    CatalogError where the field holds something else, and for more than 1024 segments.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, metadata in enumerate(catalog.metadata):
+        if field not in metadata:
+            continue
+        value: Any = metadata[field]
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(map(_is_name, names)):
+            item = catalog.item_ids[row]
+            raise CatalogError(
+                f"item {item!r}: metadata.{field} must be a list of segment names (catalog.segments) of 1 to "
+                f"{MAX_NAME_CHARS} characters, found {str(value)[:80]!r}"
+            )
+        for name in names:
+            rows.setdefault(name, []).append(row)
+        if len(rows) > MAX_SEGMENTS:
+            raise CatalogError(f"metadata.{field} names more than {MAX_SEGMENTS} segments (catalog.segments)")
+    return {name: np.array(rows[name], np.int32) for name in sorted(rows)}

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr prepare`: from a raw dataset to a prepared one (jgr/data/prepared.py says what that is).
+
+The one idea: two stages, read and split, and each leaves a marker with the hash of all that went into it and of all
+that came out. A run that was interrupted finds the stages that are done, and the manifest is written last.
+
+- read: the raw files, once, line by line; ids become integers. Whatever is wrong with a line is said here.
+- split: filter, order, cut into train, valid and test, renumber (jgr/data/preparation/splitting.py).
+
+The same folder prepared again from the same files with the same parameters is left as it is; with others it
+is refused.
+
+Memory: about 150 bytes an event at the peak, and the ids and metadata of the items that occur; a raw file is
+never held as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
+
+import jgr
+from jgr.catalog.catalog import save_catalog
+from jgr.data.interactions import DataError
+from jgr.data.preparation.splitting import Events, Split, split_events
+from jgr.data.prepared import (
+    CATALOG,
+    FORMAT,
+    INTERACTIONS,
+    ITEMS,
+    MANIFEST,
+    MAX_ID_CHARS,
+    SPLITS,
+    TITLES,
+    USERS,
+    Arrays,
+    first_difference,
+    load_manifest,
+    load_npz,
+    read_ids,
+    read_items,
+    record,
+)
+from jgr.data.sources.records import Counts, Raw, Source, SplitName, Whole
+from jgr.data.sources.registry import SOURCES
+from jgr.files import MAX_LINE_BYTES, writing
+from jgr.prompt.tokens import Tokenizer
+
+MIN_BPE_VOCAB = 300  # 256 bytes, our three special tokens, and some merges
+_WORK, _EVENTS = ".work", "events.npz"
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to prepare and how.
+
+    source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items
+    with fewer events leave, again and again until none has fewer; None takes the source's. bpe_vocab: tokens
+    of the title tokenizer, 0 for none. allow_counts: only warn where the counts known for a source differ.
+    """
+
+    source: str
+    raw: Path
+    out: Path
+    split: SplitName | None = None
+    min_user: int | None = None
+    min_item: int | None = None
+    bpe_vocab: int = 0
+    allow_counts: bool = False
+
+
+def prepare(options: Options) -> tuple[dict[str, Any], bool]:
+    """Prepare a dataset; returns its manifest, and whether anything had to be done.
+
+    DataError (CatalogError, for semantic ids) names the file and line, the user, or the option.
+    """
+    source, parameters = _resolve(options)
+    raw = source.open(options.raw)
+    paths = raw.files if isinstance(raw, Whole) else [path for path, _ in (*raw.events, *_items_of(raw))]
+    inputs = {path.relative_to(options.raw).as_posix(): record(path) for path in paths}
+    identity = {"format": FORMAT, "parameters": parameters, "inputs": inputs}
+    if (options.out / MANIFEST).exists():
+        manifest = load_manifest(options.out)
+        if {name: manifest.get(name) for name in identity} != identity:
+            raise DataError(
+                f"{options.out}: is prepared from other files or with other parameters; name another --out"
+            )
+        if first_difference(options.out, manifest["outputs"], 2**62) is None:
+            return manifest, False
+        (options.out / MANIFEST).unlink()
+    work = options.out / _WORK
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise DataError(f"{options.out}: cannot be made: {cause.strerror}") from cause
+    counts, outputs = _build(options, source, parameters, raw, inputs)
+    if options.bpe_vocab:
+        train_title_tokenizer(options.out / ITEMS, options.bpe_vocab, options.out / TITLES)
+        outputs.append(TITLES)
+    manifest = {
+        **identity,
+        "jgr": jgr.__version__,
+        "counts": counts,
+        **({"actions": list(source.actions)} if source.actions else {}),
+        "outputs": {name: record(options.out / name) for name in outputs},
+    }
+    with writing(options.out / MANIFEST, DataError) as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+    shutil.rmtree(work, ignore_errors=True)
+    for left in options.out.glob(".*.partial"):  # of a run that was killed
+        left.unlink(missing_ok=True)
+    return manifest, True
+
+
+def _resolve(options: Options) -> tuple[Source, dict[str, Any]]:
+    """The source and the parameters that decide about the outputs."""
+    source = SOURCES.get(options.source)
+    if source is None:
+        raise DataError(f"--source: there is no {options.source!r}; known: {', '.join(SOURCES)}")
+    split = options.split or source.splits[0]
+    if split not in source.splits:
+        raise DataError(f"--split={split}: {options.source} has {' or '.join(source.splits)}")
+    if options.bpe_vocab and options.bpe_vocab < MIN_BPE_VOCAB:
+        raise DataError(f"--bpe_vocab must be 0 or at least {MIN_BPE_VOCAB}, not {options.bpe_vocab}")
+    parameters = {
+        "source": options.source,
+        "split": split,
+        "min_user": options.min_user or 0,
+        "min_item": source.min_item if options.min_item is None else options.min_item,
+        "bpe_vocab": options.bpe_vocab,
+    }
+    return source, parameters
+
+
+def _items_of(raw: Raw) -> list[tuple[Path, Any]]:
+    return [raw.items] if raw.items else []
+
+
+def _build(
+    options: Options, source: Source, parameters: dict[str, Any], raw: Raw | Whole, inputs: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Write the dataset's files but the manifest; returns the counts, and the names of the files."""
+    out, work = options.out, options.out / _WORK
+    if isinstance(raw, Whole):
+        if parameters["min_user"] or parameters["min_item"]:
+            raise DataError(f"--min_user, --min_item: {options.source} comes with its examples cut out")
+        return _copy_whole(options, source, raw), [ITEMS, USERS, INTERACTIONS, CATALOG]
+    read_key = _key(FORMAT, options.source, inputs)
+    parts = [work / _EVENTS, work / USERS, work / ITEMS]
+    _stage(work, "read", read_key, parts, lambda: _read(raw, work, bool(source.actions)))
+    events = _load_events(work)
+    counts = Counts(len(events.user_ids), len(events.item_ids), len(events.user))
+    _verify(options, "the raw files", counts, source.raw)
+    shape = {name: value for name, value in parameters.items() if name != "bpe_vocab"}
+    outputs = [ITEMS, USERS, INTERACTIONS]
+    paths = [out / name for name in outputs]
+
+    def split() -> None:
+        result = split_events(events, source, parameters)
+        unusual = any(parameters[name] != default for name, default in _defaults(source).items())
+        _verify(options, "the filtered events", result.counts(), None if unusual else source.kept)
+        _write(out, result)
+
+    _stage(work, "split", _key(read_key, shape), paths, split)
+    arrays = load_npz(out / INTERACTIONS)
+    kept = Counts(len(arrays["offsets"]) - 1, int(arrays["rows"].max()) + 1, len(arrays["rows"]))
+    return _counts(counts, kept, arrays), outputs
+
+
+def _defaults(source: Source) -> dict[str, int]:
+    return {"min_user": 0, "min_item": source.min_item}
+
+
+def _counts(raw: Counts, kept: Counts, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    return {"raw": raw._asdict(), **kept._asdict(), **{split: arrays[split].shape[1] for split in SPLITS}}
+
+
+def _copy_whole(options: Options, source: Source, whole: Whole) -> dict[str, Any]:
+    catalog, interactions = whole.load()
+    arrays = Arrays.of(interactions)
+    arrays.check(catalog.n_items, interactions.user_ids)
+    counts = Counts(len(interactions.user_ids), catalog.n_items, len(arrays.rows))
+    _verify(options, "the raw files", counts, source.raw)
+    save_catalog(catalog, options.out / CATALOG)
+    lines = map(_item_line, catalog.item_ids, catalog.metadata)
+    _write(options.out, Split(arrays, list(interactions.user_ids), list(lines)))
+    return _counts(counts, counts, arrays.to_dict())
+
+
+def _verify(options: Options, what: str, found: Counts, expected: Counts | None) -> None:
+    if expected is None or found == expected:
+        return
+    message = f"{options.raw}: {what} hold {found}, known for {options.source} are {expected}"
+    if not options.allow_counts:
+        raise DataError(f"{message}; --allow_counts takes them as they are")
+    _log.warning(message)
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(_ENCODER.encode(parts)).hexdigest()
+
+
+def _stage(work: Path, name: str, key: str, outputs: list[Path], make: Callable[[], None]) -> None:
+    """Run `make`, which writes `outputs`, unless they are there already, made from what `key` stands for."""
+    marker = work / f"{name}.json"
+
+    def state() -> bytes:
+        return _ENCODER.encode({"key": key, "outputs": {path.name: record(path) for path in outputs}})
+
+    if marker.exists() and all(path.exists() for path in outputs) and marker.read_bytes() == state():
+        _log.info("%s: done by an earlier run", name)
+        return
+    make()
+    with writing(marker, DataError) as stream:
+        stream.write(state())
+    _log.info("%s: done", name)
+
+
+# Stage: read
+
+
+def _read(raw: Raw, work: Path, feedback: bool) -> None:
+    users: dict[str, int] = {}
+    items: dict[str, int] = {}
+    first_seen: list[tuple[Path, int]] = []
+    user, item, time, split = array("i"), array("i"), array("q"), array("b")
+    actions, scenario = array("i"), array("i")
+    for path, read in raw.events:
+        for number, event in read(path):
+            for event_id in (event.user_id, event.item_id):
+                if not 0 < len(event_id) <= MAX_ID_CHARS:
+                    raise DataError(f"{path}:{number}: an id has 1 to {MAX_ID_CHARS} characters")
+            user.append(users.setdefault(event.user_id, len(users)))
+            item.append(items.setdefault(event.item_id, len(items)))
+            if len(items) > len(first_seen):
+                first_seen.append((path, number))
+            split.append(event.split)
+            if feedback:
+                actions.append(event.actions)
+                scenario.append(event.scenario)
+            if event.time is not None:
+                time.append(event.time)
+            # Compared while reading, so that the message can name the line.
+            if len(time) not in (0, len(user)):
+                raise DataError(f"{path}:{number}: some events have a time and some have none")
+    if not user:
+        raise DataError(f"{raw.events[0][0]}: the file holds no events")
+    lines = _read_items(raw, items, first_seen)
+    columns = {"user": user, "item": item, "time": time, "split": split}
+    if feedback:
+        columns |= {"actions": actions, "scenario": scenario}
+    arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
+    with writing(work / _EVENTS, DataError) as stream:
+        np.savez(stream, **arrays)
+    _write_lines(work / USERS, map(_ENCODER.encode, users))
+    _write_lines(work / ITEMS, lines)
+
+
+def _read_items(raw: Raw, items: dict[str, int], first_seen: list[tuple[Path, int]]) -> list[bytes]:
+    """The line of every item that occurs; items that are only described are checked and left out."""
+    if raw.items is None:
+        return [_item_line(item_id, {}) for item_id in items]
+    path, read = raw.items
+    lines: list[bytes | None] = [None] * len(items)
+    described: dict[str, int] = {}
+    for number, item in read(path):
+        if described.setdefault(item.item_id, number) != number:
+            raise DataError(
+                f"{path}:{number}: item {item.item_id!r} is described in line {described[item.item_id]} already"
+            )
+        index = items.get(item.item_id)
+        if index is None:
+            continue
+        try:
+            lines[index] = _item_line(item.item_id, item.metadata)
+        except ValueError as cause:
+            raise DataError(f"{path}:{number}: {cause}") from None
+    found = [line for line in lines if line is not None]
+    if len(found) < len(lines):
+        index = lines.index(None)
+        at, number = first_seen[index]
+        raise DataError(f"{at}:{number}: item {list(items)[index]!r} is not in {path.name}")
+    return found
+
+
+def _item_line(item_id: str, metadata: dict[str, Any]) -> bytes:
+    """The item's line, keys sorted. ValueError unless reading it back gives the same."""
+    try:
+        line = _ENCODER.encode({"item_id": item_id, "metadata": metadata})
+        faithful = msgspec.json.decode(line)["metadata"] == metadata
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise ValueError(f"metadata cannot be written as JSON: {cause}") from None
+    if not faithful:
+        raise ValueError("metadata must be plain, finite JSON values")
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"id and metadata take more than {MAX_LINE_BYTES} bytes")
+    return line
+
+
+def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    with writing(path, DataError) as stream:
+        stream.writelines(line + b"\n" for line in lines)
+
+
+def _load_events(work: Path) -> Events:
+    columns = {name: values.astype(np.int64) for name, values in load_npz(work / _EVENTS).items()}
+    item_ids, metadata = read_items(work / ITEMS)
+    lines = list(map(_item_line, item_ids, metadata))
+    time = columns["time"] if len(columns["time"]) else None
+    ids = read_ids(work / USERS)
+    given = (columns.get("actions"), columns.get("scenario"))
+    return Events(columns["user"], columns["item"], time, columns["split"], ids, item_ids, lines, *given)
+
+
+def _write(out: Path, result: Split) -> None:
+    _write_lines(out / ITEMS, result.item_lines)
+    _write_lines(out / USERS, map(_ENCODER.encode, result.user_ids))
+    with writing(out / INTERACTIONS, DataError) as stream:
+        np.savez_compressed(stream, **result.arrays.to_dict())
+
+
+def train_title_tokenizer(items: Path, vocab: int, path: Path) -> None:
+    """Write a byte-level BPE of at most `vocab` tokens of the items' titles, `<pad>`, `<bos>`, `<sid>` first."""
+    titles = [fields["title"] for fields in read_items(items)[1] if isinstance(fields.get("title"), str)]
+    if not titles:
+        raise DataError("--bpe_vocab: no item has a title")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<pad>", "<bos>", "<sid>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(titles, trainer)
+    Tokenizer(inner).save(path)

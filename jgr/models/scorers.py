@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model must give to score a user's candidates in one pass: two functions, and a config by whose type they are
+found.
+
+The one idea: `read` turns a user into a state whose shapes depend on the config alone, and `score` needs that state and
+the candidates. So the state may be computed once for all parts of a request, or kept between requests, and which of
+them was done cannot change a score; nor can the other candidates (MODEL-13).
+
+Where a user's events do not depend on later ones, what is kept of a user can also take further events (`growing`,
+MODEL-14), at their cost alone.
+
+Letters: B users, S = max_items places of a history, C contextual slots, m candidates, P tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, get_args
+
+import jax
+import jax.numpy as jnp
+import msgspec
+
+from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
+from jgr.models.climber import ClimberConfig
+from jgr.models.hstu import HstuConfig
+from jgr.models.params import CheckpointError, PyTree
+from jgr.models.retrievers import RetrieverConfig
+from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
+
+
+class Users(NamedTuple):
+    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits of what was done.
+
+    times: [B, S] int32 seconds, and now [B], from an origin of each user's own. context: [B, C] int32 values, -1:
+    missing. scenario: [B] int32, where the request comes from. What a model has no use for is not read.
+    """
+
+    rows: jax.Array
+    actions: jax.Array
+    times: jax.Array
+    now: jax.Array
+    context: jax.Array
+    scenario: jax.Array
+
+
+class Candidates(NamedTuple):
+    """rows: [B, m] int32, -1: none. features: [B, m, width] of each feature that the config names."""
+
+    rows: jax.Array
+    features: Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model reads of a user and of candidates, besides the items. tasks: what a candidate's scores are.
+
+    actions: bits. slots: number of values of each contextual slot. scenarios: their number. features: name and width.
+    """
+
+    max_items: int
+    tasks: tuple[str, ...] = ("score",)
+    timed: bool = False
+    actions: int = 0
+    slots: tuple[int, ...] = ()
+    scenarios: int = 1
+    features: tuple[tuple[str, int], ...] = ()
+
+
+class Scorer(Protocol):
+    """The functions of a family of rankers; cfg.items is the digest of the catalog whose rows it knows."""
+
+    def spec(self, cfg: Any) -> PyTree:
+        """The declaration of every parameter."""
+
+    def needs(self, cfg: Any) -> Needs:
+        """What it reads."""
+
+    def read(self, params: Any, cfg: Any, users: Users) -> PyTree:
+        """The users' part of every score asked for `now`. Leaves whose shapes depend on cfg and B alone."""
+
+    def score(self, params: Any, cfg: Any, state: Any, candidates: Candidates) -> jax.Array:
+        """[B, m, P] float32, higher is better; 0 where there is no candidate."""
+
+
+class Growing(Protocol):
+    """The functions of a family whose users take further events; what they keep of a user holds a state of `read`."""
+
+    def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
+        """Users whose events are all new."""
+
+    def grow(self, params: Any, cfg: Any, kept: Any, users: Users, most: int) -> PyTree:
+        """What `begin` of `users` gives, from what was kept of them when they had 0 to `most` of the events less."""
+
+    def state(self, kept: Any) -> PyTree:
+        """For `score`."""
+
+
+def _times(users: Users) -> jax.Array:
+    """[B, S + 1]: of the events, and `now` behind the last one."""
+    places, lengths = jnp.arange(users.rows.shape[1] + 1)[None], (users.rows >= 0).sum(axis=1)
+    return jnp.where(places < lengths[:, None], jnp.pad(users.times, ((0, 0), (0, 1))), users.now[:, None])
+
+
+def _latest(x: jax.Array, known: jax.Array, count: int, fill: int) -> jax.Array:
+    """[B, count] of x [B, S], from place known [B] on; `fill` behind the end."""
+    padded = jnp.pad(x, ((0, 0), (0, count)), constant_values=fill)
+    return jnp.take_along_axis(padded, known[:, None] + jnp.arange(count)[None], axis=1)
+
+
+class _Retriever:
+    """SASRec, LRURec and HSTU: a vector for the user, and a product with each candidate's row."""
+
+    def spec(self, cfg: RetrieverConfig) -> PyTree:
+        return retrievers.retriever(cfg).spec(cfg)
+
+    def needs(self, cfg: RetrieverConfig) -> Needs:
+        return Needs(cfg.max_items, timed=retrievers.timed(cfg))
+
+    def read(self, params: Any, cfg: RetrieverConfig, users: Users) -> jax.Array:
+        lengths = (users.rows >= 0).sum(axis=1)
+        times = None
+        if retrievers.timed(cfg):
+            times = _times(users)
+        hidden = retrievers.encode(params, cfg, users.rows, times)
+        last = jnp.maximum(lengths - 1, 0)
+        return jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+
+    def score(self, params: Any, cfg: RetrieverConfig, state: jax.Array, candidates: Candidates) -> jax.Array:
+        rows = jnp.maximum(candidates.rows, 0)
+        embed, bias = retrievers.retriever(cfg).output(params)
+        found = jnp.einsum("bmd,bd->bm", embed[rows], state)
+        found = found if bias is None else found + bias[rows]
+        return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
+
+
+class _GrowingHstu:
+    """Kept: what `read` gives, and the keys and values. The newest event is computed again, for its bias (MODEL-12)."""
+
+    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> tuple[jax.Array, hstu.History]:
+        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)
+
+    def grow(
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, hstu.History], users: Users, most: int
+    ) -> tuple[jax.Array, hstu.History]:
+        history = kept[1]
+        known = (history.rows >= 0).sum(axis=1)
+        times = _latest(_times(users), known, most + 1, 0)
+        grown: tuple[jax.Array, hstu.History] = hstu.append(
+            params, history, _latest(users.rows, known, most, -1), times, cfg=cfg
+        )
+        return grown
+
+    def state(self, kept: tuple[jax.Array, hstu.History]) -> jax.Array:
+        return kept[0]
+
+
+class _Stu:
+    """DLRMv3's HSTU."""
+
+    def spec(self, cfg: StuScorerConfig) -> PyTree:
+        return stu_scorer.spec(cfg)
+
+    def needs(self, cfg: StuScorerConfig) -> Needs:
+        return Needs(cfg.max_items, cfg.tasks, timed=True, actions=cfg.actions, slots=cfg.slots)
+
+    def read(self, params: Any, cfg: StuScorerConfig, users: Users) -> stu_scorer.User:
+        events = stu_scorer.Events(users.rows, users.actions, users.times)
+        state: stu_scorer.User = stu_scorer.prefill(params, events, users.context, users.now, cfg=cfg)
+        return state
+
+    def score(
+        self, params: Any, cfg: StuScorerConfig, state: stu_scorer.User, candidates: Candidates
+    ) -> jax.Array:
+        rows = candidates.rows
+        found: jax.Array = stu_scorer.score(params, state, rows, cfg=cfg, micro_batch=rows.shape[1])
+        return found
+
+
+class _GrowingStu:
+    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> stu_scorer.User:
+        return _Stu().read(params, cfg, users)
+
+    def grow(
+        self, params: Any, cfg: StuScorerConfig, kept: stu_scorer.User, users: Users, most: int
+    ) -> stu_scorer.User:
+        given = (users.rows, -1), (users.actions, 0), (users.times, 0)
+        events = stu_scorer.Events(*(_latest(x, kept.ends, most, fill) for x, fill in given))
+        grown: stu_scorer.User = stu_scorer.append(params, kept, events, users.now, cfg=cfg)
+        return grown
+
+    def state(self, kept: stu_scorer.User) -> stu_scorer.User:
+        return kept
+
+
+class _Climber:
+    def spec(self, cfg: ClimberConfig) -> PyTree:
+        return climber.spec(cfg)
+
+    def needs(self, cfg: ClimberConfig) -> Needs:
+        features = tuple((feature.name, feature.width) for feature in cfg.features)
+        return Needs(
+            cfg.max_items, cfg.tasks, timed=cfg.timed, actions=cfg.actions, scenarios=cfg.scenarios,
+            features=features,
+        )  # fmt: skip
+
+    def read(self, params: Any, cfg: ClimberConfig, users: Users) -> climber.User:
+        events = climber.Events(users.rows, users.actions, users.times, users.now, users.scenario)
+        return climber.read(params, cfg, events)
+
+    def score(
+        self, params: Any, cfg: ClimberConfig, state: climber.User, candidates: Candidates
+    ) -> jax.Array:
+        return climber.score(params, cfg, state, candidates.rows, candidates.features)
+
+
+ScorerConfig = RetrieverConfig | StuScorerConfig | ClimberConfig
+_SCORERS: dict[type, Scorer] = {
+    **dict.fromkeys(get_args(RetrieverConfig), _Retriever()),
+    StuScorerConfig: _Stu(),
+    ClimberConfig: _Climber(),
+}
+# By train.model, which is also config.json's model_type; those of retrievers are in jgr.models.retrievers.
+_TYPES: dict[str, type[StuScorerConfig | ClimberConfig]] = {
+    "stu": StuScorerConfig,
+    "climber": ClimberConfig,
+}
+MODELS = tuple(_TYPES)
+
+
+def scorer(cfg: ScorerConfig) -> Scorer:
+    """The functions of the model that a config describes."""
+    return _SCORERS[type(cfg)]
+
+
+def growing(cfg: ScorerConfig) -> Growing:
+    """How a ranker's users take further events. Raises HistoryIsWhole where they cannot (MODEL-14)."""
+    if isinstance(cfg, HstuConfig):
+        return _GrowingHstu()
+    if isinstance(cfg, StuScorerConfig):
+        stu_scorer.refuse_growth(cfg)
+        return _GrowingStu()
+    raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this ranker's are computed whole")
+
+
+def save(
+    folder: Path,
+    cfg: ScorerConfig,
+    params: PyTree,
+    write_beside: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
+    if isinstance(cfg, RetrieverConfig):
+        return retrievers.save(folder, cfg, params, write_beside)
+    model_type = next(name for name, of in _TYPES.items() if of is type(cfg))
+    checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
+
+
+def load(folder: Path) -> tuple[ScorerConfig, PyTree]:
+    """What `save` wrote, of any family. Raises CheckpointError."""
+    cfg = load_config(folder)
+    if isinstance(cfg, RetrieverConfig):
+        return retrievers.load(folder)
+    return cfg, checkpoint.restore(folder / "params", scorer(cfg).spec(cfg))
+
+
+def load_config(folder: Path) -> ScorerConfig:
+    """The config alone. Raises CheckpointError."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        model_type = fields.pop("model_type")
+        if model_type in _TYPES:
+            return msgspec.convert(fields, _TYPES[model_type])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
+        raise CheckpointError(f"{path}: is not the config of a ranker that jgr trained") from None
+    return retrievers.load_config(folder)

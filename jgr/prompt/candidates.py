@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with candidates in them, as segments that stand in either order (BAT-1, BAT-2, BAT-3).
+
+    user_prefix:  user at 0       items, all at len(user)    instruction at len(user) + item_span
+    item_prefix:  items, all at 0    user at item_span       instruction behind the user
+
+A segment's tokens and first position never depend on another request's, and an item's not on its place in the list, so
+that keys and values can be reused. The user's segment is the prompt's text up to the end of the history, which is what
+`recommend` reads too. A probe is a question about one item, behind everything, in the item's segment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog.catalog import Catalog
+from jgr.config import RankConfig
+from jgr.prompt.layouts import SegmentedPrompt
+from jgr.prompt.tokens import (
+    PromptError,
+    Tokenizer,
+    encode_fixed,
+    encode_items,
+    encode_template,
+    level_tokens,
+    parse_template,
+)
+
+Int32 = npt.NDArray[np.int32]
+
+LAST = -1
+"""In an instruction's tokens: one of the semantic id of the history's last item."""
+
+
+class SegmentPrompts:
+    """The segments of a catalog's candidates, and where they stand.
+
+    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where the scorer asks none.
+    PromptError names the field that does not fit the tokenizer or the catalog.
+    """
+
+    def __init__(
+        self,
+        rank: RankConfig,
+        tokenizer: Tokenizer | None,
+        catalog: Catalog,
+    ) -> None:
+        self._span, self._scorer = rank.item_span, rank.scorer
+        if rank.scorer == "item_token" and catalog.depth != 1:
+            raise PromptError(
+                f"rank.scorer: item_token needs a catalog whose semantic ids are one token, not {catalog.depth}; "
+                "item_probe takes any"
+            )
+        if rank.scorer == "item_token" and not rank.item.endswith("{sid}"):
+            raise PromptError("rank.item: must end with {sid}, which item_token scores")
+        flat, lengths = encode_items("rank.item", rank.item, tokenizer, catalog)
+        self._flat, self._ends, self._lengths = flat, np.cumsum(lengths), lengths
+        self.instruction = self._encode_instruction(rank.instruction, tokenizer, catalog)
+        probe = rank.probe if rank.scorer == "item_probe" else ""
+        self.probe = encode_fixed("rank.probe", probe, tokenizer)
+        if rank.scorer == "item_probe" and not len(self.probe):
+            raise PromptError("rank.probe: must not be empty")
+        self._columns = self._answer_columns(rank, tokenizer, catalog)
+        self.largest_token = max(
+            int(part.max(initial=0)) for part in (flat, self.instruction, self.probe, *self._columns)
+        )
+
+    def item(self, row: int) -> Int32:
+        """[t] int32, at most item_span; a longer one loses the end of its text, never its last token."""
+        start, end = self._ends[row] - self._lengths[row], self._ends[row]
+        tokens = self._flat[start:end]
+        return tokens if len(tokens) <= self._span else np.append(tokens[: self._span - 1], tokens[-1])
+
+    @property
+    def item_lengths(self) -> npt.NDArray[np.int64]:
+        """[n]: tokens of each item of the catalog."""
+        return np.minimum(self._lengths, self._span)
+
+    def prompt(self, user: Int32, rows: Int32, last: int) -> SegmentedPrompt:
+        """The prompt of a history's tokens and candidates. rows: [c] int32; last: the history's last row."""
+        items = [self.item(row) for row in rows.tolist()]
+        instruction = self.instruction
+        if self._ids is not None:
+            instruction = instruction.copy()
+            instruction[instruction == LAST] = self._ids[last]
+        return SegmentedPrompt(user, instruction, items, self.probe, self._span)
+
+    def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
+        """The tokens whose logits score candidates, [c] int32, and those that count against them."""
+        if self._scorer == "item_token":
+            return self._columns[0][rows], None
+        if self._scorer == "list_letter":
+            return self._columns[0][: len(rows)], None
+        positive, negative = (np.repeat(token, len(rows)) for token in self._columns)
+        return positive, negative
+
+    def _encode_instruction(self, text: str, tokenizer: Tokenizer | None, catalog: Catalog) -> Int32:
+        self._ids: Int32 | None = None  # [n, depth]
+        parts: list[Int32] = []
+        for before, field in parse_template("rank.instruction", text, known=["last"]):
+            parts.append(encode_template("rank.instruction", before, tokenizer))
+            if field is None:
+                continue
+            if self._ids is not None:
+                raise PromptError("rank.instruction: {last} may occur once")
+            tokens = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
+            self._ids = np.stack([of[catalog.codes[:, level]] for level, of in enumerate(tokens)], axis=1)
+            parts.append(np.full(catalog.depth, LAST, np.int32))
+        if not any(map(len, parts)):
+            raise PromptError("rank.instruction: must not be empty")
+        return np.concatenate(parts)
+
+    def _answer_columns(
+        self, rank: RankConfig, tokenizer: Tokenizer | None, catalog: Catalog
+    ) -> tuple[Int32, ...]:
+        if rank.scorer == "item_token":
+            (tokens,) = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
+            return (tokens[catalog.codes[:, 0]],)
+        if rank.scorer == "list_letter":
+            if "{n}" not in rank.letters:
+                raise PromptError("rank.letters: must have {n}, the candidate's number")
+            names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]
+            return (np.array([_one_token("rank.letters", name, tokenizer) for name in names], np.int32),)
+        answers = {"rank.positive": rank.positive, "rank.negative": rank.negative}
+        if rank.positive == rank.negative:
+            raise PromptError(f"rank.negative: must be another answer than rank.positive, {rank.positive!r}")
+        return tuple(
+            np.array([_one_token(name, text, tokenizer)], np.int32) for name, text in answers.items()
+        )
+
+
+def _one_token(name: str, text: str, tokenizer: Tokenizer | None) -> int:
+    tokens = encode_template(name, text, tokenizer)
+    if len(tokens) != 1:
+        raise PromptError(f"{name}: {text!r} must be one token, it is {len(tokens)}")
+    return int(tokens[0])

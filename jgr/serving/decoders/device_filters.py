@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The item filters of a batch as the compiled programs take them.
+
+The one idea: a batch without filters is handed arrays that are on the device already and say so; one with filters
+brings its lists, as large as compiled for. Segments stand on the device as rows of bits, a fixed number of them: a
+combination is uploaded when a request first names it, in the place of the one that was not named for longest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgr.catalog.item_filters import ItemFilter, Segment
+from jgr.models.beam import CatalogTables, Filters
+
+Words = tuple[jax.Array, ...]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(rows: Words, at: int, words: tuple[Any, ...]) -> Words:
+    return tuple(level.at[at].set(new) for level, new in zip(rows, words, strict=True))
+
+
+class DeviceFilters:
+    """Filters over one catalog. Not thread-safe.
+
+    capacity: the most nodes that a request lists in a level. segment_rows: combinations of segments on the device, at
+    least as many as a batch has requests; 0 where the catalog has no segments.
+    """
+
+    def __init__(self, tables: CatalogTables, capacity: int, segment_rows: int) -> None:
+        self._depth, self._capacity = tables.depth, capacity
+        self._rows = segment_rows
+        self._row_of: OrderedDict[tuple[str, ...], int] = OrderedDict()
+        self._nothing: dict[int, tuple[Any, ...]] = {}
+        self._segments: Words | None = None
+        if segment_rows:
+            sizes = [
+                codes.shape[0] // 32 + 2 for codes in tables.codes
+            ]  # as jgr.catalog.item_filters.pack_bits has it
+            every = tuple(np.full(size, 2**32 - 1, np.uint32) for size in sizes)
+            none = tuple(jnp.zeros((1 + segment_rows, size), jnp.uint32) for size in sizes)
+            self._segments = _put(none, 0, every)
+
+    def lay_out(self, batch: int, filters: Sequence[ItemFilter]) -> Filters:
+        """The filters of the first rows of a batch; the others have none."""
+        if all(one.is_empty for one in filters):
+            if batch not in self._nothing:
+                self._nothing[batch] = tuple(map(jnp.asarray, self._arrays(batch)))
+            return Filters(*self._nothing[batch])._replace(segments=self._segments)
+        children, parents, counts, only, segment = self._arrays(batch)
+        rows = self._upload([one.segment for one in filters if one.segment is not None])
+        for row, one in enumerate(filters):
+            only[row] = one.only
+            if one.segment is not None:
+                segment[row] = rows[one.segment.key]
+            for level, nodes in enumerate(one.children):
+                counts[row, level] = len(nodes)
+                children[row, level, : len(nodes)] = nodes
+                parents[row, level, : len(nodes)] = one.parents[level]
+        return Filters(children, parents, counts, only, segment, self._segments)
+
+    def _arrays(self, batch: int) -> tuple[np.ndarray[Any, Any], ...]:
+        """children, parents, counts, only, segment of requests without filters."""
+        listed = (batch, self._depth, self._capacity)
+        return (
+            np.zeros(listed, np.int32),
+            np.zeros(listed, np.int32),
+            np.zeros(listed[:2], np.int32),
+            np.zeros(batch, bool),
+            np.zeros(batch, np.int32),
+        )
+
+    def _upload(self, segments: Sequence[Segment]) -> dict[tuple[str, ...], int]:
+        """The rows of all these combinations, none of which takes the place of another."""
+        wanted = {segment.key: segment for segment in segments}
+        for key in wanted:
+            if key in self._row_of:
+                self._row_of.move_to_end(key)
+        for key in wanted.keys() - self._row_of.keys():
+            free = len(self._row_of) + 1
+            row = free if free <= self._rows else self._row_of.popitem(last=False)[1]
+            assert self._segments is not None
+            words = tuple(
+                np.pad(new, (0, level.shape[1] - len(new)))  # where the tables are larger than the tree
+                for new, level in zip(wanted[key].node_words, self._segments, strict=True)
+            )
+            self._segments = _put(self._segments, row, words)
+            self._row_of[key] = row
+        return {key: self._row_of[key] for key in wanted}

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to an engine with a model behind it: read, check that the parts fit, place on the device.
+
+A model is read once; engines over different catalogs share its weights, and its compiled programs where the catalogs'
+tables are of one growth class.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog.catalog import Catalog
+from jgr.catalog.item_filters import catalog_segments
+from jgr.catalog.prefix_tree import PrefixTree
+from jgr.config import Config, ConfigError
+from jgr.models import checkpoint
+from jgr.models.beam import CatalogTables, catalog_tables
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
+from jgr.models.model_files import ModelFiles
+from jgr.prompt.candidates import SegmentPrompts
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
+from jgr.serving.decoders.caching import make_caching, packed_profiles, pool_shape
+from jgr.serving.decoders.paged_executor import Executors, PagedExecutor
+from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.serve import Engine
+from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
+from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.policies.prompt_scheduling import Repair
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model in memory, and what it was loaded for."""
+
+    cfg: GeneratorConfig
+    params: GeneratorParams
+    tokenizer: Tokenizer | None
+    revision: str
+    folder: Path
+    profiles: tuple[Profile, ...]
+
+
+class Fitted(NamedTuple):
+    """What an engine needs of a catalog that fits its model."""
+
+    tokens: tuple[npt.NDArray[np.int32], ...]
+    prompts: PromptBuilder
+    segments: SegmentPrompts | None
+    has_segments: bool
+
+
+@preparing()
+def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
+    """The engine that serves config.model over config.catalog, not yet started. metrics: of the server it joins.
+
+    The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
+    the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
+    weights, a semantic id's token that the model's vocabulary lacks, a prompt that no profile takes.
+    """
+    folder = open_folder(config)
+    model = _load_model(folder, config)
+    return make_engine(model, config, read_catalog(folder, config), metrics or counting_metrics())
+
+
+def _load_model(folder: Path, config: Config) -> Model:
+    files = ModelFiles(folder)
+    cfg, params = checkpoint.load(folder, config.model.dtype)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(path) if path.exists() else None
+    return Model(cfg, params, tokenizer, files.revision(), folder, make_profiles(config.profiles))
+
+
+@preparing()
+def make_engine(
+    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: Executors | None = None
+) -> Engine:
+    """An engine for a catalog, not yet started. like: an executor of the model, whose programs are used if they fit.
+
+    UserError where the catalog does not fit the model.
+    """
+    fitted = _fit(model, config, catalog)
+    tree = PrefixTree.build(catalog.codes)
+    tables = catalog_tables(tree, fitted.tokens, model.params, growing=True)
+    largest_batch = max(profile.batch for profile in model.profiles)
+    segment_rows = max(config.catalog.segment_rows, largest_batch) if fitted.has_segments else 0
+    if like is not None:
+        executor = like.over(tables, segment_rows)
+    else:
+        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens)
+    _log.info(
+        "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
+        config.model.name,
+        model.revision,
+        model.cfg.family,
+        model.cfg.layers,
+        model.cfg.hidden,
+        jax.devices()[0].device_kind,
+        catalog.version,
+        catalog.n_items,
+        executor.to_compile,
+    )
+    paged = executor.paged
+    return Engine(
+        config.model.name,
+        catalog,
+        tree,
+        fitted.prompts,
+        executor,
+        config,
+        metrics=metrics,
+        revision=model.revision,
+        rebuild=Rebuild(
+            partial(_fit, model, config),
+            partial(make_engine, model, config, metrics=metrics, like=executor),
+        ),
+        caching=None if paged is None else make_caching(config, paged.shape, paged.profiles, fitted.segments),
+    )
+
+
+def _make_executors(
+    model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int
+) -> Executors:
+    """Prompts with candidates in them, and with a cache all that generate, are packed; the others have a row each."""
+    rank, settings = config.rank, _settings(config, segment_rows)
+    packed: list[Profile] = []
+    if isinstance(model.cfg, DecoderConfig):
+        if rank.scorer != "likelihood":
+            packed += packed_profiles(rank, "rank", rank.candidates)
+        if config.cache.policy != "none":
+            packed += packed_profiles(rank, "recommend", max(config.profiles.widths))
+    kinds = {profile.kind for profile in packed}
+    plain = tuple(profile for profile in model.profiles if profile.kind not in kinds)
+    paged = None
+    if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
+        pool = pool_shape(config.cache, model.cfg, model.params.embed.dtype.itemsize)
+        paged = PagedExecutor(
+            model.cfg,
+            model.params,
+            tables,
+            tuple(packed),
+            pool,
+            longest,
+            config.beam.normalize,
+            repair=Repair.of(config.cache),
+            **settings,
+        )
+    return Executors(
+        JaxExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
+    )
+
+
+def _settings(config: Config, segment_rows: int) -> dict[str, int]:
+    return {
+        "approximate": config.beam.approximate,
+        "listed": config.server.max_history + config.server.max_filter_items,
+        "segment_rows": segment_rows,
+    }
+
+
+def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
+    """UserError where the model cannot serve the catalog."""
+    tokens = level_tokens(catalog, model.tokenizer, model.cfg.vocab_size)
+    prompts = PromptBuilder(config.prompt, model.tokenizer, catalog)
+    if prompts.largest_token >= model.cfg.vocab_size:
+        raise ConfigError(
+            f"prompt: token {prompts.largest_token} is not in the model's vocabulary of {model.cfg.vocab_size}"
+        )
+    misfit = generator(model.cfg).misfit(model.cfg, config.prompt, tokens)
+    if misfit:
+        raise ConfigError(f"{model.folder}: {misfit}")
+    segments = None
+    needs_decoder = config.rank.scorer != "likelihood" or config.cache.policy != "none"
+    if needs_decoder and not isinstance(model.cfg, DecoderConfig):
+        raise ConfigError(
+            f"{model.folder}: a model of family {model.cfg.family} takes rank.scorer=likelihood and cache.policy=none"
+        )
+    if config.cache.repair_share and model.cfg.layers < 2:
+        raise ConfigError("cache.repair_share: a model of one layer has nothing to repair")
+    if config.rank.scorer != "likelihood":
+        segments = SegmentPrompts(config.rank, model.tokenizer, catalog)
+        if segments.largest_token >= model.cfg.vocab_size:
+            raise ConfigError(
+                f"rank: token {segments.largest_token} is not in the vocabulary of {model.cfg.vocab_size}"
+            )
+    _check_lengths(config, prompts, catalog, segments, model)
+    return Fitted(tokens, prompts, segments, bool(catalog_segments(catalog, config.catalog.segments)))
+
+
+def _check_lengths(
+    config: Config, prompts: PromptBuilder, catalog: Catalog, segments: SegmentPrompts | None, model: Model
+) -> None:
+    """ConfigError where no prompt fits a profile, or a profile does not fit the model; a warning for the rest."""
+    field, longest = "profiles.tokens", max(profile.tokens for profile in model.profiles)
+    if (
+        config.cache.policy != "none"
+    ):  # what is cached now may not be then: a prompt must fit with nothing of it
+        field, longest = "rank.tokens", max(config.rank.tokens)
+    if prompts.max_tokens > longest:
+        shortest = len(prompts.prefix) + prompts.min_item_tokens + len(prompts.suffix)
+        if shortest > longest:
+            raise ConfigError(
+                f"{field}: the largest is {longest}, a prompt of one item has at least {shortest} tokens"
+            )
+        _log.warning(
+            "a prompt of prompt.max_items=%d items can have %d tokens, the largest of %s is %d: "
+            "requests beyond it are refused",
+            config.prompt.max_items,
+            prompts.max_tokens,
+            field,
+            longest,
+        )
+    behind = catalog.depth
+    if segments is not None:
+        behind = max(behind, config.rank.item_span + len(segments.instruction) + len(segments.probe))
+    positions = min(prompts.max_tokens, longest) + behind
+    if positions > model.cfg.max_position:
+        raise ConfigError(
+            f"prompt.max_items: a prompt and what follows it can need {positions} positions, "
+            f"the model was made for {model.cfg.max_position}"
+        )

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiled points of a paged executor: seconds of a prompt by its new and its cached tokens (BAT-11)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jgr.prompt.layouts import SegmentedPrompt
+from jgr.serving.decoders.paged_executor import PagedExecutor
+from jgr.serving.decoders.work import SegmentsWork
+from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
+
+Point = tuple[float, float, float]
+
+
+def measure(
+    executor: PagedExecutor, runs: int = 3, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[Point]:
+    """(new tokens, cached tokens, seconds) of one prompt of a user, the fastest of so many runs; after warm_up.
+
+    Every compiled number of new tokens is filled, after no cached token, half as many as are compiled and all of them,
+    as far as the pool has that many.
+    """
+    ranking = [profile for profile in executor.profiles if profile.kind == "rank"]
+    for profile in ranking or executor.profiles:
+        for cached in sorted({0, *(min(profile.context, executor.shape.slots) // part for part in (1, 2))}):
+            works = [_work(executor, profile, cached)]
+            seconds = []
+            for _ in range(runs):
+                start = clock()
+                executor.run(profile, works)
+                seconds.append(clock() - start)
+            yield profile.tokens, cached, min(seconds)
+
+
+def _work(executor: PagedExecutor, profile: Profile, cached: int) -> SegmentsWork:
+    token = np.zeros(1, np.int32)
+    items = [token] if profile.kind == "rank" else []
+    new = profile.tokens - 1 - len(items)
+    cells = np.arange(-(-cached // executor.shape.cell_tokens), dtype=np.int32)
+    plan = PlannedPrompt(
+        "user_prefix",
+        PlannedSegment(cached, cells),
+        (PlannedSegment(0),) * len(items),
+        profile.tokens,
+        cached,
+    )
+    prompt = SegmentedPrompt(np.zeros(cached + new, np.int32), token, items, span=1)
+    if items:
+        return SegmentsWork(prompt, columns=token, plan=plan)
+    return SegmentsWork(prompt, beam_width=1, plan=plan)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JAX executor: one compiled program per profile, called with padded host arrays.
+
+Every profile is lowered and compiled at start-up (DESIGN idea 4). A call pads the works into the profile's
+arrays, dispatches once, and reads leaves and scores back. A compiled program refuses other shapes with a
+TypeError, so nothing can recompile silently. The parameters and the catalog tables are arguments, never
+constants of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgr.models import beam
+from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.serving.decoders.device_filters import DeviceFilters
+from jgr.serving.decoders.work import (
+    Outcome,
+    RankOutcome,
+    RankWork,
+    RecommendOutcome,
+    RecommendWork,
+    SegmentsWork,
+    Work,
+)
+from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.contract import Progress
+from jgr.serving.policies.batching import Profile
+
+
+class JaxExecutor:
+    """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
+
+    def __init__(
+        self,
+        cfg: GeneratorConfig,
+        params: GeneratorParams,
+        tables: CatalogTables,
+        profiles: tuple[Profile, ...],
+        normalize: Normalize,
+        *,
+        approximate: int = 0,
+        listed: int = 1,
+        segment_rows: int = 0,
+    ) -> None:
+        """approximate: see beam.recommend. listed, segment_rows: what filters may hold; see DeviceFilters."""
+        self.profiles = profiles
+        self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
+        self._approximate = approximate
+        self._listed, self._segment_rows = listed, segment_rows
+        self._filters = DeviceFilters(tables, listed, segment_rows)
+        self._programs: dict[Profile, jax.stages.Compiled] = {}
+
+    def over(self, tables: CatalogTables, segment_rows: int) -> JaxExecutor:
+        """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
+        other = JaxExecutor(
+            self._cfg,
+            self._params,
+            tables,
+            self.profiles,
+            self._normalize,
+            approximate=self._approximate,
+            listed=self._listed,
+            segment_rows=segment_rows,
+        )
+        if other._shapes() == self._shapes():
+            other._programs = self._programs
+        return other
+
+    @property
+    def to_compile(self) -> int:
+        """Profiles without a program."""
+        return len(self.profiles) - len(self._programs)
+
+    def _shapes(self) -> Any:
+        """What the programs depend on besides the model and the profiles."""
+        return self._segment_rows, [(x.shape, x.dtype) for x in jax.tree.leaves(self._tables)]
+
+    @preparing()
+    def warm_up(self, progress: Progress) -> None:
+        """Compile and run every profile that has no program yet; progress(done, total, label) after each."""
+        for done, profile in enumerate(self.profiles, start=1):
+            if profile not in self._programs:
+                self._programs[profile] = self.compile(profile)
+                self.run(profile, [_smallest_work(profile)])
+            label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
+            progress(done, len(self.profiles), label)
+
+    def compile(self, profile: Profile) -> jax.stages.Compiled:
+        """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
+        inputs = self._inputs(profile, [])
+        lowered: jax.stages.Lowered
+        if profile.kind == "recommend":
+            lowered = beam.recommend.lower(
+                self._params,
+                self._tables,
+                *inputs,
+                cfg=self._cfg,
+                width=profile.width,
+                normalize=self._normalize,
+                approximate=self._approximate,
+            )
+        else:
+            lowered = beam.rank.lower(
+                self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
+            )
+        return lowered.compile()
+
+    def program_texts(self) -> list[str]:
+        """The compiled programs as XLA writes them, for profiling; after warm_up."""
+        return [program.as_text() or "" for program in self._programs.values()]
+
+    def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
+        """One outcome per work, in order; blocks until the device is done. See jgr.serving.decoders.work.Executor."""
+        out = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+        if profile.kind == "recommend":
+            leaves, scores, _ = (np.asarray(x) for x in out)
+            # dead beams sort last; a NaN is a fault, not a dead beam
+            alive = (~np.isneginf(scores)).sum(axis=1)
+            return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
+        scores = np.asarray(out)
+        return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]
+
+    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[Any, ...]:
+        """The profile's arrays; rows without a work are one padding token long and have no beams."""
+        tokens = np.zeros((profile.batch, profile.tokens), np.int32)
+        lengths = np.ones(profile.batch, np.int32)
+        for i, work in enumerate(works):
+            assert not isinstance(work, SegmentsWork)
+            lengths[i] = len(work.prompt)
+            tokens[i, : lengths[i]] = work.prompt
+        if profile.kind == "rank":
+            leaves = np.zeros((profile.batch, profile.width), np.int32)
+            for i, work in enumerate(works):
+                assert isinstance(work, RankWork)
+                leaves[i, : len(work.leaves)] = work.leaves
+            return tokens, lengths, leaves
+        widths = np.zeros(profile.batch, np.int32)
+        filters = []
+        for i, work in enumerate(works):
+            assert isinstance(work, RecommendWork)
+            widths[i] = work.beam_width
+            filters.append(work.filter)
+        return tokens, lengths, widths, self._filters.lay_out(profile.batch, filters)
+
+
+def _width(work: Work) -> int:
+    assert isinstance(work, RankWork)
+    return len(work.leaves)
+
+
+def _smallest_work(profile: Profile) -> Work:
+    prompt = np.zeros(1, np.int32)
+    if profile.kind == "recommend":
+        return RecommendWork(prompt, beam_width=1)
+    return RankWork(prompt, leaves=np.zeros(1, np.int32))

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to an executor's work, and from its outcome to an answer.
+
+The one idea: everything that knows item ids stands here, and everything behind it knows rows, leaves and
+tokens only. Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
+
+Items that share a semantic id share a leaf. So the search enters a leaf as long as one of its items may be returned;
+the others are dropped here, when leaves become items again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET, UnsetType
+
+from jgr.cache.entries import Content, Name
+from jgr.catalog.catalog import Catalog
+from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
+from jgr.catalog.prefix_tree import PrefixTree
+from jgr.config import Config, ConfigError
+from jgr.prompt.candidates import SegmentPrompts
+from jgr.prompt.layouts import SegmentedPrompt
+from jgr.serving.api import (
+    MAX_QUOTED_CHARS,
+    Filters,
+    Item,
+    ModelInfo,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    Reuse,
+    Usage,
+    invalid,
+    quoted,
+)
+from jgr.serving.decoders.work import (
+    Outcome,
+    RankOutcome,
+    RankWork,
+    RecommendOutcome,
+    RecommendWork,
+    SegmentsWork,
+    Work,
+)
+from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
+from jgr.serving.policies.batching import Kind
+from jgr.serving.policies.prompt_scheduling import (
+    NO_REPAIR,
+    Parts,
+    PlannedPrompt,
+    PlannedSegment,
+    Repair,
+)
+
+Int32 = npt.NDArray[np.int32]
+
+SCORER_FIELDS = ("history_times", "time", "history_actions", "context", "scenario", "task_weights")
+"""What a request to rank may hold for models that read more than items."""
+
+
+class Prompts(Protocol):
+    """Makes prompts; jgr.prompt.tokens.PromptBuilder is one. suffix: what stands behind the history."""
+
+    suffix: Int32
+
+    def build(self, rows: Int32) -> Int32:
+        """rows: [h] int32, oldest first. Returns [t] int32 tokens."""
+
+    def user(self, rows: Int32) -> Int32:
+        """Its tokens without the suffix."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank).
+
+    parts: of the prompt, where it may be cached; plan: since its batch started.
+    """
+
+    request: Request
+    work: Work
+    usage: Usage
+    rows: Int32
+    parts: Parts | None = None
+    plan: PlannedPrompt | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "recommend" if isinstance(self.request, RecommendRequest) else "rank"
+
+    @property
+    def width(self) -> int:
+        """Beam width, or number of candidates."""
+        return len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """That the device computes at most."""
+        return self.work.tokens if self.parts is None else self.parts.computed_at_most
+
+
+class Translator:
+    """Requests to tasks, outcomes to items, for one model and catalog.
+
+    max_beam_width, max_candidates: what the compiled profiles hold; 0 where the kind is not served.
+    ConfigError where the default beam width fits no profile.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        catalog: Catalog,
+        tree: PrefixTree,
+        prompts: Prompts,
+        config: Config,
+        *,
+        max_beam_width: int,
+        max_candidates: int,
+        revision: str = "",
+        segments: SegmentPrompts | None = None,
+        cached: bool = False,
+    ) -> None:
+        if 0 < max_beam_width < config.beam.width:
+            raise ConfigError(
+                f"beam.width is {config.beam.width}, but the largest of profiles.widths is {max_beam_width}"
+            )
+        self.catalog = catalog
+        self._tree = tree
+        self._prompts, self._segments, self._cached = prompts, segments, cached
+        self._item_names = LazyNames(segments)
+        self._repair = Repair.of(config.cache)
+        self._reject_unknown = config.server.unknown_items == "reject"
+        self._items_per_id = config.beam.items_per_id
+        self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
+        self.info = ModelInfo(
+            id=name,
+            version=f"{name}@{revision}" if revision else name,
+            catalog_version=catalog.version,
+            catalog_items=catalog.n_items,
+            depth=catalog.depth,
+            normalize=config.beam.normalize,
+            beam_width=config.beam.width,
+            max_beam_width=max_beam_width,
+            max_candidates=min(config.server.max_candidates, max_candidates),
+            max_history=config.server.max_history,
+            max_filter_items=config.server.max_filter_items,
+            segments=list(self._filters.segments),
+            max_history_in_prompt=config.prompt.max_items,
+        )
+
+    def prepare(self, request: Request) -> Task:
+        """RequestError names the field that the catalog or a limit refuses."""
+        return self._recommend(request) if isinstance(request, RecommendRequest) else self._rank(request)
+
+    def items(self, task: Task, outcome: Outcome) -> list[Item]:
+        """The answer's items, best first. ValueError for a score that is not finite: an executor's fault."""
+        if not np.isfinite(outcome.scores).all():
+            raise ValueError("the executor returned a score that is not finite")
+        if isinstance(outcome, RecommendOutcome):
+            return self._recommended(task, outcome)
+        return self._ranked(task, outcome)
+
+    def explain(self, task: Task) -> list[Reuse]:
+        """Where the prompt's parts came from, once its batch was planned; empty where nothing is cached."""
+        work, parts = task.work, task.parts
+        if not isinstance(work, SegmentsWork) or parts is None or task.plan is None:
+            return []
+        plan = task.plan
+        user = [_reuse("user", len(parts.history), plan.user)]
+        items = [
+            _reuse("item", len(content), source, self.catalog.item_ids[row])
+            for row, (_, content), source in zip(task.rows.tolist(), parts.items, plan.items, strict=False)
+        ]
+        return user + items if plan.layout == "user_prefix" else items + user
+
+    def _recommend(self, request: RecommendRequest) -> Task:
+        info = self.info
+        width = request.beam_width or info.beam_width
+        if width > info.max_beam_width:
+            raise invalid("beam_width", f"beam_width is {width}; the largest served is {info.max_beam_width}")
+        if request.top_k > width:
+            raise invalid("top_k", f"top_k is {request.top_k}; it can be at most beam_width, here {width}")
+        if request.top_k > info.catalog_items:
+            raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+        chosen, unknown_filtered = self._filter(request, rows)
+        work: Work
+        parts = None
+        if self._cached:
+            prompt = SegmentedPrompt(self._prompts.user(rows), self._prompts.suffix)
+            work = SegmentsWork(prompt, beam_width=width, filter=chosen)
+            parts = _parts(request, prompt, ())
+        else:
+            work = RecommendWork(self._prompts.build(rows), width, chosen)
+        usage = self._usage(work, rows, unknown)
+        usage.beam_width = width
+        if request.filters is not None:
+            usage.unknown_filter_items = unknown_filtered
+        return Task(request, work, usage, rows, parts)
+
+    def _filter(self, request: RecommendRequest, history: Int32) -> tuple[ItemFilter, int]:
+        """What may be returned, and how many ids of the request's filters the catalog lacks."""
+        hidden = history if request.exclude_history else history[:0]
+        filters = request.filters
+        if filters is None:
+            return (self._filters.choose(hidden, None, ()) if len(hidden) else NO_FILTER), 0
+        self._check_filters(filters)
+        denied, unknown = self.catalog.rows(texts([*filters.exclude, *filters.deny]))
+        allowed = None
+        if filters.allow is not None:
+            allowed, unknown_allowed = self.catalog.rows(texts(filters.allow))
+            unknown += unknown_allowed
+        chosen = self._filters.choose(np.concatenate([hidden, denied]), allowed, filters.segments)
+        if not chosen.n_items:
+            raise invalid("filters", "filters: nothing of the catalog is left to recommend")
+        return chosen, len(unknown)
+
+    def _check_filters(self, filters: Filters) -> None:
+        count, limit = 0, self.info.max_filter_items
+        for name in ("exclude", "deny", "allow"):
+            count += len(getattr(filters, name) or ())
+            if count > limit:
+                raise invalid(
+                    f"filters.{name}",
+                    f"filters.{name}: the filters have more than {limit} items, all lists together",
+                )
+        known = self._filters.segments
+        for at, name in enumerate(filters.segments):
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                there = f"the nearest is {quoted(near[0])}" if near else "the catalog has none"
+                field = f"filters.segments[{at}]"
+                raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
+
+    def _rank(self, request: RankRequest) -> Task:
+        for name in SCORER_FIELDS:
+            if getattr(request, name):
+                raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
+        candidates = known_candidates(request, self.catalog, self.info.max_candidates)
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+        work: Work
+        parts = None
+        if self._segments is not None:
+            prompt = self._segments.prompt(self._prompts.user(rows), candidates, last=int(rows[-1]))
+            work = SegmentsWork(prompt, *self._segments.columns(candidates))
+            parts = _parts(request, prompt, self._item_names.of(candidates), self._repair)
+        elif request.layout is not None:
+            raise invalid(
+                "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
+            )
+        else:
+            work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
+        usage = self._usage(work, rows, unknown)
+        usage.candidates = len(candidates)
+        return Task(request, work, usage, candidates, parts)
+
+    def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
+        return Usage(
+            prompt_tokens=work.tokens,
+            computed_tokens=work.tokens,
+            history_items=min(len(rows), self.info.max_history_in_prompt),
+            unknown_items=len(unknown),
+            unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
+        )
+
+    def _recommended(self, task: Task, outcome: RecommendOutcome) -> list[Item]:
+        request, work = task.request, task.work
+        assert isinstance(request, RecommendRequest) and not isinstance(work, RankWork)
+        task.usage.dead_beams = work.beam_width - len(outcome.leaves)
+        items: list[Item] = []
+        for leaf, score in zip(outcome.leaves.tolist(), outcome.scores.tolist(), strict=True):
+            kept = (row for row in self._tree.rows_of(leaf).tolist() if work.filter.keeps(row))
+            for row in itertools.islice(kept, min(self._items_per_id, request.top_k - len(items))):
+                items.append(self._item(row, score, len(items) + 1, request.include_metadata))
+            if len(items) == request.top_k:
+                break
+        return items
+
+    def _ranked(self, task: Task, outcome: RankOutcome) -> list[Item]:
+        # Stable, so that equal scores keep the caller's order.
+        order = np.argsort(-outcome.scores, kind="stable")[: task.request.top_k]
+        rows, scores = task.rows[order].tolist(), outcome.scores[order].tolist()
+        ranked = enumerate(zip(rows, scores, strict=True), 1)
+        return [self._item(row, score, rank, task.request.include_metadata) for rank, (row, score) in ranked]
+
+    def _item(self, row: int, score: float, rank: int, with_metadata: bool) -> Item:
+        item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
+        if with_metadata:
+            item.metadata = self.catalog.metadata[row]
+        return item
+
+
+class LazyNames:
+    """The cache entries' names and contents of items, made once an item."""
+
+    def __init__(self, segments: SegmentPrompts | None) -> None:
+        self._segments = segments
+        self._known: dict[int, tuple[Name, Content]] = {}
+
+    def of(self, rows: Int32) -> list[tuple[Name, Content]]:
+        """rows: [c] int32."""
+        known, found = self._known, []
+        for row in rows.tolist():
+            entry = known.get(row)
+            if entry is None:
+                assert self._segments is not None
+                content = Content(self._segments.item(row))
+                entry = known[row] = Name("item", row, "item_prefix"), content
+            found.append(entry)
+        return found
+
+
+def shadow(task: Task, repair: Repair | None = None) -> Task:
+    """The same task, to be computed without the cache in the layout that it had. repair: another one than it had."""
+    assert task.parts is not None and task.plan is not None
+    repair = task.parts.repair if repair is None else repair
+    parts = dataclasses.replace(task.parts, layout=task.plan.layout, fresh=True, repair=repair)
+    return dataclasses.replace(task, usage=copy(task.usage), parts=parts)
+
+
+def _parts(
+    request: Request,
+    prompt: SegmentedPrompt,
+    items: Sequence[tuple[Name, Content]],
+    repair: Repair = NO_REPAIR,
+) -> Parts:
+    """A user without an id is known by the history."""
+    history = Content(prompt.user)
+    given = request.user_id is not None
+    user = user_entry(str(request.user_id)) if given else f"history:{history.digest.hex()}"
+    behind = len(prompt.behind) + len(prompt.probe) * len(prompt.items)
+    layout = request.layout if isinstance(request, RankRequest) else "user_prefix"
+    return Parts(user, history, items, behind, layout, repair=repair)
+
+
+def _reuse(
+    segment: Literal["user", "item"], tokens: int, source: PlannedSegment, item_id: str | UnsetType = UNSET
+) -> Reuse:
+    return Reuse(
+        segment=segment,
+        item_id=item_id,
+        tokens=tokens,
+        cached_tokens=source.reused,
+        repaired_tokens=source.repaired or UNSET,
+        kept=source.write is not None,
+    )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an executor is given and what it gives back: plain arrays, no request objects, no item ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.meta import Move
+from jgr.catalog.item_filters import NO_FILTER, ItemFilter
+from jgr.prompt.layouts import SegmentedPrompt
+from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.threads import Calls
+from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.prompt_scheduling import PlannedPrompt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class RecommendWork:
+    """prompt: [t] int32 tokens; filter: what may be returned."""
+
+    prompt: Int32
+    beam_width: int
+    filter: ItemFilter = NO_FILTER
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class RankWork:
+    """prompt: [t] int32 tokens; leaves: [c] int32, the candidates' leaves in the caller's order."""
+
+    prompt: Int32
+    leaves: Int32
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentsWork:
+    """A prompt whose segments may be cached, to rank its items or to go on from.
+
+    columns, less: [c] int32, of each candidate the token whose logit is its score, and the one that counts against it.
+    beam_width, filter: as in RecommendWork. plan, moves: known when its batch is: where its segments come from, and
+    which entries must be moved before.
+    """
+
+    prompt: SegmentedPrompt
+    columns: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
+    less: Int32 | None = None
+    beam_width: int = 0
+    filter: ItemFilter = NO_FILTER
+    plan: PlannedPrompt | None = None
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class RecommendOutcome:
+    """leaves: [m] int32, best first, m <= beam_width (dead beams are left out); scores: [m] float32, log-likelihood."""
+
+    leaves: Int32
+    scores: Float32
+
+
+@dataclass(frozen=True, eq=False)
+class RankOutcome:
+    """scores: [c] float32, the log-likelihood of each candidate's semantic id, in the caller's order."""
+
+    scores: Float32
+
+
+Work = RecommendWork | RankWork | SegmentsWork
+Outcome = RecommendOutcome | RankOutcome
+
+
+class Executor(Protocol):
+    """Runs batches on a device. `run` blocks and is called by one thread at a time."""
+
+    profiles: tuple[Profile, ...]
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile every profile; progress(done, total, label) after each."""
+
+    def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
+        """One outcome per work, in order. len(works) <= profile.batch, all of the profile's kind."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How a batch ended. outcomes: one per work; empty where `error` is set. Times: the clock's, in ns."""
+
+    outcomes: Sequence[Outcome]
+    error: Exception | None
+    start_ns: int
+    end_ns: int
+
+
+class Worker(Calls):
+    """Runs an executor in its own thread."""
+
+    def __init__(self, executor: Executor, clock: Callable[[], int]) -> None:
+        super().__init__("jgr-device")
+        self._executor = executor
+        self._clock = clock
+
+    def run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
+        """Queue a batch; `done` is called on the event loop."""
+        self.call(partial(self._run, profile, works, done))
+
+    def _run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
+        start_ns = self._clock()
+        outcomes: Sequence[Outcome] = ()
+        error: Exception | None = None
+        try:
+            outcomes = self._executor.run(profile, works)
+            if len(outcomes) != len(works):
+                raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(works)} works")
+        except Exception as cause:
+            error = cause
+        self.post(partial(done, Run(outcomes, error, start_ns, self._clock())))

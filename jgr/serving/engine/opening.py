@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loading of any model begins with: its folder, a device, its catalog, metrics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from jgr.catalog.catalog import Catalog, load_catalog
+from jgr.config import Config, ConfigError
+from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
+from jgr.serving.engine.metrics import Metrics
+
+
+def open_folder(config: Config) -> Path:
+    """The model's folder, with a device and a compilation cache. ConfigError where there is none of either."""
+    if not config.model.path:
+        raise ConfigError("model.path: the folder of the model is not set")
+    try:
+        jax.devices()
+    except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
+        raise ConfigError(f"there is no device to serve on: {error}") from None
+    if config.model.compilation_cache:
+        use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
+    return Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models
+
+
+def read_catalog(folder: Path, config: Config) -> Catalog:
+    """That of config.catalog.path, else the model folder's."""
+    return load_catalog(config.catalog.path or folder / "catalog.jsonl")
+
+
+def counting_metrics() -> Metrics:
+    """Of a server's first engine; they show what the process compiles from now on."""
+    counter = CompilationCounter()
+    return Metrics(lambda: counter.counts)

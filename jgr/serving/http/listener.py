@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process side of the server: socket, signals, slow clients, start and end, around uvicorn.
+
+The one idea: a stop is a drain. SIGTERM or SIGINT makes the engine refuse new work while the socket stays
+open, so that clients hear a 503 instead of a reset; what was accepted is finished, up to a time limit; then
+the connections are closed and the exit code is 0. A second signal ends the process at once. SIGHUP reloads the
+models, one after the other.
+
+The whole of a request, head and body, must arrive within `READ_TIMEOUT_S` (a catalog: `UPLOAD_TIMEOUT_S`), however
+slowly it drips, or the connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the
+shape of every other refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from jgr.config import Config, UserError
+from jgr.serving.api import STATUS, RequestError
+from jgr.serving.engine.contract import AnyEngine, Progress
+from jgr.serving.http.server import UPLOAD_PATH, App, error_body
+from jgr.serving.versions.deployment import Deployment, Load
+from jgr.serving.versions.served_models import Models
+
+READ_TIMEOUT_S = 10.0
+UPLOAD_TIMEOUT_S = 600.0
+"""Of the body of a catalog; no `READ_TIMEOUT_S` of it may pass without a byte."""
+KEEP_ALIVE_S = 30
+MAX_HEAD_BYTES = 1 << 16
+MAX_PIPELINED = 16
+"""Requests of one connection that may wait behind a running one before its client is not read any further."""
+CLOSE_TIMEOUT_S = 5
+BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. UserError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"server.host, server.port: cannot listen on {host}:{port}: {error.strerror}"
+        ) from None
+
+
+class Listener(uvicorn.Server):
+    """Serves an engine, and the models of `more` beside it, on a socket until a signal or `stop`.
+
+    load: makes the engine that a reload goes on with; None: there are no reloads. on_progress: as of
+    Executor.warm_up, in the worker thread. on_ready: called with the server's URL once all models are served.
+    exit_code: 0, or 1 where a warm-up failed. ConfigError where two models have one name.
+    """
+
+    def __init__(
+        self,
+        engine: AnyEngine,
+        config: Config,
+        *,
+        load: Load | None = None,
+        more: Sequence[Deployment] = (),
+        on_progress: Progress = lambda done, total, label: None,
+        on_ready: Callable[[str], None] = lambda url: None,
+        read_timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        self.models = Models([Deployment(engine, config.catalog, load), *more])
+        protocol: Any = partial(_Protocol, read_timeout_s=read_timeout_s)
+        super().__init__(
+            uvicorn.Config(
+                App(self.models, config.server),
+                loop="uvloop",
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            )
+        )
+        self.exit_code = 0
+        self._drain_timeout_s = config.server.drain_timeout_s
+        self._on_progress = on_progress
+        self._on_ready = on_ready
+        self._socket = bind(config.server.host, config.server.port)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._warming: asyncio.Task[None]
+
+    def serve_until_stopped(self) -> int:
+        """Block until drained. The exit code."""
+        self.run(sockets=[self._socket])
+        return self.exit_code
+
+    def stop(self) -> None:
+        """Drain and end, as SIGTERM does. From any thread."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.models.reload_all)
+        self._warming = asyncio.create_task(self._warm_up())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not await self.models.drain(self._drain_timeout_s):
+            _log.warning("not everything was finished after %g s", self._drain_timeout_s)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own handler raises the signal again after a clean end, which would hide the exit code.
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self.should_exit = True
+
+    async def _warm_up(self) -> None:
+        try:
+            await self.models.start(self._on_progress)
+        except Exception:
+            failed = [d.name for d in self.models.deployments if d.status == "failed"]
+            _log.exception("the warm-up of model %s failed", ", ".join(failed))
+            self.exit_code = 1
+            self.should_exit = True
+        else:
+            if self.models.status == "ready":
+                self._on_ready(self.url)
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with limits on a request's time to arrive and on the size of its head.
+
+    It also knows which request of a pipelining client is running (uvicorn knows the newest), so that this one hears
+    when the client leaves.
+    """
+
+    def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._read_timeout_s = read_timeout_s
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._upload_ends_s: float | None = None
+        self._in_head = False
+        self._head_bytes = 0
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._upload_ends_s is not None and self._read_timer is not None:
+            self._stop_timer()
+            self._start_timer(min(self._read_timeout_s, self._upload_ends_s - self.loop.time()))
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large())
+
+    def on_message_begin(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        if self._read_timer is None:
+            self._start_timer()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            raise _head_too_large()
+        super().on_headers_complete()
+        if self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH:
+            self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
+        if len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # a transport that is not read does not tell that its client has left
+
+    def on_message_complete(self) -> None:
+        self._upload_ends_s = None
+        self._stop_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        # The parser hides what its callbacks raise behind an error of its own.
+        cause = sys.exception()
+        context = cause.__context__ if cause is not None else None
+        self._refuse(context if isinstance(context, RequestError) else RequestError("invalid_http", msg))
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer what is no request, or too much of one, and close.
+
+        Where requests before it wait for their answers, the last of these is the end instead.
+        """
+        if self._running is not None and self.pipeline and self.cycle.more_body:
+            self.pipeline.popleft()  # the damaged request itself
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._running
+        if self._running is not None and not (self.cycle.response_complete or self.cycle.more_body):
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        request_id = os.urandom(16).hex()
+        body = error_body(error, request_id)
+        head = [
+            STATUS_LINE[STATUS[error.type]],
+            *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
+            b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
+            b"x-request-id: %b\r\nconnection: close\r\n\r\n" % request_id.encode(),
+        ]
+        self.transport.write(b"".join([*head, body]))
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _start_timer(self, timeout_s: float | None = None) -> None:
+        delay_s = self._read_timeout_s if timeout_s is None else max(0.0, timeout_s)
+        self._read_timer = self.loop.call_later(delay_s, self._timed_out)
+
+    def _stop_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _timed_out(self) -> None:
+        running = self._running
+        # A pipelined request may wait for the one before it, not for its client.
+        if running is not None and not (running.response_complete or running.more_body):
+            self._start_timer()
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+
+def _head_too_large() -> RequestError:
+    return RequestError(
+        "head_too_large", f"the request line and the headers may have at most {MAX_HEAD_BYTES} bytes"
+    )

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP face of the models that are served: translation only.
+
+The one idea: two endpoints are hot and everything else is not. `/v1/recommend` and `/v1/rank` are plain ASGI:
+one read, one decode into a typed struct, one encode, no middleware. The rest is Starlette.
+
+Every answer carries X-Request-Id; every refusal has the one shape of `jgr.serving.api.ErrorAnswer`. A body
+larger than the limit is never kept in memory, chunked or not. A client that goes away cancels its work.
+What changes the server itself (a reload, a catalog) asks for a key of its own, and is closed where there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from jgr.config import ServerConfig
+from jgr.serving.api import (
+    STATUS,
+    Answer,
+    CatalogItem,
+    Erased,
+    ErrorAnswer,
+    ErrorBody,
+    ErrorType,
+    Health,
+    ModelList,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    RequestError,
+    quoted,
+)
+from jgr.serving.engine import metrics
+from jgr.serving.engine.contract import AnyEngine, AnyTicket, ClientGone
+from jgr.serving.http import openapi
+from jgr.serving.http.decoding import decode
+from jgr.serving.policies.batching import Kind
+from jgr.serving.versions.held_catalogs import Catalogs
+from jgr.serving.versions.served_models import Models
+
+UPLOAD_PATH = "/v1/catalogs"
+CLIENT_GONE = 499
+"""What the request counter shows for a client that left; nothing is sent."""
+RETRY_AFTER_S = 1
+DISCARD_BODIES = 8
+"""This many times the body limit is read and thrown away, so that the client can hear the 413."""
+
+Headers = list[tuple[bytes, bytes]]
+Hot = tuple[Kind, Callable[[bytes], Request]]
+"""What a hot endpoint asks of a model, and what reads its bodies."""
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.Encoder().encode
+_REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+_OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
+_ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
+"""How the paths begin that only take a POST from an admin: more than there are, so that no spelling escapes."""
+_ERROR_HEADERS: dict[ErrorType, Headers] = {
+    "unauthorized": [(b"www-authenticate", b"Bearer")],
+    "method_not_allowed": [(b"allow", b"POST")],
+    "overloaded": [(b"retry-after", str(RETRY_AFTER_S).encode())],
+    "body_too_large": [(b"connection", b"close")],
+}
+
+
+class App:
+    """The ASGI application of a server's models. `jgr.serving.http.listener` runs it; any ASGI server could."""
+
+    def __init__(self, models: Models, config: ServerConfig) -> None:
+        self._models = models
+        self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
+        self._clock = models.deployments[0].engine.clock
+        self._metrics = models.deployments[0].metrics  # which holds what is the process's
+        self._max_body = config.max_body_bytes
+        self._key = config.api_key.encode()
+        self._admin_key = config.admin_key.encode()
+        self._hot: dict[str, Hot] = {
+            "/v1/recommend": ("recommend", partial(decode, msgspec.json.Decoder(RecommendRequest))),
+            "/v1/rank": ("rank", partial(decode, msgspec.json.Decoder(RankRequest))),
+        }
+        description = openapi.document(models.infos, keyed=bool(self._key))
+        self._description = _encode(description)
+        self._page = openapi.page(description)
+        self._cold = Starlette(
+            routes=[
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
+                Route("/v1/models/{name:path}", self._model),
+                Route(UPLOAD_PATH, self._list_catalogs),
+                Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
+                Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
+                Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
+                Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
+                Route("/v1/items/{item_id:path}", self._item),
+                Route("/health/live", self._live),
+                Route("/health/ready", self._ready),
+                Route("/metrics", self._render_metrics),
+                Route("/openapi.json", self._openapi),
+                Route("/docs", self._docs),
+            ],
+            exception_handlers={HTTPException: _refuse, RequestError: _refuse, Exception: _refuse},
+        )
+        self._cold.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._cold(scope, receive, send)
+        arrival_ns = self._clock()
+        path, key, request_id = scope["path"], b"", ""
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                key = value
+            elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+                request_id = value.decode()
+        reply = _Reply(send, request_id or os.urandom(16).hex(), self._models)
+        hot = self._hot.get(path)
+        try:
+            if scope["method"] == "POST" and path.startswith(_ADMIN_PATHS):
+                self._authorize_admin(key)
+            elif self._key and path not in _OPEN_PATHS:
+                _authorize(key, self._key, "API key")
+            if hot is None:
+                if "\n" in path:  # a route's pattern may end before it
+                    raise RequestError("not_found", f"there is no {quoted(path)}")
+                scope["jgr.request_id"] = reply.request_id
+                await self._cold(scope, receive, reply.forward)
+            else:
+                answer = await self._answer(scope, receive, hot, reply.request_id, arrival_ns)
+                await reply.send(200, _encode(answer))
+        except RequestError as error:
+            await reply.refuse(error)
+        except ClientGone:
+            reply.status = CLIENT_GONE
+        except Exception as error:
+            _log.error("request %s failed", reply.request_id, exc_info=error)
+            await reply.refuse(RequestError("internal", "the server failed; see its log"))
+        finally:
+            route = scope.get("route")
+            endpoint = path if hot else route.path.replace(":path", "") if route else "other"
+            self._metrics.count_request(endpoint, reply.status)
+
+    def _authorize_admin(self, header: bytes) -> None:
+        if not self._admin_key:
+            raise RequestError(
+                "forbidden", "server.admin_key is not set; start the server with one to allow this"
+            )
+        _authorize(header, self._admin_key, "admin key")
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int
+    ) -> Answer:
+        if scope["method"] != "POST":
+            raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
+        body = await self._read_body(receive)
+        kind, parse = hot
+        request = parse(body)
+        engine = self._models.engine(request.model, kind)
+        ticket = engine.submit(request, request_id, arrival_ns)
+        watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
+        watcher.add_done_callback(partial(_client_gone, engine, ticket))
+        try:
+            return await ticket.answer
+        finally:
+            engine.cancel(ticket)
+            # An error's traceback holds this frame. Through the ticket it would hold itself, and with it the engine
+            # and its device memory, until the garbage collector comes by.
+            del engine, ticket
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        """The whole body. RequestError where it is over the limit, ClientGone where it never ends."""
+        chunks: list[bytes] = []
+        received, more = 0, True
+        while more and received <= DISCARD_BODIES * self._max_body:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            received += len(chunks[-1])
+            more = message.get("more_body", False)
+            if received > self._max_body:
+                chunks.clear()
+        if received > self._max_body:
+            raise RequestError("body_too_large", f"the body may have at most {self._max_body} bytes")
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _list_models(self, request: HttpRequest) -> Response:
+        return _json(ModelList(data=self._models.infos))
+
+    async def _model(self, request: HttpRequest) -> Response:
+        return _json(self._models.find(request.path_params["name"]).info)
+
+    async def _reload(self, request: HttpRequest) -> Response:
+        body = await self._read_body(request.receive)
+        if body.strip() not in (b"", b"{}"):
+            raise RequestError(
+                "invalid_request", "a reload takes no body: it reads the folder of model.path again"
+            )
+        model = self._models.find(request.path_params["name"])
+        model.reload()
+        return _json(model.info, 202, {"Location": f"/v1/models/{quote(model.name)}"})
+
+    def _catalogs_of(self, request: HttpRequest) -> Catalogs:
+        return self._catalogs[self._models.choose(request.query_params.get("model")).name]
+
+    async def _list_catalogs(self, request: HttpRequest) -> Response:
+        return _json(self._catalogs_of(request).listing())
+
+    async def _upload_catalog(self, request: HttpRequest) -> Response:
+        try:
+            return _json(await self._catalogs_of(request).upload(request.stream()), 201)
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _activate(self, request: HttpRequest) -> Response:
+        info = self._catalogs_of(request).activate(request.path_params["version"])
+        return _json(info, 202, _listed_at(request))
+
+    async def _roll_back(self, request: HttpRequest) -> Response:
+        return _json(self._catalogs_of(request).rollback(), 202, _listed_at(request))
+
+    async def _forget(self, request: HttpRequest) -> Response:
+        return _json(Erased(entries=self._models.forget(request.path_params["user_id"])))
+
+    async def _item(self, request: HttpRequest) -> Response:
+        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        item_id = request.path_params["item_id"]
+        row = catalog.row(item_id)
+        if row is None:
+            raise RequestError("not_found", f"item {quoted(item_id)} is not in the catalog", "item_id")
+        codes = catalog.codes[row].tolist()
+        return _json(
+            CatalogItem(
+                item_id=item_id,
+                semantic_id=[names[code] for names, code in zip(catalog.symbols, codes, strict=True)],
+                metadata=catalog.metadata[row],
+                catalog_version=catalog.version,
+            )
+        )
+
+    async def _live(self, request: HttpRequest) -> Response:
+        return _json(Health(status="live"))
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        if self._models.status != "ready":
+            raise RequestError("unavailable", f"the server is {self._models.status}")
+        return _json(Health(status="ready"))
+
+    async def _render_metrics(self, request: HttpRequest) -> Response:
+        return Response(self._models.render_metrics(), media_type=metrics.CONTENT_TYPE)
+
+    async def _openapi(self, request: HttpRequest) -> Response:
+        return Response(self._description, media_type="application/json")
+
+    async def _docs(self, request: HttpRequest) -> Response:
+        return Response(self._page, media_type="text/html")
+
+
+class _Reply:
+    """One response, with the headers that every response has. status: 0 until it is sent."""
+
+    def __init__(self, send: Send, request_id: str, models: Models) -> None:
+        self.request_id = request_id
+        self.status = 0
+        self._send = send
+        self._models = models
+
+    async def send(self, status: int, body: bytes, extra: Headers | None = None) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            *(extra or ()),
+        ]
+        await self.forward({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def refuse(self, error: RequestError) -> None:
+        if not self.status:
+            body = error_body(error, self.request_id)
+            await self.send(STATUS[error.type], body, _ERROR_HEADERS.get(error.type))
+
+    async def forward(self, message: Message) -> None:
+        """The `send` of an inner application."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = message["headers"]
+            headers.append((b"x-request-id", self.request_id.encode()))
+            if self._models.draining:
+                headers.append((b"connection", b"close"))
+        await self._send(message)
+
+
+async def _refuse(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's errors, and ours, in our shape."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {})["Allow"].split(", ")
+        headers["Allow"] = ", ".join(sorted(allowed))
+        error = RequestError("method_not_allowed", f"{request.url.path} does not take {request.method}")
+    elif isinstance(error, HTTPException):
+        error = RequestError("not_found", f"there is no {quoted(request.url.path)}")
+    elif not isinstance(error, RequestError):
+        error = RequestError("internal", "the server failed; see its log")
+    return Response(
+        error_body(error, request.scope["jgr.request_id"]),
+        STATUS[error.type],
+        headers,
+        "application/json",
+    )
+
+
+def error_body(error: RequestError, request_id: str) -> bytes:
+    """A refusal as JSON."""
+    body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
+    if error.field is not None:
+        body.field = error.field
+    return _encode(ErrorAnswer(error=body))
+
+
+def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_encode(value), status, headers, "application/json")
+
+
+def _listed_at(request: HttpRequest) -> dict[str, str]:
+    """Where it is told how an activation goes on."""
+    query = request.url.query
+    return {"Location": f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH}
+
+
+def _authorize(header: bytes, wanted: bytes, name: str) -> None:
+    scheme, _, key = header.partition(b" ")
+    if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
+        raise RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
+
+
+def _client_gone(engine: AnyEngine, ticket: AnyTicket, watcher: asyncio.Future[Message]) -> None:
+    if not watcher.cancelled():
+        engine.cancel(ticket)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Item ids of a request to rows of the catalog, and a user's id to the name of what is kept of the user."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.catalog.catalog import Catalog
+from jgr.serving.api import RankRequest, Request, invalid, quoted
+
+Int32 = npt.NDArray[np.int32]
+
+MAX_LISTED_IDS = 10
+"""The most unknown ids that an answer lists."""
+
+
+def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
+    """[c] int32 rows. RequestError for too many, for one that the catalog lacks or that comes twice, and for top_k."""
+    count = len(request.candidates)
+    if count > limit:
+        raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
+    if request.top_k is not None and request.top_k > count:
+        raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
+    item_ids = texts(request.candidates)
+    rows, unknown = catalog.rows(item_ids)
+    if unknown:
+        at = item_ids.index(unknown[0])
+        raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+    if len(set(item_ids)) < len(item_ids):
+        first: dict[str, int] = {}
+        for at, item_id in enumerate(item_ids):
+            if first.setdefault(item_id, at) != at:
+                raise invalid(
+                    f"candidates[{at}]", f"item {quoted(item_id)} is already candidates[{first[item_id]}]"
+                )
+    return rows
+
+
+def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) -> tuple[Int32, list[str]]:
+    """The rows of the history's known items, [h >= 1] int32, and the unknown ids.
+
+    RequestError for too many, for none that is known, and where `reject` for one that is not.
+    """
+    count = len(request.history)
+    if count > limit:
+        raise invalid("history", f"history has {count} items; the limit is {limit}")
+    item_ids = texts(request.history)
+    rows, unknown = catalog.rows(item_ids)
+    if unknown and reject:
+        at = item_ids.index(unknown[0])
+        raise invalid(f"history[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
+    if not len(rows):
+        raise invalid("history", "no item of the history is in the catalog")
+    return rows, unknown
+
+
+def user_entry(user_id: str) -> str:
+    """What a user's cache entries are called; no other entry's name begins so."""
+    return f"id:{user_id}"
+
+
+def texts(item_ids: list[str | int]) -> list[str]:
+    """Integers as their decimal text."""
+    return [item_id if type(item_id) is str else str(item_id) for item_id in item_ids]

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a ranker's folder to an engine: HSTU, SASRec, LRURec, the STU and Climber, as `scorers.save` writes them.
+
+A ranker embeds the items themselves, so its catalog must have the items that it was trained on, in their order; what
+else the catalog says of them may be another.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jgr.cache.pool import StatePool
+from jgr.catalog.catalog import Catalog
+from jgr.config import Config, ConfigError
+from jgr.features.addresses import open_store
+from jgr.features.cache import FeatureCache
+from jgr.features.schema import Schema
+from jgr.models import scorers
+from jgr.models.model_files import ModelFiles
+from jgr.models.params import PyTree
+from jgr.models.retrievers import items_digest
+from jgr.models.scorers import ScorerConfig
+from jgr.models.stu_scorer import HistoryIsWhole
+from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.metrics import Metrics
+from jgr.serving.policies.orchestration import READS
+from jgr.serving.policies.user_cache import UserCache
+from jgr.serving.scorers.executors import Programs, ScorerExecutors
+from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.translation import ScorerTranslator
+from jgr.serving.scorers.user_block import grown_by
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class ScorerModel:
+    """A ranker in memory."""
+
+    cfg: ScorerConfig
+    params: PyTree
+    revision: str
+    folder: Path
+
+
+@preparing()
+def load_scorer(folder: Path, config: Config) -> ScorerModel:
+    """Raises CheckpointError for a damaged folder, ConfigError for what rankers cannot do."""
+    if config.model.dtype != "float32":
+        raise ConfigError("model.dtype: rankers are served in float32")
+    files = ModelFiles(folder)
+    cfg, params = scorers.load(folder)
+    return ScorerModel(cfg, params, files.revision(), folder)
+
+
+@preparing()
+def make_scorer_engine(
+    model: ScorerModel,
+    config: Config,
+    catalog: Catalog,
+    metrics: Metrics,
+    like: ScorerExecutors | None = None,
+) -> ScorerEngine:
+    """An engine for a catalog, not yet started. like: executors of the model, whose programs are used.
+
+    UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
+    """
+    _fit(model, catalog)
+    settings = config.executors
+    needs = scorers.scorer(model.cfg).needs(model.cfg)
+    features = _open_features(config, needs, catalog)
+    schema = None if features is None else features.schema
+    if like is not None and like.programs.schema == schema:
+        programs = like.programs
+    else:
+        try:
+            programs = Programs(
+                model.cfg, model.params, settings.sizes, settings.share_user, schema, settings.growth
+            )
+        except HistoryIsWhole as error:
+            raise ConfigError(f"executors.growth: {error}") from None
+    pool = cache = None
+    if settings.share_user == "cache":
+        pool = StatePool(programs.kept, config.cache.device_mb, None if like is None else like.pool)
+        growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
+        cache = UserCache(pool, programs.user.size, growth)
+    executors = ScorerExecutors(programs, settings.number, pool, bind=config.features.bind_threads)
+    _log.info(
+        "model %s@%s: %s of %d items, on %s; catalog %s; %d programs to compile",
+        config.model.name,
+        model.revision,
+        type(model.cfg).__name__.removesuffix("Config"),
+        catalog.n_items,
+        jax.devices()[0].device_kind,
+        catalog.version,
+        programs.to_compile,
+    )
+    translator = ScorerTranslator(
+        config.model.name, catalog, needs, programs.user, config, revision=model.revision
+    )
+    return ScorerEngine(
+        translator,
+        executors,
+        config,
+        tasks=len(needs.tasks),
+        reads=READS in programs.layouts,
+        metrics=metrics,
+        features=features,
+        cache=cache,
+        rebuild=Rebuild(
+            partial(_fit, model),
+            partial(make_scorer_engine, model, config, metrics=metrics, like=executors),
+        ),
+    )
+
+
+def _fit(model: ScorerModel, catalog: Catalog) -> None:
+    """ConfigError where the catalog's items are not the model's."""
+    if model.cfg.items != items_digest(catalog.item_ids) or model.cfg.n_items != catalog.n_items:
+        raise ConfigError(
+            f"{model.folder}: the model was trained on other items than the catalog's, or on another order of them"
+        )
+
+
+def _open_features(config: Config, needs: scorers.Needs, catalog: Catalog) -> FeatureCache | None:
+    """The cache of the features that the model reads; None where it reads none, or no store is configured."""
+    settings = config.features
+    if not needs.features:
+        return None
+    if not settings.store:
+        names = ", ".join(name for name, _ in needs.features)
+        _log.warning("features.store is not set: items are ranked without their features %s", names)
+        return None
+    store = open_store(settings.store, settings.timeout_ms / 1e3)
+    try:
+        text = store.schema()
+        if text is None:
+            raise ConfigError("features.store: it holds no features; load them by jgr features load")
+        schema = Schema.parse(text)
+        widths = {feature.name: feature.width for feature in schema.features}
+        for name, width in needs.features:
+            if widths.get(name) != width:
+                raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
+    except Exception:
+        store.close()
+        raise
+    return FeatureCache(store, schema, catalog.item_ids, settings)

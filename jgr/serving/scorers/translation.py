@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to what a ranker reads, and from its scores to an answer.
+
+The one idea: what a request must say is what the model needs (`scorers.Needs`), so every check is made against that,
+and a field that the model has no use for is refused rather than ignored. The user becomes one block (`user_block`),
+the candidates become rows of the catalog.
+
+Times of a user count from the start of the week, in UTC, of the oldest event that is kept: small numbers for 32 bits
+that keep the hour of the day and the day of the week.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.buffers import Layout
+from jgr.catalog.catalog import Catalog
+from jgr.config import Config
+from jgr.models.scorers import Needs
+from jgr.models.stu_scorer import WEEK
+from jgr.serving.api import (
+    MAX_QUOTED_CHARS,
+    Item,
+    ModelInfo,
+    RankRequest,
+    Request,
+    Reuse,
+    Usage,
+    invalid,
+    quoted,
+)
+from jgr.serving.known_items import (
+    MAX_LISTED_IDS,
+    known_candidates,
+    known_history,
+    texts,
+    user_entry,
+)
+from jgr.serving.scorers.user_block import new_block
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+
+LONGEST_S = (1 << 31) - 1
+"""From a user's oldest event to now."""
+MAX_WEIGHT = 1e6
+"""Of a task: a sum of such stays finite in float32."""
+
+
+@dataclass(eq=False)
+class ScorerTask:
+    """A validated request. rows: [n] int32, the candidates. block: the user. user: what its cache entry is called.
+
+    weights: [P] float32, by which the tasks are summed for the order.
+    """
+
+    request: RankRequest
+    rows: Int32
+    block: UInt8
+    user: str
+    weights: Float32
+    usage: Usage
+
+
+class ScorerTranslator:
+    """Requests to tasks, scores to items, for one ranker and catalog.
+
+    layout: of the user's block. wall: seconds since the epoch, for requests that do not say when they are asked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        catalog: Catalog,
+        needs: Needs,
+        layout: Layout,
+        config: Config,
+        *,
+        revision: str = "",
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.catalog = catalog
+        self._needs, self._layout, self._wall = needs, layout, wall
+        self._slots = {f"slot{at}": (at, values) for at, values in enumerate(needs.slots)}
+        self._reject_unknown = config.server.unknown_items == "reject"
+        self.info = ModelInfo(
+            id=name,
+            version=f"{name}@{revision}" if revision else name,
+            catalog_version=catalog.version,
+            catalog_items=catalog.n_items,
+            depth=catalog.depth,
+            normalize=config.beam.normalize,
+            beam_width=0,
+            max_beam_width=0,
+            max_candidates=config.server.max_candidates,
+            timed=needs.timed,
+            tasks=list(needs.tasks) if len(needs.tasks) > 1 else [],
+            scenarios=needs.scenarios,
+            context={name: values for name, (_, values) in self._slots.items()},
+            action_bits=needs.actions,
+            max_history=config.server.max_history,
+            max_filter_items=0,
+            segments=[],
+            max_history_in_prompt=needs.max_items,
+        )
+
+    def prepare(self, request: Request) -> ScorerTask:
+        """RequestError names the field that the catalog, a limit or the model refuses."""
+        if not isinstance(request, RankRequest):
+            raise invalid("model", f"model {self.info.id!r} ranks candidates: ask /v1/rank")
+        self._refuse_useless(request)
+        rows = known_candidates(request, self.catalog, self.info.max_candidates)
+        block, kept, unknown = self._user(request)
+        given = request.user_id is not None
+        digest = hashlib.sha256(block.tobytes()).hexdigest()
+        user = user_entry(str(request.user_id)) if given else f"history:{digest}"
+        tokens = kept + len(self._needs.slots)
+        usage = Usage(
+            prompt_tokens=tokens,
+            computed_tokens=tokens,
+            history_items=kept,
+            unknown_items=len(unknown),
+            unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
+            candidates=len(rows),
+        )
+        return ScorerTask(request, rows, block, user, self._weights(request.task_weights), usage)
+
+    def items(self, task: ScorerTask, scores: Float32) -> list[Item]:
+        """The answer's items, best first. scores: [n, P]. ValueError for one that is not finite, a fault."""
+        if not np.isfinite(scores).all():
+            raise ValueError("the executor returned a score that is not finite")
+        weighed = scores @ task.weights
+        # Stable, so that equal scores keep the caller's order.
+        order = np.argsort(-weighed, kind="stable")[: task.request.top_k]
+        tasks = self._needs.tasks
+        items = []
+        for rank, (row, score, by_task) in enumerate(
+            zip(task.rows[order].tolist(), weighed[order].tolist(), scores[order].tolist(), strict=True), 1
+        ):
+            item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
+            if len(tasks) > 1:
+                item.scores = dict(zip(tasks, by_task, strict=True))
+            if task.request.include_metadata:
+                item.metadata = self.catalog.metadata[row]
+            items.append(item)
+        return items
+
+    def explain(self, task: ScorerTask, kept: bool) -> list[Reuse]:
+        """Where the user's part came from."""
+        usage = task.usage
+        return [
+            Reuse(segment="user", tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, kept=kept)
+        ]
+
+    def _refuse_useless(self, request: RankRequest) -> None:
+        needs = self._needs
+        used = {
+            "layout": False,
+            "history_times": needs.timed,
+            "time": needs.timed,
+            "history_actions": needs.actions > 0,
+            "context": bool(needs.slots),
+            "task_weights": len(needs.tasks) > 1,
+        }
+        for name, useful in used.items():
+            if not useful and getattr(request, name) is not None:
+                raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
+        if request.scenario and needs.scenarios == 1:
+            raise invalid("scenario", f"scenario: model {self.info.id!r} has no use for it")
+        if request.scenario >= needs.scenarios:
+            raise invalid(
+                "scenario", f"scenario is {request.scenario}; the model has {needs.scenarios}, from 0"
+            )
+
+    def _user(self, request: RankRequest) -> tuple[UInt8, int, list[str]]:
+        """The block, how many events are in it, and the history's items that the catalog lacks."""
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+        last = slice(-self._needs.max_items, None)
+        missing = set(unknown)
+        known = [at for at, item in enumerate(texts(request.history)) if item not in missing][last]
+        block, views = new_block(self._layout)
+        views["rows"][: len(known)] = rows[last]
+        if self._needs.timed:
+            views["times"][: len(known)], views["now"][0] = self._times(request, known)
+        if request.history_actions is not None:
+            views["actions"][: len(known)] = self._actions(request, request.history_actions)[known]
+        for name, value in (request.context or {}).items():
+            views["context"][self._slot(name, value)] = value
+        if "scenario" in views:
+            views["scenario"][0] = request.scenario
+        return block, len(known), unknown
+
+    def _times(self, request: RankRequest, known: list[int]) -> tuple[Int32, int]:
+        """When the kept events came, and now."""
+        given = request.history_times
+        if given is None:
+            raise invalid("history_times", f"history_times is required: model {self.info.id!r} reads times")
+        _require_one_each("history_times", given, request)
+        times = np.array(given, np.int64)
+        if (falls := np.flatnonzero(np.diff(times) < 0)).size:
+            at = int(falls[0]) + 1
+            raise invalid(
+                f"history_times[{at}]",
+                f"history_times[{at}] is {given[at]}, before {given[at - 1]}: times must ascend",
+            )
+        if request.time is not None and request.time < given[-1]:
+            raise invalid("time", f"time is {request.time}, before the history's last event at {given[-1]}")
+        now = max(int(self._wall()), given[-1]) if request.time is None else request.time
+        origin = int(times[known[0]]) // WEEK * WEEK
+        if now - origin > LONGEST_S:
+            raise invalid("history_times", f"history_times: from {times[known[0]]} to {now} is over 68 years")
+        return (times[known] - origin).astype(np.int32), now - origin
+
+    def _actions(self, request: RankRequest, given: list[int]) -> Int32:
+        _require_one_each("history_actions", given, request)
+        actions = np.array(given, np.int64)
+        limit = 1 << self._needs.actions
+        if (beyond := np.flatnonzero(actions >= limit)).size:
+            at = int(beyond[0])
+            raise invalid(
+                f"history_actions[{at}]",
+                f"history_actions[{at}] is {given[at]}; the model knows {self._needs.actions} bits, below {limit}",
+            )
+        return actions.astype(np.int32)
+
+    def _slot(self, name: str, value: int) -> int:
+        """The slot of that name; the value must be one of its."""
+        if name not in self._slots:
+            near = difflib.get_close_matches(name, self._slots, n=1, cutoff=0.0)[0]
+            raise invalid(
+                f"context.{name[:MAX_QUOTED_CHARS]}",
+                f"context: the model has no slot {quoted(name)}; the nearest is {near!r}",
+            )
+        at, values = self._slots[name]
+        if value >= values:
+            raise invalid(f"context.{name}", f"context.{name} is {value}; it has {values} values, from 0")
+        return at
+
+    def _weights(self, given: Mapping[str, float] | None) -> Float32:
+        tasks = self._needs.tasks
+        weights = np.zeros(len(tasks), np.float32)
+        if given is None:
+            weights[0] = 1.0
+            return weights
+        for name, weight in given.items():
+            if name not in tasks:
+                near = difflib.get_close_matches(name, tasks, n=1, cutoff=0.0)[0]
+                raise invalid(
+                    f"task_weights.{name[:MAX_QUOTED_CHARS]}",
+                    f"task_weights: the model has no task {quoted(name)}; the nearest is {near!r}",
+                )
+            if abs(weight) > MAX_WEIGHT:
+                raise invalid(f"task_weights.{name}", f"task_weights.{name} must be within {MAX_WEIGHT:g}")
+            weights[tasks.index(name)] = weight
+        if not weights.any():
+            raise invalid("task_weights", "task_weights: no task has a weight other than 0")
+        return weights
+
+
+def _require_one_each(name: str, given: list[Any], request: RankRequest) -> None:
+    if len(given) != len(request.history):
+        raise invalid(name, f"{name} has {len(given)} values, the history {len(request.history)} items")

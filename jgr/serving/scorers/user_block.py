@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a ranker's programs are given, as the host writes it and as the device reads it (FLAME-6, FLAME-14).
+
+The one idea: all that a request says of its user is one block of fixed size, assembled once. It is copied into the
+buffers of the request's parts in one piece, and its bytes are what a cached user is known by: whatever a model reads of
+a user is in there, and what it does not read is not.
+
+Letters: S history places, C contextual slots, m candidates of a part; one user to a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.buffers import Layout
+from jgr.features.schema import Schema
+from jgr.features.unpacking import unpack_records
+from jgr.models.scorers import Candidates, Needs, Users
+
+UInt8 = npt.NDArray[np.uint8]
+
+
+def user_layout(needs: Needs) -> Layout:
+    """Of a user's block: which of rows, actions, times [S], now [1], context [C], scenario [1] the model reads."""
+    history, one = (needs.max_items,), (1,)
+    read = {
+        "rows": (history, True),
+        "actions": (history, needs.actions > 0),
+        "times": (history, needs.timed),
+        "now": (one, needs.timed),
+        "context": ((len(needs.slots),), bool(needs.slots)),
+        "scenario": (one, needs.scenarios > 1),
+    }
+    return Layout.of({name: (shape, np.int32) for name, (shape, used) in read.items() if used})
+
+
+def part_layout(user: Layout | None, schema: Schema | None, size: int) -> Layout:
+    """Of a part's buffer: rows [m] of candidates, their records where there is a schema, the user's block, if any."""
+    inputs: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {"candidates": ((size,), np.int32)}
+    if schema is not None:
+        inputs["records"] = ((size, schema.record_bytes // 4), np.uint32)
+    if user is not None:
+        inputs["user"] = ((user.size // 4,), np.uint32)
+    return Layout.of(inputs)
+
+
+def new_block(layout: Layout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
+    """A user's block, and its arrays to be written to; zeros, but no event and no value of a slot (-1)."""
+    block = np.zeros(layout.size, np.uint8)
+    views = layout.views(block)
+    for name in views.keys() & {"rows", "context"}:
+        views[name][:] = -1
+    return block, views
+
+
+def grown_by(layout: Layout, most: int, old: UInt8, new: UInt8) -> int | None:
+    """By how many events a user's block grew, 0 where only `now` is another; None: more, or anything else changed."""
+    before, after = layout.views(old), layout.views(new)
+    known, count = (int((views["rows"] >= 0).sum()) for views in (before, after))
+    history = [name for name in ("rows", "actions", "times") if name in before]
+    same = all((before[name][:known] == after[name][:known]).all() for name in history)
+    rest = all((before[name] == after[name]).all() for name in before.keys() - {*history, "now"})
+    return count - known if 0 <= count - known <= most and same and rest else None
+
+
+def read_users(layout: Layout, needs: Needs, words: jax.Array) -> Users:
+    """One user, [1, ...] each, from the words of a block; what the model does not read is zeros."""
+    given = layout.unpack(words)
+    history = jnp.zeros((1, needs.max_items), jnp.int32)
+
+    def of(name: str, default: jax.Array) -> jax.Array:
+        return given[name].reshape(default.shape) if name in given else default
+
+    return Users(
+        rows=of("rows", history),
+        actions=of("actions", history),
+        times=of("times", history),
+        now=of("now", jnp.zeros(1, jnp.int32)),
+        context=of("context", jnp.zeros((1, len(needs.slots)), jnp.int32)),
+        scenario=of("scenario", jnp.zeros(1, jnp.int32)),
+    )
+
+
+def read_candidates(inputs: Mapping[str, jax.Array], needs: Needs, schema: Schema | None) -> Candidates:
+    """One user's candidates, [1, m, ...], with the features that the model reads; none without a schema."""
+    features: dict[str, jax.Array] = {}
+    if schema is not None:
+        of = unpack_records(schema, inputs["records"])
+        features = {name: of[name][None] for name, _ in needs.features}
+    return Candidates(inputs["candidates"][None], features)

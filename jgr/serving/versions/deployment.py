@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A named model of the server, and how its version is replaced while it serves.
+
+The one idea: a version is an engine, whole and never changed, and a deployment is the one variable that says which
+engine takes new requests. A request holds the engine that accepted it and ends there. So versions never meet in a
+batch, an answer's version is the one that computed it, and what nobody holds any more is freed, device memory too.
+
+A change, of the model or of its catalog, makes the next engine in a thread of its own, compiles it in the engine's own
+worker thread, sets the variable, and drains the old engine without a limit of time. Until the variable is set nothing
+has happened: whatever fails before, out-of-memory included, is told and leaves the old engine serving. The device holds
+two models meanwhile, or two catalogs of one. One change runs at a time. All state here belongs to the event loop.
+
+A catalog that was activated stays active over reloads, as long as it fits the model.
+`jgr.serving.versions.served_models` has the deployments of one server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Literal, TypeVar
+
+import msgspec
+
+from jgr.catalog.catalog import Catalog
+from jgr.config import CatalogConfig, UserError
+from jgr.serving.api import ModelInfo, ReloadState, RequestError
+from jgr.serving.engine.contract import AnyEngine, Progress, Status
+from jgr.serving.engine.metrics import Metrics
+
+Load = Callable[[Metrics], AnyEngine]
+"""Makes the next engine, not started, which writes to the given metrics. Raises for what cannot be served."""
+
+MAX_ERROR_CHARS = 500
+
+Kind = Literal["model", "catalog"]
+T = TypeVar("T")
+
+
+@dataclass
+class Change:
+    """The last replacement of one kind. to: what of."""
+
+    state: ReloadState = "never"
+    error: str | None = None
+    to: str = ""
+
+
+_log = logging.getLogger(__name__)
+
+
+class Deployment:
+    """Serves a first engine, and after each change another. load: makes the engine of a reload; None: there are none.
+
+    catalogs: how many it may hold, and how large. changes: the last of each kind. previous: the catalog that was served
+    before the present one.
+    """
+
+    def __init__(self, engine: AnyEngine, catalogs: CatalogConfig, load: Load | None = None) -> None:
+        self.engine = engine
+        self.catalogs = catalogs
+        self.metrics = engine.metrics
+        self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
+        self.previous: Catalog | None = None
+        self._load = load
+        self._engines = [engine]  # and those that warm up or drain
+        self._activated: Catalog | None = None
+        self._loaded_at: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._threads: list[threading.Thread] = []
+        self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
+        self.metrics.watch_cache(lambda: self.engine.meta)
+        self.metrics.show_model(engine.info)
+
+    @property
+    def name(self) -> str:
+        return self.engine.info.id
+
+    @property
+    def status(self) -> Status:
+        return self.engine.status
+
+    @property
+    def info(self) -> ModelInfo:
+        """The version that takes requests, and how the last reload went."""
+        return msgspec.structs.replace(
+            self.engine.info,
+            state=self.status,
+            loaded_at=self._loaded_at,
+            reload=self.changes["model"].state,
+            reload_error=self.changes["model"].error,
+        )
+
+    def forget(self, user_id: str) -> int:
+        """Erase a user's cache entries, in versions that drain too; how many there were."""
+        return sum(engine.forget(user_id) for engine in self._engines)
+
+    async def start(self, progress: Progress) -> None:
+        """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
+        await self.engine.start(progress)
+        self._loaded_at = now()
+
+    def reload(self) -> None:
+        """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""
+        self._require_idle()
+        if self._load is None:
+            raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
+        self._begin("model", self.name, partial(self._reloaded, self._load, self._activated))
+
+    async def settled(self) -> None:
+        """Wait until no change is running."""
+        while self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
+
+    def activate(self, catalog: Catalog, *, uploaded: bool = True) -> None:
+        """Begin to serve a catalog. RequestError where that cannot be; `changes` tells how it goes on.
+
+        uploaded: whether a reload keeps it; else it reads the catalog that is configured.
+        """
+        self._require_idle()
+        rebuild = self.engine.rebuild
+        if rebuild is None:
+            raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
+        if catalog.version == self.engine.info.catalog_version:
+            raise RequestError("conflict", f"catalog {catalog.version!r} is active already")
+        self._begin(
+            "catalog", catalog.version, partial(rebuild.engine, catalog), catalog if uploaded else None
+        )
+
+    def _require_idle(self) -> None:
+        if self.status != "ready":
+            raise RequestError("unavailable", f"the server is {self.status}")
+        name = self.name
+        if self.changes["model"].state == "running":
+            raise RequestError("conflict", f"a reload of model {name!r} is running")
+        if self.changes["catalog"].state == "running":
+            to = self.changes["catalog"].to
+            raise RequestError("conflict", f"catalog {to!r} is being activated")
+
+    def _reloaded(self, load: Load, activated: Catalog | None) -> AnyEngine:
+        engine = load(self.metrics)
+        if activated is None or activated.version == engine.info.catalog_version:
+            return engine
+        assert engine.rebuild is not None  # it was activated by one
+        return engine.rebuild.engine(activated)
+
+    def _begin(
+        self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None
+    ) -> None:
+        self.changes[kind] = Change("running", to=to)
+        self._task = asyncio.create_task(self._replace(kind, make, activated))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, give up a change, finish what was accepted. False: time ran out; the rest got errors."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines)))
+
+    def join(self, timeout_s: float) -> bool:
+        """After `drain`: wait for every thread. False where a load or the device still holds one."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
+        return all(engine.join(timeout_s) for engine in self._engines)
+
+    def check(self) -> None:
+        """Audit the invariants of every engine; AssertionError names the broken one."""
+        for engine in self._engines:
+            engine.check()
+
+    async def _replace(self, kind: Kind, make: Callable[[], AnyEngine], activated: Catalog | None) -> None:
+        change = self.changes[kind]
+        _log.info("%s: a new %s is being loaded", self.engine.info.version, kind)
+        new: AnyEngine | None = None
+        try:
+            new = await self.in_thread(make)
+            self._engines.append(new)
+            await new.start()
+        except Exception as error:
+            change.error = _reason(error)
+            trace = None if isinstance(error, UserError) else error
+            _log.error(
+                "the new %s failed, %s goes on: %s",
+                kind,
+                self.engine.info.version,
+                change.error,
+                exc_info=trace,
+            )
+            if new is not None:
+                await new.drain(0)
+                self._engines.remove(new)
+            _forget_frames(error)
+            self._end(kind, "failed")
+        else:
+            if kind == "catalog":
+                self._activated = activated
+            await self._swap(new)
+            self._end(kind, "done")
+
+    async def _swap(self, new: AnyEngine) -> None:
+        old, self.engine = self.engine, new
+        self._loaded_at = now()
+        if old.info.catalog_version != new.info.catalog_version:
+            self.previous = old.catalog
+        self.metrics.hide_model(old.info)
+        self.metrics.show_model(new.info)
+        _log.info(
+            "model %s over catalog %s serves; %s over %s finishes what it has accepted",
+            new.info.version,
+            new.info.catalog_version,
+            old.info.version,
+            old.info.catalog_version,
+        )
+        await old.drain(None)
+        self._engines.remove(old)
+
+    def _end(self, kind: Kind, outcome: ReloadState) -> None:
+        self.changes[kind].state = outcome
+        self.metrics.changes[kind][outcome].inc()
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        """A daemon thread, unlike the loop's own: a process that stops must not wait for a load."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(call())
+                except Exception as error:
+                    done.set_exception(error)
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=run, name="jgr-load", daemon=True))
+        self._threads[-1].start()
+        return await asyncio.wrap_future(done)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the functions that failed had in hand, such as weights, now and not at the next garbage collection."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _reason(error: Exception) -> str:
+    """An exception on one bounded line; what is no user's mistake keeps its type's name."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= MAX_ERROR_CHARS else text[: MAX_ERROR_CHARS - 3] + "..."

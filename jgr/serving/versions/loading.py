@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model folder to the engine of its kind: a decoder's or a scorer's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jgr.config import Config
+from jgr.models import retrievers, scorers
+from jgr.serving.decoders.loading import load_engine
+from jgr.serving.engine.contract import AnyEngine
+from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
+from jgr.serving.scorers.loading import load_scorer, make_scorer_engine
+
+
+def is_scorer(folder: Path) -> bool:
+    """Whether a folder's config.json is a ranker's; what cannot be read is left to others to refuse."""
+    try:
+        given: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return given.get("model_type") in (*retrievers.MODELS, *scorers.MODELS)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def load_any(config: Config, metrics: Metrics | None = None) -> AnyEngine:
+    """The engine that serves config.model, a ranker or what `loading.load_engine` takes, over config.catalog.
+
+    Not yet started. metrics: of the server it joins. UserError names what is missing or does not fit.
+    """
+    folder = open_folder(config)
+    if not is_scorer(folder):
+        return load_engine(config, metrics)
+    model = load_scorer(folder, config)
+    return make_scorer_engine(model, config, read_catalog(folder, config), metrics or counting_metrics())

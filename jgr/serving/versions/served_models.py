@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of one server: which one a request means, and what is done to all of them.
+
+The one idea: models share a process and nothing else. Each is a deployment with an engine, a catalog, a worker thread,
+caches and series of its own; here they only have names. A request names one, or takes the first that serves its kind.
+
+What takes memory and time is done to one after the other: the first warm-up, and the reloads of a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from jgr.fields import distinct
+from jgr.serving.api import ModelInfo, RequestError, invalid, quoted
+from jgr.serving.engine import metrics
+from jgr.serving.engine.contract import AnyEngine, Progress, Status
+from jgr.serving.policies.batching import Kind
+from jgr.serving.versions.deployment import Deployment
+
+_log = logging.getLogger(__name__)
+
+
+class Models:
+    """deployments: at least one, in the configured order. All state belongs to the event loop.
+
+    draining: whether the server is about to end. ConfigError where two have one name.
+    """
+
+    def __init__(self, deployments: Sequence[Deployment]) -> None:
+        distinct("model.name", [deployment.name for deployment in deployments])
+        self.deployments = tuple(deployments)
+        self.draining = False
+        self._by_name = {deployment.name: deployment for deployment in deployments}
+        self._reloads: asyncio.Task[None] | None = None
+        self._reload_again = False
+
+    @property
+    def status(self) -> Status:
+        """That of the first model that is not ready; "ready" where all are."""
+        return next((d.status for d in self.deployments if d.status != "ready"), "ready")
+
+    @property
+    def infos(self) -> list[ModelInfo]:
+        return [deployment.info for deployment in self.deployments]
+
+    def engine(self, model: str | None, kind: Kind) -> AnyEngine:
+        """The engine for a request that names `model`; None: the first that serves the kind.
+
+        RequestError where there is no such model, or it does not serve the kind.
+        """
+        if model is None:
+            for deployment in self.deployments:
+                if serves(deployment.engine.info, kind):
+                    return deployment.engine
+            raise invalid("model", f"no model of this server serves {kind}")
+        engine = self.find(model).engine
+        if not serves(engine.info, kind):
+            others = [repr(info.id) for info in self.infos if serves(info, kind)]
+            hint = f"; {', '.join(others)} can be asked" if others else ""
+            raise invalid("model", f"model {engine.info.id!r} does not serve {kind}{hint}")
+        return engine
+
+    def find(self, model: str) -> Deployment:
+        """The one whose name or exact version `model` is. RequestError where there is none."""
+        found = self._by_name.get(model)
+        if found is not None:
+            return found
+        for deployment in self.deployments:
+            if deployment.engine.info.version == model:
+                return deployment
+        there = "; ".join(f"there is {info.id!r}, now {info.version!r}" for info in self.infos)
+        raise RequestError("not_found", f"there is no model {quoted(model)}; {there}", "model")
+
+    def choose(self, model: str | None) -> Deployment:
+        """As `find`; None: the only one. RequestError where there are several."""
+        if model is not None:
+            return self.find(model)
+        if len(self.deployments) > 1:
+            names = ", ".join(map(repr, self._by_name))
+            raise invalid("model", f"this server has several models: add ?model= with one of {names}")
+        return self.deployments[0]
+
+    def forget(self, user_id: str) -> int:
+        """Erase a user's cache entries in every model; how many there were."""
+        return sum(deployment.forget(user_id) for deployment in self.deployments)
+
+    def render_metrics(self) -> bytes:
+        """All series, of type metrics.CONTENT_TYPE."""
+        return metrics.render({deployment.name: deployment.metrics for deployment in self.deployments})
+
+    async def start(self, progress: Progress) -> None:
+        """Compile one model after the other; `progress` is called in their threads. Raises what a warm-up raises.
+
+        A model serves from the moment it is compiled.
+        """
+        several = len(self.deployments) > 1
+        for deployment in self.deployments:
+            if deployment.status == "starting":
+                await deployment.start(partial(_note, progress, deployment.name) if several else progress)
+
+    def reload_all(self) -> None:
+        """Begin to reload one model after the other, each when the change that it may be in is over.
+
+        For a signal, which cannot hear a refusal: one is logged. Where this is going on already, it is done once more.
+        """
+        self._reload_again = True
+        if self._reloads is None or self._reloads.done():
+            self._reloads = asyncio.create_task(self._reload_each())
+
+    async def _reload_each(self) -> None:
+        while self._reload_again:
+            self._reload_again = False
+            for deployment in self.deployments:
+                await deployment.settled()
+                try:
+                    deployment.reload()
+                except RequestError as error:
+                    _log.warning("SIGHUP has no effect on model %r: %s", deployment.name, error)
+                await deployment.settled()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new work, finish what was accepted. False: time ran out for one of them; the rest got errors."""
+        self.draining = True
+        if self._reloads is not None:
+            self._reloads.cancel()
+        return all(await asyncio.gather(*(deployment.drain(timeout_s) for deployment in self.deployments)))
+
+    def join(self, timeout_s: float) -> bool:
+        """After `drain`: wait for every thread, each so long. False where a load or the device still holds one."""
+        return all(deployment.join(timeout_s) for deployment in self.deployments)
+
+    def check(self) -> None:
+        """Audit the invariants of every engine; AssertionError names the broken one."""
+        for deployment in self.deployments:
+            deployment.check()
+
+
+def serves(info: ModelInfo, kind: Kind) -> bool:
+    """Whether a model answers requests of that kind."""
+    return (info.max_beam_width if kind == "recommend" else info.max_candidates) > 0
+
+
+def _note(progress: Progress, name: str, done: int, total: int, label: str) -> None:
+    progress(done, total, f"{name}: {label}")

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of a prepared dataset as ranking traffic: every event of the log is a request of its user at its time.
+
+The one idea: what is real and what is made up is told apart (`parameters["made_up"]` lists the latter).
+
+Real: who comes when, how long the user's history is at that moment (the events before this one, so it grows with each
+return), the item that the event is about, which is one of the candidates, and how popular the items are.
+
+Made up:
+- The other candidates: distinct items by their number of events in the whole log, later ones included. No log says
+  what its recommender had retrieved. They stand in the order drawn, the event's item at a random place.
+- Tokens. Public histories are short; as BAT does, they are stretched: an event has as many tokens, the same for all
+  events and on top of `profile_tokens`, as bring the longest history to the longest prompt, or the mean over all
+  requests to `user_tokens`. A history that is full stays at that length, and what a request of that user sees is then
+  its last events.
+- Times, where the source has none (MovieLens' and Amazon's sequences, Gowalla): each user's events are spread evenly
+  at random over `hours`, in their order. Then the gaps between two requests of a user say nothing about real users;
+  and Gowalla's events have no order either.
+
+KuaiRand-Pure keeps a fraction of the app's videos, so its real gaps are longer than the app's. How many events its
+users had before the log begins is known: `kuairand_earlier`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.data.interactions import DataError
+from jgr.data.prepared import (
+    INTERACTIONS,
+    ITEMS,
+    TITLES,
+    USERS,
+    Arrays,
+    load_arrays,
+    load_manifest,
+    read_ids,
+    read_items,
+)
+from jgr.data.sources.records import find
+from jgr.files import read_lines
+from jgr.prompt.tokens import Tokenizer
+from jgr.traffic.candidates import CandidateDraw, top_count
+from jgr.traffic.workloads import HOUR, SECOND, Access
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+# The unit of a source's times in ns, where it is not the second.
+TICKS = {"kuairand": 1_000_000}
+_BLOCK = 512
+
+
+class Replay:
+    """The events of a folder that `jgr prepare` wrote, in order of time; a Trace.
+
+    item_tokens: [n] int32, or one number for all items. hours: the time that a source without times shall span.
+    earlier: [u] events of each user before the log begins. user_tokens: mean over the requests; None: see above.
+    DataError names what does not fit.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        item_tokens: int | Int32 = 10,
+        candidates: int = 100,
+        hours: float | None = None,
+        earlier: npt.ArrayLike = 0,
+        user_tokens: float | None = None,
+        profile_tokens: int = 32,
+        max_prompt: int = 8192,
+        seed: int = 0,
+    ) -> None:
+        folder = Path(folder)
+        source = load_manifest(folder)["parameters"]["source"]
+        arrays = load_arrays(folder / INTERACTIONS)
+        self.name, self._seed = f"replay of {source}", seed
+        n_items = len(read_items(folder / ITEMS)[0])
+        self.item_tokens = np.broadcast_to(np.asarray(item_tokens, np.int32), (n_items,))
+        lengths = np.diff(arrays.offsets)
+        users = np.repeat(np.arange(len(lengths)), lengths)
+        times = self._times(arrays, users, source, hours)
+        order = np.argsort(times, kind="stable")
+        self._time_ns, self._users, self._items = times[order], users[order], arrays.rows[order]
+        before = np.broadcast_to(np.asarray(earlier, np.int64), lengths.shape) - arrays.offsets[:-1]
+        history = (np.arange(len(users)) + before[users])[order]
+        longest = max_prompt - round(candidates * float(self.item_tokens.mean()))
+        if not 1 <= profile_tokens < longest:
+            raise DataError(
+                f"{folder}: {max_prompt} tokens leave no room for a history beside the candidates"
+            )
+        self._event = _event_tokens(history, profile_tokens, longest, user_tokens)
+        self._tokens = np.minimum(profile_tokens + self._event * history, longest).astype(np.int32)
+        self._popularity = np.bincount(arrays.rows, minlength=n_items)
+        self._candidates = CandidateDraw(self._popularity, candidates)
+        self._real_times = arrays.times is not None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def _times(self, arrays: Arrays, users: Int64, source: str, hours: float | None) -> Int64:
+        """[total] ns since the first event, per user in order."""
+        if arrays.times is not None:
+            if hours is not None:
+                raise DataError(f"{source} has real times: leave hours away; accesses(speed) compresses time")
+            since: Int64 = (arrays.times - arrays.times.min()) * TICKS.get(source, SECOND)
+            return since
+        if hours is None or not 0 < hours < 1e6:
+            raise DataError(
+                f"{source} has no times: set hours, over which its events shall be spread at random"
+            )
+        drawn = np.random.default_rng((self._seed, 0)).random(len(users))
+        return (drawn[np.lexsort((drawn, users))] * hours * HOUR * SECOND).astype(np.int64)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The skew of the real events and of the candidates made of them, the tokens, and what is not real."""
+        top = np.sort(self._popularity)[-top_count(len(self._popularity)) :].sum()
+        return {
+            "events": len(self),
+            "events_top10_share": float(top / self._popularity.sum()),
+            "expected_top10_share": self._candidates.share(),
+            "event_tokens": self._event,
+            "mean_user_tokens": float(self._tokens.mean()),
+            "mean_events_per_user": len(self) / len(np.unique(self._users)),
+            "mean_item_tokens": float(self.item_tokens.mean()),
+            "made_up": ["candidates", "tokens"] + ([] if self._real_times else ["times"]),
+        }
+
+    def accesses(self, speed: float = 1.0) -> Iterator[Access]:
+        """As many as there are events."""
+        rng = np.random.default_rng((self._seed, 1))
+        for at in range(0, len(self), _BLOCK):
+            part = slice(at, at + _BLOCK)
+            targets = self._items[part]
+            items = _with_targets(self._candidates.draw(len(targets), rng), targets, rng)
+            times = (self._time_ns[part] / speed).astype(np.int64).tolist()
+            columns = zip(times, self._users[part].tolist(), self._tokens[part].tolist(), items, strict=True)
+            for time_ns, user, user_tokens, candidates in columns:
+                yield Access(time_ns, user, user_tokens, candidates)
+
+
+def _event_tokens(history: Int64, profile: int, longest: int, mean: float | None) -> float:
+    """Tokens of an event, so that histories of so many events have what the docstring of the file says."""
+    if mean is None:
+        return (longest - profile) / max(1, int(history.max()))
+    most = float(np.where(history > 0, longest, profile).mean())
+    if not profile <= mean <= most:
+        raise DataError(f"user_tokens={mean}: the mean can be {profile} to {most:.0f} on this log")
+    low, high = 0.0, float(longest)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        short = np.minimum(profile + middle * history, longest).mean() < mean
+        low, high = (middle, high) if short else (low, middle)
+    return high
+
+
+def _with_targets(items: Int32, targets: Int32, rng: np.random.Generator) -> Int32:
+    """Put each target at a random place of its line, once; where it was not drawn, the item drawn last leaves."""
+    lines = np.arange(len(targets))
+    holds = items == targets[:, None]
+    found = np.where(holds.any(axis=1), holds.argmax(axis=1), items.shape[1] - 1)
+    places = rng.integers(0, items.shape[1], len(targets))
+    items[lines, found] = items[lines, places]
+    items[lines, places] = targets
+    return items
+
+
+def kuairand_earlier(raw: str | Path, folder: str | Path) -> Int64:
+    """[u] events before the log, for the users of `folder`, from `user_history.txt` of the raw data; 0 if not named.
+
+    Its lines begin with a user and a number of events, separated by tabs. DataError names the line.
+    """
+    path = find(Path(raw), "user_history.txt")
+    counts: dict[str, int] = {}
+    for number, line in read_lines(path, DataError):
+        user, count, *_ = [*line.split(b"\t"), b""]
+        if not count.isdigit() or len(count) > 9:
+            raise DataError(f"{path}:{number}: expected a user and a number of events, separated by a tab")
+        counts[user.decode("utf-8", "replace")] = int(count)
+    return np.array([counts.get(user, 0) for user in read_ids(Path(folder) / USERS)], np.int64)
+
+
+def title_tokens(folder: str | Path, longest: int) -> Int32:
+    """[n] int32 tokens of the items' titles under the folder's tokenizer, from 1 to `longest`; no title is 1.
+
+    DataError where `jgr prepare` made no title tokenizer.
+    """
+    folder = Path(folder)
+    if not (folder / TITLES).exists():
+        raise DataError(f"{folder}: has no {TITLES}; run jgr prepare with --bpe_vocab")
+    tokenizer = Tokenizer.from_file(folder / TITLES)
+    titles = [str(fields.get("title") or "") for fields in read_items(folder / ITEMS)[1]]
+    return np.array([len(tokenizer.encode(title)) for title in titles]).clip(1, longest).astype(np.int32)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace of known events is summed as by hand; a traced model shows its stages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgr.evaluation.profiling import (
+    Event,
+    Instruction,
+    ProfilingError,
+    read_events,
+    read_program,
+    stage_of,
+    summarize,
+)
+
+HLO = """
+ENTRY %main.1 (p0: f32[2,3]) -> (f32[2,3]) {
+  %p0 = f32[2,3]{1,0} parameter(0)
+  %while.6 = (s32[], f32[3,2]{1,0}, /*index=5*/f32[2]{0}) while(%t), body=%b, metadata={op_name="jit(f)/prefill/while"}
+  dot.7 = f32[2,3]{1,0} dot(%p0, %p0), metadata={op_name="jit(f)/prefill/while/body/attention/dot_general"}
+  ROOT %wrapped_add.2 = (f32[2,3]{1,0}) fusion(%p0), kind=kLoop, calls=%c
+}
+"""
+
+
+def test_a_programs_text() -> None:
+    assert read_program(HLO) == {
+        "p0": Instruction("parameter", ""),
+        "while.6": Instruction("while", "jit(f)/prefill/while"),
+        "dot.7": Instruction("dot", "jit(f)/prefill/while/body/attention/dot_general"),
+        "wrapped_add.2": Instruction("fusion", ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "stage"),
+    [
+        ("jit(recommend)/prefill/while/body/closed_call/attention/dot_general", "prefill/attention"),
+        ("jit(recommend)/decode/while/body/mlp/jit(silu)/logistic", "decode/mlp"),
+        ("jit(recommend)/beam_step_2/top_k", "beam step"),
+        ("jit(recommend)/beam_step_2/head/dot_general", "beam step/head"),
+        ("jit(rank)/score_1/sub", "score"),
+        ("jit(recommend)/prefill/gather", "prefill"),
+        ("jit(recommend)/broadcast_in_dim", "other"),
+        ("", "other"),
+    ],
+)
+def test_stages(source: str, stage: str) -> None:
+    assert stage_of(source) == stage
+
+
+def test_sums_are_those_by_hand() -> None:
+    two = {
+        "dot.7": Instruction("dot", "jit(g)/decode/mlp/dot"),
+        "top": Instruction("sort", "jit(g)/beam_step_1/top_k"),
+    }
+    events = [
+        Event("a", 1, "while.6", 0, 100),  # contains the next two
+        Event("a", 1, "dot.7", 10, 30),
+        Event("a", 1, "dot.7", 50, 40),
+        Event("b", 1, "wrapped_add.2", 80, 30),  # beside the second dot for 10
+        Event("a", 2, "dot.7", 200, 5),
+        Event("a", 2, "top", 205, 1),
+        Event("a", 3, "unknown", 300, 2),
+    ]
+    found = summarize(events, [read_program(HLO), two], 1000)
+    assert found.stage_ns == {"prefill/attention": 70, "other": 32, "decode/mlp": 5, "beam step": 1}
+    assert [(op.name, op.stage, op.calls, op.total_ns) for op in found.operations] == [
+        ("dot.7", "prefill/attention", 2, 70),
+        ("wrapped_add.2", "other", 1, 30),
+        ("dot.7", "decode/mlp", 1, 5),
+        ("unknown", "other", 1, 2),
+        ("top", "beam step", 1, 1),
+    ]
+    assert (found.busy_ns, found.window_ns) == (30 + 60 + 6 + 2, 1000)
+
+
+def test_a_folder_without_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(ProfilingError, match="holds 0 traces instead of one"):
+        read_events(tmp_path)
+
+
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['profile', *sys.argv[1:]]))"
+
+
+def profile(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_a_models_stages(tmp_path: Path) -> None:
+    from jgr.config import override
+    from jgr.training.generator import train_generator
+    from tests.training.test_trainer import rule_config, rule_dataset
+
+    config = override(rule_config(tmp_path / "ring"), "train.steps=1")
+    train_generator(config, rule_dataset())
+    bodies = [
+        {"history": ["item1", "item2"], "top_k": 2},
+        {"history": ["item3"], "candidates": ["item4", "item5"]},
+    ]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(body) + "\n" for body in bodies))
+    settings = [
+        f"--set={field}"
+        for field in (f"model.path={tmp_path / 'ring'}", "model.compilation_cache=", "beam.width=4", "profiles.batch=1",
+                      "profiles.tokens=32", "profiles.widths=4", "profiles.candidates=4", "prompt.max_items=8")
+    ]  # fmt: skip
+    done = profile(*settings, f"--requests_file={requests}", "--requests=6", f"--out={tmp_path / 'trace'}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    stages = report["stages_ms"]
+    for stage in ("prefill/attention", "prefill/mlp", "decode/attention", "decode/mlp", "beam step", "score"):
+        assert stages[stage] > 0, stage
+    assert stages.get("other", 0) < 0.5 * sum(stages.values())
+    assert 0 < report["busy_ms"] <= report["wall_ms"]
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    assert len([op for op in report["operations"] if op["ms"] > 0]) == len(report["operations"]) > 5
+
+    again = profile(*settings, f"--requests_file={requests}", f"--out={tmp_path / 'trace'}")
+    assert again.returncode == 2 and "is not empty" in again.stderr
+    requests.write_text('{"history": ["item1"], "candidates": ["item77"]}\n')
+    refused = profile(*settings, f"--requests_file={requests}")
+    assert refused.returncode == 2 and "item 'item77' is not in the catalog" in refused.stderr
+    requests.write_text('{"history": 3}\n')
+    refused = profile(*settings, f"--requests_file={requests}")
+    assert refused.returncode == 2 and "requests.jsonl:1: history" in refused.stderr

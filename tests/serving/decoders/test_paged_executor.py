@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores with cached segments against the same prompts computed whole, one by one, by the plain formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jgr.cache.entries import Content, Name
+from jgr.cache.hotness import ExponentialWindow
+from jgr.cache.meta import SPLITS, CacheMeta
+from jgr.cache.pages import Pages
+from jgr.catalog.prefix_tree import PrefixTree
+from jgr.models import beam, decoder, packed, params
+from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Layout, SegmentedPrompt, Tokens
+from jgr.serving.decoders.packing import LAYOUTS
+from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape, _smallest_work
+from jgr.serving.decoders.work import RankOutcome, RecommendOutcome, SegmentsWork
+from jgr.serving.engine.compilation import CompilationCounter
+from jgr.serving.policies.batching import Job, Profile
+from jgr.serving.policies.prefix_choice import LayoutName, Policy
+from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
+
+CFG = decoder.DecoderConfig("qwen3", 40, 16, 2, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
+PARAMS = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(CFG), jax.random.key(0)))
+SPAN, LONGEST = 4, 64
+TREE = PrefixTree.build(np.random.default_rng(0).integers(0, 4, (20, 2)).astype(np.int32))
+TABLES = beam.catalog_tables(
+    TREE, (np.arange(4, 8, dtype=np.int32), np.arange(8, 12, dtype=np.int32)), PARAMS
+)
+PROFILES = (
+    Profile("rank", 4, 48, 24, packed=True, context=64),
+    Profile("rank", 4, 96, 24, packed=True, context=64),
+    Profile("recommend", 4, 96, 6, packed=True, context=64),
+)
+Int32 = npt.NDArray[np.int32]
+
+
+def tokens(*values: int) -> Int32:
+    return np.array(values, np.int32)
+
+
+ITEMS = [tokens(*np.random.default_rng(row).integers(12, 40, 1 + row % SPAN)) for row in range(9)]
+INSTRUCTION, PROBE = tokens(1, 2), tokens(3)
+
+
+class Request:
+    def __init__(self, user: str, history: Sequence[int], items: Sequence[int], probe: bool = False) -> None:
+        self.user, self.rows = user, items
+        prompt = [ITEMS[row] for row in items]
+        self.prompt = SegmentedPrompt(
+            tokens(*history), INSTRUCTION, prompt, PROBE if probe else tokens(), SPAN if items else 0
+        )
+        columns = tokens(*(30 + row for row in items))
+        self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None, 0 if items else 5)
+        behind = len(INSTRUCTION) + len(self.prompt.probe) * len(items)
+        items_parts = [(Name("item", row, "item_prefix"), Content(ITEMS[row])) for row in items]
+        layout: LayoutName | None = None if items else "user_prefix"
+        self.parts = Parts(user, Content(self.prompt.user), items_parts, behind, layout)
+
+    @property
+    def width(self) -> int:
+        return self.work.beam_width or len(self.rows)
+
+
+def whole(prompt: SegmentedPrompt, layout: Layout) -> tuple[Any, list[int], npt.NDArray[np.float32]]:
+    """The whole prompt's description, where each segment ends, and its hidden states; padded to one length."""
+    segments = prompt.arrange(layout)
+    lengths = [len(segment.tokens) for segment in segments]
+    flat = np.concatenate([segment.tokens for segment in segments])
+    fields = [
+        np.repeat([getattr(segment, name) for segment in segments], lengths) for name in ("number", "kind")
+    ]
+    position = np.concatenate([segment.position + np.arange(len(segment.tokens)) for segment in segments])
+    pad = LONGEST - len(flat)
+    described = Tokens(
+        *(
+            np.pad(x, (0, pad), constant_values=fill)[None].astype(np.int32)
+            for x, fill in (
+                (np.zeros(len(flat)), -1),
+                (fields[0], 0),
+                (fields[1], 0),
+                (np.arange(len(flat)), 0),
+                (position, 0),
+            )
+        )
+    )
+    out = _prefill(np.pad(flat, (0, pad))[None], described, layout.name)
+    return out, np.cumsum(lengths).tolist(), np.asarray(out.hidden[0])
+
+
+@jax.jit
+def _by_user(x: Any, described: Tokens) -> Any:
+    return decoder.prefill(PARAMS, CFG, x, x, segments=described, layout=USER_PREFIX, attention="reference")
+
+
+@jax.jit
+def _by_item(x: Any, described: Tokens) -> Any:
+    return decoder.prefill(PARAMS, CFG, x, x, segments=described, layout=ITEM_PREFIX, attention="reference")
+
+
+def _prefill(x: Int32, described: Tokens, layout: str) -> Any:
+    return _by_user(x, described) if layout == "user_prefix" else _by_item(x, described)
+
+
+def wanted(request: Request, layout: str) -> npt.NDArray[np.float32]:
+    prompt = request.prompt
+    _, ends, hidden = whole(prompt, LAYOUTS[layout])
+    head = np.asarray(PARAMS.output_rows)
+    if not len(prompt.probe):
+        return np.asarray(hidden[ends[len(prompt.items) + 1] - 1] @ head[request.work.columns].T)
+    at = hidden[np.array(ends[-len(prompt.items) :]) - 1]
+    return np.asarray((at * (head[request.work.columns] - head[request.work.less])).sum(-1))
+
+
+def wanted_beams(request: Request) -> tuple[Any, Any]:
+    text = np.concatenate([request.prompt.user, request.prompt.behind])
+    found = beam.recommend(
+        PARAMS,
+        TABLES,
+        np.pad(text, (0, LONGEST - len(text)))[None],
+        tokens(len(text)),
+        tokens(request.width),
+        cfg=CFG,
+        width=6,
+    )
+    return np.asarray(found.leaves)[0, : request.width], np.asarray(found.scores)[0, : request.width]
+
+
+EXECUTORS: dict[PoolShape, PagedExecutor] = {}
+
+
+class Server:
+    """Policies and executor as the engine drives them."""
+
+    def __init__(self, policy: Policy, pages: int = 12, host_pages: int = 0, page_tokens: int = 8) -> None:
+        self.shape = PoolShape(pages, page_tokens, 2, host_pages)
+        if self.shape not in EXECUTORS:
+            made = PagedExecutor(CFG, PARAMS, TABLES, PROFILES, self.shape, LONGEST, "valid")
+            made.warm_up(lambda done, total, label: None)
+            EXECUTORS[self.shape] = made
+        self.executor = EXECUTORS[self.shape]
+        host = Pages(host_pages, 2, SPLITS) if host_pages else None
+        hotness = ExponentialWindow(100, 50) if policy == "hotness" else None
+        self.meta = CacheMeta(Pages(pages, 2, SPLITS), self.shape.cell_tokens, hotness, host)
+        self.meta.set_limit("item", pages // 2)
+        self.meta.set_limit("user", pages - pages // 2)
+        self.schedulers = {
+            kind: PromptScheduler(
+                [p for p in PROFILES if p.kind == kind], self.meta, max_tokens=80, policy=policy
+            )
+            for kind in ("rank", "recommend")
+        }
+        self.now = 0
+
+    def serve(self, *requests: Request) -> list[Any]:
+        """Every answer with its plan, checked, in order; all are queued at once."""
+        kind = "rank" if requests[0].rows else "recommend"
+        scheduler = self.schedulers[kind]
+        jobs = []
+        for at, request in enumerate(requests):
+            self.now += 1
+            jobs.append(Job(at, kind, request.prompt.tokens, request.width, self.now, None, request.parts))  # type: ignore[arg-type]
+        plans: list[Any] = []
+        while jobs:
+            group = scheduler.group(jobs, True, self.now)
+            assert group is not None and group.jobs
+            jobs = jobs[len(group.jobs) :]
+            works = [
+                replace(requests[job].work, plan=plan)
+                for job, plan in zip(group.jobs, group.prompts, strict=True)
+            ]
+            works[0] = replace(works[0], moves=group.moves)
+            outcomes = self.executor.run(group.profile, works)
+            scheduler.check()
+            scheduler.finished(group.jobs, True)
+            for job, plan, outcome in zip(group.jobs, group.prompts, outcomes, strict=True):
+                check(requests[job], plan.layout, outcome)
+            plans += group.prompts
+        self.meta.check()
+        assert self.meta.pinned == 0
+        return plans
+
+
+def check(request: Request, layout: str, outcome: Any) -> None:
+    if isinstance(outcome, RankOutcome):
+        np.testing.assert_allclose(outcome.scores, wanted(request, layout), atol=2e-5)
+        return
+    assert isinstance(outcome, RecommendOutcome)
+    leaves, scores = wanted_beams(request)
+    np.testing.assert_array_equal(outcome.leaves, leaves)
+    np.testing.assert_allclose(outcome.scores, scores, atol=2e-5)
+
+
+A, B = Request("a", range(12, 32), [0, 1, 2, 5]), Request("b", range(20, 29), [5, 2, 7, 8, 3])
+
+
+@pytest.mark.parametrize("policy", ["none", "user", "item", "cache_agnostic", "hotness"])
+def test_cold_warm_and_partly_cached_score_the_same(policy: Policy) -> None:
+    server = Server(policy)
+    server.serve(A)
+    cold = server.serve(B, A)
+    warm = server.serve(A, B)
+    reused = [plan.cached_tokens for plan in warm]
+    if policy == "none":
+        assert reused == [0, 0]
+    elif policy == "user":
+        assert reused == [20, 9] and [plan.layout for plan in warm] == ["user_prefix"] * 2
+    elif policy == "item":
+        assert reused == [sum(len(ITEMS[row]) for row in r.rows) for r in (A, B)]
+        assert cold[0].cached_tokens == len(ITEMS[5]) + len(ITEMS[2]), "two of b's items were a's"
+    else:
+        assert [plan.layout for plan in warm] == ["user_prefix", "item_prefix"], (
+            "a is longer than its items, b not"
+        )
+
+
+@pytest.mark.parametrize("layout", [USER_PREFIX, ITEM_PREFIX])
+@pytest.mark.parametrize("probe", [False, True])
+def test_the_order_of_candidates_changes_nothing(layout: Layout, probe: bool) -> None:
+    server = Server("user" if layout == USER_PREFIX else "item")
+    one, other = (Request("c", range(15, 27), rows, probe) for rows in ([0, 1, 2, 3], [3, 1, 0, 2]))
+    first, second = wanted(one, layout.name), wanted(other, layout.name)
+    np.testing.assert_allclose(second, first[[3, 1, 0, 2]], atol=2e-5)
+    server.serve(one)
+    server.serve(other, one)
+
+
+def test_a_grown_history_computes_its_new_tokens_only() -> None:
+    server = Server("user")
+    server.serve(Request("a", range(12, 25), [1]))
+    (plan,) = server.serve(Request("a", range(12, 36), [1]))
+    assert plan.user.cached == 13
+    (plan,) = server.serve(Request("a", range(12, 36), [1, 2]))
+    assert plan.user.cached == 24
+    (plan,) = server.serve(Request("a", [39, *range(13, 36)], [1, 2]))
+    assert plan.user.cached == 0, "another history"
+
+
+def test_recommend_shares_the_entries_of_rank() -> None:
+    server = Server("user")
+    server.serve(Request("a", range(12, 25), [1, 2]))
+    both = server.serve(Request("a", range(12, 25), []), Request("b", [14], []))
+    assert [plan.cached_tokens for plan in both] == [13, 0]
+    server.serve(Request("b", [14, 15, 16], []), Request("a", range(12, 30), []))
+
+
+def test_what_the_pool_gives_up_comes_back_from_the_host() -> None:
+    server = Server("user", pages=6, host_pages=9)
+    requests = [
+        Request(name, range(start, start + 20), [1]) for name, start in (("a", 12), ("b", 14), ("c", 16))
+    ]
+    wanted(requests[0], "user_prefix")  # compiles
+    counter = CompilationCounter()
+    for _ in range(3):
+        plans = [server.serve(request)[0] for request in requests]
+    assert [plan.cached_tokens for plan in plans] == [20, 20, 20]
+    assert server.meta.counts["to_device"] >= 3
+    assert counter.counts == {"load": 0, "request": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["user", "item", "cache_agnostic", "hotness"])
+def test_random_traffic(policy: Policy) -> None:
+    """Growing and changing histories, more than the pool holds, with a host tier; every answer is checked."""
+    rng = np.random.default_rng(7)
+    server = Server(policy, pages=6, host_pages=4)
+    histories = {name: rng.integers(12, 40, rng.integers(3, 16)).tolist() for name in "abcdef"}
+    for _ in range(40):
+        requests = []
+        for _ in range(rng.integers(1, 5)):
+            name = str(rng.choice(list("aaabbcdef")))
+            if rng.random() < 0.3:
+                grown = histories[name] + rng.integers(12, 40, rng.integers(1, 4)).tolist()
+                histories[name] = grown if len(grown) <= 24 and rng.random() < 0.8 else grown[-5:]
+            items = rng.choice(9, rng.integers(1, 6), replace=False).tolist()
+            requests.append(Request(name, histories[name], items))
+        server.serve(*requests)
+        if rng.random() < 0.1:
+            server.meta.drop(Name("user", "a", "user_prefix"))
+    assert server.meta.counts["user_evicted"] + server.meta.counts["item_evicted"] > 0
+
+
+def test_a_failure_empties_the_pool_and_the_next_request_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("user")
+    server.serve(A)
+    with monkeypatch.context() as broken:
+        broken.setattr(server.executor, "_pack", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            server.serve(A)
+    for scheduler in server.schedulers.values():
+        for jobs in list(scheduler._pinned):
+            scheduler.finished(jobs, False)
+    server.meta.clear()
+    assert not np.asarray(server.executor._pool).any()
+    assert server.serve(A)[0].cached_tokens == 0
+    assert server.serve(A)[0].cached_tokens == 20
+
+
+def test_a_move_that_failed_fails_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("user", pages=6, host_pages=9)
+    a, b = (Request(name, range(12, 32), [1]) for name in "ab")
+    server.serve(a)
+    with monkeypatch.context() as broken:
+        broken.setattr(server.executor, "_keep", lambda *_: 1 / 0)
+        server.serve(b)  # in a's place
+    with pytest.raises(ZeroDivisionError):
+        server.serve(a)
+    for jobs in list(server.schedulers["rank"]._pinned):
+        server.schedulers["rank"].finished(jobs, False)
+    server.meta.clear()
+    plans = [server.serve(request)[0] for request in (a, b, a, b)]
+    assert [plan.cached_tokens for plan in plans] == [0, 0, 20, 20]
+
+
+def test_no_program_copies_the_pool() -> None:
+    server = Server("user")
+    pool = jax.ShapeDtypeStruct((100_000, server.executor._pool.shape[1]), np.float32)
+    small: Any = server.executor._programs[PROFILES[0]].memory_analysis()
+    arrays = server.executor._pack(PROFILES[0], [_smallest_work(PROFILES[0])])
+    large: Any = (
+        packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG).compile().memory_analysis()
+    )
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    # The new keys and values are a quarter of the pool, and may stand there twice.
+    analysis: Any = server.executor.compile_write(24).memory_analysis()
+    pool_bytes = server.executor._pool.nbytes
+    assert analysis.alias_size_in_bytes == pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connection below the requests: pipelining, heads that are too large, bytes that are no HTTP, early signals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jgr.config import ConfigError
+from jgr.serving.http.listener import MAX_HEAD_BYTES
+from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def request(path: str, body: object, **headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: x", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, f"content-length: {len(content)}", "", ""]).encode() + content
+
+
+def recommend(item: str) -> bytes:
+    return request("/v1/recommend", {"history": [item], "top_k": 1})
+
+
+def read_replies(connection: socket.socket) -> list[tuple[int, dict[str, str], object]]:
+    """Every response until the end of the connection: status, headers, body."""
+    data = b""
+    while chunk := connection.recv(65536):
+        data += chunk
+    replies = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        length = int(headers["content-length"])
+        replies.append((int(first.split()[1]), headers, json.loads(data[:length])))
+        data = data[length:]
+    return replies
+
+
+def refusal(reply: tuple[int, dict[str, str], object]) -> tuple[int, str]:
+    """Status and type of a refusal in the common shape, on a connection that ends with it."""
+    status, headers, body = reply
+    assert isinstance(body, dict)
+    error = body["error"]
+    assert error.keys() == {"type", "message", "request_id"}
+    assert headers["content-type"] == "application/json"
+    assert headers["connection"] == "close"
+    assert headers["x-request-id"] == error["request_id"]
+    return status, error["type"]
+
+
+@pytest.mark.parametrize("waiting", [1, 3, 40])
+def test_a_pipelining_client_that_leaves_is_cancelled_and_not_logged(
+    waiting: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        with server.connect() as connection:
+            connection.sendall(recommend("a") * (1 + waiting))
+            server.executor.wait_entered()
+        if waiting < 16:
+            server.wait_for("jgr_cancelled_total", 1)  # further ones are not read while the device is busy
+        server.executor.release()
+        assert server.call("/v1/rank", {"history": ["a"], "candidates": ["b"]}).status == 200
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(b"".join(recommend(item) for item in ["a", "b"] * 20))
+        connection.sendall(request("/v1/recommend", {"history": ["a"], "top_k": 1}, connection="close"))
+        replies = read_replies(connection)
+    found = [body["items"][0]["item_id"] for _, _, body in replies if isinstance(body, dict)]
+    assert found == ["c", "d"] * 20 + ["c"]
+
+
+def test_bytes_that_are_no_http_get_a_refusal_in_the_common_shape(server: LiveServer) -> None:
+    chunked = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for data in (b"\x16\x03\x01 hello\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", chunked + b"zz\r\n"):
+        with server.connect() as connection:
+            connection.sendall(data)
+            (reply,) = read_replies(connection)
+        assert refusal(reply) == (400, "invalid_http")
+
+
+def test_what_came_before_the_bytes_that_are_no_http_is_answered() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        with server.connect() as connection:
+            connection.sendall(recommend("a"))
+            server.executor.wait_entered()
+            connection.sendall(recommend("b") + b"\x16\x03\x01\r\n\r\n")
+            server.call("/health/live")
+            connection.sendall(b"more of it\r\n\r\n")
+            server.call("/health/live")
+            server.executor.release()
+            replies = read_replies(connection)
+    assert [status for status, _, _ in replies] == [200, 200]
+    assert replies[-1][1]["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health/live HTTP/1.1\r\nx-long: " + b"x" * 70_000,
+        b"GET /health/live HTTP/1.1" + b"\r\nx-many: 1234567890" * 4000,
+        b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nhost: x",
+    ],
+    ids=["a long header", "many headers", "a long path"],
+)
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_head_that_is_too_large_is_refused(server: LiveServer, head: bytes, ended: bool) -> None:
+    with server.connect() as connection:
+        connection.sendall(head + (b"\r\n\r\n" if ended else b""))
+        (reply,) = read_replies(connection)
+    assert refusal(reply) == (431, "head_too_large")
+
+
+def test_a_head_within_the_limit_is_read(server: LiveServer) -> None:
+    assert server.call("/health/live", x_long="x" * (MAX_HEAD_BYTES - 1000)).status == 200
+
+
+def test_waiting_for_company_is_bounded() -> None:
+    make_config("batching.max_wait_ms=60000")
+    with pytest.raises(ConfigError, match=r"batching.max_wait_ms must be at most 60000"):
+        make_config("batching.max_wait_ms=60001")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loading_ends_the_process_with_0(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "params").mkdir()
+    os.mkfifo(tmp_path / "config.json")  # reading it waits for a writer
+    jgr = "import sys; from jgr.cli.main import run; sys.exit(run())"
+    command = [sys.executable, "-c", jgr, "serve", f"--set=model.path={tmp_path}"]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE) as child:
+        try:
+            with (tmp_path / "config.json").open("w"):  # opened as soon as the load reads
+                child.send_signal(number)
+            # A signal that came just before the read is noticed once the read has returned, so the file had to end.
+            assert child.wait(PATIENCE_S) == 0
+            assert child.stderr is not None
+            assert child.stderr.read() == "jgr: stopped before the model was loaded\n"
+        finally:
+            child.kill()

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queues, deadlines, clients that leave, executors that break, starts and ends: over real HTTP.
+
+Nothing sleeps: the executor is held where a request must be caught on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from jgr.config import UserError
+from jgr.serving.http.listener import bind
+from tests.serving.fakes import PATIENCE_S, LiveServer
+
+ROOT = Path(__file__).resolve().parents[3]
+BODY = {"history": ["a"], "top_k": 1}
+RANK = {"history": ["a"], "candidates": ["b"]}
+
+
+def test_a_full_queue_answers_429_with_retry_after() -> None:
+    with LiveServer("batching.max_queue=2") as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        queued = [server.send("/v1/recommend", BODY), server.send("/v1/rank", RANK)]
+        server.wait_for("jgr_queue_depth", 2)
+        for path, body in (("/v1/recommend", BODY), ("/v1/rank", RANK)):
+            reply = server.call(path, body)
+            assert (reply.status, reply.error["type"]) == (429, "overloaded")
+            assert int(reply.headers["retry-after"]) >= 1
+        server.executor.release()
+        assert [pending.reply().status for pending in (running, *queued)] == [200, 200, 200]
+        assert server.call("/v1/recommend", BODY).status == 200
+
+
+def test_requests_that_wait_travel_together() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        queued = [server.send("/v1/recommend", {**BODY, "history": [item]}) for item in ("a", "b", "c")]
+        server.wait_for("jgr_queue_depth", 3)
+        server.executor.release()
+        assert running.reply().status == 200
+        # Leaves (1 + 3 + 7 + 2) mod 5 = 3 and (1 + 4 + 6 + 2) mod 5 = 3 lead to d.
+        assert [p.reply().json["items"][0]["item_id"] for p in queued] == ["c", "d", "d"]
+        assert server.executor.batches == [1, 3]
+
+
+def test_a_deadline_ends_queued_and_running_work_with_504() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", {**BODY, "deadline_ms": 200})
+        server.executor.wait_entered()
+        patient = server.send("/v1/rank", RANK)
+        queued = server.call("/v1/rank", {**RANK, "deadline_ms": 1})
+        assert (queued.status, queued.error["type"]) == (504, "deadline_exceeded")
+        assert running.reply().status == 504
+        assert server.metric("jgr_deadline_expired_total") == 2
+        server.executor.release()
+        assert patient.reply().status == 200
+        assert server.executor.batches == [1, 1], "the expired job never ran"
+        assert server.call("/v1/rank", {**RANK, "deadline_ms": 60_000}).status == 200
+
+
+def test_the_default_deadline_is_for_requests_that_name_none() -> None:
+    with LiveServer("server.default_deadline_ms=1") as server:
+        server.executor.hold()
+        patient = server.send("/v1/rank", {**RANK, "deadline_ms": 60_000})
+        server.executor.wait_entered()
+        assert server.call("/v1/rank", RANK).status == 504
+        server.executor.release()
+        assert patient.reply().status == 200
+
+
+def test_work_of_a_client_that_left_is_cancelled() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        queued = server.send("/v1/recommend", BODY)
+        server.wait_for("jgr_queue_depth", 1)
+        queued.abandon()
+        server.wait_for("jgr_cancelled_total", 1)
+        assert server.metric("jgr_queue_depth") == 0
+        running.abandon()
+        server.wait_for("jgr_cancelled_total", 2)
+        server.executor.release()
+        assert server.call("/v1/recommend", BODY).status == 200
+        assert server.executor.batches == [1, 1], "the queued job never ran"
+        assert server.metric('jgr_requests_total{endpoint="/v1/recommend",status="499"}') == 2
+
+
+def test_an_executor_that_breaks_fails_its_batch_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        doomed = [server.send("/v1/recommend", BODY, x_request_id=f"doomed-{i}") for i in range(2)]
+        server.wait_for("jgr_queue_depth", 2)
+        spared = server.send("/v1/rank", RANK)
+        server.wait_for("jgr_queue_depth", 3)
+        with caplog.at_level(logging.ERROR):
+            server.executor.release()
+            assert running.reply().status == 200
+            assert spared.reply().status == 200
+            assert [p.reply().status for p in doomed] == [200, 200]
+            server.executor.errors.append(FloatingPointError("out of luck"))
+            reply = server.call("/v1/recommend", BODY, x_request_id="doomed-2")
+        assert (reply.status, reply.error["type"]) == (500, "internal")
+        assert "luck" not in reply.error["message"]
+        assert server.metric("jgr_executor_failures_total") == 1
+        assert server.call("/v1/recommend", BODY).status == 200
+    (record,) = caplog.records
+    assert "doomed-2" in record.getMessage()
+    assert record.exc_info and "out of luck" in str(record.exc_info[1])
+
+
+def test_nothing_is_served_before_the_warm_up_has_ended() -> None:
+    with LiveServer(hold=True) as server:
+        server.executor.wait_entered()
+        assert server.call("/health/live").status == 200
+        for reply in (server.call("/health/ready"), server.call("/v1/recommend", BODY)):
+            assert (reply.status, reply.error["type"]) == (503, "unavailable")
+            assert "starting" in reply.error["message"]
+        server.executor.release()
+        assert server.ready.wait(PATIENCE_S)
+        assert server.call("/health/ready").status == 200
+        assert server.call("/v1/recommend", BODY).status == 200
+
+
+def test_a_warm_up_that_fails_ends_the_server_with_1(caplog: pytest.LogCaptureFixture) -> None:
+    with LiveServer(hold=True) as server:
+        server.executor.errors.append(MemoryError("no room"))
+        server.executor.release()
+        assert server.join() == 1
+    assert "no room" in caplog.text
+
+
+def test_a_stop_during_warm_up_does_not_wait_for_it() -> None:
+    with LiveServer("server.drain_timeout_s=0", hold=True) as server:
+        server.executor.wait_entered()
+        server.stop()
+        assert server.join() == 0
+
+
+def test_a_drain_finishes_what_was_accepted_and_refuses_the_rest() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        accepted = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        queued = server.send("/v1/rank", RANK)
+        server.wait_for("jgr_queue_depth", 1)
+        server.stop()
+        while (reply := server.call("/health/ready")).status == 200:
+            pass
+        assert (reply.status, reply.headers["connection"]) == (503, "close")
+        assert "draining" in reply.error["message"]
+        assert server.call("/health/live").status == 200
+        reply = server.call("/v1/recommend", BODY)
+        assert (reply.status, reply.error["type"]) == (503, "unavailable")
+        assert reply.headers["connection"] == "close"
+        server.executor.release()
+        assert [accepted.reply().status, queued.reply().status] == [200, 200]
+        assert server.join() == 0
+
+
+def test_a_drain_gives_up_after_its_time(caplog: pytest.LogCaptureFixture) -> None:
+    with LiveServer("server.drain_timeout_s=0.05") as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        server.stop()
+        reply = running.reply()
+        assert (reply.status, reply.error["type"]) == (503, "unavailable")
+        assert server.join() == 0
+    assert "not everything was finished" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"", b"POST /v1/rank HT", b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{"],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_a_client_that_is_too_slow_is_cut_off(half: bytes) -> None:
+    with LiveServer(read_timeout_s=0.05) as server, server.connect() as connection:
+        connection.sendall(half)
+        assert connection.recv(1) == b""
+        assert server.call("/v1/recommend", BODY).status == 200
+
+
+def test_the_time_limit_is_on_reading_not_on_answering() -> None:
+    with LiveServer(read_timeout_s=0.05) as server:
+        server.executor.hold()
+        slow = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        with server.connect() as connection:
+            assert connection.recv(1) == b"", "by now the limit has passed"
+        server.executor.release()
+        assert slow.reply().status == 200
+
+
+def test_an_address_in_use_is_the_users_mistake() -> None:
+    with bind("127.0.0.1", 0) as taken, pytest.raises(UserError, match=r"server.port.*in use"):
+        bind("127.0.0.1", taken.getsockname()[1])
+
+
+JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`jgr serve --null` in a process of its own, and its port."""
+    command = [sys.executable, "-c", JGR, "serve", "--null", "--port=0", *flags]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as child:
+        try:
+            assert child.stdout is not None
+            yield child, int(child.stdout.readline().rpartition(":")[2])
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_the_process_and_it_exits_with_0(number: signal.Signals) -> None:
+    with process("--api_key=k") as (child, port):
+        idle = HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        idle.request("GET", "/v1/items/17", headers={"authorization": "Bearer k"})
+        assert b'"title":"item 17"' in idle.getresponse().read()
+        child.send_signal(number)
+        assert child.wait(PATIENCE_S) == 0
+        assert idle.sock is not None and idle.sock.recv(1) == b"", "closed, not waited for"
+        idle.close()
+        assert child.stderr is not None and child.stderr.read() == ""
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    with process() as (child, port):
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as idle,
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stuck,
+        ):
+            stuck.sendall(b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            child.send_signal(signal.SIGTERM)
+            assert idle.recv(1) == b"", "the end has begun; the stuck request holds it up"
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--set=batching.max_tokens=10", "batching.max_tokens=10 leaves no profile"),
+        ("--set=beam.width=64", "beam.width is 64, but the largest of profiles.widths is 32"),
+        ("--port=70000", "server.port must be at most 65535"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_exits_with_2(flag: str, words: str) -> None:
+    command = [sys.executable, "-c", JGR, "serve", "--null", flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
