@@ -33,7 +33,8 @@ from jgr.evaluation.candidates import Candidates, load_candidates
 from jgr.evaluation.metrics import Hits, per_query
 from jgr.serving.api import RankRequest
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import ServedDecoder
+from jgr.serving.engine.engine import Engine
 from jgr.serving.policies.prefix_choice import LayoutName
 
 Float64 = npt.NDArray[np.float64]
@@ -107,10 +108,14 @@ class Ranked(NamedTuple):
 
 
 async def rank_all(
-    engine: Engine, examples: Examples, users: npt.NDArray[np.str_], rows: Int32, layout: LayoutName
+    engine: Engine[ServedDecoder],
+    examples: Examples,
+    users: npt.NDArray[np.str_],
+    rows: Int32,
+    layout: LayoutName,
 ) -> Ranked:
     """The candidates [e, k] of every example, best first, and cached and computed tokens as shares of the prompts'."""
-    ids, ranked = engine.translator.catalog.item_ids, np.full_like(rows, -1)
+    ids, ranked = engine.served.translator.catalog.item_ids, np.full_like(rows, -1)
     longest = engine.info.max_history
     todo = iter(range(len(examples)))
     tokens = np.zeros(3, np.int64)

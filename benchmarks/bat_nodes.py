@@ -37,10 +37,10 @@ from jgr.placement.items import ItemPlacement, Items, Workers, hrcs
 from jgr.placement.lifecycle import Lifecycle
 from jgr.placement.worker import CacheWorker, item_name
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import Executors, PoolShape
+from jgr.serving.decoders.paged_executor import DecoderExecutors, PoolShape
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies import costs
-from jgr.serving.policies.batching import Job, Profile
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PromptScheduler
 from jgr.traffic.workloads import BOOKS, Access, Traffic, Workload
@@ -272,8 +272,8 @@ class Device:
         pool_mb = 1.4 * (node_memory + 1) * self._world.item_bytes / 2**20
         settings = ("rank.requests=1", f"rank.candidates={workload.candidates}", f"rank.tokens={tokens}")
         self._engine = load_engine(self._world.config("hotness", pool_mb, str(folder / "xla"), *settings))
-        executors, caching = self._engine.executor, self._engine.caching
-        assert isinstance(executors, Executors) and executors.paged is not None
+        executors, caching = self._engine.served.executors, self._engine.served.caching
+        assert isinstance(executors, DecoderExecutors) and executors.paged is not None
         assert caching is not None and caching.segments is not None
         self._executor = executors.paged
         self._executor.profiles = tuple(p for p in self._executor.profiles if p.kind == "rank")
@@ -308,7 +308,7 @@ class Device:
         runs: dict[Key, Run] = {}
         histories = Histories(traffic)
         for number, access in enumerate(accesses):
-            task = self._engine.translator.prepare(histories.request(access))
+            task = self._engine.served.translator.prepare(histories.request(access))
             job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.parts)
             for system, cluster in zip(systems, clusters, strict=True):
                 planned = cluster.plan(job, access)

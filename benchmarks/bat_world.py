@@ -27,7 +27,7 @@ from jgr.models import checkpoint, decoder, params
 from jgr.prompt.tokens import Tokenizer
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.policies.batching import Job
+from jgr.serving.policies.jobs import Job
 from jgr.traffic.workloads import Access, Traffic, Workload
 from jgr.training.generator import decoder_config
 
@@ -178,13 +178,13 @@ class System:
         self._plan(planned)
 
     def _plan(self, count: int) -> None:
-        caching = self.engine.caching
+        caching = self.engine.served.caching
         assert caching is not None
         grouping = caching.groupings["rank"]
         ahead = list(islice(self._accesses, count))
         start_ns = time.monotonic_ns() - (ahead[-1].time_ns + 1 if ahead else 0)
         for number, access in enumerate(ahead):
-            task = self.engine.translator.prepare(self._world.request(access))
+            task = self.engine.served.translator.prepare(self._world.request(access))
             now_ns = start_ns + access.time_ns
             job = Job(number, "rank", task.tokens, task.width, now_ns, None, task.parts)
             group = grouping.group([job], True, now_ns)

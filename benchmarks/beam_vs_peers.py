@@ -39,9 +39,9 @@ from benchmarks.peers.workload import DEPTH, Beams, Catalog, Int32, agreement
 from jgr.evaluation import unconstrained
 from jgr.models import beam, hf
 from jgr.models.beam import Normalize
-from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 
 THREADS = 2
 AT_LEAST_S = 0.3
@@ -73,9 +73,9 @@ class Ours:
         self._executors = {mode: self._executor(tables, profiles, mode) for mode in ("full", "valid")}
         self._free = {shape: self._search(*shape) for shape in shapes}
 
-    def _executor(self, tables: beam.CatalogTables, profiles: tuple[Profile, ...], mode: Any) -> JaxExecutor:
+    def _executor(self, tables: beam.CatalogTables, profiles: tuple[Profile, ...], mode: Any) -> RowExecutor:
         normalize: Normalize = mode
-        executor = JaxExecutor(self._cfg, self._weights, tables, profiles, normalize)
+        executor = RowExecutor(self._cfg, self._weights, tables, profiles, normalize)
         executor.warm_up(lambda done, total, label: harness.note(f"compiled {mode} {label}"))
         return executor
 

@@ -46,9 +46,9 @@ from jgr.evaluation import unconstrained
 from jgr.models import beam, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.ops.constrained_topk import select
-from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -201,7 +201,7 @@ class Constrained:
         jax.block_until_ready(self.tables)
         self.place_s = time.perf_counter() - start
         profiles = tuple(Profile("recommend", 1, PROMPT, width) for width in widths)
-        self._executor = JaxExecutor(MODEL, weights, self.tables, profiles, "valid")
+        self._executor = RowExecutor(MODEL, weights, self.tables, profiles, "valid")
         self._executor.warm_up(lambda done, total, label: harness.note(f"compiled {label}"))
 
     def on(self, prompt: Int32, width: int) -> list[str]:

@@ -52,7 +52,7 @@ from jgr.serving.api import RankRequest
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.threads import Calls
-from jgr.serving.policies.orchestration import READS
+from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import PartWork, Programs, Ran, ReadWork, ScorerExecutors, Share
 from jgr.serving.scorers.serve import ScorerEngine
@@ -301,7 +301,7 @@ def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -
     executors = executors_of(path, setting, params)
     translator = ScorerTranslator(path, catalog, needs, layout, config)
     cache = None if executors.pool is None else UserCache(executors.pool, layout.size)
-    reads = READS in executors.sizes
+    reads = USER_PART in executors.sizes
     return ScorerEngine(
         translator, executors, config, tasks=len(needs.tasks), reads=reads, cache=cache, metrics=Metrics()
     )

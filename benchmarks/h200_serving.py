@@ -2,7 +2,7 @@
 """Constrained generation on one H200: a Qwen3-1.7B in bfloat16, beam width 256, three tokens, 5 M items.
 
 The bar is what another engine has published for one H100 without a constraint: 17.6 and 93.2 ms for 1000 prompt tokens
-at batch 1 and 8, 42.3 and 307.9 ms for 5000. A time here is that of JaxExecutor.run, from prompts as numpy arrays to
+at batch 1 and 8, 42.3 and 307.9 ms for 5000. A time here is that of RowExecutor.run, from prompts as numpy arrays to
 leaves and scores as numpy arrays, with the constraint and normalize="valid". Weights and catalog are random: three
 levels of 8192 codes, drawn evenly.
 
@@ -34,9 +34,9 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import RankOutcome, RankWork, RecommendOutcome, RecommendWork
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 
 Int32 = npt.NDArray[np.int32]
 
@@ -97,19 +97,19 @@ def make_catalog(setting: Setting) -> tuple[PrefixTree, tuple[Int32, ...]]:
     return tree, tuple(np.arange(s, s + setting.level_size, dtype=np.int32) for s in starts)
 
 
-def make_executor(setting: Setting) -> tuple[JaxExecutor, PrefixTree]:
+def make_executor(setting: Setting) -> tuple[RowExecutor, PrefixTree]:
     """With a program for each point, and one that ranks as many items as a search returns."""
     tree, level_tokens = make_catalog(setting)
     weights = params.initialize(decoder.spec(setting.cfg), jax.random.key(0), jnp.dtype(setting.dtype))
     tables = beam.catalog_tables(tree, level_tokens, weights)
     profiles = [Profile("recommend", batch, tokens, setting.width) for tokens, batch in setting.points]
     profiles.append(Profile("rank", 1, setting.points[0][0], setting.width))
-    executor = JaxExecutor(setting.cfg, weights, tables, tuple(profiles), "valid")
+    executor = RowExecutor(setting.cfg, weights, tables, tuple(profiles), "valid")
     executor.warm_up(lambda done, total, label: harness.note(f"compiled {done} of {total}: {label}"))
     return executor, tree
 
 
-def check(setting: Setting, executor: JaxExecutor, prompts: Sequence[Int32], tree: PrefixTree) -> float:
+def check(setting: Setting, executor: RowExecutor, prompts: Sequence[Int32], tree: PrefixTree) -> float:
     """The largest difference of a search's scores from those of `rank`. RuntimeError where a search is no search."""
     tokens, batch = setting.points[0]
     profile = Profile("recommend", batch, tokens, setting.width)
@@ -152,7 +152,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def _variants(
-    setting: Setting, executor: JaxExecutor, prompts: Sequence[Int32]
+    setting: Setting, executor: RowExecutor, prompts: Sequence[Int32]
 ) -> dict[str, Callable[[], float]]:
     """Milliseconds of a call, by "<prompt tokens> <batch>", and of "matmul" and "copy"."""
 

@@ -78,11 +78,11 @@ def _costs(config: Config, path: Path) -> int:
     from jgr.files import writing
     from jgr.serving.decoders import prefill_costs
     from jgr.serving.decoders.loading import load_engine
-    from jgr.serving.decoders.paged_executor import Executors
+    from jgr.serving.decoders.paged_executor import DecoderExecutors
     from jgr.serving.policies import costs
 
-    executor = load_engine(config).executor
-    assert isinstance(executor, Executors)
+    executor = load_engine(config).served.executors
+    assert isinstance(executor, DecoderExecutors)
     if executor.paged is None:
         raise UserError(
             "--costs: nothing is cached; set cache.policy, or a rank.scorer with candidates in the prompt"
@@ -146,11 +146,11 @@ async def _trace(
 
     from jgr.serving.api import RequestError
     from jgr.serving.decoders.loading import load_engine
-    from jgr.serving.decoders.paged_executor import Executors
+    from jgr.serving.decoders.paged_executor import DecoderExecutors
 
     engine = load_engine(config)
-    executor = engine.executor
-    assert isinstance(executor, Executors)
+    executor = engine.served.executors
+    assert isinstance(executor, DecoderExecutors)
     with console.progress_bar("compiling") as bar:
         await engine.start(bar)
     todo = iter(requests)

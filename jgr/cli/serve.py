@@ -26,7 +26,7 @@ from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config
 from jgr.fields import distinct
 
 if TYPE_CHECKING:
-    from jgr.serving.engine.contract import AnyEngine
+    from jgr.serving.engine.engine import AnyEngine
     from jgr.serving.versions.deployment import Load
 
 HELP = "serve recommendations over HTTP; each --config is a model"

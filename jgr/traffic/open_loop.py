@@ -29,7 +29,7 @@ from msgspec import Meta
 from jgr.config import UserError
 from jgr.files import read_lines
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.batching import Kind
+from jgr.serving.policies.jobs import Kind
 
 N_USERS = 1000
 """Distinct requests of a schedule that is made from a rate; each stands for one user, who asks again and again."""

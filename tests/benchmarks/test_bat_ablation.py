@@ -12,7 +12,7 @@ import pytest
 from benchmarks import bat_ablation as bench
 from benchmarks.bat_nodes import NODES, Key, Planned, System, link_tokens, place_hot, returning
 from jgr.placement.items import Items, Workers
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
 from jgr.traffic.workloads import BOOKS
 

@@ -14,7 +14,7 @@ from jgr.cache.entries import Content
 from jgr.placement.items import Items, Workers, hash_items, replicate
 from jgr.placement.worker import item_name
 from jgr.serving.decoders.paged_executor import PoolShape
-from jgr.serving.policies.batching import Job, Profile
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import Parts
 from jgr.traffic.workloads import Access
 

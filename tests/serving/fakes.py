@@ -24,11 +24,13 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, override
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.decoders.null import NullExecutor
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.decoders.work import Outcome, Work
 from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.engine import Engine
 from jgr.serving.http.listener import Listener
-from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile
 
 PATIENCE_S = 30.0
 """No test waits this long unless it fails."""
@@ -106,11 +108,11 @@ class FakeExecutor(NullExecutor):
             raise self.errors.popleft()
 
 
-def make_engine(config: Config, executor: NullExecutor | None = None, **engine: Any) -> Engine:
-    """engine: further arguments of the Engine."""
+def make_engine(config: Config, executor: NullExecutor | None = None, **engine: Any) -> Engine[ServedDecoder]:
+    """engine: further arguments of decoder_engine."""
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(CATALOG), CATALOG)
     executor = executor or FakeExecutor(make_profiles(config.profiles))
-    return Engine(config.model.name, CATALOG, TREE, prompts, executor, config, **engine)
+    return decoder_engine(config.model.name, CATALOG, TREE, prompts, executor, config, **engine)
 
 
 @dataclass(frozen=True)

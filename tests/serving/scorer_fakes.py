@@ -11,9 +11,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +27,15 @@ from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Needs, ScorerConfig
 from jgr.models.stu import StuConfig
 from jgr.models.stu_scorer import StuScorerConfig
-from jgr.serving.engine.contract import AnyEngine, Progress
+from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.threads import Calls
 from jgr.serving.http.listener import Listener
-from jgr.serving.policies.orchestration import READS
+from jgr.serving.policies.jobs import Start
+from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
-from jgr.serving.scorers.executors import PartWork, Ran, Read, ReadWork
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.executors import PartWork, Read, ReadWork
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import user_layout
 from jgr.serving.versions.loading import load_any
@@ -58,15 +57,16 @@ class FakeExecutors:
     costs: Mapping[int, float] = {4: 1.0, 8: 1.5}
 
     def __init__(self, reads: bool, pool: Any = None) -> None:
-        self.sizes = (READS, READS, 4, 4, 8) if reads else (4, 4, 8)
+        self.sizes = (USER_PART, USER_PART, 4, 4, 8) if reads else (4, 4, 8)
+        self.lanes = len(self.sizes)
         self.pool = pool
         self.whole: dict[int, float] = {}
         self.works: list[ReadWork | PartWork] = []
-        self.errors: deque[Exception] = deque()
+        self.errors: dict[int, Exception] = {}
+        self._planned = 0
         self._open = threading.Event()
         self._open.set()
         self._entered = threading.Semaphore(0)
-        self._threads = [Calls(f"fake-{number}") for number in range(len(self.sizes))]
 
     def hold(self) -> None:
         self._open.clear()
@@ -77,46 +77,34 @@ class FakeExecutors:
     def wait_entered(self) -> None:
         assert self._entered.acquire(timeout=PATIENCE_S)
 
-    async def start(self, progress: Progress) -> None:
-        for thread in self._threads:
-            thread.start()
+    def warm_up(self, progress: Progress) -> None: ...
 
-    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+    def bind(self) -> None: ...
+
+    def fail(self, error: Exception) -> None:
+        """The next run raises it: runs are numbered in the order in which they are planned."""
+        self.errors[self._planned] = error
+
+    def launch(self, start: Start, work: ReadWork | PartWork) -> Any:
         self.works.append(work)
-        error = self.errors.popleft() if self.errors else None  # in order of the calls, not of the threads
-        self._threads[executor].call(partial(self._run, self._threads[executor], work, done, error))
-
-    def _run(
-        self,
-        thread: Calls,
-        work: ReadWork | PartWork,
-        done: Callable[[Ran], None],
-        error: Exception | None,
-    ) -> None:
+        self._planned = max(self._planned, start.run + 1)
         self._entered.release()
         assert self._open.wait(PATIENCE_S)
-        value: Any = None
-        if error is not None:
-            pass
-        elif isinstance(work, ReadWork):
+        if start.run in self.errors:
+            raise self.errors.pop(start.run)
+        if isinstance(work, ReadWork):
             new = work.place is not None and work.place.new
-            value = Read(
+            return Read(
                 events(work.block), "nothing" if work.place is None or new else "all", work.place is not None
             )
-        else:
-            user = work.user if isinstance(work.user, int) else events(work.user)
-            score = (work.rows + user).astype(np.float32)
-            if work.records is not None:
-                score = score + 1000 * work.records["x"][:, 0]
-            value = np.stack([score, -score], axis=1)
-        thread.post(partial(done, Ran(value, error, 0, 0)))
+        user = work.user if isinstance(work.user, int) else events(work.user)
+        score = (work.rows + user).astype(np.float32)
+        if work.records is not None:
+            score = score + 1000 * work.records["x"][:, 0]
+        return np.stack([score, -score], axis=1)
 
-    def stop(self) -> None:
-        for thread in self._threads:
-            thread.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        return all([thread.join(timeout_s) for thread in self._threads])
+    def collect(self, start: Start, pending: Any) -> list[Any]:
+        return [pending]
 
 
 def events(block: Any) -> int:
@@ -138,7 +126,7 @@ def fake_engine(
     features: FeatureCache | None = None,
     pages: int = 0,
     wall: float = MONDAY + 10 * DAY,
-) -> tuple[ScorerEngine, FakeExecutors]:
+) -> tuple[Engine[ServedScorer], FakeExecutors]:
     """Over CATALOG, of a model with NEEDS. pages: of a cache for users; 0: none."""
     config = override(Config(), "executors.streams=3", *settings)
     layout = user_layout(NEEDS)
@@ -148,10 +136,10 @@ def fake_engine(
         pool: Any = NoPool(pages)
         cache = UserCache(pool, layout.size)
     translator = ScorerTranslator("fake", CATALOG, NEEDS, layout, config, wall=lambda: wall)
-    engine = ScorerEngine(
+    served = ServedScorer(
         translator, executors, config, tasks=2, reads=reads, features=features, cache=cache, metrics=Metrics()
     )
-    return engine, executors
+    return Engine(served, config.server.default_deadline_ms), executors
 
 
 HSTU = HstuConfig(

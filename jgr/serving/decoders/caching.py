@@ -20,7 +20,7 @@ from jgr.serving.decoders.paged_executor import PoolShape
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.known_items import user_entry
-from jgr.serving.policies.batching import Batch, Kind, Profile
+from jgr.serving.policies.jobs import Kind, Profile, Request, Start
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 
 REMEMBERED = 10
@@ -106,16 +106,19 @@ def make_caching(
     return Caching(meta, groupings, segments)
 
 
-def planned(batch: Batch, tasks: Sequence[Task]) -> list[Work]:
+def planned(start: Start, tasks: Sequence[Task]) -> list[Work]:
     """The tasks' works with what their batch's plan says; it is noted in the tasks too."""
-    if not batch.prompts:
-        return [task.work for task in tasks]
     works: list[Work] = []
-    for task, plan in zip(tasks, batch.prompts, strict=True):
+    for task, request in zip(tasks, start.work, strict=True):
+        assert isinstance(request, Request)
+        plan = request.plan
+        if plan is None:
+            works.append(task.work)
+            continue
         task.plan = plan
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
         assert isinstance(task.work, SegmentsWork)
-        works.append(replace(task.work, plan=plan, moves=() if works else batch.moves))
+        works.append(replace(task.work, plan=plan, moves=() if works else start.moves))
     return works

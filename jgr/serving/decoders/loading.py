@@ -29,14 +29,15 @@ from jgr.models.model_files import ModelFiles
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 from jgr.serving.decoders.caching import make_caching, packed_profiles, pool_shape
-from jgr.serving.decoders.paged_executor import Executors, PagedExecutor
-from jgr.serving.decoders.row_executor import JaxExecutor
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.paged_executor import DecoderExecutors, PagedExecutor
+from jgr.serving.decoders.row_executor import RowExecutor
+from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.engine.compilation import preparing
-from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
-from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.prompt_scheduling import Repair
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Fitted(NamedTuple):
 
 
 @preparing()
-def load_engine(config: Config, metrics: Metrics | None = None) -> Engine:
+def load_engine(config: Config, metrics: Metrics | None = None) -> Engine[ServedDecoder]:
     """The engine that serves config.model over config.catalog, not yet started. metrics: of the server it joins.
 
     The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
@@ -86,8 +87,8 @@ def _load_model(folder: Path, config: Config) -> Model:
 
 @preparing()
 def make_engine(
-    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: Executors | None = None
-) -> Engine:
+    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: DecoderExecutors | None = None
+) -> Engine[ServedDecoder]:
     """An engine for a catalog, not yet started. like: an executor of the model, whose programs are used if they fit.
 
     UserError where the catalog does not fit the model.
@@ -114,7 +115,7 @@ def make_engine(
         executor.to_compile,
     )
     paged = executor.paged
-    return Engine(
+    return decoder_engine(
         config.model.name,
         catalog,
         tree,
@@ -133,7 +134,7 @@ def make_engine(
 
 def _make_executors(
     model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int
-) -> Executors:
+) -> DecoderExecutors:
     """Prompts with candidates in them, and with a cache all that generate, are packed; the others have a row each."""
     rank, settings = config.rank, _settings(config, segment_rows)
     packed: list[Profile] = []
@@ -158,8 +159,8 @@ def _make_executors(
             repair=Repair.of(config.cache),
             **settings,
         )
-    return Executors(
-        JaxExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
+    return DecoderExecutors(
+        RowExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
     )
 
 

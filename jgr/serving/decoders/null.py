@@ -16,7 +16,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.decoders.work import (
     Outcome,
     RankOutcome,
@@ -27,11 +27,15 @@ from jgr.serving.decoders.work import (
     Work,
 )
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.engine.engine import Engine
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile, Start
 
 
 class NullExecutor:
     """An executor over a catalog of `n_leaves` semantic ids that computes nothing."""
+
+    lanes = 1
 
     def __init__(self, profiles: tuple[Profile, ...], n_leaves: int) -> None:
         self.profiles = profiles
@@ -40,6 +44,18 @@ class NullExecutor:
     def warm_up(self, progress: Progress) -> None:
         for done, profile in enumerate(self.profiles, 1):
             progress(done, len(self.profiles), f"{profile.kind} {profile.batch}x{profile.tokens}")
+
+    def bind(self) -> None:
+        """See jgr.serving.engine.contract.Executors."""
+
+    def launch(self, start: Start, work: Sequence[Work]) -> list[Outcome]:
+        """See jgr.serving.engine.contract.Executors."""
+        assert isinstance(start.shape, Profile)
+        return self.run(start.shape, work)
+
+    def collect(self, start: Start, pending: list[Outcome]) -> list[Outcome]:
+        """See jgr.serving.engine.contract.Executors."""
+        return pending
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         return [
@@ -69,10 +85,10 @@ def null_catalog(n_items: int) -> Catalog:
     return Catalog.build([str(i) for i in range(n_items)], levels, titles)
 
 
-def null_engine(config: Config, n_items: int = 10_000) -> Engine:
+def null_engine(config: Config, n_items: int = 10_000) -> Engine[ServedDecoder]:
     """An engine over `null_catalog(n_items)`: real prompts, batches and threads, but no model."""
     catalog = null_catalog(n_items)
     tree = PrefixTree.build(catalog.codes)
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(catalog), catalog)
     executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves)
-    return Engine(config.model.name, catalog, tree, prompts, executor, config)
+    return decoder_engine(config.model.name, catalog, tree, prompts, executor, config)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from jgr.models.packed import Asked, Picks, Row, Whole
 from jgr.prompt.layouts import ITEM_PREFIX, REPAIRED_ITEM, USER_PREFIX, Kind, Layout, Tokens
 from jgr.serving.decoders.work import SegmentsWork
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedSegment, Repair
 
 Int32 = npt.NDArray[np.int32]

@@ -12,7 +12,8 @@ A failure may lose the pool. It is then empty, and whoever planned must forget w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,11 +30,11 @@ from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.prompt.layouts import SegmentedPrompt
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.packing import Packed, pack
-from jgr.serving.decoders.row_executor import JaxExecutor
+from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import Outcome, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.prompt_scheduling import NO_REPAIR, PlannedPrompt, PlannedSegment, Repair
 
 MOVED_CELLS = 64
@@ -61,7 +62,7 @@ class PagedExecutor:
     """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `run`.
 
     longest: tokens of a prompt to go on from, at most. repair: of item tokens, which changes the programs that rank.
-    Others as in JaxExecutor.
+    Others as in RowExecutor.
     """
 
     def __init__(
@@ -164,19 +165,39 @@ class PagedExecutor:
         return lowered.compile()
 
     def program_texts(self) -> list[str]:
-        """See JaxExecutor."""
+        """See RowExecutor."""
         return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        """One outcome per work, in order. Whatever goes wrong, the pool is empty afterwards."""
+        """One outcome per work, in order: `launch`, and then `collect`."""
+        return self.collect(profile, works, self.launch(profile, works))
+
+    def launch(self, profile: Profile, works: Sequence[Work]) -> Any:
+        """Hand a batch to the device: the program's outputs, not waited for. Where it fails the pool is empty."""
+        with self._losing():
+            return self._launch(profile, works)
+
+    def collect(self, profile: Profile, works: Sequence[Work], out: Any) -> list[Outcome]:
+        """Wait for a batch: one outcome per work, in order. Where it failed the pool is empty afterwards."""
+        own = [work for work in works if isinstance(work, SegmentsWork)]
+        with self._losing():
+            if profile.kind == "rank":
+                ends = np.cumsum([len(work.columns) for work in own])
+                return [RankOutcome(x) for x in np.split(np.asarray(out)[: ends[-1]], ends[:-1])]
+            leaves, found = np.asarray(out.leaves), np.asarray(out.scores)
+            alive = (~np.isneginf(found)).sum(axis=1)
+            return [RecommendOutcome(leaves[i, : alive[i]], found[i, : alive[i]]) for i in range(len(own))]
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
         try:
-            return self._run(profile, works)
+            yield
         except Exception:
             self._pool = self._empty()
             self._moving.clear()  # of no use any more, and where one has failed it would fail what waits for it
             raise
 
-    def _run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
+    def _launch(self, profile: Profile, works: Sequence[Work]) -> Any:
         own = [work for work in works if isinstance(work, SegmentsWork)]
         for move in [move for work in own for move in work.moves]:
             self._move(move)
@@ -185,13 +206,10 @@ class PagedExecutor:
         if profile.kind == "rank":
             scores, new = program(self._params, self._pool, arrays.row, arrays.asked)
             self._write(new, arrays.keep)
-            ends = np.cumsum([len(work.columns) for work in own])
-            return [RankOutcome(x) for x in np.split(np.asarray(scores)[: ends[-1]], ends[:-1])]
+            return scores
         beams, new = program(*self._recommend_inputs(profile, arrays, own))
         self._write(new, arrays.keep)
-        leaves, found = np.asarray(beams.leaves), np.asarray(beams.scores)
-        alive = (~np.isneginf(found)).sum(axis=1)
-        return [RecommendOutcome(leaves[i, : alive[i]], found[i, : alive[i]]) for i in range(len(own))]
+        return beams
 
     def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
         longest = min(self._longest, profile.tokens + profile.context) if profile.kind == "recommend" else 0
@@ -248,12 +266,14 @@ class PagedExecutor:
         return jnp.zeros((self.shape.pages, elements), embed.dtype, device=jnp.asarray(embed).sharding)
 
 
-class Executors:
-    """One executor of all profiles: those that are packed, where there are any, and the others."""
+class DecoderExecutors:
+    """Executors of all profiles on one lane: of those that are packed, where there are any, and of the others."""
 
-    def __init__(self, plain: JaxExecutor, paged: PagedExecutor | None) -> None:
+    lanes = 1
+
+    def __init__(self, plain: RowExecutor, paged: PagedExecutor | None) -> None:
         self.plain, self.paged = plain, paged
-        self._all: tuple[JaxExecutor | PagedExecutor, ...] = (plain,) if paged is None else (plain, paged)
+        self._all: tuple[RowExecutor | PagedExecutor, ...] = (plain,) if paged is None else (plain, paged)
         self.profiles = tuple(profile for executor in self._all for profile in executor.profiles)
 
     @property
@@ -261,13 +281,13 @@ class Executors:
         """Profiles without a program."""
         return sum(executor.to_compile for executor in self._all)
 
-    def over(self, tables: CatalogTables, segment_rows: int) -> Executors:
-        """See JaxExecutor. The pool is another one."""
+    def over(self, tables: CatalogTables, segment_rows: int) -> DecoderExecutors:
+        """See RowExecutor. The pool is another one."""
         paged = None if self.paged is None else self.paged.over(tables, segment_rows)
-        return Executors(self.plain.over(tables, segment_rows), paged)
+        return DecoderExecutors(self.plain.over(tables, segment_rows), paged)
 
     def warm_up(self, progress: Progress) -> None:
-        """See jgr.serving.decoders.work.Executor."""
+        """See jgr.serving.engine.contract.Executors."""
         before, total = 0, len(self.profiles)
         for executor in self._all:
 
@@ -278,14 +298,28 @@ class Executors:
             before += len(executor.profiles)
 
     def program_texts(self) -> list[str]:
-        """See JaxExecutor."""
+        """See RowExecutor."""
         return [text for executor in self._all for text in executor.program_texts()]
 
+    def bind(self) -> None:
+        """See jgr.serving.engine.contract.Executors."""
+
+    def launch(self, start: Start, work: Sequence[Work]) -> tuple[Sequence[Work], Any]:
+        """See jgr.serving.engine.contract.Executors."""
+        assert isinstance(start.shape, Profile)
+        return work, self._of(start.shape).launch(start.shape, work)
+
+    def collect(self, start: Start, pending: tuple[Sequence[Work], Any]) -> list[Outcome]:
+        """See jgr.serving.engine.contract.Executors."""
+        assert isinstance(start.shape, Profile)
+        return self._of(start.shape).collect(start.shape, *pending)
+
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        """See jgr.serving.decoders.work.Executor."""
-        if profile.packed and self.paged is not None:
-            return self.paged.run(profile, works)
-        return self.plain.run(profile, works)
+        """One outcome per work, in order; for measurements of the programs alone."""
+        return self._of(profile).run(profile, works)
+
+    def _of(self, profile: Profile) -> RowExecutor | PagedExecutor:
+        return self.paged if profile.packed and self.paged is not None else self.plain
 
 
 def _pinned_host(pool: jax.Array) -> jax.sharding.Sharding:

@@ -11,7 +11,7 @@ import numpy as np
 from jgr.prompt.layouts import SegmentedPrompt
 from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import SegmentsWork
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
 
 Point = tuple[float, float, float]

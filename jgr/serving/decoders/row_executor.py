@@ -30,10 +30,10 @@ from jgr.serving.decoders.work import (
 )
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.batching import Profile
+from jgr.serving.policies.jobs import Profile
 
 
-class JaxExecutor:
+class RowExecutor:
     """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
 
     def __init__(
@@ -56,9 +56,9 @@ class JaxExecutor:
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
 
-    def over(self, tables: CatalogTables, segment_rows: int) -> JaxExecutor:
+    def over(self, tables: CatalogTables, segment_rows: int) -> RowExecutor:
         """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
-        other = JaxExecutor(
+        other = RowExecutor(
             self._cfg,
             self._params,
             tables,
@@ -116,8 +116,15 @@ class JaxExecutor:
         return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        """One outcome per work, in order; blocks until the device is done. See jgr.serving.decoders.work.Executor."""
-        out = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+        """One outcome per work, in order: `launch`, and then `collect`."""
+        return self.collect(profile, works, self.launch(profile, works))
+
+    def launch(self, profile: Profile, works: Sequence[Work]) -> Any:
+        """Hand a batch to the device: the program's outputs, not waited for. len(works) <= profile.batch."""
+        return self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+
+    def collect(self, profile: Profile, works: Sequence[Work], out: Any) -> list[Outcome]:
+        """Wait for a batch: one outcome per work, in order."""
         if profile.kind == "recommend":
             leaves, scores, _ = (np.asarray(x) for x in out)
             # dead beams sort last; a NaN is a fault, not a dead beam

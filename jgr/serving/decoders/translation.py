@@ -52,7 +52,7 @@ from jgr.serving.decoders.work import (
     Work,
 )
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
-from jgr.serving.policies.batching import Kind
+from jgr.serving.policies.jobs import Kind
 from jgr.serving.policies.prompt_scheduling import (
     NO_REPAIR,
     Parts,
@@ -83,7 +83,7 @@ class Prompts(Protocol):
 class Task:
     """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank).
 
-    parts: of the prompt, where it may be cached; plan: since its batch started.
+    parts: of the prompt, where it may be cached; plan: since its batch started; outcome: since its batch ended.
     """
 
     request: Request
@@ -92,6 +92,7 @@ class Task:
     rows: Int32
     parts: Parts | None = None
     plan: PlannedPrompt | None = None
+    outcome: Outcome | None = None
 
     @property
     def kind(self) -> Kind:

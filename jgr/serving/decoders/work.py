@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +11,6 @@ import numpy.typing as npt
 from jgr.cache.meta import Move
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.layouts import SegmentedPrompt
-from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.threads import Calls
-from jgr.serving.policies.batching import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt
 
 Int32 = npt.NDArray[np.int32]
@@ -87,50 +81,3 @@ class RankOutcome:
 
 Work = RecommendWork | RankWork | SegmentsWork
 Outcome = RecommendOutcome | RankOutcome
-
-
-class Executor(Protocol):
-    """Runs batches on a device. `run` blocks and is called by one thread at a time."""
-
-    profiles: tuple[Profile, ...]
-
-    def warm_up(self, progress: Progress) -> None:
-        """Compile every profile; progress(done, total, label) after each."""
-
-    def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        """One outcome per work, in order. len(works) <= profile.batch, all of the profile's kind."""
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """How a batch ended. outcomes: one per work; empty where `error` is set. Times: the clock's, in ns."""
-
-    outcomes: Sequence[Outcome]
-    error: Exception | None
-    start_ns: int
-    end_ns: int
-
-
-class Worker(Calls):
-    """Runs an executor in its own thread."""
-
-    def __init__(self, executor: Executor, clock: Callable[[], int]) -> None:
-        super().__init__("jgr-device")
-        self._executor = executor
-        self._clock = clock
-
-    def run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
-        """Queue a batch; `done` is called on the event loop."""
-        self.call(partial(self._run, profile, works, done))
-
-    def _run(self, profile: Profile, works: Sequence[Work], done: Callable[[Run], None]) -> None:
-        start_ns = self._clock()
-        outcomes: Sequence[Outcome] = ()
-        error: Exception | None = None
-        try:
-            outcomes = self._executor.run(profile, works)
-            if len(outcomes) != len(works):
-                raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(works)} works")
-        except Exception as cause:
-            error = cause
-        self.post(partial(done, Run(outcomes, error, start_ns, self._clock())))

@@ -1,106 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine offers to the server: one version of one model, over one catalog.
+"""What a family of models gives the one engine: how its requests become work, and its outcomes become answers.
 
-`jgr.serving.decoders.serve` serves decoders, `jgr.serving.scorers.serve` models that score a user's candidates in one
-pass. The server, reloads and evaluation know no more of either than what stands here.
+`jgr.serving.decoders.serve` and `jgr.serving.scorers.serve` are the two families. The engine
+(`jgr.serving.engine.engine`) knows no more of either than what stands here.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+from msgspec import UnsetType
 
 from jgr.cache.meta import CacheMeta
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import Answer, ModelInfo, Request
+from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, Usage
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.policies.jobs import Job, Kind, Policy, Start
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, label) after each step of a warm-up, in the thread that takes it."""
 Status = Literal["starting", "ready", "draining", "failed"]
 
 
-class ClientGone(Exception):
-    """Ends the future of a request that nobody waits for."""
-
-
-class AnyTicket(Protocol):
-    """A request on its way."""
+class Executors(Protocol):
+    """Compiled programs with their buffers, on lanes: each lane does one run at a time, in a thread of its own."""
 
     @property
-    def answer(self) -> asyncio.Future[Answer]:
-        """Ends with an Answer, a RequestError or ClientGone."""
+    def lanes(self) -> int:
+        """Number of lanes."""
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile every program and run it once. Raises what that raises."""
+
+    def bind(self) -> None:
+        """Called in each lane's thread before anything else."""
+
+    def launch(self, start: Start, work: Any) -> Any:
+        """Hand the work to the device, on the lane of `start`; returns what `collect` takes, without waiting for it."""
+
+    def collect(self, start: Start, pending: Any) -> Sequence[Any]:
+        """Wait for the device: an outcome for each of `start.work`, in order."""
 
 
-class AnyEngine(Protocol):
-    """All methods but `join` are called on the event loop that `start` was called on."""
+class Task(Protocol):
+    """A validated request."""
 
-    @property
-    def metrics(self) -> Metrics:
-        """May be shared with the engines of other versions and models."""
-
-    @property
-    def clock(self) -> Callable[[], int]:
-        """Nanoseconds that never go back."""
-
-    @property
-    def rebuild(self) -> Rebuild | None:
-        """None where the catalog cannot be changed."""
-
-    @property
-    def catalog(self) -> Catalog: ...
-
-    @property
-    def meta(self) -> CacheMeta | None:
-        """Of its cache; None where nothing is cached."""
+    request: Any
+    usage: Usage
 
     @property
-    def status(self) -> Status: ...
+    def kind(self) -> Kind: ...
+
+
+T = TypeVar("T", bound=Task)
+
+
+class Served(Protocol[T]):
+    """One version of one model over one catalog. All methods are called on the engine's event loop.
+
+    metrics: may be shared with other versions. normalize: how an answer's scores are normalised; unset for scorers.
+    """
+
+    metrics: Metrics
+
+    @property
+    def normalize(self) -> Literal["valid", "full"] | UnsetType: ...
+
+    @property
+    def executors(self) -> Executors: ...
 
     @property
     def info(self) -> ModelInfo:
         """What is served, and the limits on its requests."""
 
     @property
-    def queued(self) -> int:
-        """Requests waiting for the device."""
+    def catalog(self) -> Catalog: ...
 
-    async def start(self, progress: Progress = ...) -> None:
-        """Compile; `progress` is called in another thread. Raises what warm-up raises."""
+    @property
+    def meta(self) -> CacheMeta | None:
+        """The meta service of its cache; None where nothing is cached."""
 
-    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> AnyTicket:
-        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
+    def policy(self) -> Policy[Any]:
+        """A new policy. Called once more after the warm-up, when the costs of the programs are known."""
 
-    def cancel(self, ticket: Any) -> None:
-        """Nobody waits for this engine's ticket any more. Does nothing where it has already ended."""
+    def prepare(self, request: Request) -> T:
+        """RequestError names the field that the catalog, a limit or the model refuses."""
 
-    async def answer(self, request: Request, request_id: str = "") -> Answer:
-        """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
+    def job(self, task: T, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
+        """The task's size and times, for the policy."""
 
-    async def drain(self, timeout_s: float | None) -> bool:
-        """Refuse new work and finish what was accepted. False: time ran out, and the rest got errors. None: no limit.
+    def too_large(self, task: T) -> RequestError:
+        """Why no compiled program takes the task."""
 
-        An engine that nobody else holds is freed afterwards, its device memory too.
-        """
+    async def fetch(self, task: T, by_ns: int | None) -> None:
+        """What a job that waits waits for, by that time on the clock."""
 
-    def join(self, timeout_s: float) -> bool:
-        """After `drain`: wait for its threads. False where the device still holds one."""
+    def begin(self, start: Start, tasks: Sequence[T]) -> Any:
+        """What the executors are given for a run; `tasks` are those of `start.work`, in order."""
+
+    def take(self, start: Start, tasks: Sequence[T | None], outcomes: Sequence[Any]) -> None:
+        """What came of a run becomes the tasks'; None where nobody waits for one any more."""
+
+    def items(self, task: T) -> list[Item]:
+        """The answer's items, once all work of the task is done. Raises for scores that are not finite."""
+
+    def explain(self, task: T) -> list[Reuse]:
+        """Where the parts of the prompt came from."""
+
+    def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
+        """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
 
     def forget(self, user_id: str) -> int:
         """Erase a user's cache entries; how many there were."""
 
+    def started(self) -> None:
+        """The warm-up has ended well."""
+
+    def close(self) -> None:
+        """No request comes any more. Called once or more often."""
+
+    def join(self, timeout_s: float) -> bool:
+        """After `close`: wait until what it holds is closed. False where the time ran out."""
+
     def check(self) -> None:
-        """Audit the invariants; AssertionError names the broken one."""
-
-
-@dataclass(frozen=True)
-class Rebuild:
-    """How a model is served over another catalog. check: raises UserError where that cannot be.
-
-    engine: the catalog's engine, not started; as `check`, besides. Both take long and run in a thread of their own.
-    """
-
-    check: Callable[[Catalog], object]
-    engine: Callable[[Catalog], AnyEngine]
+        """Audit; AssertionError."""

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the live drivers share: the clock, the futures that callers wait for, and the turns in which a policy plans.
+"""The engine: one version of one model over one catalog, behind the life of a request that all models share.
 
-The one idea: the event loop decides, by a pure policy, and other threads wait for the device. A driver does what its
+The one idea: the event loop decides, by a pure policy, and other threads wait for the device. The engine does what the
 policy plans once per turn of the loop, so that requests that arrived together travel together, and again when time
-alone changes the plan. All state belongs to the loop.
+alone changes the plan. All state belongs to the loop. What differs between decoders and scorers is in `Served`.
 
-Invariants (of every driver's `check`): a ticket exists exactly for each live job, and its future is pending; nothing
-accepted is lost: every future ends with an Answer, a RequestError or ClientGone.
+One request: `submit` translates it to a task and hands a job to the policy; `_pump` gives planned runs to their lanes;
+`_finished` commits a run, starts the next ones, and only then makes answers, so that the device does not wait for the
+host. Nothing in an engine is ever replaced: a reload (`jgr.serving.versions.deployment`) makes another engine, and a
+request ends with the model that it began with.
+
+Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted is lost:
+every future ends with an Answer, a RequestError or ClientGone.
 """
 
 from __future__ import annotations
@@ -14,62 +19,80 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from jgr.serving.api import Answer, Request, RequestError
-from jgr.serving.engine.contract import ClientGone, Progress, Status
+from jgr.cache.meta import CacheMeta
+from jgr.catalog.catalog import Catalog
+from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
+from jgr.serving.engine.contract import Progress, Served, Status
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.policies.batching import Reason
+from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.policies.jobs import Job, Outcome, Policy, Reason, Rejected, Start
 
 _log = logging.getLogger(__name__)
 
+S = TypeVar("S", bound=Served[Any])
+
+
+class ClientGone(Exception):
+    """Ends the future of a request that nobody waits for."""
+
 
 @dataclass(eq=False)
-class BaseTicket:
-    """A request on its way. Times are the driver's clock, in ns."""
+class Ticket:
+    """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs.
+
+    compare: for a shadow, which computes again what an answer reused: takes what comes of it. Nobody awaits its answer.
+    """
 
     job_id: int
     request_id: str
+    task: Any
     answer: asyncio.Future[Answer]
     arrival_ns: int
     submitted_ns: int
+    started_ns: int = 0
+    ended_ns: int = 0
+    fetching: asyncio.Task[None] | None = None
+    compare: Callable[[Any], None] | None = None
 
 
-T = TypeVar("T", bound=BaseTicket)
+@dataclass(frozen=True)
+class Rebuild:
+    """How a model is served over another catalog. check: raises UserError where that cannot be.
+
+    engine: makes the catalog's engine, not started; raises as `check` does. Both take long and run in a thread.
+    """
+
+    check: Callable[[Catalog], object]
+    engine: Callable[[Catalog], AnyEngine]
 
 
-class Policy(Protocol):
-    """What a driver asks of its policy besides plans; see `policies.batching` and `policies.orchestration`."""
+class Engine(Generic[S]):
+    """All methods but `join` are called on the event loop that `start` was called on.
 
-    @property
-    def queued(self) -> int: ...
+    default_deadline_ms: of requests that name none; None: they have none. clock: nanoseconds that never go back.
+    rebuild: None where the catalog cannot be changed.
+    """
 
-    @property
-    def full(self) -> bool: ...
-
-    @property
-    def in_flight(self) -> int: ...
-
-    def cancel(self, job_id: int, now_ns: int) -> bool: ...
-
-    def next_wakeup_ns(self) -> int | None: ...
-
-    def drain(self) -> None: ...
-
-
-class Driver(ABC, Generic[T]):
-    """See jgr.serving.engine.contract.AnyEngine for the public methods. clock: nanoseconds that never go back."""
-
-    def __init__(self, metrics: Metrics, clock: Callable[[], int], default_deadline_ms: float | None) -> None:
-        self.metrics = metrics
-        self.clock = clock
+    def __init__(
+        self,
+        served: S,
+        default_deadline_ms: float | None,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        rebuild: Rebuild | None = None,
+    ) -> None:
+        self.served, self.clock, self.rebuild = served, clock, rebuild
         self.status: Status = "starting"
+        self._policy: Policy[Any] = served.policy()
+        self._lanes = Lanes(served.executors, clock)
         self._default_deadline_ms = default_deadline_ms
-        self._tickets: dict[int, T] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._pump_due = False
@@ -77,24 +100,23 @@ class Driver(ABC, Generic[T]):
         self._drained: asyncio.Future[None] | None = None
 
     @property
-    @abstractmethod
-    def _policy(self) -> Policy: ...
+    def metrics(self) -> Metrics:
+        """May be shared with the engines of other versions."""
+        return self.served.metrics
 
-    @abstractmethod
-    async def _warm_up(self, progress: Progress) -> None:
-        """Start the threads and compile."""
+    @property
+    def info(self) -> ModelInfo:
+        """What is served, and the limits on its requests."""
+        return self.served.info
 
-    @abstractmethod
-    def _do_planned(self, now_ns: int) -> None:
-        """Start what the policy plans now, and `_expire` what it gives up."""
+    @property
+    def catalog(self) -> Catalog:
+        return self.served.catalog
 
-    @abstractmethod
-    def _stop(self) -> None:
-        """Let the threads end. Called once or more often, after the last answer."""
-
-    @abstractmethod
-    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> T:
-        """See AnyEngine."""
+    @property
+    def meta(self) -> CacheMeta | None:
+        """The meta service of its cache; None where nothing is cached."""
+        return self.served.meta
 
     @property
     def queued(self) -> int:
@@ -105,18 +127,43 @@ class Driver(ABC, Generic[T]):
         """Compile; `progress` is called in another thread. Raises what warm-up raises."""
         self._loop = asyncio.get_running_loop()
         try:
-            await self._warm_up(progress)
+            await self._lanes.start(progress)
         except Exception:
             if self.status == "draining":
                 return
             self.status = "failed"
             raise
         if self.status == "starting":
+            self._policy = self.served.policy()
+            self.served.started()
             self.status = "ready"
 
-    def cancel(self, ticket: T) -> None:
+    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
+        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
+        if self.status != "ready":
+            raise RequestError("unavailable", f"the server is {self.status}")
+        if self._policy.full:
+            raise _refusal("queue_full")  # before it is translated, which costs the loop milliseconds
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        deadline_ms = request.deadline_ms or self._default_deadline_ms
+        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
+        task = self.served.prepare(request)
+        now_ns = self.clock()
+        job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
+        verdict = self._policy.submit(job, now_ns)
+        if isinstance(verdict, Rejected):
+            raise self.served.too_large(task) if verdict.reason == "too_large" else _refusal(verdict.reason)
+        self.metrics.unknown_items.inc(task.usage.unknown_items)
+        ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
+        self._tickets[job.id] = ticket
+        if job.waits:
+            ticket.fetching = self._loop.create_task(self._fetch(ticket, verdict.ready_by_ns))
+        self._pump_soon()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
-        if self._policy.cancel(ticket.job_id, self.clock()):
+        if ticket.job_id in self._tickets and self._policy.cancel(ticket.job_id, self.clock()):
             self.metrics.cancelled.inc()
             self._end([ticket.job_id], ClientGone)
 
@@ -134,34 +181,49 @@ class Driver(ABC, Generic[T]):
         None: there is no limit. An engine that nobody else holds is freed afterwards, its device memory too.
         """
         self.status = "draining"
-        self._policy.drain()
+        self._policy.drain(self.clock())
         self._pump()
-        if self._live() or self._policy.in_flight:
+        if self._tickets or self._policy.in_flight:
             self._drained = self._loop.create_future()
             await asyncio.wait([self._drained], timeout=timeout_s)
-        left = self._live()
+        left = list(self._tickets)
         for job_id in left:
             self._policy.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
-        self._stop()
+        self._lanes.stop()
+        self.served.close()
         if self._wakeup is not None:
             self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
             self._wakeup = None
         return not self._policy.in_flight
 
-    def _admit(self, request: Request, arrival_ns: int | None) -> tuple[int, int | None]:
-        """When the request came in and its deadline, on the clock; RequestError where nothing is taken."""
-        if self.status != "ready":
-            raise RequestError("unavailable", f"the server is {self.status}")
-        if self._policy.full:
-            raise refusal("queue_full")  # before it is translated, which costs the loop milliseconds
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
-        deadline_ms = request.deadline_ms or self._default_deadline_ms
-        return arrival_ns, None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
+    def join(self, timeout_s: float) -> bool:
+        """After `drain`: wait for its threads. False where the device still holds one."""
+        closed = self.served.join(timeout_s)
+        return self._lanes.join(timeout_s) and closed
 
-    def _live(self) -> list[int]:
-        """Jobs that have not ended."""
-        return list(self._tickets)
+    def forget(self, user_id: str) -> int:
+        """Erase a user's cache entries; how many there were."""
+        return self.served.forget(user_id)
+
+    def check(self) -> None:
+        """Audit the invariants; AssertionError names the broken one."""
+        self._policy.check()
+        self.served.check()
+        assert len(self._tickets) == self._policy.live, "tickets and live jobs differ in number"
+        assert all(self._policy.state(job_id) for job_id in self._tickets), "a ticket has no live job"
+        assert not any(t.answer.done() for t in self._tickets.values()), "an answered ticket is kept"
+
+    async def _fetch(self, ticket: Ticket, by_ns: int | None) -> None:
+        try:
+            await self.served.fetch(ticket.task, by_ns)
+        except Exception as error:
+            if self._policy.cancel(ticket.job_id, self.clock()):
+                self._fail([ticket.job_id], error)
+            return
+        ticket.fetching = None
+        self._policy.ready(ticket.job_id, self.clock())
+        self._pump_soon()
 
     def _pump_soon(self) -> None:
         if not self._pump_due:
@@ -172,7 +234,12 @@ class Driver(ABC, Generic[T]):
         """Do what the policy plans now, and wake up when time alone changes the plan."""
         self._pump_due = False
         now_ns = self.clock()
-        self._do_planned(now_ns)
+        plan = self._policy.plan(now_ns)
+        if plan.expired:
+            self._expire(plan.expired)
+        for start in plan.starts:
+            work = self.served.begin(start, [self._tickets[job_id].task for job_id in start.jobs])
+            self._lanes.run(start, work, partial(self._finished, start))
         wakeup_ns = self._policy.next_wakeup_ns()
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
             self._wakeup[1].cancel()
@@ -185,37 +252,104 @@ class Driver(ABC, Generic[T]):
         self._wakeup = None
         self._pump()
 
+    def _finished(self, start: Start, run: Run) -> None:
+        outcome: Outcome = "well" if run.error is None else "failed"
+        committed = self._policy.commit(start.run, outcome, self.clock())
+        if run.error is None:
+            self._take(start, run)
+        self._pump()
+        if run.error is not None:
+            self._fail(committed.failed, run.error)
+        if committed.expired:
+            self._expire(committed.expired)
+        for job_id in committed.done:
+            self._answer(self._tickets.pop(job_id))
+        self._check_drained()
+
+    def _take(self, start: Start, run: Run) -> None:
+        tickets = [self._tickets.get(job_id) for job_id in start.jobs]
+        for ticket in tickets:
+            if ticket is not None:
+                ticket.started_ns = ticket.started_ns or run.start_ns
+                ticket.ended_ns = run.end_ns
+        self.served.take(start, [None if t is None else t.task for t in tickets], run.outcomes)
+
+    def _answer(self, ticket: Ticket) -> None:
+        task, info, served = ticket.task, self.info, self.served
+        if ticket.compare is not None:
+            return ticket.compare(task)
+        try:
+            items = served.items(task)
+        except Exception as error:
+            self._tickets[ticket.job_id] = ticket
+            return self._fail([ticket.job_id], error)
+        timing = Timing(
+            queue=(ticket.started_ns - ticket.submitted_ns) / 1e6,
+            prepare=(ticket.submitted_ns - ticket.arrival_ns) / 1e6,
+            device=(ticket.ended_ns - ticket.started_ns) / 1e6,
+            total=(self.clock() - ticket.arrival_ns) / 1e6,
+        )
+        self.metrics.observe_answer(task.kind, timing, task.usage)
+        answer = Answer(
+            id=ticket.request_id,
+            model=info.version,
+            catalog_version=info.catalog_version,
+            normalize=served.normalize,
+            items=items,
+            usage=task.usage,
+            timing_ms=timing,
+        )
+        if task.usage.cached_tokens:
+            self._shadow(task)
+        if task.request.explain:
+            answer.explain = served.explain(task)
+        if not ticket.answer.done():
+            ticket.answer.set_result(answer)
+
+    def _shadow(self, task: Any) -> None:
+        """Compute a share of what was reused again, while nobody waits."""
+        now_ns = self.clock()
+        if not self._policy.shadow(now_ns):
+            return
+        for again, compare in self.served.shadows(task):
+            job: Job = self.served.job(again, next(self._job_ids), now_ns, None)
+            if not isinstance(self._policy.submit(job, now_ns), Rejected):
+                self._tickets[job.id] = Ticket(
+                    job.id, "", again, self._loop.create_future(), now_ns, now_ns, compare=compare
+                )
+                self._pump_soon()
+
     def _fail(self, job_ids: Sequence[int], error: Exception) -> None:
         """A run broke: one traceback in the log, an error for each of its requests, and the engine goes on."""
         self.metrics.executor_failures.inc()
-        waited = [job_id for job_id in job_ids if job_id in self._tickets]
-        request_ids = ", ".join(self._tickets[job_id].request_id for job_id in waited)
+        waited = [self._tickets[job_id] for job_id in job_ids if job_id in self._tickets]
+        request_ids = ", ".join(ticket.request_id for ticket in waited if ticket.compare is None)
         _log.error("the executor failed; requests: %s", request_ids, exc_info=error)
         self._end(job_ids, partial(RequestError, "internal", "the model failed; see the server's log"))
 
     def _expire(self, job_ids: Sequence[int]) -> None:
-        if job_ids:
-            self.metrics.deadline_expired.inc(len(job_ids))
-            self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
+        self.metrics.deadline_expired.inc(len(job_ids))
+        self._end(job_ids, partial(RequestError, "deadline_exceeded", "the deadline has passed"))
 
     def _end(self, job_ids: Sequence[int], error: Callable[[], Exception]) -> None:
         """Live requests end without an answer, each with an error of its own."""
         for job_id in job_ids:
-            answer = self._close(job_id)
-            if answer is not None and not answer.done():
-                answer.set_exception(error())
+            ticket = self._tickets.pop(job_id)
+            if ticket.fetching is not None:
+                ticket.fetching.cancel()
+            if ticket.compare is None and not ticket.answer.done():
+                ticket.answer.set_exception(error())
         self._check_drained()
 
-    def _close(self, job_id: int) -> asyncio.Future[Answer] | None:
-        """The job has ended; what its caller waits for, if there is one."""
-        return self._tickets.pop(job_id).answer
-
     def _check_drained(self) -> None:
-        if self._drained and not (self._drained.done() or self._live() or self._policy.in_flight):
+        if self._drained and not (self._drained.done() or self._tickets or self._policy.in_flight):
             self._drained.set_result(None)
 
 
-def refusal(reason: Reason) -> RequestError:
+AnyEngine = Engine[Any]
+
+
+def _refusal(reason: Reason) -> RequestError:
     """Why a job was not taken, where no size is to blame."""
     if reason == "draining":
         return RequestError("unavailable", "the server is draining")

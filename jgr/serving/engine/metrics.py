@@ -19,7 +19,7 @@ from jgr.cache.meta import KINDS as ENTRIES
 from jgr.cache.meta import CacheMeta
 from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo, Timing, Usage
-from jgr.serving.policies.batching import KINDS, Kind, Profile
+from jgr.serving.policies.jobs import KINDS, Kind, Profile
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STAGES = ("queue", "prepare", "device", "total")
@@ -127,8 +127,13 @@ class Metrics:
         """Export the state of the cache that `read` gives; None: there is none."""
         self.registry.register(_Cache(read))
 
-    def observe_usage(self, usage: Usage) -> None:
-        """Of one answered request."""
+    def observe_answer(self, kind: Kind, timing: Timing, usage: Usage) -> None:
+        """Count one answered request: its times and its tokens."""
+        queue, prepare, device, total = self._stages[kind]
+        queue.observe(timing.queue / 1e3)
+        prepare.observe(timing.prepare / 1e3)
+        device.observe(timing.device / 1e3)
+        total.observe(timing.total / 1e3)
         self._tokens.labels("cached").inc(usage.cached_tokens)
         self._tokens.labels("computed").inc(usage.computed_tokens)
         self._layouts.labels(usage.layout).inc()
@@ -150,14 +155,6 @@ class Metrics:
         if series is None:
             series = self._resolved[endpoint, status] = self._requests.labels(endpoint, str(status))
         series.inc()
-
-    def observe_stages(self, kind: Kind, timing: Timing) -> None:
-        """The times of one answered request."""
-        queue, prepare, device, total = self._stages[kind]
-        queue.observe(timing.queue / 1e3)
-        prepare.observe(timing.prepare / 1e3)
-        device.observe(timing.device / 1e3)
-        total.observe(timing.total / 1e3)
 
     def observe_batch(self, profile: Profile, requests: int, real_tokens: int) -> None:
         """real_tokens: prompt tokens plus widths of the batch's requests."""

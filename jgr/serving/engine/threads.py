@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The threads that talk to the device.
 
-The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but
-these threads ever waits for a device, and an executor, which has one of them, is never entered twice. They are daemons:
-a device call cannot be interrupted, and must not keep a process alive whose time to drain ran out.
+The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but these
+threads ever waits for a device, and a lane, which has one of them, is never entered twice. They are daemons: a device
+call cannot be interrupted, and must not keep a process alive whose time to drain ran out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
-from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.contract import Executors, Progress
+from jgr.serving.policies.jobs import Start
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """How a run ended. outcomes: one for each of the start's work; empty where `error` is set. Times: the clock's, ns."""
+
+    outcomes: Sequence[Any]
+    error: Exception | None
+    start_ns: int
+    end_ns: int
 
 
 class Calls:
@@ -25,7 +38,6 @@ class Calls:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop
-        self._stopping = False
 
     def start(self) -> None:
         """Called on the event loop that callbacks go to."""
@@ -44,7 +56,6 @@ class Calls:
 
     def stop(self) -> None:
         """End the thread once what was queued is done."""
-        self._stopping = True
         self._inbox.put(None)
 
     def join(self, timeout_s: float) -> bool:
@@ -57,19 +68,53 @@ class Calls:
         while (call := self._inbox.get()) is not None:
             call()
 
-    async def warm_up(self, warm_up: Callable[[Progress], None], progress: Progress) -> None:
-        """Call it in the thread, and `progress` too. Raises what it raises; `stop` ends it after its current step."""
-        ended: asyncio.Future[Exception | None] = self._loop.create_future()
-        self.call(partial(self._warm_up, warm_up, progress, ended))
+
+class Lanes:
+    """A thread for each lane of some executors."""
+
+    def __init__(self, executors: Executors, clock: Callable[[], int]) -> None:
+        self._executors, self._clock = executors, clock
+        self._threads = [Calls(f"jgr-lane-{number}") for number in range(executors.lanes)]
+        self._stopping = False
+
+    async def start(self, progress: Progress) -> None:
+        """Start the threads, and warm up in the first one, which calls `progress` too. Raises what that raises;
+        `stop` ends it after its current step."""
+        for thread in self._threads:
+            thread.start()
+            thread.call(self._executors.bind)
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._threads[0].call(partial(self._warm_up, progress, ended))
         if error := await ended:
             raise error
 
-    def _warm_up(
-        self,
-        warm_up: Callable[[Progress], None],
-        progress: Progress,
-        ended: asyncio.Future[Exception | None],
-    ) -> None:
+    def run(self, start: Start, work: Any, done: Callable[[Run], None]) -> None:
+        """Queue a run on its lane; `done` is called on the event loop."""
+        self._threads[start.lane].call(partial(self._run, start, work, done))
+
+    def stop(self) -> None:
+        """End the threads once what was queued is done."""
+        self._stopping = True
+        for thread in self._threads:
+            thread.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads' end, for each so long. False where the device still holds one."""
+        return all([thread.join(timeout_s) for thread in self._threads])
+
+    def _run(self, start: Start, work: Any, done: Callable[[Run], None]) -> None:
+        start_ns = self._clock()
+        outcomes: Sequence[Any] = ()
+        error: Exception | None = None
+        try:
+            outcomes = self._executors.collect(start, self._executors.launch(start, work))
+            if len(outcomes) != len(start.work):
+                raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(start.work)} works")
+        except Exception as cause:
+            outcomes, error = (), cause
+        self._threads[start.lane].post(partial(done, Run(outcomes, error, start_ns, self._clock())))
+
+    def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
         def step(done: int, total: int, label: str) -> None:
             if self._stopping:
                 raise InterruptedError("the warm-up was interrupted")
@@ -77,10 +122,10 @@ class Calls:
 
         error: Exception | None = None
         try:
-            warm_up(step)
+            self._executors.warm_up(step)
         except Exception as cause:
             error = cause
-        self.post(partial(_resolve, ended, error))
+        self._threads[0].post(partial(_resolve, ended, error))
 
 
 def _resolve(future: asyncio.Future[Exception | None], result: Exception | None) -> None:

@@ -47,10 +47,10 @@ from jgr.serving.api import (
     quoted,
 )
 from jgr.serving.engine import metrics
-from jgr.serving.engine.contract import AnyEngine, AnyTicket, ClientGone
+from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
 from jgr.serving.http import openapi
 from jgr.serving.http.decoding import decode
-from jgr.serving.policies.batching import Kind
+from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
 
@@ -348,6 +348,6 @@ def _authorize(header: bytes, wanted: bytes, name: str) -> None:
         raise RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
 
 
-def _client_gone(engine: AnyEngine, ticket: AnyTicket, watcher: asyncio.Future[Message]) -> None:
+def _client_gone(engine: AnyEngine, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
     if not watcher.cancelled():
         engine.cancel(ticket)

@@ -25,7 +25,8 @@ import numpy.typing as npt
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
 from jgr.config import CacheConfig
-from jgr.serving.policies.batching import Group, Job, Profile
+from jgr.serving.policies.batching import Group
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import LayoutName, Policy, Situation, choose
 
 Int32 = npt.NDArray[np.int32]
@@ -320,8 +321,8 @@ class PromptScheduler:
 
 
 def _parts(job: Job) -> Parts:
-    assert isinstance(job.parts, Parts)
-    return job.parts
+    assert isinstance(job.prompt, Parts)
+    return job.prompt
 
 
 def _user_name(parts: Parts) -> Name:

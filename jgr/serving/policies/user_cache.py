@@ -29,20 +29,25 @@ PLACE = "rank"
 """The layout that the entries' names have."""
 
 
-class Before(NamedTuple):
-    """A pinned entry from which a user's state can be computed, and by how many events that has grown."""
+class UserPart(NamedTuple):
+    """A user, by the name that an entry has, and the block that the user's part is computed from; None: not kept."""
 
-    entry: Entry
-    place: Stored
-    events: int
+    name: str
+    block: UInt8 | None = None
 
 
 class Found(NamedTuple):
-    """A pinned entry, where its state is or is to be put, and what it may be computed from. `UserCache.end` it."""
+    """A pinned entry, and where its state is or is to be put; `UserCache.end` it.
+
+    before: where the state is that it can be computed from, of the user with `grown` fewer events; old: its entry,
+    pinned too.
+    """
 
     entry: Entry
     place: Stored
-    before: Before | None = None
+    before: Stored | None = None
+    grown: int = 0
+    old: Entry | None = None
 
 
 class Generations(Protocol):
@@ -77,50 +82,57 @@ class UserCache:
         self.meta = CacheMeta(Pages(pool.pages, 1, SPLITS), cell)
         self.meta.set_limit("item", 0)
 
-    def find(self, user: str, block: UInt8) -> Found | None:
+    def find(self, user: UserPart) -> Found | None:
         """None: it is being written, or there is no room."""
         self._forget_lost()
+        assert user.block is not None
+        block = user.block
         content = np.zeros(self._content_words, np.int32)
         words = block.view(np.int32)
         content[: len(words)] = words
-        name, named = Name("user", user, PLACE), Content(content)
-        before = self._before(name, block)
+        name, named = Name("user", user.name, PLACE), Content(content)
+        old, grown = self._before(name, block)
         entry = self.meta.find(name, named)
         if entry is not None:
             self.meta.hold(entry)
             return Found(entry, Stored(entry.cells, self._generation, new=False))
         entry = self.meta.extend(name, named)
         if entry is None:
-            if before is not None:
-                self.meta.release(before.entry)
+            if old is not None:
+                self.meta.release(old)
             return None
         entry.note = block
-        return Found(entry, Stored(entry.cells, self._generation, new=True), before)
+        before = None if old is None else Stored(old.cells, self._generation, new=False)
+        return Found(entry, Stored(entry.cells, self._generation, new=True), before, grown, old)
 
-    def end(self, found: Found, kept: bool) -> None:
-        """Nobody reads or writes what was found any more. kept: what was new is there."""
-        entry, place, before = found
-        if before is not None:
-            self.meta.release(before.entry)
+    def end(self, found: Found, well: bool) -> None:
+        """Nobody reads or writes what was found any more. well: the run has not failed, and what was new is there."""
+        entry, place = found.entry, found.place
+        if found.old is not None:
+            self.meta.release(found.old)
         if place.new:
-            if kept and place.generation == self._pool.generation:
+            if well and place.generation == self._pool.generation:
                 self.meta.written(entry)
             else:
                 self.meta.failed(entry)
         self.meta.release(entry)
         self._forget_lost()
 
-    def _before(self, name: Name, block: UInt8) -> Before | None:
-        """The user's entry, pinned and not to be found any more, where the user grew since."""
+    def check(self) -> None:
+        """Audit; AssertionError."""
+        self.meta.check()
+
+    def _before(self, name: Name, block: UInt8) -> tuple[Entry | None, int]:
+        """The user's entry, pinned and not to be found any more, where the user grew since; and by how many events."""
         old = None if self._growth is None else self.meta.whatever(name)
         if old is None or self._growth is None or (old.note == block).all():
-            return None
+            return None, 0
         events = self._growth(old.note, block)
         if events is None:
-            return None
+            return None, 0
         self.meta.hold(old)
         self.meta.drop(name)
-        return Before(old, Stored(old.cells, self._generation, new=False), events)
+        return old, events
 
     def forget(self, user: str) -> int:
         """Drop a user's entry; how many there were."""

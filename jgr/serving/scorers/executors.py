@@ -7,7 +7,7 @@ parts run at once, and nobody waits for a device under a lock. Scores go to an a
 good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
 
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
-published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
+published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
 or a part does that is all of its request, which saves the arrays' way through memory.
 `cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
 is there of the user when the history was shorter.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -37,9 +37,9 @@ from jgr.features.schema import Schema
 from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, growing, scorer
 from jgr.serving.engine.compilation import preparing
-from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.threads import Calls
-from jgr.serving.policies.orchestration import READS
+from jgr.serving.engine.contract import Executors, Progress
+from jgr.serving.policies.jobs import Start
+from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers.user_block import new_block, part_layout, read_candidates, read_users, user_layout
 
 Int32 = npt.NDArray[np.int32]
@@ -85,18 +85,8 @@ class Read(NamedTuple):
     kept: bool
 
 
-@dataclass(frozen=True, eq=False)
-class Ran:
-    """How a run ended. value: a Read, or scores [c, P] float32; None where `error` is set. Times: the clock's, ns."""
-
-    value: Any
-    error: Exception | None
-    start_ns: int
-    end_ns: int
-
-
-class PartExecutors(Protocol):
-    """What the engine needs of executors."""
+class PartExecutors(Executors, Protocol):
+    """Executors of parts, one on each lane."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,27 +94,11 @@ class PartExecutors(Protocol):
 
     @property
     def costs(self) -> Mapping[int, float]:
-        """Of a run, in s, by size; before `start` in another unit, and not of READS."""
+        """Of a run, in s, by size; before `start` in another unit, and not of USER_PART."""
 
     @property
     def whole(self) -> Mapping[int, float]:
         """Of a part that computes the user too, where others do not; empty where none may, and before `start`."""
-
-    @property
-    def pool(self) -> StatePool | None:
-        """None where nothing is cached."""
-
-    async def start(self, progress: Progress) -> None:
-        """Compile everything; `progress` is called in another thread. Raises what that raises."""
-
-    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
-        """Run it on an executor that is idle; `done` is called on the event loop of `start`."""
-
-    def stop(self) -> None:
-        """End the threads once what runs is done."""
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for their end. False where the device still holds one."""
 
 
 class Programs:
@@ -148,7 +122,7 @@ class Programs:
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.user = user_layout(self.needs)
         block = None if share == "cache" else self.user
-        self.layouts: dict[int, Layout] = {} if share == "part" else {READS: self.user}
+        self.layouts: dict[int, Layout] = {} if share == "part" else {USER_PART: self.user}
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
@@ -165,7 +139,7 @@ class Programs:
         return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> jax.stages.Compiled:
-        """program(words, params, state, out) -> scores [1, m, P]; of READS: program(words, params) -> kept."""
+        """program(words, params, state, out) -> scores [1, m, P]; of USER_PART: program(words, params) -> kept."""
         return self._compiled[size]
 
     def whole(self, size: int) -> jax.stages.Compiled:
@@ -174,7 +148,7 @@ class Programs:
 
     @property
     def grow(self) -> jax.stages.Compiled:
-        """grow(words, params, kept) -> kept; where there is growth, compiled with READS."""
+        """grow(words, params, kept) -> kept; where there is growth, compiled with USER_PART."""
         return self._grow
 
     def state(self, kept: PyTree) -> PyTree:
@@ -194,7 +168,7 @@ class Programs:
         """The program of a size, compiled once; its memory_analysis shows that the scores are written in place."""
         if size in self._compiled:
             return self._compiled[size]
-        if size == READS:
+        if size == USER_PART:
             words = Staging(self.user).example
             program = jax.jit(self._read).lower(words, self.params).compile()
             if self._growing is not None:
@@ -244,13 +218,27 @@ class Executor:
     def reset(self) -> None:
         """New buffers, whatever the last run did to the old ones."""
         self._staging = Staging(self._programs.layouts[self.size])
-        if self.size != READS:
+        if self.size != USER_PART:
             self._out = jnp.zeros(self._programs.out_shape(self.size))
 
     def run(self, work: ReadWork | PartWork) -> Any:
-        """A Read, or scores [c, P]; blocks until the device is done."""
+        """A Read, or scores [c, P]: `launch`, and then `collect`."""
+        return self.collect(work, self.launch(work))
+
+    def launch(self, work: ReadWork | PartWork) -> Any:
+        """Hand the work to the device; what `collect` takes, not waited for."""
         try:
             return self._read(work) if isinstance(work, ReadWork) else self._score(work)
+        except Exception:
+            self.reset()
+            raise
+
+    def collect(self, work: ReadWork | PartWork, pending: Any) -> Any:
+        """Wait for the device: a Read, or scores [c, P]."""
+        try:
+            if isinstance(work, ReadWork):
+                return jax.block_until_ready(pending)
+            return np.asarray(pending)[0, : len(work.rows)].copy()  # the next run is given the array
         except Exception:
             self.reset()
             raise
@@ -267,14 +255,13 @@ class Executor:
         for name, view in views.items():
             view[:] = given[name]
         if found is None:
-            kept = self._staging.run(programs[READS], programs.params)
+            kept = self._staging.run(programs[USER_PART], programs.params)
         else:
             kept = self._staging.run(programs.grow, programs.params, found)
         stored = place is not None and pool is not None and place.new and pool.store(kept, place)
-        cached: Literal["before", "nothing"] = "nothing" if found is None else "before"
-        return Read(jax.block_until_ready(programs.state(kept)), cached, stored)
+        return Read(programs.state(kept), "nothing" if found is None else "before", stored)
 
-    def _score(self, work: PartWork) -> Float32:
+    def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
         views = self._staging.views()
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
@@ -284,8 +271,7 @@ class Executor:
             views["user"][:] = work.user.view(np.uint32)
         program = programs.whole(self.size) if whole and programs.may_be_whole else programs[self.size]
         self._out = self._staging.run(program, programs.params, None if whole else work.user, self._out)
-        scores: Float32 = np.asarray(self._out)[0, :count].copy()  # the next run is given the array
-        return scores
+        return self._out
 
 
 class ScorerExecutors:
@@ -301,25 +287,24 @@ class ScorerExecutors:
         pool: StatePool | None = None,
         *,
         bind: bool = False,
-        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.programs, self.pool, self._bind, self._clock = programs, pool, bind, clock
+        self.programs, self.pool, self._bind = programs, pool, bind
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
         self._executors: list[Executor] = []
-        self._threads = [Calls(f"jgr-executor-{at}") for at in range(len(self.sizes))]
 
-    async def start(self, progress: Progress) -> None:
-        """See PartExecutors."""
-        for thread in self._threads:
-            thread.start()
-            if self._bind:
-                thread.call(_bind)
-        await self._threads[0].warm_up(self._warm_up, progress)
+    @property
+    def lanes(self) -> int:
+        return len(self.sizes)
+
+    def bind(self) -> None:
+        """See jgr.serving.engine.contract.Executors."""
+        if self._bind:
+            numa.bind_thread()
 
     @preparing()
-    def _warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> None:
         """Compile every size, make the executors with their buffers, run each, and time the sizes."""
         programs = self.programs
         costs, parts, whole = (dict[int, float]() for _ in range(3))
@@ -333,8 +318,8 @@ class ScorerExecutors:
             programs.compile(size)
             own = [Executor(programs, size, self.pool) for each in self.sizes if each == size]
             self._executors += own
-            if size == READS:
-                costs[READS] = _cost(own, ReadWork(block), {})
+            if size == USER_PART:
+                costs[USER_PART] = _cost(own, ReadWork(block), {})
                 user = own[0].run(ReadWork(block)).state
             else:
                 work = PartWork(np.zeros(size, np.int32), user, programs.default_records(size))
@@ -347,30 +332,13 @@ class ScorerExecutors:
         if whole:
             _log.info("and with the user: %s", _shown(whole))
 
-    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
-        """See PartExecutors."""
-        self._threads[executor].call(partial(self._run, executor, work, done))
+    def launch(self, start: Start, work: ReadWork | PartWork) -> tuple[ReadWork | PartWork, Any]:
+        """See jgr.serving.engine.contract.Executors."""
+        return work, self._executors[start.lane].launch(work)
 
-    def _run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
-        start_ns, value, error = self._clock(), None, None
-        try:
-            value = self._executors[executor].run(work)
-        except Exception as cause:
-            error = cause
-        self._threads[executor].post(partial(done, Ran(value, error, start_ns, self._clock())))
-
-    def stop(self) -> None:
-        """See PartExecutors."""
-        for thread in self._threads:
-            thread.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        """See PartExecutors; for each so long."""
-        return all([thread.join(timeout_s) for thread in self._threads])
-
-
-def _bind() -> None:
-    numa.bind_thread()
+    def collect(self, start: Start, pending: tuple[ReadWork | PartWork, Any]) -> list[Any]:
+        """See jgr.serving.engine.contract.Executors."""
+        return [self._executors[start.lane].collect(*pending)]
 
 
 def _cost(executors: Sequence[Executor], work: ReadWork | PartWork, smaller: Mapping[int, float]) -> float:

@@ -27,12 +27,12 @@ from jgr.models.retrievers import items_digest
 from jgr.models.scorers import ScorerConfig
 from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.engine.compilation import preparing
-from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.policies.orchestration import READS
+from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import grown_by
 
@@ -66,7 +66,7 @@ def make_scorer_engine(
     catalog: Catalog,
     metrics: Metrics,
     like: ScorerExecutors | None = None,
-) -> ScorerEngine:
+) -> Engine[ServedScorer]:
     """An engine for a catalog, not yet started. like: executors of the model, whose programs are used.
 
     UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
@@ -104,20 +104,20 @@ def make_scorer_engine(
     translator = ScorerTranslator(
         config.model.name, catalog, needs, programs.user, config, revision=model.revision
     )
-    return ScorerEngine(
+    served = ServedScorer(
         translator,
         executors,
         config,
         tasks=len(needs.tasks),
-        reads=READS in programs.layouts,
+        reads=USER_PART in programs.layouts,
         metrics=metrics,
         features=features,
         cache=cache,
-        rebuild=Rebuild(
-            partial(_fit, model),
-            partial(make_scorer_engine, model, config, metrics=metrics, like=executors),
-        ),
     )
+    rebuild = Rebuild(
+        partial(_fit, model), partial(make_scorer_engine, model, config, metrics=metrics, like=executors)
+    )
+    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild)
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

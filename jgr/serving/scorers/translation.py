@@ -15,7 +15,7 @@ import difflib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from jgr.serving.known_items import (
     texts,
     user_entry,
 )
+from jgr.serving.policies.jobs import Kind
 from jgr.serving.scorers.user_block import new_block
 
 Int32 = npt.NDArray[np.int32]
@@ -61,7 +62,9 @@ MAX_WEIGHT = 1e6
 class ScorerTask:
     """A validated request. rows: [n] int32, the candidates. block: the user. user: what its cache entry is called.
 
-    weights: [P] float32, by which the tasks are summed for the order.
+    weights: [P] float32, by which the tasks are summed for the order. scores: [n, P] float32, filled by its parts.
+    state: what its parts are given of the user. records: the candidates' features, once they are there. ready_ns: since
+    when its next run waits for executors only. kept: the user's part is in the cache.
     """
 
     request: RankRequest
@@ -70,6 +73,15 @@ class ScorerTask:
     user: str
     weights: Float32
     usage: Usage
+    scores: Float32 = field(default_factory=lambda: np.zeros((0, 1), np.float32))
+    state: Any = None
+    records: npt.NDArray[np.void] | None = None
+    ready_ns: int = 0
+    kept: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        return "rank"
 
 
 class ScorerTranslator:

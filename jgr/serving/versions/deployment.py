@@ -32,7 +32,8 @@ import msgspec
 from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, UserError
 from jgr.serving.api import ModelInfo, ReloadState, RequestError
-from jgr.serving.engine.contract import AnyEngine, Progress, Status
+from jgr.serving.engine.contract import Progress, Status
+from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
 
 Load = Callable[[Metrics], AnyEngine]

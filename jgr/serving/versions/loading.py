@@ -10,7 +10,7 @@ from typing import Any
 from jgr.config import Config
 from jgr.models import retrievers, scorers
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.engine.contract import AnyEngine
+from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
 from jgr.serving.scorers.loading import load_scorer, make_scorer_engine

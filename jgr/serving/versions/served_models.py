@@ -17,8 +17,9 @@ from functools import partial
 from jgr.fields import distinct
 from jgr.serving.api import ModelInfo, RequestError, invalid, quoted
 from jgr.serving.engine import metrics
-from jgr.serving.engine.contract import AnyEngine, Progress, Status
-from jgr.serving.policies.batching import Kind
+from jgr.serving.engine.contract import Progress, Status
+from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.deployment import Deployment
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from jgr.models import checkpoint, decoder, params
 from jgr.prompt.tokens import semantic_id_tokenizer
 from jgr.serving.decoders import prefill_costs
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import Executors
+from jgr.serving.decoders.paged_executor import DecoderExecutors
 from jgr.serving.http.listener import Listener
 from jgr.serving.policies import costs
 from jgr.training.generator import decoder_config
@@ -189,14 +189,14 @@ def test_mixed_load_never_drifts(server: Served) -> None:
     )
     assert compiled == 0 and evicted > 0
     pages = server.metrics(*(f'jgr_cache_pages{{holder="{kind}"}}' for kind in ("free", "user", "item")))
-    caching = server.engine.caching
+    caching = server.engine.served.caching
     assert caching is not None and sum(pages) == caching.meta.pages.count
 
 
 def test_a_corrupted_page_raises_the_drift(server: Served) -> None:
     history, candidates = ids(*range(3, 15)), ids(20, 21)
     server.rank("y", history, candidates)
-    paged = server.engine.executor.paged  # type: ignore[attr-defined]
+    paged = server.engine.served.executors.paged  # type: ignore[attr-defined]
     paged._pool = paged._pool + 1
     answer = server.rank("y", history, candidates)
     assert answer["usage"]["cached_tokens"] > 0
@@ -238,7 +238,7 @@ def test_bad_settings(tmp_path: Path, setting: str, words: str) -> None:
 
 def test_costs_are_profiled_and_fitted(tmp_path: Path) -> None:
     config = make_config(tmp_path, "rank.tokens=16,32,64")
-    executor = load_engine(config).executor.paged  # type: ignore[attr-defined]
+    executor = load_engine(config).served.executors.paged  # type: ignore[attr-defined]
     executor.warm_up(lambda done, total, label: None)
     ticks = itertools.count()
     points = list(prefill_costs.measure(executor, clock=lambda: float(next(ticks))))
@@ -255,8 +255,8 @@ def test_another_catalog_shares_the_programs_and_has_a_pool_of_its_own(server: S
     )
     assert server.engine.rebuild is not None
     rebuilt = server.engine.rebuild.engine(catalog)
-    ours, other = server.engine.executor, rebuilt.executor
-    assert isinstance(ours, Executors) and isinstance(other, Executors)
+    ours, other = server.engine.served.executors, rebuilt.served.executors
+    assert isinstance(ours, DecoderExecutors) and isinstance(other, DecoderExecutors)
     assert other.to_compile == 0
     assert ours.paged is not None and other.paged is not None and ours.paged._pool is not other.paged._pool
-    assert rebuilt.caching is not None and rebuilt.caching.meta.number("item") == 0
+    assert rebuilt.served.caching is not None and rebuilt.served.caching.meta.number("item") == 0

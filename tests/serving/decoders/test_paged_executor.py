@@ -23,7 +23,7 @@ from jgr.serving.decoders.packing import LAYOUTS
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape, _smallest_work
 from jgr.serving.decoders.work import RankOutcome, RecommendOutcome, SegmentsWork
 from jgr.serving.engine.compilation import CompilationCounter
-from jgr.serving.policies.batching import Job, Profile
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import LayoutName, Policy
 from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
 

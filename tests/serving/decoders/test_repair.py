@@ -28,7 +28,7 @@ from jgr.prompt.layouts import ITEM_PREFIX, Kind, SegmentedPrompt
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
-from jgr.serving.policies.batching import Job, Profile
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import (
     ALL_ITEM_TOKENS,
     NO_REPAIR,

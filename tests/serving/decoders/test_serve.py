@@ -13,9 +13,11 @@ import pytest
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.api import RankRequest, RecommendRequest, RequestError
 from jgr.serving.decoders.null import NullExecutor
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.decoders.work import Outcome, RankOutcome, Work
-from jgr.serving.policies.batching import Profile, make_profiles
+from jgr.serving.engine.engine import Engine
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile
 from tests.serving.fakes import CATALOG, PATIENCE_S, TREE, FakeExecutor, make_config
 
 RECOMMEND = RecommendRequest(history=["a"], top_k=2)
@@ -34,15 +36,15 @@ class Clock:
 
 def make(
     *settings: str, executor: NullExecutor | None = None, clock: Callable[[], int] | None = None
-) -> tuple[Engine, FakeExecutor]:
+) -> tuple[Engine[ServedDecoder], FakeExecutor]:
     config = make_config(*settings)
     fake = FakeExecutor(make_profiles(config.profiles))
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(CATALOG), CATALOG)
-    engine = Engine("m", CATALOG, TREE, prompts, executor or fake, config, clock=clock or Clock())
+    engine = decoder_engine("m", CATALOG, TREE, prompts, executor or fake, config, clock=clock or Clock())
     return engine, fake
 
 
-def run(engine: Engine, scenario: Callable[[], Awaitable[None]]) -> None:
+def run(engine: Engine[ServedDecoder], scenario: Callable[[], Awaitable[None]]) -> None:
     """Start the engine, play the scenario, drain, and audit."""
 
     async def play() -> None:

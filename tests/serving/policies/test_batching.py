@@ -4,29 +4,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jgr.config import ConfigError, ProfilesConfig
-from jgr.serving.policies.batching import (
+from jgr.serving.policies.batching import Batcher, make_profiles
+from jgr.serving.policies.jobs import (
     TRANSITIONS,
     Accepted,
-    Batch,
-    Batcher,
     Committed,
     IllegalTransition,
     Job,
     Kind,
+    Outcome,
     Plan,
     Profile,
     Rejected,
+    Request,
+    Start,
     advance,
-    make_profiles,
 )
 
 SMALL = Profile("recommend", 1, 8, 4)
@@ -37,7 +39,11 @@ RANK = Profile("rank", 2, 8, 4)
 ALL = (SMALL, PAIR, LONG, WIDE, RANK)
 
 
-def batcher(profiles: tuple[Profile, ...] = ALL, **settings: int) -> Batcher:
+def batch(run: int, profile: Profile, jobs: tuple[int, ...]) -> Start:
+    return Start(run, 0, profile, tuple(Request(job_id) for job_id in jobs))
+
+
+def batcher(profiles: tuple[Profile, ...] = ALL, **settings: Any) -> Batcher:
     return Batcher(profiles, **{"max_tokens": 1000, "max_wait_ns": 0, "max_queue": 100, **settings})
 
 
@@ -59,27 +65,26 @@ def fill(b: Batcher, *jobs: Job) -> Batcher:
 
 
 def test_the_cheapest_profile_that_fits_wins() -> None:
-    assert fill(batcher(), job(1)).plan(0) == Plan(Batch(0, SMALL, (1,)), ())
-    assert fill(batcher(), job(1), job(2)).plan(0).batch == Batch(0, PAIR, (1, 2))
-    assert fill(batcher(), job(1, tokens=9)).plan(0).batch == Batch(0, LONG, (1,))
-    assert fill(batcher(), job(1, width=5)).plan(0).batch == Batch(0, WIDE, (1,))
+    assert fill(batcher(), job(1)).plan(0) == Plan((batch(0, SMALL, (1,)),))
+    assert fill(batcher(), job(1), job(2)).plan(0).starts == (batch(0, PAIR, (1, 2)),)
+    assert fill(batcher(), job(1, tokens=9)).plan(0).starts == (batch(0, LONG, (1,)),)
+    assert fill(batcher(), job(1, width=5)).plan(0).starts == (batch(0, WIDE, (1,)),)
     alone = Profile("recommend", 1, 32, 4)  # costs 36, PAIR 24
-    assert fill(batcher((alone, PAIR)), job(1)).plan(0).batch == Batch(0, PAIR, (1,))
+    assert fill(batcher((alone, PAIR)), job(1)).plan(0).starts == (batch(0, PAIR, (1,)),)
 
 
 def test_a_batch_pads_to_its_longest_and_widest_job() -> None:
     b = fill(batcher(), job(1, tokens=9), job(2, tokens=3))
-    assert b.plan(0).batch == Batch(0, LONG, (1, 2))
+    assert b.plan(0).starts == (batch(0, LONG, (1, 2)),)
     b = fill(batcher(), job(1), job(2), job(3, width=9))
-    assert b.plan(0).batch == Batch(0, WIDE, (1, 2, 3))
+    assert b.plan(0).starts == (batch(0, WIDE, (1, 2, 3)),)
 
 
 def test_a_job_that_fits_no_profile_together_with_the_earlier_ones_waits() -> None:
     # Four may go together when short, two when long, and nothing is both wide and long.
     b = fill(batcher(max_in_flight=9), job(1, tokens=9), job(2, width=5), job(3))
-    assert b.plan(0).batch == Batch(0, LONG, (1,))
-    assert b.plan(0).batch == Batch(1, WIDE, (2, 3))
-    assert b.plan(0) == Plan(None, ())
+    assert b.plan(0).starts == (batch(0, LONG, (1,)), batch(1, WIDE, (2, 3)))
+    assert b.plan(0) == Plan()
 
 
 def test_jobs_of_another_kind_are_stepped_over_and_lead_the_next_batch() -> None:
@@ -91,17 +96,17 @@ def test_jobs_of_another_kind_are_stepped_over_and_lead_the_next_batch() -> None
         job(4, kind="rank"),
         job(5, kind="rank"),
     )
-    assert b.plan(0).batch == Batch(0, PAIR, (1, 3))
-    assert b.plan(0).batch == Batch(1, RANK, (2, 4))
-    assert b.plan(0).batch == Batch(2, RANK, (5,))
+    assert b.plan(0).starts == (batch(0, PAIR, (1, 3)), batch(1, RANK, (2, 4)), batch(2, RANK, (5,)))
 
 
 def test_the_cap_counts_padded_tokens_and_widths() -> None:
     # WIDE costs 4 * (8 + 16) = 96 and PAIR 2 * (8 + 4) = 24.
-    profiles = (SMALL, PAIR, replace(WIDE, width=4, batch=4))
+    profiles = (SMALL, PAIR, msgspec.structs.replace(WIDE, width=4, batch=4))
     three = (job(1), job(2), job(3))
-    assert fill(batcher(profiles, max_tokens=48), *three).plan(0).batch == Batch(0, profiles[2], (1, 2, 3))
-    assert fill(batcher(profiles, max_tokens=47), *three).plan(0).batch == Batch(0, PAIR, (1, 2))
+    assert fill(batcher(profiles, max_tokens=48), *three).plan(0).starts == (
+        batch(0, profiles[2], (1, 2, 3)),
+    )
+    assert fill(batcher(profiles, max_tokens=47), *three).plan(0).starts == (batch(0, PAIR, (1, 2)),)
 
 
 def test_a_cap_that_leaves_a_compiled_size_unserved_is_refused() -> None:
@@ -112,51 +117,51 @@ def test_a_cap_that_leaves_a_compiled_size_unserved_is_refused() -> None:
 
 def test_the_oldest_job_waits_for_company_at_most_max_wait() -> None:
     b = fill(batcher(max_wait_ns=10), job(1, at=5))
-    assert b.plan(14) == Plan(None, ())
+    assert b.plan(14) == Plan()
     assert b.next_wakeup_ns() == 15
-    assert b.plan(15).batch == Batch(0, SMALL, (1,))
+    assert b.plan(15).starts == (batch(0, SMALL, (1,)),)
     assert b.next_wakeup_ns() is None
 
 
 def test_a_full_batch_does_not_wait() -> None:
     b = fill(batcher((SMALL, PAIR), max_wait_ns=10), job(1), job(2))
-    assert b.plan(0).batch == Batch(0, PAIR, (1, 2))
+    assert b.plan(0).starts == (batch(0, PAIR, (1, 2)),)
 
 
 def test_a_batch_does_not_wait_where_the_next_job_cannot_join() -> None:
     b = fill(batcher(max_wait_ns=10), job(1, width=5), job(2, tokens=9))
-    assert b.plan(0).batch == Batch(0, WIDE, (1,))
+    assert b.plan(0).starts == (batch(0, WIDE, (1,)),)
     # The rest may still get company.
-    assert b.commit(0, 1) == Committed((1,), ())
-    assert b.plan(1) == Plan(None, ())
+    assert b.commit(0, "well", 1) == Committed((1,))
+    assert b.plan(1) == Plan()
 
 
 def test_no_more_batches_than_slots_are_in_flight() -> None:
     b = fill(batcher(max_in_flight=2), *(job(i, tokens=9) for i in range(6)))
-    assert [b.plan(0).batch, b.plan(0).batch] == [Batch(0, LONG, (0, 1)), Batch(1, LONG, (2, 3))]
-    assert b.plan(0) == Plan(None, ())
+    assert b.plan(0).starts == (batch(0, LONG, (0, 1)), batch(1, LONG, (2, 3)))
+    assert b.plan(0) == Plan()
     assert b.next_wakeup_ns() is None
-    assert b.commit(1, 0) == Committed((2, 3), ())
-    assert b.plan(0).batch == Batch(2, LONG, (4, 5))
+    assert b.commit(1, "well", 0) == Committed((2, 3))
+    assert b.plan(0).starts == (batch(2, LONG, (4, 5)),)
     b.check()
 
 
 def test_a_queued_job_expires_at_its_deadline_and_never_runs() -> None:
     b = fill(batcher(max_wait_ns=100), job(1, deadline=7), job(2), job(3, deadline=5))
     assert b.next_wakeup_ns() == 5
-    assert b.plan(4) == Plan(None, ())
-    assert b.plan(7) == Plan(None, (3, 1))
+    assert b.plan(4) == Plan()
+    assert b.plan(7) == Plan((), (3, 1))
     assert b.next_wakeup_ns() == 100
-    assert b.plan(100) == Plan(Batch(0, SMALL, (2,)), ())
+    assert b.plan(100) == Plan((batch(0, SMALL, (2,)),))
     assert b.counts["expired"] == 2
 
 
 def test_a_running_job_expires_at_its_deadline_or_when_its_batch_comes_back_late() -> None:
     b = fill(batcher((WIDE,)), job(1, deadline=5), job(2, deadline=9), job(3))
-    assert b.plan(0).batch == Batch(0, WIDE, (1, 2, 3))
+    assert b.plan(0).starts == (batch(0, WIDE, (1, 2, 3)),)
     assert b.next_wakeup_ns() == 5
-    assert b.plan(5) == Plan(None, (1,))
-    assert b.commit(0, 9) == Committed((3,), (2,))
+    assert b.plan(5) == Plan((), (1,))
+    assert b.commit(0, "well", 9) == Committed((3,), expired=(2,))
     assert b.counts == {**dict.fromkeys(TRANSITIONS, 0), "queued": 3, "running": 3, "done": 1, "expired": 2}
 
 
@@ -165,10 +170,10 @@ def test_cancelled_work_never_runs_and_its_result_is_nobodys() -> None:
     assert b.cancel(1, 0)
     assert not b.cancel(1, 0), "already gone"
     assert not b.cancel(99, 0), "never known"
-    assert b.plan(0).batch == Batch(0, PAIR, (2, 3))
+    assert b.plan(0).starts == (batch(0, PAIR, (2, 3)),)
     assert b.cancel(3, 0)
-    assert b.commit(0, 0) == Committed((2,), ())
-    assert b.plan(0) == Plan(None, ())
+    assert b.commit(0, "well", 0) == Committed((2,))
+    assert b.plan(0) == Plan()
     b.check()
 
 
@@ -178,17 +183,17 @@ def test_overload_is_a_value() -> None:
     assert b.submit(job(4, tokens=33), 0) == Rejected("too_large")
     assert b.submit(job(5, tokens=9, width=5), 0) == Rejected("too_large")
     assert b.submit(job(6, kind="rank", width=5), 0) == Rejected("too_large")
-    assert b.plan(0).batch == Batch(0, PAIR, (1, 2))
+    assert b.plan(0).starts == (batch(0, PAIR, (1, 2)),)
     assert b.submit(job(3), 0) == Accepted(1), "running jobs are not queued"
 
 
 def test_a_drain_refuses_new_work_and_hurries_the_rest() -> None:
     b = fill(batcher(max_wait_ns=100), job(1))
-    b.drain()
+    b.drain(0)
     assert b.submit(job(2), 0) == Rejected("draining")
     assert b.next_wakeup_ns() == 0
-    assert b.plan(0).batch == Batch(0, SMALL, (1,))
-    assert b.commit(0, 1) == Committed((1,), ())
+    assert b.plan(0).starts == (batch(0, SMALL, (1,)),)
+    assert b.commit(0, "well", 1) == Committed((1,))
     assert (b.live, b.in_flight) == (0, 0)
 
 
@@ -199,8 +204,8 @@ def test_a_drain_refuses_new_work_and_hurries_the_rest() -> None:
         (lambda b: b.submit(job(9), 9), ValueError),
         (lambda b: b.plan(9), ValueError),
         (lambda b: b.cancel(1, 9), ValueError),
-        (lambda b: b.commit(0, 9), ValueError),
-        (lambda b: b.commit(7, 10), KeyError),
+        (lambda b: b.commit(0, "well", 9), ValueError),
+        (lambda b: b.commit(7, "well", 10), KeyError),
     ],
     ids=[
         "live id",
@@ -213,22 +218,21 @@ def test_a_drain_refuses_new_work_and_hurries_the_rest() -> None:
 )
 def test_misuse_raises_and_changes_nothing(misuse: Callable[[Batcher], Any], error: type[Exception]) -> None:
     b = fill(batcher((SMALL, PAIR)), job(1), job(2), job(3))
-    assert b.plan(10).batch == Batch(0, PAIR, (1, 2))
+    assert b.plan(10).starts == (batch(0, PAIR, (1, 2)),)
     before = (b.counts, b.queued, b.live, b.in_flight, b.next_wakeup_ns())
     with pytest.raises(error):
         misuse(b)
     assert (b.counts, b.queued, b.live, b.in_flight, b.next_wakeup_ns()) == before
     b.check()
-    assert b.commit(0, 10) == Committed((1, 2), ())
+    assert b.commit(0, "well", 10) == Committed((1, 2))
 
 
 def test_ended_jobs_are_forgotten() -> None:
     b = batcher()
     for i in range(1000):
         fill(b, job(i, at=i, deadline=10**9))
-        batch = b.plan(i).batch
-        assert batch is not None
-        assert b.commit(batch.id, i) == Committed((i,), ())
+        (start,) = b.plan(i).starts
+        assert b.commit(start.run, "well", i) == Committed((i,))
         b.check()  # which bounds the deadlines that are remembered
     assert b.live == 0
     assert b.state(999) is None
@@ -238,8 +242,31 @@ def test_an_id_may_be_used_again_and_has_its_new_deadline_only() -> None:
     b = fill(batcher(max_wait_ns=100), job(1, deadline=5))
     b.cancel(1, 0)
     fill(b, job(1, deadline=50))
-    assert b.plan(5) == Plan(None, ())
+    assert b.plan(5) == Plan()
     assert b.next_wakeup_ns() == 50
+
+
+def test_a_batch_that_was_refused_for_lost_memory_is_planned_again_in_its_old_place() -> None:
+    b = fill(batcher((PAIR,), max_queue=3), job(1), job(2), job(3))
+    assert b.plan(0).starts == (batch(0, PAIR, (1, 2)),)
+    fill(b, job(4), job(5))
+    b.cancel(2, 0)
+    assert b.commit(0, "lost", 1) == Committed()
+    assert (b.state(1), b.queued) == ("queued", 4)
+    assert b.submit(job(6), 1) == Rejected("queue_full")
+    assert b.plan(1).starts == (batch(1, PAIR, (1, 3)),)
+    b.check()
+
+
+def test_a_share_of_what_was_reused_is_computed_again_while_nobody_waits() -> None:
+    b = batcher(shadow_share=0.5)
+    assert [b.shadow(0) for _ in range(4)] == [False, True, False, True]
+    fill(b, job(1))
+    assert [b.shadow(0) for _ in range(9)] == [False] * 9
+    b.plan(0)
+    assert [b.shadow(0), b.shadow(0)] == [True, False], "a busy time is not made up for"
+    b.drain(0)
+    assert not any(b.shadow(0) for _ in range(9))
 
 
 def test_nobody_starves() -> None:
@@ -248,10 +275,9 @@ def test_nobody_starves() -> None:
     planned: list[int] = []
     for step in range(6):
         fill(b, *(job(100 + 10 * step + i) for i in range(4)))
-        batch = b.plan(0).batch
-        assert batch is not None
-        planned += batch.jobs
-        b.commit(batch.id, 0)
+        (start,) = b.plan(0).starts
+        planned += start.jobs
+        b.commit(start.run, "well", 0)
     assert 5 in planned
 
 
@@ -266,8 +292,9 @@ def test_every_state_and_event() -> None:
             else:
                 with pytest.raises(IllegalTransition, match=f"a {state} job cannot {event}"):
                     advance(state, event)
-    assert legal == 8
-    assert [s for s, row in TRANSITIONS.items() if not row] == ["done", "cancelled", "expired", "rejected"]
+    assert legal == 10
+    ends = [state for state, row in TRANSITIONS.items() if not row]
+    assert ends == ["done", "failed", "cancelled", "expired", "rejected"]
 
 
 def test_make_profiles_is_the_product_of_the_sizes() -> None:
@@ -382,30 +409,41 @@ class Machine(RuleBasedStateMachine):
         for job_id in expired:
             assert self.seen[job_id] in ("queued", "running")
             self.seen[job_id] = "expired"
-        assert (plan.batch is not None) == due
-        self.asleep_until = self.now
-        if plan.batch is None:
-            self.asleep_until = self.batcher.next_wakeup_ns()
-            assert self.asleep_until is None or self.asleep_until > self.now
-        else:
+        for start in plan.starts:
+            assert self.naive.due(self.now, self.batcher.draining)
             jobs, _ = self.naive.group()
-            assert plan.batch.jobs == tuple(j.id for j in jobs)
-            assert plan.batch.profile == self.naive.cheapest(jobs)
-            self.naive.drop(set(plan.batch.jobs))
-            self.naive.running[plan.batch.id] = jobs
-            for job_id in plan.batch.jobs:
+            assert start.jobs == tuple(j.id for j in jobs)
+            assert start.shape == self.naive.cheapest(jobs)
+            self.naive.drop(set(start.jobs))
+            self.naive.running[start.run] = jobs
+            for job_id in start.jobs:
                 assert self.seen[job_id] == "queued"
                 self.seen[job_id] = "running"
+        assert not self.naive.due(self.now, self.batcher.draining)
+        self.asleep_until = self.batcher.next_wakeup_ns()
+        assert self.asleep_until is None or self.asleep_until > self.now
 
     @precondition(lambda self: self.naive.running)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        batch_id = data.draw(st.sampled_from(sorted(self.naive.running)))
-        jobs = self.naive.running.pop(batch_id)
+        run = data.draw(st.sampled_from(sorted(self.naive.running)))
+        outcome: Outcome = data.draw(st.sampled_from(("well", "well", "failed", "lost")))
+        jobs = self.naive.running.pop(run)
         late = [j.id for j in jobs if j.deadline_ns is not None and j.deadline_ns <= self.now]
-        done = [j.id for j in jobs if j.id not in late]
-        assert self.batcher.commit(batch_id, self.now) == Committed(tuple(done), tuple(late))
-        self.seen |= dict.fromkeys(done, "done") | dict.fromkeys(late, "expired")
+        rest = [j for j in jobs if j.id not in late]
+        ids = tuple(j.id for j in rest)
+        committed = self.batcher.commit(run, outcome, self.now)
+        self.seen |= dict.fromkeys(late, "expired")
+        if outcome == "lost":
+            assert committed == Committed(expired=tuple(late))
+            self.naive.queue = sorted([*self.naive.queue, *rest], key=lambda j: j.id)
+            self.seen |= dict.fromkeys(ids, "queued")
+        elif outcome == "failed":
+            assert committed == Committed(failed=ids, expired=tuple(late))
+            self.seen |= dict.fromkeys(ids, "failed")
+        else:
+            assert committed == Committed(ids, expired=tuple(late))
+            self.seen |= dict.fromkeys(ids, "done")
         self.asleep_until = self.now
 
     @precondition(lambda self: self.ids)
@@ -421,7 +459,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.batcher.drain()
+        self.batcher.drain(self.now)
         self.asleep_until = self.now
 
     @invariant()
@@ -432,7 +470,7 @@ class Machine(RuleBasedStateMachine):
         assert self.batcher.live == len(self.naive.everyone())
         ended = [state for state in self.seen.values() if state not in ("queued", "running")]
         assert len(self.seen) == len(ended) + self.batcher.live, "a job was lost"
-        for state in ("done", "cancelled", "expired"):
+        for state in ("done", "failed", "cancelled", "expired"):
             assert self.batcher.counts[state] == ended.count(state)
 
 

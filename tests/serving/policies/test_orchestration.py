@@ -5,7 +5,7 @@ naive model, with faults (FLAME-11, 12, 15)."""
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,17 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jgr.serving.policies.batching import Accepted, Rejected
-from jgr.serving.policies.orchestration import (
-    PATIENCE_NS,
-    READS,
-    Committed,
-    Job,
-    Orchestrator,
-    Plan,
-    Start,
-    split,
-)
+from jgr.serving.policies.jobs import Accepted, Candidates, Committed, Job, Outcome, Plan, Rejected, Start
+from jgr.serving.policies.orchestration import PATIENCE_NS, USER_PART, Orchestrator, split
 
 SIZES = (1024, 512, 256, 128)
 PROPORTIONAL = {size: float(size) for size in SIZES}
@@ -97,42 +88,52 @@ def submit(o: Orchestrator, *jobs: Job) -> Orchestrator:
 
 
 def job(id: int, count: int = 4, at: int = 0, deadline: int | None = None, **given: bool) -> Job:
-    return Job(id, count, at, deadline, **given)
+    return make(id, count, at, deadline, **given)
+
+
+def make(id: int, count: int, at: int, deadline: int | None, reads: bool = False, waits: bool = False) -> Job:
+    return Job(id, "rank", 0, count, at, deadline, user="somebody" if reads else None, waits=waits)
 
 
 def starts(plan: Plan) -> list[tuple[int, int, int, int]]:
     """Job, executor, first and count."""
-    return [(s.job, s.executor, s.first, s.count) for s in plan.starts]
+    return [(*s.jobs, s.lane, *place(s)) for s in plan.starts]
+
+
+def place(start: Start) -> tuple[int, int]:
+    """First and count; 0 and 0 for the user's part."""
+    (work,) = start.work
+    return (work.first, work.count) if isinstance(work, Candidates) else (0, 0)
 
 
 def test_a_request_is_split_over_executors_and_joined_by_place() -> None:
     o = submit(orchestrator(), job(1, 11))
     assert starts(o.plan(0)) == [(1, 2, 0, 8), (1, 0, 8, 3)]
-    assert o.commit(1, 1) == Committed(1)
-    assert o.commit(0, 2) == Committed(1, "done")
+    assert o.commit(1, "well", 1) == Committed()
+    assert o.commit(0, "well", 2) == Committed(done=(1,))
     assert (o.idle(4), o.idle(8), len(o.jobs)) == (2, 1, 0)
 
 
 def test_a_request_of_one_part_has_its_user_in_it_where_that_is_cheaper() -> None:
-    costs, whole = {4: 4.0, 8: 8.0, READS: 5.0}, {4: 9.0, 8: 12.0}
-    o = Orchestrator((READS, 4, 8), costs, max_queue=9, whole=whole)
+    costs, whole = {4: 4.0, 8: 8.0, USER_PART: 5.0}, {4: 9.0, 8: 12.0}
+    o = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, whole=whole)
     assert o.parts(3, reads=True) == (False, (4,))  # 9 either way: one run is less than two
     assert o.parts(7, reads=True) == (False, (8,))  # 12 against 13
     assert o.parts(9, reads=True) == (True, (8, 4))
     assert o.parts(3, reads=False) == (False, (4,))
     submit(o, job(1, 7, reads=True), job(2, 9, reads=True))
     assert starts(o.plan(0)) == [(1, 2, 0, 7), (2, 0, 0, 0)]
-    assert o.commit(0, 1) == Committed(1, "done")
-    dear = Orchestrator((READS, 4, 8), costs, max_queue=9, whole={4: 9.1, 8: 13.1})
+    assert o.commit(0, "well", 1) == Committed(done=(1,))
+    dear = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, whole={4: 9.1, 8: 13.1})
     assert dear.parts(3, reads=True) == (True, (4,)) and dear.parts(7, reads=True) == (True, (8,))
 
 
 def test_a_part_waits_for_its_size_or_takes_a_larger_one() -> None:
     o = submit(orchestrator(), *(job(i) for i in range(5)))
     assert starts(o.plan(0)) == [(0, 0, 0, 4), (1, 1, 0, 4), (2, 2, 0, 4)]
-    o.commit(1, 1)
+    o.commit(1, "well", 1)
     assert starts(o.plan(1)) == [(3, 1, 0, 4)]
-    o.commit(0, 2)
+    o.commit(0, "well", 2)
     assert starts(o.plan(2)) == [(4, 0, 0, 4)]
     assert o.plan(3) == Plan((), ())
 
@@ -142,66 +143,66 @@ def test_the_earliest_deadline_goes_first_and_who_names_none_has_patience() -> N
     o = submit(orchestrator((4,)), job(1, deadline=late), job(2), job(3), job(4, deadline=early))
     order = []
     for run in range(4):
-        order += [s.job for s in o.plan(run).starts]
-        o.commit(run, run)
+        order += [*itertools.chain(*(s.jobs for s in o.plan(run).starts))]
+        o.commit(run, "well", run)
     assert order == [4, 2, 3, 1]
 
 
 def test_streams_bound_the_runs_at_a_time() -> None:
     o = submit(orchestrator(streams=2), job(1, 20))
     assert starts(o.plan(0)) == [(1, 2, 0, 8), (1, 0, 16, 4)]  # 8 + 8 + 4, and one executor of 8
-    o.commit(1, 1)
+    o.commit(1, "well", 1)
     assert starts(o.plan(1)) == []
-    o.commit(0, 1)
+    o.commit(0, "well", 1)
     assert starts(o.plan(1)) == [(1, 2, 8, 8)]
 
 
 def test_parts_wait_for_the_users_part_and_for_what_they_are_told_to() -> None:
-    o = submit(orchestrator((READS, 4)), job(1, reads=True, waits=True))
+    o = submit(orchestrator((USER_PART, 4)), job(1, reads=True, waits=True))
     assert starts(o.plan(0)) == [(1, 0, 0, 0)]
-    assert o.commit(0, 1) == Committed(1)
+    assert o.commit(0, "well", 1) == Committed()
     assert starts(o.plan(1)) == []
-    o.ready(1)
-    o.ready(7)
+    o.ready(1, 1)
+    o.ready(7, 1)
     assert starts(o.plan(1)) == [(1, 1, 0, 4)]
-    assert o.commit(1, 2) == Committed(1, "done")
+    assert o.commit(1, "well", 2) == Committed(done=(1,))
 
 
 def test_no_more_jobs_are_begun_than_there_are_executors() -> None:
-    o = submit(orchestrator((READS, 4)), *(job(i, 8, reads=True) for i in range(4)))
+    o = submit(orchestrator((USER_PART, 4)), *(job(i, 8, reads=True) for i in range(4)))
     o.plan(0)
-    o.commit(0, 0)  # the first's user
+    o.commit(0, "well", 0)  # the first's user
     assert [s[0] for s in starts(o.plan(0))] == [0, 1]
-    o.commit(2, 0)
+    o.commit(2, "well", 0)
     assert starts(o.plan(0)) == []  # the third's user has to wait, though its executor is idle
-    assert (o.idle(READS), o.queued) == (1, 2)
+    assert (o.idle(USER_PART), o.queued) == (1, 2)
 
 
 def test_who_waits_for_features_does_not_keep_idle_executors_from_others() -> None:
-    o = orchestrator((READS, 4))
+    o = orchestrator((USER_PART, 4))
     for i in range(8):  # the users' parts come back, what the candidates' wait for does not
         submit(o, job(i, reads=True, waits=True))
         ((read, *_),) = starts(o.plan(0))
         assert read == i
-        o.commit(i, 0)
+        o.commit(i, "well", 0)
     submit(o, job(8, deadline=100, reads=True))
     assert starts(o.plan(0)) == []  # four times as many as executors are begun
     o.cancel(7, 0)
     assert [s[0] for s in starts(o.plan(1))] == [8]
-    o.commit(8, 2)
+    o.commit(8, "well", 2)
     assert starts(o.plan(2)) == [(8, 1, 0, 4)]
     for i in range(2):
-        o.ready(i)
+        o.ready(i, 2)
     o.check()
 
 
 def test_a_fault_fails_its_request_alone_and_returns_the_executor() -> None:
     o = submit(orchestrator((4, 4)), job(1, 12), job(2))
     assert starts(o.plan(0)) == [(1, 0, 0, 4), (1, 1, 4, 4)]
-    assert o.commit(0, 1, well=False) == Committed(1, "failed")
+    assert o.commit(0, "failed", 1) == Committed(failed=(1,))
     assert starts(o.plan(1)) == [(2, 0, 0, 4)]  # the first's last part never runs
-    assert o.commit(1, 1) == Committed(None)
-    assert o.commit(2, 1) == Committed(2, "done")
+    assert o.commit(1, "well", 1) == Committed()
+    assert o.commit(2, "well", 1) == Committed(done=(2,))
     assert o.idle(4) == 2
 
 
@@ -210,12 +211,12 @@ def test_what_is_late_or_cancelled_frees_its_executor_when_it_comes_back() -> No
     o.plan(0)
     assert o.next_wakeup_ns() == 10
     assert o.plan(10) == Plan((), (1, 2))
-    assert o.commit(0, 11) == Committed(None)
+    assert o.commit(0, "well", 11) == Committed()
     assert starts(o.plan(11)) == [(3, 0, 0, 4)]
     assert o.cancel(3, 11) and not o.cancel(3, 11)
-    assert o.commit(1, 12) == Committed(None)
-    assert submit(o, job(4, at=12, deadline=13)).plan(12).starts[0].job == 4
-    assert o.commit(2, 13) == Committed(4, "expired")
+    assert o.commit(1, "well", 12) == Committed()
+    assert submit(o, job(4, at=12, deadline=13)).plan(12).starts[0].jobs == (4,)
+    assert o.commit(2, "well", 13) == Committed(expired=(4,))
 
 
 class Compared(int):
@@ -245,7 +246,7 @@ def test_the_queue_is_bounded_and_a_drain_refuses() -> None:
     assert o.submit(job(3), 0) == Rejected("queue_full")
     o.plan(0)
     assert o.submit(job(3), 0) == Accepted(2)
-    o.drain()
+    o.drain(0)
     assert o.submit(job(4), 0) == Rejected("draining")
     with pytest.raises(ValueError, match="already queued"):
         o.submit(job(3), 0)
@@ -262,25 +263,26 @@ class Naive:
     job: Job
     order: int
     runs: dict[tuple[int, int, int], str] = field(default_factory=dict)  # waiting, running, done
+    lost: bool = False  # a run was refused; it has begun all the same
     held: bool = False
 
     @property
     def begun(self) -> bool:
-        return any(state != "waiting" for state in self.runs.values())
+        return self.lost or any(state != "waiting" for state in self.runs.values())
 
     def may_start(self) -> list[tuple[int, int, int]]:
-        reading = self.runs.get((READS, 0, 0), "done") != "done"
+        reading = self.runs.get((USER_PART, 0, 0), "done") != "done"
         return [
             run
             for run, state in self.runs.items()
-            if state == "waiting" and (run[0] == READS or not (reading or self.held))
+            if state == "waiting" and (run[0] == USER_PART or not (reading or self.held))
         ]
 
 
 class AgainstNaive(RuleBasedStateMachine):
     """Executors are counted by hand; what starts is searched for among everything that waits."""
 
-    EXECUTORS = (READS, 2, 2, 4, READS)
+    EXECUTORS = (USER_PART, 2, 2, 4, USER_PART)
     STREAMS = 4
     MAX_QUEUE = 4
 
@@ -288,7 +290,7 @@ class AgainstNaive(RuleBasedStateMachine):
         super().__init__()
         self.now = 0
         self.real = Orchestrator(
-            self.EXECUTORS, {READS: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
+            self.EXECUTORS, {USER_PART: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
             whole={2: 6.0, 4: 10.0},
         )  # fmt: skip
         self.jobs: dict[int, Naive] = {}
@@ -304,7 +306,7 @@ class AgainstNaive(RuleBasedStateMachine):
     )
     def submit(self, count: int, patience: int | None, reads: bool, waits: bool) -> None:
         deadline = None if patience is None else self.now + patience
-        new = Job(next(self.ids), count, self.now, deadline, reads, waits)
+        new = make(next(self.ids), count, self.now, deadline, reads, waits)
         verdict = self.real.submit(new, self.now)
         if sum(not job.begun for job in self.jobs.values()) >= self.MAX_QUEUE:
             assert verdict == Rejected("queue_full")
@@ -317,7 +319,7 @@ class AgainstNaive(RuleBasedStateMachine):
         if (
             reads and count > 2
         ):  # a part of two costs 6 with its user, 3 + 4 without; one of four 10 and 5 + 4
-            naive.runs[READS, 0, 0] = "waiting"
+            naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])
             naive.runs[size, first, min(size, count - first)] = "waiting"
@@ -325,7 +327,7 @@ class AgainstNaive(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 9))
     def ready(self, pick: int) -> None:
-        self.real.ready(pick)
+        self.real.ready(pick, self.now)
         if pick in self.jobs:
             self.jobs[pick].held = False
 
@@ -339,9 +341,10 @@ class AgainstNaive(RuleBasedStateMachine):
         for job_id in late:
             self.end(job_id)
         for start in plan.starts:
-            assert (start.job, start.first, start.count, self.EXECUTORS[start.executor]) == self.next()
-            run = next(r for r in self.jobs[start.job].runs if r[1:] == (start.first, start.count))
-            self.jobs[start.job].runs[run] = "running"
+            (job_id,) = start.jobs
+            assert (job_id, *place(start), self.EXECUTORS[start.lane]) == self.next()
+            run = next(r for r in self.jobs[job_id].runs if r[1:] == place(start))
+            self.jobs[job_id].runs[run] = "running"
             assert start.run not in self.flying
             self.flying[start.run] = start
         assert self.next() is None
@@ -350,7 +353,7 @@ class AgainstNaive(RuleBasedStateMachine):
         """The first of all runs that may start, most urgent first, for which there is an idle executor."""
         if len(self.flying) >= self.STREAMS:
             return None
-        busy = [start.executor for start in self.flying.values()]
+        busy = [start.lane for start in self.flying.values()]
         idle = [size for number, size in enumerate(self.EXECUTORS) if number not in busy]
         begun = [naive for naive in self.jobs.values() if naive.begun]
         holding = sum(not naive.held for naive in begun)
@@ -362,34 +365,36 @@ class AgainstNaive(RuleBasedStateMachine):
 
         for naive in sorted(self.jobs.values(), key=urgency):
             for size, first, count in sorted(naive.may_start(), key=lambda run: run[1:]):
-                fitting = [s for s in idle if (s == READS if size == READS else s >= size)]
+                fitting = [s for s in idle if (s == USER_PART if size == USER_PART else s >= size)]
                 if fitting and (naive.begun or not full):
                     return naive.job.id, first, count, min(fitting)
         return None
 
     @precondition(lambda self: self.flying)
-    @rule(pick=st.integers(0, 9), well=st.sampled_from((True, True, True, False)))
-    def commit(self, pick: int, well: bool) -> None:
+    @rule(pick=st.integers(0, 9), outcome=st.sampled_from(("well", "well", "well", "failed", "lost")))
+    def commit(self, pick: int, outcome: Outcome) -> None:
         run = sorted(self.flying)[pick % len(self.flying)]
         start = self.flying.pop(run)
-        committed = self.real.commit(run, self.now, well)
-        naive = self.jobs.get(start.job)
+        committed = self.real.commit(run, outcome, self.now)
+        (job_id,) = start.jobs
+        naive = self.jobs.get(job_id)
         if naive is None:
-            assert committed == Committed(None)
+            assert committed == Committed()
             return
         deadline = naive.job.deadline_ns
-        key = next(r for r in naive.runs if r[1:] == (start.first, start.count))
-        naive.runs[key] = "done"
+        key = next(r for r in naive.runs if r[1:] == place(start))
+        naive.runs[key] = "waiting" if outcome == "lost" else "done"
+        naive.lost |= outcome == "lost"
         end = None
         if deadline is not None and deadline <= self.now:
             end = "expired"
-        elif not well:
+        elif outcome == "failed":
             end = "failed"
         elif all(state == "done" for state in naive.runs.values()):
             end = "done"
-        assert committed == Committed(start.job, end)  # type: ignore[arg-type]
+        assert committed == (Committed() if end is None else Committed(**{end: (job_id,)}))
         if end is not None:
-            self.end(start.job)
+            self.end(job_id)
 
     @rule(pick=st.integers(0, 9))
     def cancel(self, pick: int) -> None:
@@ -411,8 +416,8 @@ class AgainstNaive(RuleBasedStateMachine):
         self.real.check()
         assert set(self.real.jobs) == set(self.jobs)
         assert self.real.queued == sum(not naive.begun for naive in self.jobs.values())
-        for size in (READS, 2, 4):
-            busy = sum(self.EXECUTORS[start.executor] == size for start in self.flying.values())
+        for size in (USER_PART, 2, 4):
+            busy = sum(self.EXECUTORS[start.lane] == size for start in self.flying.values())
             assert self.real.idle(size) == self.EXECUTORS.count(size) - busy
         deadlines = [d for naive in self.jobs.values() if (d := naive.job.deadline_ns) is not None]
         assert self.real.next_wakeup_ns() == min(deadlines, default=None)
@@ -420,14 +425,14 @@ class AgainstNaive(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever happened, everything ends, and every executor is idle again."""
         for naive in self.jobs.values():
-            self.real.ready(naive.job.id)
+            self.real.ready(naive.job.id, self.now)
             naive.held = False
         while self.jobs or self.flying:
             self.plan()
             while self.flying:
-                self.commit(0, True)
+                self.commit(0, "well")
         self.agrees()
-        assert [self.real.idle(size) for size in (READS, 2, 4)] == [2, 2, 1]
+        assert [self.real.idle(size) for size in (USER_PART, 2, 4)] == [2, 2, 1]
 
 
 TestAgainstNaive = AgainstNaive.TestCase
@@ -436,10 +441,10 @@ TestAgainstNaive.settings = settings(max_examples=40, stateful_step_count=40, de
 
 def test_equal_calls_give_equal_plans() -> None:
     def run() -> list[Plan]:
-        o = submit(orchestrator(), *(replace(job(i, 5 + i), deadline_ns=100 - i) for i in range(4)))
+        o = submit(orchestrator(), *(job(i, 5 + i, deadline=100 - i) for i in range(4)))
         plans = [o.plan(0)]
         for run in range(3):
-            o.commit(run, run)
+            o.commit(run, "well", run)
             plans.append(o.plan(run))
         return plans
 

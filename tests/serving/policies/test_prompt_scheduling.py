@@ -14,7 +14,8 @@ from jgr.cache.entries import Content, Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
-from jgr.serving.policies.batching import Batcher, Job, Profile
+from jgr.serving.policies.batching import Batcher
+from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
 
@@ -112,22 +113,22 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
             items = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
             batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items), now)
         elif event == "plan":
-            while (batch := batcher.plan(now).batch) is not None:
-                running.append(batch)
-                used = sum(prompt.computed_tokens for prompt in batch.prompts)
-                assert used <= batch.profile.tokens and (len(batch.jobs) == 1 or used <= 30)
-                assert sum(prompt.cached_tokens for prompt in batch.prompts) <= batch.profile.context
+            for start in batcher.plan(now).starts:
+                running.append(start)
+                used = sum(request.plan.computed_tokens for request in start.work)
+                assert used <= start.shape.tokens and (len(start.jobs) == 1 or used <= 30)
+                assert sum(request.plan.cached_tokens for request in start.work) <= start.shape.context
         elif event == "commit" and running:
-            batch = running.pop(data.draw(st.integers(0, len(running) - 1)))
-            batcher.commit(batch.id, now, well=data.draw(st.booleans()))
+            start = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            batcher.commit(start.run, data.draw(st.sampled_from(("well", "failed", "lost"))), now)
         elif event == "cancel":
             batcher.cancel(data.draw(st.integers(0, 25)), now)
         elif event == "forget":
             scheduler._meta.drop(Name("user", data.draw(st.sampled_from("abc")), "user_prefix"))
         batcher.check()
         assert (scheduler._meta.pinned > 0) <= bool(running), "an entry is pinned by no batch"
-    for batch in running:
-        batcher.commit(batch.id, 99)
+    for start in running:
+        batcher.commit(start.run, "well", 99)
     batcher.check()
     assert scheduler._meta.pinned == 0
     scheduler._meta.clear()

@@ -25,7 +25,7 @@ from jgr.models import scorers
 from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Candidates, Needs, Users
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.policies.orchestration import READS
+from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers.executors import Executor, PartWork, Programs, ReadWork, Share
 from jgr.serving.scorers.loading import ScorerModel, make_scorer_engine
 from jgr.serving.scorers.user_block import new_block
@@ -95,7 +95,7 @@ def test_a_part_is_scored_with_its_user_and_its_features_and_padding_is_cut(shar
     four, two = Executor(made, 4, None), Executor(made, 2, None)
     user: Any = block(made)
     if share == "request":
-        user = Executor(made, READS, None).run(ReadWork(user)).state
+        user = Executor(made, USER_PART, None).run(ReadWork(user)).state
     full = four.run(PartWork(rows(10, 11, 12, 13), user, records((1, 0), (0, 1), (0, 0), (2, 2))))
     assert full.tolist() == [[1313, 2], [10314, 2], [315, 2], [22316, 2]]
     less = four.run(PartWork(rows(20), user, records((0.5, 0))))
@@ -112,7 +112,7 @@ def test_a_part_is_scored_with_its_user_and_its_features_and_padding_is_cut(shar
 def test_a_part_may_have_its_user_in_it_and_in_between_be_given_a_state() -> None:
     made = programs("request")
     executor, other = Executor(made, 2, None), block(made, rows=(5,), scenario=1)
-    state = Executor(made, READS, None).run(ReadWork(other)).state
+    state = Executor(made, USER_PART, None).run(ReadWork(other)).state
     for _ in range(2):
         whole = executor.run(PartWork(rows(20), block(made), records((0.5, 0)))).tolist()
         given = executor.run(PartWork(rows(20), state, records((0.5, 0)))).tolist()
@@ -128,7 +128,7 @@ def test_scores_are_written_in_place() -> None:
 
 def test_a_fault_leaves_an_executor_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
     made = programs("request")
-    reads, executor = Executor(made, READS, None), Executor(made, 2, None)
+    reads, executor = Executor(made, USER_PART, None), Executor(made, 2, None)
     user = reads.run(ReadWork(block(made))).state
     with pytest.raises(ValueError):
         executor.run(PartWork(rows(1, 2, 3), user, records((0, 0))))  # more than fit
@@ -147,7 +147,7 @@ def _raise(error: Exception, *given: Any) -> Any:
 def test_a_users_part_is_kept_and_fetched_and_computed_where_the_pool_was_lost() -> None:
     made = programs("cache")
     pool = StatePool(made.kept, 0.01)
-    reads = Executor(made, READS, pool)
+    reads = Executor(made, USER_PART, pool)
     pages = np.arange(pool.pages_per_user, dtype=np.int32)
     written = reads.run(ReadWork(block(made), Stored(pages, 0, True)))
     found = reads.run(ReadWork(block(made, context=0), Stored(pages, 0, False)))  # its block is not looked at
@@ -258,11 +258,11 @@ def test_another_catalog_takes_the_programs_unless_the_records_have_changed(tmp_
     fill(path)
     _, first = engine(path)
     second = first.rebuild.engine(CATALOG)
-    assert second.executors.programs is first.executors.programs
+    assert second.served.executors.programs is first.served.executors.programs
     store = open_store(path, 5.0)
     store.set_schema(f"{SCHEMA},z:int8")
     store.close()
     third = first.rebuild.engine(CATALOG)
-    assert third.executors.programs is not first.executors.programs
+    assert third.served.executors.programs is not first.served.executors.programs
     for made in (first, second, third):
         assert made.features.close()

@@ -20,7 +20,8 @@ from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.api import Answer, RankRequest
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.engine.engine import Engine
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.user_block import grown_by, new_block, user_layout
 from jgr.serving.versions.loading import load_any
 from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, draw, make_folder
@@ -115,7 +116,10 @@ def test_which_blocks_grew_from_which() -> None:
 
 
 def run(
-    folder: Path, cfg: ScorerConfig, scenario: Callable[[ScorerEngine], Awaitable[None]], *settings: str
+    folder: Path,
+    cfg: ScorerConfig,
+    scenario: Callable[[Engine[ServedScorer]], Awaitable[None]],
+    *settings: str,
 ) -> None:
     config = make_folder(
         folder, cfg, "executors.share_user=cache", "executors.growth=2", "cache.device_mb=0.01", *settings
@@ -123,7 +127,7 @@ def run(
 
     async def main() -> None:
         engine = load_any(config)
-        assert isinstance(engine, ScorerEngine)
+        assert isinstance(engine.served, ServedScorer)
         await engine.start()
         try:
             await scenario(engine)
@@ -157,7 +161,7 @@ def compare(answer: Answer, cfg: ScorerConfig, request: RankRequest) -> None:
 
 @pytest.mark.parametrize("cfg", [HSTU, UNTIMED], ids=["times", "positions"])
 def test_the_server_computes_what_is_new_and_scores_as_if_all_were(tmp_path: Path, cfg: HstuConfig) -> None:
-    async def scenario(engine: ScorerEngine) -> None:
+    async def scenario(engine: Engine[ServedScorer]) -> None:
         async def reused(events: int, later: int = 0) -> tuple[int, int]:
             request = asked(events, later=later, timed=cfg.timed)
             answer = await engine.answer(request)
@@ -178,7 +182,7 @@ def test_the_server_computes_what_is_new_and_scores_as_if_all_were(tmp_path: Pat
 def test_users_grow_at_once_in_any_order_and_company(tmp_path: Path) -> None:
     """Also where there is no room for both, the old one and the new."""
 
-    async def scenario(engine: ScorerEngine) -> None:
+    async def scenario(engine: Engine[ServedScorer]) -> None:
         rng = np.random.default_rng(0)
         for _ in range(12):
             requests = [asked(int(rng.integers(1, 8)), str(rng.choice(list("abc")))) for _ in range(6)]

@@ -16,8 +16,8 @@ from jgr.features.cache import FeatureCache
 from jgr.features.schema import Schema
 from jgr.features.stores import StoreError
 from jgr.serving.api import Answer, RankRequest, RecommendRequest, RequestError
-from jgr.serving.engine.contract import ClientGone
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.engine.engine import ClientGone, Engine
+from jgr.serving.scorers.serve import ServedScorer
 from tests.serving.scorer_fakes import CATALOG, DAY, ITEMS, MONDAY, FakeExecutors, fake_engine
 
 SCHEMA = Schema.parse("x:float32")
@@ -35,7 +35,9 @@ def request(count: int = 3, **given: Any) -> RankRequest:
 
 
 def run(
-    scenario: Callable[[ScorerEngine, FakeExecutors], Coroutine[Any, Any, None]], *settings: str, **given: Any
+    scenario: Callable[[Engine[ServedScorer], FakeExecutors], Coroutine[Any, Any, None]],
+    *settings: str,
+    **given: Any,
 ) -> None:
     """Start, do, drain; then nothing is left, and every executor is idle again (FLAME-15.6)."""
 
@@ -50,7 +52,7 @@ def run(
         engine.check()
         assert engine.queued == 0
         idle = {size: executors.sizes.count(size) for size in executors.sizes}
-        assert {size: engine._orchestrator.idle(size) for size in idle} == idle
+        assert {size: engine._policy.idle(size) for size in idle} == idle
         assert engine.join(30.0)
 
     asyncio.run(whole())
@@ -62,7 +64,7 @@ def by_item(answer: Answer) -> dict[str, float]:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_parts_are_joined_in_the_callers_order_and_ordered_by_score(reads: bool) -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         answer = await engine.answer(request(60, include_metadata=True, top_k=2), "r")
         assert (answer.usage.parts, answer.usage.candidates) == (8, 60)  # seven eights and a four
         assert by_item(answer) == {"B059": 62.0, "B058": 61.0}
@@ -97,7 +99,7 @@ def test_what_the_model_cannot_use_or_the_catalog_lacks_is_refused_by_name() -> 
         "history": {"history": ["nothing", "nor this"], "history_times": [MONDAY, MONDAY]},
     }
 
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         for field, given in wrong.items():
             with pytest.raises(RequestError) as refused:
                 engine.submit(request(**given))
@@ -119,7 +121,7 @@ def test_what_the_model_cannot_use_or_the_catalog_lacks_is_refused_by_name() -> 
 def test_the_block_has_what_the_model_reads_of_the_known_items() -> None:
     """Of eight events five are kept, and of those the unknown ones are left out with their times and actions."""
 
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         history = [*ITEMS[:6], "unknown", ITEMS[6]]
         times = [MONDAY + 3 * DAY + at for at in range(8)]
         given = request(
@@ -128,7 +130,7 @@ def test_the_block_has_what_the_model_reads_of_the_known_items() -> None:
         )  # fmt: skip
         answer = await engine.answer(given)
         (work,) = executors.works
-        views = engine.translator._layout.views(work.user)  # type: ignore[union-attr]
+        views = engine.served.translator._layout.views(work.user)  # type: ignore[union-attr]
         thursday = 1_700_697_600  # weeks count from the epoch's, a Thursday
         assert thursday % (7 * DAY) == 0
         assert views["rows"].tolist() == [2, 3, 4, 5, 6]
@@ -141,16 +143,16 @@ def test_the_block_has_what_the_model_reads_of_the_known_items() -> None:
         assert usage.prompt_tokens == usage.computed_tokens == 7
         late = await engine.answer(request(time=None))  # the wall's clock
         assert late.usage.history_items == 3
-        now = engine.translator._layout.views(executors.works[-1].user)["now"]  # type: ignore[union-attr]
+        now = engine.served.translator._layout.views(executors.works[-1].user)["now"]  # type: ignore[union-attr]
         assert now.tolist() == [MONDAY + 10 * DAY - MONDAY // (7 * DAY) * 7 * DAY]
 
     run(scenario)
 
 
 def test_a_fault_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         executors.hold()
-        executors.errors.append(ArithmeticError("out of memory"))
+        executors.fail(ArithmeticError("out of memory"))
         broken, well = engine.submit(request(20), "r1"), engine.submit(request(20), "r2")
         await asyncio.sleep(0)
         executors.wait_entered()
@@ -165,12 +167,11 @@ def test_a_fault_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_score_that_is_no_number_is_a_fault() -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         executors.costs = {4: 1.0, 8: 1.5}
         ticket = engine.submit(request())
-        ticket.scores = ticket.scores * np.float32(0)
-        ticket.scores[:] = np.nan
-        engine._note = lambda *given: None  # type: ignore[method-assign]
+        ticket.task.scores[:] = np.nan
+        engine.served.take = lambda *given: None  # type: ignore[method-assign]
         with pytest.raises(RequestError, match="the model failed"):
             await ticket.answer
 
@@ -178,7 +179,7 @@ def test_a_score_that_is_no_number_is_a_fault() -> None:
 
 
 def test_overload_deadlines_and_clients_that_leave() -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         executors.hold()
         running = [engine.submit(request()) for _ in range(3)]  # as many as there are streams
         await asyncio.sleep(0)
@@ -202,7 +203,7 @@ def test_overload_deadlines_and_clients_that_leave() -> None:
 
 
 def test_a_drain_finishes_what_was_accepted_or_says_that_it_could_not() -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         executors.hold()
         ticket = engine.submit(request())
         await asyncio.sleep(0)
@@ -213,7 +214,7 @@ def test_a_drain_finishes_what_was_accepted_or_says_that_it_could_not() -> None:
         with pytest.raises(RequestError, match="draining"):
             engine.submit(request())
         executors.release()
-        while engine._orchestrator.in_flight:
+        while engine._policy.in_flight:
             await asyncio.sleep(0)
 
     run(scenario)
@@ -237,7 +238,7 @@ def test_parts_are_given_features_and_the_answer_says_which_were_missing() -> No
     store: Any = Store()
     features = FeatureCache(store, SCHEMA, ITEMS, FeaturesConfig(max_wait_ms=30_000))
 
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         answer = await engine.answer(request(12))
         assert (answer.usage.feature_missing, answer.usage.feature_stale) == (0, 0)
         assert by_item(answer) == {ITEMS[row]: 1001.0 * row + 3 for row in range(48, 60)}
@@ -262,7 +263,7 @@ def test_parts_are_given_features_and_the_answer_says_which_were_missing() -> No
 
 
 def test_users_entries_are_found_again_go_stale_and_are_forgotten() -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         async def cached(**given: Any) -> int:
             answer = await engine.answer(request(user_id="u", explain=True, **given))
             engine.check()
@@ -296,7 +297,7 @@ def test_users_entries_are_found_again_go_stale_and_are_forgotten() -> None:
 
 
 def test_a_user_that_is_being_written_is_computed_again_and_a_fault_leaves_no_entry() -> None:
-    async def scenario(engine: ScorerEngine, executors: FakeExecutors) -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         meta = engine.meta
         assert meta is not None
         executors.hold()
@@ -307,7 +308,7 @@ def test_a_user_that_is_being_written_is_computed_again_and_a_fault_leaves_no_en
         executors.release()
         assert [(await ticket.answer).usage.cached_tokens for ticket in (first, second)] == [0, 0]
         assert (await engine.answer(request(user_id="u"))).usage.cached_tokens == 5
-        executors.errors.append(ArithmeticError("lost"))
+        executors.fail(ArithmeticError("lost"))
         with pytest.raises(RequestError, match="the model failed"):
             await engine.answer(request(user_id="v"))
         assert (meta.number("user"), meta.pinned) == (1, 0)

@@ -235,7 +235,7 @@ def test_another_catalog_of_the_same_items_shares_the_programs(tmp_path: Path) -
     engine: Any = load_any(make_folder(tmp_path / "model", HSTU))
     titled = Catalog.build(ITEMS, CATALOG_SYMBOLS, [{"title": "new"}] * len(ITEMS))
     other: Any = engine.rebuild.engine(titled)
-    assert other.executors.programs is engine.executors.programs
+    assert other.served.executors.programs is engine.served.executors.programs
     assert other.catalog.metadata[0] == {"title": "new"}
     with pytest.raises(ConfigError, match="other items"):
         engine.rebuild.check(load_catalog(_reordered(tmp_path)))

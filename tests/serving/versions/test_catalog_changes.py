@@ -18,7 +18,7 @@ from jgr.serving.api import Filters, RecommendRequest
 from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.decoders.serve import Engine
 from jgr.serving.decoders.work import RecommendOutcome
-from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.engine import Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from tests.serving.fakes import CATALOG, PATIENCE_S, LiveServer, Reply, make_config

@@ -24,7 +24,7 @@ from jgr.evaluation.client import Client, RemoteServer
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.api import RequestError
 from jgr.serving.decoders.serve import Engine
-from jgr.serving.engine.contract import Rebuild
+from jgr.serving.engine.engine import Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
