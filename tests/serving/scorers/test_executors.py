@@ -236,7 +236,7 @@ def test_without_a_store_a_model_is_served_without_features_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, made = engine("")
-    assert made.features is None
+    assert made.served.features is None
     assert "items are ranked without their features x" in caplog.text
 
 
@@ -265,4 +265,4 @@ def test_another_catalog_takes_the_programs_unless_the_records_have_changed(tmp_
     third = first.rebuild.engine(CATALOG)
     assert third.served.executors.programs is not first.served.executors.programs
     for made in (first, second, third):
-        assert made.features.close()
+        assert made.served.features.close()

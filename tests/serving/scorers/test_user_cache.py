@@ -15,7 +15,7 @@ from jgr.cache import pool as pools
 from jgr.cache.entries import Stored
 from jgr.cache.pool import StatePool
 from jgr.config import ConfigError
-from jgr.serving.policies.user_cache import Found, UserCache
+from jgr.serving.policies.user_cache import Found, UserCache, UserPart
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_a_pool_that_fails_is_emptied_and_what_was_planned_for_it_is_not_done(
 ) -> None:
     cache = UserCache(pool, 512)
     block = np.arange(512).astype(np.uint8)
-    found = cache.find("u", block)
+    found = cache.find(UserPart("u", block))
     assert found is not None and found.place.new
     pool.store(state(0), found.place)
-    cache.end(found, kept=True)
-    again = cache.find("u", block)
+    cache.end(found, well=True)
+    again = cache.find(UserPart("u", block))
     assert again is not None and not again.place.new
     write, read = pool.compile()
 
@@ -85,13 +85,13 @@ def test_a_pool_that_fails_is_emptied_and_what_was_planned_for_it_is_not_done(
     pool._programs = write, read
     assert "is emptied" in caplog.text
     assert pool.load(again.place) is None and not pool.store(state(1), again.place)
-    cache.end(again, kept=False)
+    cache.end(again, well=False)
     cache.meta.check()
     assert (cache.meta.number("user"), cache.meta.pages.free) == (0, 13)
-    anew = cache.find("u", block)
+    anew = cache.find(UserPart("u", block))
     assert anew is not None and anew.place.new and anew.place.generation == 1
     assert pool.store(state(1), anew.place)
-    cache.end(anew, kept=True)
+    cache.end(anew, well=True)
     assert equal(pool.load(anew.place), state(1))
 
 
@@ -133,30 +133,30 @@ def test_no_page_is_lost_whatever_happens(
     written: dict[tuple[int, ...], tuple[int, int, int]] = {}  # by pages: user, block, generation
     for what, user, block in events:
         if what == "find":
-            found = cache.find(str(user), np.full(256, block, np.uint8))
+            found = cache.find(UserPart(str(user), np.full(256, block, np.uint8)))
             if found is not None:
                 assert len(found.place.pages) == per_user
                 if not found.place.new:
                     assert written[tuple(found.place.pages)] == (user, block, room.generation)
                 source = None
                 if found.before is not None:
-                    source = written[tuple(found.before.place.pages)]
-                    assert grows and source == (user, block - found.before.events, room.generation)
+                    source = written[tuple(found.before.pages)]
+                    assert grows and source == (user, block - found.grown, room.generation)
                 held.append((found, user, block, source))
         elif what == "end" and held:
             found, whose, of, source = held.pop(user % len(held))
             if found.before is not None:
-                assert written[tuple(found.before.place.pages)] == source
+                assert written[tuple(found.before.pages)] == source
             if found.place.new and block:
                 written[tuple(found.place.pages)] = (whose, of, found.place.generation)
-            cache.end(found, kept=bool(block))
+            cache.end(found, well=bool(block))
         elif what == "forget":
             cache.forget(str(user))
         elif what == "lose":
             room.generation += block > 1
         cache.meta.check()
     for found, *_ in held:
-        cache.end(found, kept=False)
+        cache.end(found, well=False)
     for user in range(4):
         cache.forget(str(user))
     assert cache.meta.pages.free == room.pages and cache.meta.pinned == 0

@@ -16,9 +16,9 @@ from jgr.config import UserError
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.api import Filters, RecommendRequest
 from jgr.serving.decoders.null import NullExecutor
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import decoder_engine
 from jgr.serving.decoders.work import RecommendOutcome
-from jgr.serving.engine.engine import Rebuild
+from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from tests.serving.fakes import CATALOG, PATIENCE_S, LiveServer, Reply, make_config
@@ -52,7 +52,7 @@ class Rebuilds:
         tree = PrefixTree.build(catalog.codes)
         prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(CATALOG), catalog)
         executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves)
-        return Engine(
+        return decoder_engine(
             "jgr", catalog, tree, prompts, executor, config, metrics=self._metrics, rebuild=self.rebuild
         )
 
@@ -161,7 +161,7 @@ def test_a_mapped_catalog_answers_as_one_in_memory(tmp_path: Path) -> None:
     request = RecommendRequest(history=["a", 7, "unknown"], filters=filters, top_k=5, include_metadata=True)
     answers = []
     for catalog in (CATALOG, mapped):
-        translator = Rebuilds(Metrics()).engine(catalog).translator
+        translator = Rebuilds(Metrics()).engine(catalog).served.translator
         task = translator.prepare(request)
         leaves = np.arange(3, dtype=np.int32)
         outcome = RecommendOutcome(leaves, -leaves.astype(np.float32))

@@ -23,8 +23,8 @@ from jgr.config import CatalogConfig, ConfigError
 from jgr.evaluation.client import Client, RemoteServer
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.api import RequestError
-from jgr.serving.decoders.serve import Engine
-from jgr.serving.engine.engine import Rebuild
+from jgr.serving.decoders.serve import decoder_engine
+from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
@@ -76,7 +76,7 @@ class Ranker:
         revision = str(len(self.executors))
         self.executors.append(executor)
         prompts = PromptBuilder(self.config.prompt, semantic_id_tokenizer(CATALOG), catalog)
-        return Engine(
+        return decoder_engine(
             "ranker",
             catalog,
             TREE,
