@@ -35,7 +35,6 @@ from benchmarks.bat_nodes import (
     GBITS,
     NODE_BYTES,
     Device,
-    Key,
     System,
     item_memory,
     link_row,
@@ -47,6 +46,7 @@ from benchmarks.bat_nodes import (
 from benchmarks.bat_world import at_skew
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, replicate
+from jgr.simulation.node import Key
 from jgr.traffic.workloads import BOOKS, books
 
 THREADS = 2

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four nodes that cache items as a placement says and users in the memory that is left, and the time they take.
+"""The time that four simulated nodes take, which cache items as a placement says and users in the memory left.
 
-The policies and the bookkeeping are those of `jgr serve`; the life cycle's steps put the items where they belong. No
-bytes are moved: a plan says what would be read, from where, and what would be computed. A user's requests go to one
-node, `user % 4`; the paper only says that load is balanced. Each request is a batch.
+The nodes are jgr.simulation.node's: they plan as `jgr serve` does and move no bytes. A user's requests go to one node,
+`user % 4`; the paper only says that load is balanced. Each request is a batch.
 
 Time is a sum of two. Device time: the live executor on one node's requests after the other's; what two systems plan
 alike is timed once, so that they differ only by what they do differently. Network time: a request's fetched tokens pass
@@ -25,29 +24,24 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import harness
-from benchmarks.bat_world import Histories, World
+from benchmarks.bat_world import World
 from benchmarks.harness import Quiet, Row
 from jgr.cache.entries import Content
-from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
-from jgr.config import CacheConfig
 from jgr.evaluation import bootstrap
 from jgr.placement.items import ItemPlacement, Items, Workers, hrcs
-from jgr.placement.lifecycle import Lifecycle
-from jgr.placement.worker import CacheWorker, item_name
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import DecoderExecutors, PoolShape
+from jgr.serving.decoders.paged_executor import DecoderExecutors
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies import costs
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PromptScheduler
+from jgr.simulation.network import TokenBucket
+from jgr.simulation.node import Cluster, Key, NodeMemory, Planned
+from jgr.traffic.histories import Histories
 from jgr.traffic.workloads import BOOKS, Access, Traffic, Workload
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
-Key = tuple[int, str, int, bool, int]
 
 NODES = 4
 GBITS = (10, 100)
@@ -89,36 +83,6 @@ def place_hot(items: Items, workers: Workers, gbit: int) -> ItemPlacement:
         item_tokens=ITEM_TOKENS,
         link_bytes_per_s=link_tokens(gbit) * items.bytes_per_token,
     )
-
-
-class TokenBucket:
-    """A link. rate: tokens a second; burst: tokens that may pass at once after it was idle."""
-
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._level, self._at = burst, 0.0
-
-    def passed(self, tokens: float, now: float) -> float:
-        """When so many tokens, sent from `now` on and behind all earlier ones, have passed. `now` never goes back."""
-        self._level = min(self._burst, self._level + (now - self._at) * self._rate) - tokens
-        self._at = now
-        return now + max(0.0, -self._level) / self._rate
-
-
-class Planned(NamedTuple):
-    """A request on its node. rows: those read from a cache, its own or another's."""
-
-    number: int
-    node: int
-    profile: Profile
-    prompt: PlannedPrompt
-    rows: npt.NDArray[np.int32]
-
-    @property
-    def key(self) -> Key:
-        """Equal for plans of a request that give a device the same to do."""
-        user = self.prompt.user
-        return self.number, self.prompt.layout, user.cached, user.write is None, self.prompt.cached_tokens
 
 
 class Run(NamedTuple):
@@ -173,93 +137,6 @@ class System:
         return float(np.mean([planned.prompt.layout == "user_prefix" for planned in self.plans]))
 
 
-class Node:
-    """A node's memory: placed items, landing cells for all items that are placed elsewhere, which do not count as its
-    memory because what lands there is forgotten, and users in what the budget leaves."""
-
-    def __init__(
-        self,
-        placement: ItemPlacement,
-        number: int,
-        contents: Sequence[Content],
-        shape: PoolShape,
-        policy: Policy,
-    ) -> None:
-        items, budget = placement.items, placement.workers.capacity_bytes
-        page_bytes = shape.page_tokens * items.bytes_per_token
-        held = items.room_bytes[placement.holding > 0].sum()
-        item_pages = -(-int(held) // page_bytes)
-        user_pages = int(budget - placement.used_bytes()[number]) // page_bytes
-        pages = Pages(shape.pages, shape.cells, SPLITS)
-        pages.set_limit("item", item_pages)
-        pages.set_limit("user", user_pages)
-        hotness = None
-        if policy == "hotness":
-            hotness = ExponentialWindow(round(CacheConfig().window_s * 1e9), 10 * shape.pages)
-        self.meta = CacheMeta(pages, shape.cell_tokens, hotness)
-        self._contents = contents
-        self.items = CacheWorker(self.meta, contents.__getitem__)
-
-    def land(self, rows: Sequence[int]) -> None:
-        """Cells for items that are placed elsewhere."""
-        for row in rows:
-            entry = self.meta.extend(item_name(row), self._contents[row])
-            assert entry is not None
-            self.meta.written(entry)
-
-
-class Cluster:
-    """Nodes under a placement, which the life cycle's steps have brought about."""
-
-    def __init__(
-        self,
-        placement: ItemPlacement,
-        contents: Sequence[Content],
-        shape: PoolShape,
-        profiles: Sequence[Profile],
-        policy: Policy = "hotness",
-    ) -> None:
-        self.placement = placement
-        self.nodes = [
-            Node(placement, number, contents, shape, policy) for number in range(placement.workers.count)
-        ]
-        self._cycle = Lifecycle(placement.workers)
-        for step in self._cycle.plan(placement):
-            worker, rows = self.nodes[step.worker].items, step.rows.tolist()
-            if step.kind == "copy":
-                assert worker.copy(rows) is not None
-            else:
-                worker.publish()
-            self._cycle.commit(step)
-        every = np.arange(len(placement.items), dtype=np.int32)
-        for number, node in enumerate(self.nodes):
-            source = self._cycle.where(number, every)
-            node.land(every[(source >= 0) & (source != number)].tolist())
-            node.items.check()
-        self._schedulers = [
-            PromptScheduler(profiles, node.meta, max_tokens=8192, policy=policy) for node in self.nodes
-        ]
-
-    def plan(self, job: Job, access: Access) -> Planned:
-        """The request as its node serves it, alone, at the time of its arrival."""
-        at = access.user % len(self.nodes)
-        scheduler = self._schedulers[at]
-        group = scheduler.group([job], True, job.arrival_ns)
-        assert group is not None
-        scheduler.finished(group.jobs, True)
-        (prompt,) = group.prompts
-        rows = access.items[[segment.cached > 0 for segment in prompt.items]]
-        return Planned(job.id, at, group.profile, prompt, rows)
-
-    def fetched(self, planned: Planned) -> Int64:
-        """[nodes]: tokens that a request reads from each."""
-        tokens = np.zeros(len(self.nodes), np.int64)
-        source = self._cycle.where(planned.node, planned.rows)
-        np.add.at(tokens, source, self.placement.items.tokens[planned.rows])
-        tokens[planned.node] = 0
-        return tokens
-
-
 class Device:
     """The live executor. workload: with the largest catalog that is served; smaller ones are its first items.
 
@@ -304,7 +181,10 @@ class Device:
         node_bytes = int(NODE_BYTES / item_memory(workload) * items.room_bytes.sum())
         systems = list(make(items, Workers(NODES, node_bytes)))
         contents, shape = self._contents[: len(items)], self._executor.shape
-        clusters = [Cluster(s.placement, contents, shape, self._executor.profiles, s.policy) for s in systems]
+        memory = NodeMemory(shape.pages, shape.page_tokens, shape.cells)
+        clusters = [
+            Cluster(s.placement, contents, memory, self._executor.profiles, s.policy) for s in systems
+        ]
         runs: dict[Key, Run] = {}
         histories = Histories(traffic)
         for number, access in enumerate(accesses):

@@ -43,7 +43,6 @@ from benchmarks.bat_nodes import (
     NODES,
     Device,
     Int64,
-    Key,
     System,
     item_memory,
     link_row,
@@ -56,6 +55,7 @@ from benchmarks.bat_world import at_skew
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from jgr.placement.item_store import EVERYWHERE, lay_out, plan_exchange
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items, replicate
+from jgr.simulation.node import Key
 from jgr.traffic.workloads import BOOKS
 
 THREADS = 2

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import numpy.typing as npt
 import tokenizers
 
 from jgr.catalog.catalog import Catalog, save_catalog
@@ -28,6 +27,7 @@ from jgr.prompt.tokens import Tokenizer
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.policies.jobs import Job
+from jgr.traffic.histories import Histories
 from jgr.traffic.workloads import Access, Traffic, Workload
 from jgr.training.generator import decoder_config
 
@@ -114,40 +114,6 @@ class World:
 
     def request(self, access: Access) -> RankRequest:
         return self._histories.request(access)
-
-
-class Histories:
-    """Of a workload's users, each drawn once, and requests that have them."""
-
-    def __init__(self, traffic: Traffic, seed: int = 0) -> None:
-        self._traffic, self._seed = traffic, seed
-        self._known: dict[int, list[str | int]] = {}
-
-    def request(self, access: Access) -> RankRequest:
-        return RankRequest(
-            user_id=access.user,
-            history=self._history(access.user)[: self._items_of(access)],
-            candidates=[str(row) for row in access.items.tolist()],
-            top_k=10,
-        )
-
-    def _items_of(self, access: Access) -> int:
-        rows = np.array(self._history(access.user), np.int64)
-        return max(
-            1, int(np.searchsorted(np.cumsum(self._traffic.item_tokens[rows]), access.user_tokens, "right"))
-        )
-
-    def _history(self, user: int) -> list[str | int]:
-        known = self._known.get(user)
-        if known is None:
-            lengths, most = self._traffic.item_tokens, int(self._traffic.user_tokens[user])
-            rng = np.random.default_rng((self._seed, user))
-            rows: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-            while lengths[rows].sum() < most:
-                rows = np.append(rows, rng.integers(0, len(lengths), 256))
-            enough = int(np.searchsorted(np.cumsum(lengths[rows]), most, "right"))
-            known = self._known[user] = [str(row) for row in rows[: max(1, enough)].tolist()]
-        return known
 
 
 class Served(NamedTuple):

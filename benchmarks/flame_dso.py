@@ -267,7 +267,7 @@ class System:
         """Pairs, padding, seconds that parts waited for executors, and parts, so far."""
         read = self.engine.metrics.registry.get_sample_value
         wait = [read(f"jgr_executor_wait_seconds_{name}") or 0.0 for name in ("sum", "count")]
-        executors: Any = self.engine.executors
+        executors: Any = self.engine.served.executors
         if isinstance(executors, ShapeOnDemand):
             return executors.pairs, executors.padding, wait[0], wait[1]
         of = [read("jgr_pairs_total", {"of": name}) or 0.0 for name in ("candidates", "padding")]
@@ -370,7 +370,7 @@ def agree(runner: asyncio.Runner, engines: Mapping[str, ScorerEngine], cfg: Scor
 
 
 def row(mix: Mix, path: str, runs: Sequence[Run], system: System) -> Row:
-    executors: Any = system.engine.executors
+    executors: Any = system.engine.served.executors
     latencies_ms = [ms for run in runs for ms in run.latencies_ms]
     found: Row = {
         "mix": mix,

@@ -50,7 +50,7 @@ def _sources(*folders: str) -> list[Path]:
 
 FILES = {_name(path): path for path in _sources("jgr", "tools")}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
-PURE = [name for name in FILES if name.startswith("jgr.serving.policies.")]
+PURE = [name for name in FILES if name.startswith(("jgr.serving.policies.", "jgr.simulation."))]
 
 
 def _within(name: str, place: str) -> bool:
@@ -125,7 +125,7 @@ def test_plain_data_and_policies_do_not_use_jax() -> None:
     assert {name: used for name in names if (used := _uses(name, {"jax", "jaxlib"}))} == {}
 
 
-def test_policies_and_what_they_import_are_pure() -> None:
+def test_policies_simulated_nodes_and_what_they_import_are_pure() -> None:
     closure, new = set(PURE), set(PURE)
     while new:
         new = {other for name in new for other in _own(name)} - closure
@@ -134,7 +134,7 @@ def test_policies_and_what_they_import_are_pure() -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_importing_a_policy_loads_nothing_impure(name: str) -> None:
+def test_importing_them_loads_nothing_impure(name: str) -> None:
     # What the interpreter holds before the import is not the policy's doing: `time` is built in, and an
     # editable install's start-up hook may bring in more.
     code = f"import sys; bare = set(sys.modules); import {name}; print(*sys.modules.keys() - bare)"

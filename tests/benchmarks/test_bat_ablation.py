@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks import bat_ablation as bench
-from benchmarks.bat_nodes import NODES, Key, Planned, System, link_tokens, place_hot, returning
+from benchmarks.bat_nodes import NODES, System, link_tokens, place_hot, returning
 from jgr.placement.items import Items, Workers
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
+from jgr.simulation.node import Key, Planned
 from jgr.traffic.workloads import BOOKS
 
 ITEMS = Items(1.0 / np.arange(1, 17), np.full(16, 2), bytes_per_token=8, cell_tokens=2)  # 256 bytes

@@ -1,78 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sums of bat_placement: a link's time, what nodes hold and fetch, and what is claimed of it. Nothing is timed."""
+"""The sums of bat_placement: what nodes fetch, counted three ways, and what is claimed of it. Nothing is timed."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import bat_placement as bench
-from benchmarks.bat_nodes import NODES, Cluster, System, TokenBucket
-from jgr.cache.entries import Content
-from jgr.placement.items import Items, Workers, hash_items, replicate
-from jgr.placement.worker import item_name
-from jgr.serving.decoders.paged_executor import PoolShape
-from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import Parts
-from jgr.traffic.workloads import Access
-
-SHAPE = PoolShape(pages=80, page_tokens=4, cells=2)
-PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)
-CONTENTS = [Content(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
-ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), bytes_per_token=8, cell_tokens=2)
-
-
-def test_a_bucket_passes_its_burst_at_once_and_the_rest_at_its_rate() -> None:
-    link = TokenBucket(rate=10.0, burst=5.0)
-    assert link.passed(3, 0.0) == 0.0  # 2 left
-    assert link.passed(12, 0.0) == 1.0  # 10 behind
-    assert link.passed(10, 0.5) == 2.0  # behind those: 5 still to go, and 10
-    assert link.passed(5, 100.0) == 100.0  # idle meanwhile, but no more than the burst is saved
-    assert link.passed(5, 100.0) == 100.5
-
-
-def _job(number: int, user: int, history: int, rows: list[int]) -> Job:
-    items = [(item_name(row), CONTENTS[row]) for row in rows]
-    parts = Parts(f"id:{user}", Content(np.full(history, user, np.int32)), items, 1)
-    tokens = history + sum(len(CONTENTS[row]) for row in rows) + 1
-    return Job(number, "rank", tokens, len(rows), number * 10**9, None, parts)
+from benchmarks.bat_nodes import System
+from jgr.placement.items import hash_items, replicate
+from tests.simulation.small_cluster import plan_requests
 
 
 @pytest.mark.parametrize("place", [replicate, hash_items])
-def test_what_a_request_reads_is_there_or_fetched_and_counted_alike(place: Any) -> None:
-    placement = place(ITEMS, Workers(NODES, 768))
-    cluster = Cluster(placement, CONTENTS, SHAPE, PROFILES)
-    system = System("some", placement)
-    rng = np.random.default_rng(0)
-    moved = np.zeros((NODES, NODES), np.int64)
-    layouts = set()
-    for number in range(60):
-        user, rows = int(rng.integers(20)), rng.choice(16, 4, replace=False).tolist()
-        access = Access(number * 10**9, user, 3 + user, np.array(rows, np.int32))
-        planned = cluster.plan(_job(number, user, 3 + user, rows), access)
+def test_bytes_between_nodes_are_counted_alike(place: Any) -> None:
+    planning = plan_requests(place)
+    system = System("some", planning.placement)
+    for _, _, planned in planning.requests:
         system.plans.append(planned)
-        system.fetched.append(cluster.fetched(planned))
-        layouts.add(planned.prompt.layout)
-        node = user % NODES
-        if planned.prompt.layout == "item_prefix":
-            assert planned.rows.tolist() == rows, "all are held, so none is computed"
-            for row in rows:
-                if placement.owner[row] not in (-1, node):
-                    moved[placement.owner[row], node] += 8 * len(CONTENTS[row])
-        else:
-            assert len(planned.rows) == 0
-    assert layouts == {"user_prefix", "item_prefix"}
+        system.fetched.append(planning.cluster.fetched(planned))
     found, counted_differently = bench.moved_bytes(system)
-    assert found.tolist() == moved.tolist() and counted_differently == 0
-    assert (moved.sum() > 0) == (place is hash_items)
-    # A node's memory: 768 bytes, pages of 32; what lands there is not counted.
-    for number, holder in enumerate(cluster.nodes):
-        users = holder.meta.pages.limit("user")
-        assert users == (768 - placement.used_bytes()[number]) // 32
-        assert 0 < holder.meta.pages.used("user") <= users
-        holder.items.check()
+    assert found.tolist() == planning.moved.tolist() and counted_differently == 0
+    assert (found.sum() > 0) == (place is hash_items)
 
 
 def test_claims_compare_with_replicate_on_the_same_link_of_the_same_setting() -> None:
