@@ -159,7 +159,7 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         Literal["user_prefix", "item_prefix"] | None,
         Meta(
             description="Whether the user or the candidates come first in the prompt, which changes scores slightly. "
-            "null: as the server's cache policy says. Only where rank.scorer puts candidates into the prompt."
+            "null: as the server's cache policy says. Only where rank.method puts candidates into the prompt."
         ),
     ] = None
     history_times: Annotated[
