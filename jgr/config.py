@@ -52,9 +52,7 @@ class ModelConfig:
 class CatalogConfig:
     """The items that may be recommended."""
 
-    path: str = (
-        ""  # file: .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] in the same folder, or .catalog
-    )
+    path: str = ""  # .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] in the same folder, or .catalog
     segments: str = "segments"  # metadata field that holds an item's segments: one name or a list of names
     segment_rows: int = 32  # combinations of segments whose bitmaps stay on the device
     max_versions: int = 4  # catalogs that the server keeps: the active one, the one before it, and uploads
@@ -69,9 +67,7 @@ class PromptConfig:
     """How a history becomes tokens."""
 
     template: str = "<bos>{history}"  # the whole prompt; {history} stands for the items
-    item: str = (
-        "{sid}"  # text of one history item: its semantic id, and metadata fields as in "{title}: {sid}"
-    )
+    item: str = "{sid}"  # text of one history item; may name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # how many of a history's last items are kept
     # A history longer than max_items is cut in steps of `stride` items. Between two cuts its first tokens stay the
     # same, so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
@@ -93,9 +89,7 @@ class BeamConfig:
     # What a step's log-softmax runs over: the legal continuations only, or the whole vocabulary.
     normalize: Literal["valid", "full"] = "valid"
     approximate: int = 0  # most continuations of one beam that a step keeps; 0: all of them, the exact search
-    items_per_id: int = (
-        50  # items with the same semantic id that an answer may hold: the catalog's first ones
-    )
+    items_per_id: int = 50  # most items of an answer that share a semantic id: the catalog's first ones
 
     def __post_init__(self) -> None:
         check(self, width=1, approximate=0, items_per_id=1)
@@ -114,10 +108,8 @@ class RankConfig:
     # prompting, which a small model needs (arXiv 2305.08845).
     instruction: str = "<sid>"
     probe: str = "<sid>"  # the question about one candidate, for item_probe
-    positive: str = (
-        "<yes>"  # the token that answers it with yes; the score is the difference of the two logits
-    )
-    negative: str = "<no>"  # the token that answers it with no
+    positive: str = "<yes>"  # the token that says yes; the score is its logit minus that of `negative`
+    negative: str = "<no>"  # the token that says no
     letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter
     item_span: int = 32  # most tokens of one candidate, and the positions that the candidates share
     requests: int = 8  # most requests in a batch
@@ -173,9 +165,7 @@ class CacheConfig:
     window_s: float = 300.0  # length of the sliding window in which accesses are counted, in seconds
     # How much more often than the least used cached user another must be asked for to take its place; 0.1: 10 %.
     hysteresis: float = 0.1
-    shadow: float = (
-        0.001  # share of requests computed again without the cache, to measure the drift of scores
-    )
+    shadow: float = 0.001  # share of requests computed again without the cache, to measure the drift
     # Cached items do not see the items before them. Repair computes some of their tokens again, so that they do: the
     # first repair_tokens of each item, or the share repair_share of a request's item tokens, those that differ most.
     repair_tokens: int = 0
@@ -206,30 +196,17 @@ class FeaturesConfig:
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
     cache_mb: float = 64.0  # memory of the cache, in MiB
     buckets: int = 64  # parts of the cache; a full one drops its least recently used record
-    ttl_s: float = (
-        60.0  # age at which a record is fetched again, in seconds, +-10 % so that not all expire at once
-    )
+    ttl_s: float = 60.0  # age in seconds at which a record is fetched again; +-10 %, drawn for each record
     absent_ttl_s: float = 5.0  # the same for an item that the store does not have
     max_wait_ms: float = 20.0  # longest time a request waits for the store, also bounded by its deadline
     timeout_ms: float = 500.0  # longest time a fetch may take
-    linger_ms: float = (
-        20.0  # how long a fetch that no request waits for collects more items before it is sent
-    )
+    linger_ms: float = 20.0  # how long a fetch that no request waits for collects further items
     connections: int = 4  # threads that ask the store, with a connection each
     bind_threads: bool = True  # bind them to the accelerator's NUMA node, on machines with several nodes
 
     def __post_init__(self) -> None:
-        check(
-            self,
-            cache_mb=0,
-            buckets=1,
-            ttl_s=1e-3,
-            absent_ttl_s=1e-3,
-            max_wait_ms=0,
-            timeout_ms=1,
-            connections=1,
-        )
-        check(self, linger_ms=0)
+        check(self, cache_mb=0, buckets=1, ttl_s=1e-3, absent_ttl_s=1e-3, max_wait_ms=0)
+        check(self, timeout_ms=1, connections=1, linger_ms=0)
 
 
 @dataclass(frozen=True)
@@ -252,9 +229,7 @@ class BatchingConfig:
     """When requests are batched, and how many may wait."""
 
     max_tokens: int = 8192  # most tokens in a batch, padding included
-    max_wait_ms: float = (
-        0.0  # how long a request waits for others to fill a batch; 0: it starts once the device is free
-    )
+    max_wait_ms: float = 0.0  # how long a request waits for others to fill a batch; 0: not at all
     max_queue: int = 1024  # most requests that wait; one more is refused with 429
 
     def __post_init__(self) -> None:
@@ -308,8 +283,8 @@ class TrainConfig:
     """A small model and how it is trained."""
 
     # generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a decoder that ranks
-    # the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu learn from sequences of items (as
-    # retrievers), climber and stu (DLRMv3's HSTU) from feedback.
+    # the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called retrievers) learn from
+    # sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
     model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
         "generator"
     )
