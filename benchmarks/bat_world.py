@@ -89,7 +89,7 @@ class World:
             "prompt.item={title}{sid}",
             "prompt.max_items=16384",
             "server.max_history=16384",
-            "rank.scorer=item_token",
+            "rank.method=item_token",
             "rank.item={title}{sid}",
             f"rank.item_span={workload.max_item_tokens}",
             "rank.requests=8",

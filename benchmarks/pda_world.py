@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks import harness
-from jgr.cache.buffers import Layout, Staging
+from jgr.cache.buffers import BufferLayout, Staging
 from jgr.features.schema import Schema
 from jgr.features.stores import FeatureStore
 from jgr.features.unpacking import unpack_records
@@ -41,7 +41,7 @@ SCHEMA = Schema.parse(
 CATEGORIES = ("artist", "album", "language", "genres", "tags")
 NUMBERS = tuple(feature.name for feature in SCHEMA.features if feature.name not in CATEGORIES)
 USER = {"history": ((HISTORY,), np.int32), "candidates": ((CANDIDATES,), np.int32)}
-LAYOUT = Layout.of({**USER, "records": ((CANDIDATES, SCHEMA.record_bytes // 4), np.uint32)})
+LAYOUT = BufferLayout.of({**USER, "records": ((CANDIDATES, SCHEMA.record_bytes // 4), np.uint32)})
 
 
 class Request(NamedTuple):

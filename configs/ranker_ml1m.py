@@ -30,7 +30,7 @@ def get_config() -> Config:
         beam=BeamConfig(width=10),
         # A candidate is the begin of its title and its token; 8 tokens keep training on a CPU short.
         rank=RankConfig(
-            scorer="item_token",
+            method="item_token",
             item="{title}{sid}",
             instruction="<sid>{last}",
             item_span=8,

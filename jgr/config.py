@@ -5,8 +5,8 @@ The one idea: a field's annotation is the only statement of its type. It checks 
 and types the text of `--set section.field=value`; the field's default stands nowhere else.
 
 Invariants: a Config that exists is valid, section by section; nothing here reads flags or the environment.
-Whether two sections fit together (a beam width and the compiled profiles, say) is checked by whoever is
-handed both.
+Whether two sections fit together (such as a beam width and the compiled profiles) is checked by the code that
+reads both.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from jgr.fields import UserError as UserError
 from jgr.fields import check, describe, parse, require, sizes
 
 MAX_WAIT_MS = 60_000
-"""More than any caller waits for company; a typing error otherwise."""
+"""The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
+RENAMED = {"rank.scorer": "rank.method"}
+"""Old names of fields; whoever still uses one is told the new one."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The model to serve."""
 
-    name: str = "jgr"  # what answers and /v1/models call it
-    path: str = ""  # folder: Hugging Face, or our own checkpoint
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and activations; scores are float32
-    compilation_cache: str = (
-        "~/.cache/jgr"  # folder of compiled programs, for a fast second start; empty: none
-    )
+    name: str = "jgr"  # the name that requests, answers and /v1/models use for it
+    path: str = ""  # folder of the weights: a Hugging Face checkpoint, or one that `jgr train` wrote
+    # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # Folder that keeps compiled programs, so that the next start is fast; empty: nothing is kept.
+    compilation_cache: str = "~/.cache/jgr"
 
     def __post_init__(self) -> None:
         check(self)
@@ -50,11 +52,11 @@ class ModelConfig:
 class CatalogConfig:
     """The items that may be recommended."""
 
-    path: str = ""  # .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] beside it, or .catalog
-    segments: str = "segments"  # the metadata field with an item's segments: a name or a list of names
-    segment_rows: int = 32  # combinations of segments that stay on the device
+    path: str = ""  # .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] in the same folder, or .catalog
+    segments: str = "segments"  # metadata field that holds an item's segments: one name or a list of names
+    segment_rows: int = 32  # combinations of segments whose bitmaps stay on the device
     max_versions: int = 4  # catalogs that the server keeps: the active one, the one before it, and uploads
-    max_upload_bytes: int = 256 << 20  # of a catalog sent to POST /v1/catalogs
+    max_upload_bytes: int = 256 << 20  # largest body of POST /v1/catalogs, in bytes
 
     def __post_init__(self) -> None:
         check(self, segment_rows=1, max_versions=3, max_upload_bytes=1)
@@ -64,11 +66,11 @@ class CatalogConfig:
 class PromptConfig:
     """How a history becomes tokens."""
 
-    template: str = "<bos>{history}"
-    item: str = "{sid}"  # one item of the history; may also name metadata fields, as in "{title}: {sid}"
-    max_items: int = 50  # the last items of a history that are kept
-    # The kept items begin at a multiple of it, so that a long history that grows keeps its first tokens for so many
-    # events, and with them what is cached; at most stride - 1 items fewer are kept.
+    template: str = "<bos>{history}"  # the whole prompt; {history} stands for the items
+    item: str = "{sid}"  # text of one history item; may name metadata fields, as in "{title}: {sid}"
+    max_items: int = 50  # how many of a history's last items are kept
+    # A history longer than max_items is cut in steps of `stride` items. Between two cuts its first tokens stay the
+    # same, so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
     stride: int = 1
     separator: str = ""  # text between two items
 
@@ -83,10 +85,11 @@ class PromptConfig:
 class BeamConfig:
     """The beam search over semantic ids."""
 
-    width: int = 32  # beams of a request that names no width
-    normalize: Literal["valid", "full"] = "valid"  # log-softmax over legal tokens, or the whole vocabulary
-    approximate: int = 0  # most children that a beam may have at a step; 0: all, the exact search
-    items_per_id: int = 50  # items of an answer that may share a semantic id; the catalog's first of them
+    width: int = 32  # beam width of a request that names none
+    # What a step's log-softmax runs over: the legal continuations only, or the whole vocabulary.
+    normalize: Literal["valid", "full"] = "valid"
+    approximate: int = 0  # most continuations of one beam that a step keeps; 0: all of them, the exact search
+    items_per_id: int = 50  # most items of an answer that share a semantic id: the catalog's first ones
 
     def __post_init__(self) -> None:
         check(self, width=1, approximate=0, items_per_id=1)
@@ -94,24 +97,25 @@ class BeamConfig:
 
 @dataclass(frozen=True)
 class RankConfig:
-    """How candidates are ranked. The sizes are those of the compiled shapes of all scorers but `likelihood`."""
+    """How a decoder ranks candidates. All fields but `method` are for the methods with candidates in the prompt."""
 
-    # The likelihood of each candidate's semantic id after the history's prompt; or all candidates in the prompt and a
-    # score from the token of each (one-level catalogs), from a question about each, or from a letter for each place.
-    scorer: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
-    item: str = "{title}{sid}"  # a candidate, as prompt.item; scored by item_token it ends with {sid}
-    # Behind everything. {last} is the semantic id of the history's last item: recency-focused prompting, which a small
-    # model needs (arXiv 2305.08845).
+    # likelihood: of each candidate's semantic id after the history's prompt. The others put all candidates into the
+    # prompt and take a score from each one's token (item_token, for one-level catalogs), from the answer to a question
+    # about each (item_probe), or from a letter for each place in the list (list_letter).
+    method: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
+    item: str = "{title}{sid}"  # text of one candidate, as in prompt.item; item_token needs {sid} at its end
+    # Text after the history and the candidates. {last} is the semantic id of the history's last item: recency-focused
+    # prompting, which a small model needs (arXiv 2305.08845).
     instruction: str = "<sid>"
-    probe: str = "<sid>"  # the question about an item, for item_probe
-    positive: str = "<yes>"  # its answers, each one token
-    negative: str = "<no>"
+    probe: str = "<sid>"  # the question about one candidate, for item_probe
+    positive: str = "<yes>"  # the token that says yes; the score is its logit minus that of `negative`
+    negative: str = "<no>"  # the token that says no
     letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter
-    item_span: int = 32  # tokens of a candidate at most, and positions that the candidates take
-    requests: int = 8  # of one batch
-    tokens: tuple[int, ...] = (512, 2048)  # new tokens of a batch
-    context: tuple[int, ...] = (2048,)  # cached tokens of a batch
-    candidates: int = 256  # of a batch
+    item_span: int = 32  # most tokens of one candidate, and the positions that the candidates share
+    requests: int = 8  # most requests in a batch
+    tokens: tuple[int, ...] = (512, 2048)  # compiled shapes: tokens of a batch to compute
+    context: tuple[int, ...] = (2048,)  # compiled shapes: tokens of a batch whose keys and values are cached
+    candidates: int = 256  # most candidates in a batch, all its requests together
 
     def __post_init__(self) -> None:
         check(self, item_span=1, requests=1, candidates=1)
@@ -121,16 +125,19 @@ class RankConfig:
 
 @dataclass(frozen=True)
 class ExecutorsConfig:
-    """The compiled shapes of models that score a user's candidates in one pass: HSTU, STU, Climber, SASRec, LRURec."""
+    """The executors of scorers: models that score a user's candidates in one pass (HSTU, STU, Climber, SASRec, LRURec).
 
-    sizes: tuple[int, ...] = (128, 256, 512, 1024)  # candidates of a part; what has more is split
-    number: int = 2  # executors of each size
-    streams: int = 2  # parts that run at a time
-    # What all parts need of the user: computed in each part; once a request; or kept for later requests of the same
-    # user and history, in cache.device_mb of the device's memory.
+    A request is split into parts of at most `sizes` candidates; each part runs on an executor of its size.
+    """
+
+    sizes: tuple[int, ...] = (128, 256, 512, 1024)  # compiled shapes: candidates in a part
+    number: int = 2  # executors of each size, each with buffers and a thread of its own
+    streams: int = 2  # parts that run at the same time
+    # How often the user's history is encoded: in each part; once a request; or once for all requests of the same user
+    # with the same history, whose state is kept in cache.device_mb of the device's memory.
     share_user: Literal["part", "request", "cache"] = "request"
-    # Events by which a kept user may have grown, so that only they are computed; what is kept takes more room. 0: a
-    # history that grew is computed whole. For models whose events do not depend on later ones.
+    # Most new events that are computed on top of a cached user, for models whose events do not depend on later ones.
+    # The cached state takes more memory for it. 0: a history that grew is computed whole.
     growth: int = 0
 
     def __post_init__(self) -> None:
@@ -144,23 +151,23 @@ class ExecutorsConfig:
 class CacheConfig:
     """The cache of users' and items' keys and values."""
 
-    # Which of them comes first in a prompt, and so can be reused: never anything; always the user; always the items;
-    # whichever is longer; or the user where it is longer and comes more often than the cached ones.
+    # What comes first in a prompt, and so can be reused. none: there is no cache; user: always the user; item: always
+    # the items; cache_agnostic: the longer one; hotness: the user if it is longer and is asked for more often than the
+    # coldest cached user (BAT-10).
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
-    device_mb: float = 64.0  # of the pool on the device
-    host_mb: float = 0.0  # of the host's memory, for what the device gives up
-    # Of the pages, for items; the others are for users. None: as many as all items need, at most four of five, for a
-    # policy that caches both.
+    device_mb: float = 64.0  # device memory of the pool, in MiB
+    host_mb: float = 0.0  # host memory for entries that leave the device, in MiB; 0: they are dropped
+    # Share of the pages that items may take; users get the others. None: what all items need, but at most 0.8, where
+    # the policy caches both.
     item_share: float | None = None
-    page_tokens: int = 16  # tokens of a page; a user's entry takes whole pages
-    item_cells: int = 4  # parts of a page; an item's entry takes whole parts
-    window_s: float = 300.0  # over which accesses are counted
-    hysteresis: float = (
-        0.1  # how much more often than the coldest cached user another must come to take its place
-    )
-    shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
-    # Item tokens that are computed again where the items come first, seeing the items before theirs, which cached ones
-    # do not: the first so many of each item; or this share of a request's, those that differ the most.
+    page_tokens: int = 16  # tokens in a page; a user's entry takes whole pages
+    item_cells: int = 4  # parts of a page; an item's entry is short and takes whole parts
+    window_s: float = 300.0  # length of the sliding window in which accesses are counted, in seconds
+    # How much more often than the least used cached user another must be asked for to take its place; 0.1: 10 %.
+    hysteresis: float = 0.1
+    shadow: float = 0.001  # share of requests computed again without the cache, to measure the drift
+    # Cached items do not see the items before them. Repair computes some of their tokens again, so that they do: the
+    # first repair_tokens of each item, or the share repair_share of a request's item tokens, those that differ most.
     repair_tokens: int = 0
     repair_share: float = 0.0
 
@@ -182,43 +189,34 @@ class FeaturesConfig:
     """The store of the items' features, and its cache in this process."""
 
     store: str = field(default="", repr=False)  # redis://host:port/db or an SQLite file; empty: no features
-    schema: str = (
-        ""  # for jgr features load: "price:float32, genres:int32[4]"; empty: what the metadata holds
-    )
-    # Whether a request waits for the store: never; for what is not cached; for what is too old, too.
+    # Names and types for `jgr features load`, as "price:float32, genres:int32[4]"; empty: read off the metadata.
+    schema: str = ""
+    # When a request waits for the store. asynchronous: never; sync_missing: for records that are not cached;
+    # synchronous: for those and for records older than ttl_s.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
-    cache_mb: float = 64.0
-    buckets: int = 64  # parts of the cache, each of which drops what was used longest ago
-    ttl_s: float = 60.0  # until a record is asked for again; 10 % more or less, drawn for each
-    absent_ttl_s: float = 5.0  # the same for an item that the store has nothing of
-    max_wait_ms: float = 20.0  # of a request for the store, within its deadline
-    timeout_ms: float = 500.0  # of the store's answer
-    linger_ms: float = 20.0  # that a fetch waits for others, in the mode in which no request waits for it
-    connections: int = 4  # threads that ask the store
-    bind_threads: bool = True  # to the accelerator's NUMA node, where there are several
+    cache_mb: float = 64.0  # memory of the cache, in MiB
+    buckets: int = 64  # parts of the cache; a full one drops its least recently used record
+    ttl_s: float = 60.0  # age in seconds at which a record is fetched again; +-10 %, drawn for each record
+    absent_ttl_s: float = 5.0  # the same for an item that the store does not have
+    max_wait_ms: float = 20.0  # longest time a request waits for the store, also bounded by its deadline
+    timeout_ms: float = 500.0  # longest time a fetch may take
+    linger_ms: float = 20.0  # how long a fetch that no request waits for collects further items
+    connections: int = 4  # threads that ask the store, with a connection each
+    bind_threads: bool = True  # bind them to the accelerator's NUMA node, on machines with several nodes
 
     def __post_init__(self) -> None:
-        check(
-            self,
-            cache_mb=0,
-            buckets=1,
-            ttl_s=1e-3,
-            absent_ttl_s=1e-3,
-            max_wait_ms=0,
-            timeout_ms=1,
-            connections=1,
-        )
-        check(self, linger_ms=0)
+        check(self, cache_mb=0, buckets=1, ttl_s=1e-3, absent_ttl_s=1e-3, max_wait_ms=0)
+        check(self, timeout_ms=1, connections=1, linger_ms=0)
 
 
 @dataclass(frozen=True)
 class ProfilesConfig:
     """The shapes that are compiled at start-up: the product of these sizes, each ascending."""
 
-    batch: tuple[int, ...] = (1, 8)  # rows
-    tokens: tuple[int, ...] = (64, 256)  # padded prompt length
-    widths: tuple[int, ...] = (32,)  # beams per row, for recommend
-    candidates: tuple[int, ...] = (128,)  # candidates per row, for rank
+    batch: tuple[int, ...] = (1, 8)  # rows of a batch, one for each request
+    tokens: tuple[int, ...] = (64, 256)  # prompt length of a row, padding included
+    widths: tuple[int, ...] = (32,)  # beam width of a row, for recommend
+    candidates: tuple[int, ...] = (128,)  # candidates of a row, for rank
 
     def __post_init__(self) -> None:
         check(self)
@@ -230,9 +228,9 @@ class ProfilesConfig:
 class BatchingConfig:
     """When requests are batched, and how many may wait."""
 
-    max_tokens: int = 8192  # padded tokens of one batch
-    max_wait_ms: float = 0.0  # a request waits this long for company
-    max_queue: int = 1024  # waiting requests; one more is refused with 429
+    max_tokens: int = 8192  # most tokens in a batch, padding included
+    max_wait_ms: float = 0.0  # how long a request waits for others to fill a batch; 0: not at all
+    max_queue: int = 1024  # most requests that wait; one more is refused with 429
 
     def __post_init__(self) -> None:
         check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
@@ -245,18 +243,17 @@ class ServerConfig:
     """The HTTP server and the limits on what it accepts."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes any free port
-    api_key: str = field(default="", repr=False)  # empty: no authorization is asked for
-    admin_key: str = field(
-        default="", repr=False
-    )  # of what changes the server: reloads, catalogs; empty: refused to all
-    max_body_bytes: int = 1 << 20
-    max_history: int = 4096  # items
-    max_candidates: int = 10_000  # items
-    max_filter_items: int = 4096  # items of a request's filters, all lists together
-    unknown_items: Literal["skip", "reject"] = "skip"  # items of a history that the catalog lacks
-    drain_timeout_s: float = 30.0  # after SIGTERM
-    default_deadline_ms: float | None = None  # of a request that names none; None: no deadline
+    port: int = 8000  # 0: any free port
+    api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
+    # Key for calls that change the server (reloads, catalogs); empty: they are refused.
+    admin_key: str = field(default="", repr=False)
+    max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
+    max_history: int = 4096  # most items in a request's history
+    max_candidates: int = 10_000  # most candidates in a request
+    max_filter_items: int = 4096  # most item ids in a request's filters, all lists together
+    unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
+    drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
+    default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
@@ -273,9 +270,9 @@ class ServerConfig:
 class DataConfig:
     """The interactions to train and evaluate on."""
 
-    # The synthetic shop, a folder that `jgr prepare` wrote, or one in MiniOneRec's format.
+    # The synthetic shop, a folder that `jgr prepare` wrote, or a folder in MiniOneRec's format.
     kind: Literal["shop", "prepared", "minionerec"] = "shop"
-    path: str = ""  # the folder; the shop needs none
+    path: str = ""  # the dataset's folder; the shop has none
 
     def __post_init__(self) -> None:
         check(self)
@@ -285,44 +282,50 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    # A decoder over semantic ids; OneRec-V2's lazy decoder over them; SASRec, LRURec or HSTU over items; a decoder that
-    # ranks the candidates in its prompt; Climber or DLRMv3's HSTU, which learn from feedback.
+    # generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a decoder that ranks
+    # the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called retrievers) learn from
+    # sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
     model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
         "generator"
     )
     out: str = ""  # folder for the checkpoint
-    # Folder of a decoder that a ranker or a generator begins from, of the same sizes; empty: from random weights.
+    # Folder of a decoder of the same sizes whose weights a ranker or a generator starts from; empty: random weights.
     start: str = ""
-    seed: int = 0
+    seed: int = 0  # of all random numbers: weights, order of examples, dropout, negatives
     steps: int = 2000  # optimizer steps
-    batch: int = 256  # sequences per step
-    micro_batches: int = 1  # parts that a step's batch is computed in, one after the other; saves memory only
-    devices: int = 1  # of the data-parallel mesh
+    batch: int = 256  # training examples per step
+    micro_batches: int = 1  # parts of a step's batch, computed one after the other; only saves memory
+    devices: int = 1  # devices that share a step's batch (data parallelism)
     learning_rate: float = 1e-3  # the peak, reached after the warm-up
-    warmup_steps: int = 100
+    warmup_steps: int = 100  # steps in which the learning rate rises to its peak
     schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to 1 % of the peak
     weight_decay: float = 0.01  # decoupled, as in AdamW
-    adam_b2: float = 0.98
-    clip_norm: float = 1.0  # bound of the gradient's global norm
+    adam_b2: float = 0.98  # decay of AdamW's second moment
+    clip_norm: float = 1.0  # largest global norm of the gradient
     dropout: float = 0.1  # probability
-    # Items that a retriever's softmax is sampled from in a step, 0: all; other candidates of a ranker's prompt.
+    # retriever: items drawn for a step's softmax, 0: all items; ranker: candidates in a prompt besides the target.
     negatives: int = 0
-    weigh_negatives: bool = (
-        True  # the sampled ones stand for all items; False: for themselves, as in HSTU's recipe
-    )
-    temperature: float = 1.0  # that a retriever's scores are divided by in the softmax
-    times: bool = False  # hstu's bias depends on times too, which the dataset must have
-    # A retriever learns from the validation targets as well, as HSTU's recipe does; nothing is left to validate on.
+    # Weigh the drawn items so that they stand for all items (sampled softmax); False: unweighted, HSTU's recipe.
+    weigh_negatives: bool = True
+    temperature: float = 1.0  # divides a retriever's scores before the softmax
+    times: bool = False  # hstu's attention bias depends on times too; the dataset must have them
+    # Train a retriever on the validation targets as well, as HSTU's recipe does; then nothing can be validated.
     learn_valid: bool = False
-    layouts: Literal["both", "user_prefix", "item_prefix"] = "both"  # of a ranker's prompts
-    retriever: str = ""  # folder of a retriever that names half of a ranker's negatives; empty: none
-    max_items: int = 20  # history items per training sequence
-    checkpoint_every: int = 200  # steps; a killed run goes on from the last one
+    layouts: Literal["both", "user_prefix", "item_prefix"] = (
+        "both"  # layouts of the prompts a ranker learns from
+    )
+    retriever: str = (
+        ""  # folder of a retriever that names half of a ranker's negatives; empty: all are random
+    )
+    max_items: int = 20  # history items per training example
+    checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    patience: int = 0  # validations without a better one after which it stops; 0: never
-    validation_examples: int = 1000  # of the validation split, drawn by the seed
+    patience: int = (
+        0  # validations without an improvement after which training stops; 0: it never stops early
+    )
+    validation_examples: int = 1000  # examples of the validation split that are used, drawn by the seed
     hidden: int = 64  # width of the residual stream
-    layers: int = 2
+    layers: int = 2  # transformer layers, or the model's counterpart
     heads: int = 4  # query heads
     kv_heads: int = 2  # key-value heads; divides heads
     head_dim: int = 16  # width of one head
@@ -360,7 +363,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything; each part of jgr is given its own section only."""
+    """The whole configuration. Each part of jgr is given only the sections that it reads."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     catalog: CatalogConfig = field(default_factory=CatalogConfig)
@@ -384,7 +387,7 @@ class Config:
 def load_config(path: str | Path) -> Config:
     """Run the Python file at `path` and return what its `get_config()` returns.
 
-    Raises ConfigError, with the line of the file where there is one, for whatever goes wrong in it.
+    Raises ConfigError for anything that goes wrong in it, with the line of the file if it is known.
     """
     path = Path(path)
     if not path.is_file():
@@ -398,19 +401,21 @@ def load_config(path: str | Path) -> Config:
         config = get_config() if callable(get_config) else None
     except (Exception, SystemExit) as e:
         line = _line_in(path, e)
+        renamed = [new for old, new in RENAMED.items() if _is_unknown(e, old)]
+        hint = f"; the field is called {renamed[0]} now" if renamed else ""
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
-        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {kind}{e}") from e
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {kind}{e}{hint}") from e
     if not isinstance(config, Config):
         raise ConfigError(f"{path}: define get_config() so that it returns a jgr.config.Config")
     return config
 
 
 def override(config: Config, *assignments: str) -> Config:
-    """Return `config` with each `section.field=value` applied; the last one of a field wins.
+    """Return `config` with each `section.field=value` applied; the last value of a field wins.
 
     The values of one call are checked together, so that fields of a section that depend on each other can
-    change in one step. Raises ConfigError for an unknown field, naming the nearest, and for a value that its
-    annotation or its section excludes.
+    change in one step. Raises ConfigError for an unknown field, naming the nearest one, and for a value that the
+    field's annotation or its section excludes.
     """
     hints = _field_types()
     updates: dict[str, dict[str, Any]] = {}
@@ -419,6 +424,8 @@ def override(config: Config, *assignments: str) -> Config:
         key = key.strip()
         if not equals:
             raise ConfigError(f"cannot override by '{assignment}': write section.field=value")
+        if key in RENAMED:
+            raise ConfigError(f"there is no field '{key}' any more; it is called '{RENAMED[key]}' now")
         if key not in hints:
             nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
             raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
@@ -432,7 +439,7 @@ def override(config: Config, *assignments: str) -> Config:
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The whole tree as JSON values. Secrets (the fields kept out of repr) are "***" where they are set."""
+    """The whole tree as JSON values. Secrets (fields kept out of repr) that are set are shown as "***"."""
     return {s.name: _section_to_json(getattr(config, s.name)) for s in dataclasses.fields(config)}
 
 
@@ -445,21 +452,29 @@ def _section_to_json(section: Any) -> dict[str, Any]:
 
 
 class _ConfigFile(importlib.machinery.SourceFileLoader):
-    """Loads a Python file without a bytecode cache, whose whole-second key would hide a quick second edit."""
+    """Loads a Python file without a bytecode cache: its key has whole seconds and would hide a quick second edit."""
 
     def path_stats(self, path: str) -> NoReturn:
-        raise OSError("without the file's time there is no cache")
+        raise OSError("no modification time, so that nothing is cached")
 
 
 def _line_in(path: Path, error: BaseException) -> int | None:
-    """The last line of `path` that ran when `error` was raised, or the one that does not parse."""
+    """The number of the last line of `path` that ran before `error`, or of the line that does not parse."""
     if isinstance(error, SyntaxError):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)
     return next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
 
 
+def _is_unknown(error: BaseException, key: str) -> bool:
+    """Whether `error` says that a section's class has no field of the name `key`, "section.field"."""
+    section, name = key.split(".")
+    return (
+        str(error) == f"{section.capitalize()}Config.__init__() got an unexpected keyword argument '{name}'"
+    )
+
+
 def _field_types() -> dict[str, Any]:
-    """Every "section.field" with its annotation."""
+    """The annotation of every field, by "section.field"."""
     sections = get_type_hints(Config).items()
     return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of rankers that learn from what users did with what they were shown (climber, stu)."""
+"""The configuration of scorers that learn from feedback (climber, stu): what users did with what they were shown."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ from jgr.fields import check, require
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """What such a ranker predicts, and what it reads besides the history's items."""
+    """What such a scorer predicts, and what it reads besides the history's items."""
 
-    tasks: tuple[str, ...] = ("click", "like", "long_view")  # actions of the dataset; each gets a score
-    weights: tuple[float, ...] = ()  # of the tasks in the loss; empty: all 1
-    candidates: int = 8  # impressions of one window; a request with more becomes several
-    # Of each of climber's tables of categories. Its features are those of features.schema, from the catalog's metadata;
-    # whole numbers are categories.
+    tasks: tuple[str, ...] = (
+        "click",
+        "like",
+        "long_view",
+    )  # actions of the dataset to predict; each gets a score
+    weights: tuple[float, ...] = ()  # weight of each task in the loss; empty: all 1
+    candidates: int = (
+        8  # impressions in one training window; a request that showed more becomes several windows
+    )
+    # climber: rows of each embedding table of a category feature. Its features are those of features.schema, read
+    # from the catalog's metadata; whole numbers are categories.
     rows: int = 1024
-    timed: bool = True  # whether climber's bias depends on times
-    # Of each of climber's blocks, the actions of its events joined by +; "" takes all. Empty: parts by age.
+    timed: bool = True  # climber: whether its attention bias depends on times
+    # climber: for each block, the actions that select its events, joined by +, or "" for all events. Empty: the blocks
+    # are parts of the history by age.
     behaviours: tuple[str, ...] = ()
-    blocks: int = 2  # of climber; divides train.max_items
-    experts: int = 4  # of climber
-    action_dim: int = 8  # of stu
+    blocks: int = 2  # climber: parts of the history that are encoded apart; divides train.max_items
+    experts: int = 4  # climber: experts of its mixture
+    action_dim: int = 8  # stu: width of an action's embedding
 
     def __post_init__(self) -> None:
         check(self, candidates=1, rows=1, blocks=1, experts=1, action_dim=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values by their annotations: what a dataclass's fields may hold, and how text becomes it. And the errors of users."""
+"""Checks and parses a dataclass's fields by their annotations; also the base class of errors that users can mend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ConfigError(UserError):
 
 
 def parse(text: str, hint: Any) -> Any:
-    """Read `text` as a value of annotation `hint`. Raises ValueError."""
+    """Read `text` as a value of annotation `hint`. Raises ValueError if it is none."""
     options = get_args(hint)
     if hint is str:
         return text
@@ -42,7 +42,7 @@ def parse(text: str, hint: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is one of annotation `hint`; numbers must be finite."""
+    """Whether `value` has the type that `hint` states; numbers must be finite."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return value in options
@@ -58,7 +58,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What a value of annotation `hint` is, in words."""
+    """Say in words what values the annotation `hint` allows, for error messages."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(options)
@@ -73,7 +73,7 @@ def describe(hint: Any) -> str:
 
 def check(section: Any, **minimum: float) -> None:
     """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
-    # A section's class is named after its place in the tree, so that messages name the field as --set does.
+    # A section's class is called <Section>Config, so that messages can name a field as --set does.
     place = type(section).__name__.removesuffix("Config").lower()
     for name, hint in get_type_hints(type(section)).items():
         value = getattr(section, name)
@@ -84,18 +84,18 @@ def check(section: Any, **minimum: float) -> None:
 
 
 def sizes(name: str, given: tuple[int, ...]) -> None:
-    """Raise ConfigError unless they are positive and ascending."""
+    """Raise ConfigError unless the sizes `given` for the field `name` are positive and ascending."""
     fits = len(given) > 0 and given[0] >= 1 and all(a < b for a, b in pairwise(given))
     require(fits, f"{name} must be ascending sizes such as (1, 8), not {given}")
 
 
 def distinct(name: str, given: Sequence[str]) -> None:
-    """Raise ConfigError where two are equal."""
+    """Raise ConfigError if two of the values `given` for the field `name` are equal."""
     for at, value in enumerate(given):
-        require(value not in given[:at], f"{name}: there are two of {value!r}; each must be another")
+        require(value not in given[:at], f"{name}: there are two of {value!r}; each must be different")
 
 
 def require(holds: bool, message: str) -> None:
-    """Raise ConfigError with the message unless it holds."""
+    """Raise ConfigError with `message` unless `holds`."""
     if not holds:
         raise ConfigError(message)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading files that others wrote, and writing files that nobody ever sees half-written.
 
-The one idea: whatever can go wrong with a file (missing, cut short, not gzip, endless line) is raised as the
-caller's own error type with the path in the message, so that a command can show one clear line. Names ending
-in `.gz` are (un)compressed on the fly.
+The one idea: everything that can go wrong with a file (missing, cut short, not gzip, endless line) is raised as
+the caller's own error type with the path in the message, so that a command can show one clear line. Files whose
+names end in `.gz` are (un)compressed on the fly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reading(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
 
 
 def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]]:
-    """Stream (line number from 1, line without its end). A line over MAX_LINE_BYTES is an `error`."""
+    """Yield each line's number, from 1, and its bytes without the line end. Raises `error` over MAX_LINE_BYTES."""
     with reading(path, error) as stream:
         number = 0
         while line := stream.readline(MAX_LINE_BYTES + 1):
@@ -47,7 +47,7 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]
 
 
 def read_whole(path: Path, error: type[UserError]) -> bytes:
-    """The uncompressed content. More than MAX_FILE_BYTES is an `error`, so a small gzip cannot explode."""
+    """Return the uncompressed content. Raises `error` above MAX_FILE_BYTES, so that a small gzip cannot explode."""
     with reading(path, error) as stream:
         content = stream.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
@@ -57,10 +57,9 @@ def read_whole(path: Path, error: type[UserError]) -> bytes:
 
 @contextmanager
 def writing(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
-    """Write `path` as a whole or not at all: a neighbour is written, and replaces it when the block ends
-    well.
+    """Write `path` as a whole or not at all: a second file is written, and replaces `path` if the block succeeds.
 
-    A failure to write is raised as `error`. Equal content gives equal files, compressed ones too.
+    A failure to write is raised as `error`. Equal content gives equal files, also compressed ones.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

@@ -47,6 +47,7 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
     [
         ("beam.widht=3", "no field 'beam.widht' in the configuration; the nearest is 'beam.width'"),
         ("width=3", "the nearest is 'beam.width'"),
+        ("rank.scorer=item_token", "no field 'rank.scorer' any more; it is called 'rank.method' now"),
         ("sever.port=1", "the nearest is 'server.port'"),
         ("beam.width.x=3", "the nearest is 'beam.width'"),
         ("=3", "there is no field ''"),
@@ -160,6 +161,11 @@ def test_load_config_reads_the_file_as_it_stands(tmp_path: Path) -> None:
         ("import no_such_module\n", ", line 2: ModuleNotFoundError: No module named 'no_such_module'"),
         ("def get_config():\n    return Config(bean=1)\n", ", line 3: TypeError: "),
         ("def get_config():\n    return Config(beam=BeamConfig(0))\n", ", line 3: beam.width must be "),
+        (
+            "def get_config():\n    return Config(rank=RankConfig(scorer='item_token'))\n",
+            ", line 3: TypeError: RankConfig.__init__() got an unexpected keyword argument 'scorer'; "
+            "the field is called rank.method now",
+        ),
         ("def get_config():\n    return {}['x']\n", ", line 3: KeyError: 'x'"),
     ],
 )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All inputs of a program in one transfer (FLAME-6): a byte buffer that is written again and again, and taken apart
-on the device.
+"""All inputs of a program in one transfer to the device (FLAME-6): the host writes them into one byte buffer, which is
+used again for every batch, and the program takes them apart.
 
-The one idea: the buffer crosses as 32-bit words, each array beginning at a multiple of 256 bytes that never changes, so
-that a float32 or int32 array is a slice of it, seen as another type, and nothing is converted.
+The one idea: the buffer crosses as 32-bit words, and each array begins at a fixed multiple of 256 bytes. So on the
+device a float32 or int32 array is a slice of the words with another type, and nothing is converted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WORD = 4
 
 
 @dataclass(frozen=True)
-class Place:
-    """An array in the buffer: offset in bytes."""
+class BufferField:
+    """One array in the buffer. offset: of its first byte, a multiple of ALIGNMENT."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,70 +36,79 @@ class Place:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The array's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where each input of a program stands in its buffer; static, one for each profile. size: of the buffer, bytes."""
+class BufferLayout:
+    """Where each input of a program stands in its buffer. Fixed; there is one for each shape profile.
 
-    places: tuple[Place, ...]
+    size: the whole buffer's bytes.
+    """
+
+    fields: tuple[BufferField, ...]
     size: int
 
     @classmethod
-    def of(cls, inputs: Mapping[str, tuple[Sequence[int], npt.DTypeLike]]) -> Layout:
-        """inputs: shape and dtype by name. ValueError for a dtype that has not 1, 2 or 4 bytes, and for bool."""
-        places, end = [], 0
+    def of(cls, inputs: Mapping[str, tuple[Sequence[int], npt.DTypeLike]]) -> BufferLayout:
+        """Lay `inputs` (shape and dtype by name) out in their order.
+
+        Raises ValueError for bool, and for a dtype whose size is not 1, 2 or 4 bytes.
+        """
+        fields, end = [], 0
         for name, (shape, given) in inputs.items():
             dtype = np.dtype(given)
             if dtype.itemsize not in _ITEM_SIZES or (dtype.kind in "bSUV" and dtype.name != "bfloat16"):
                 raise ValueError(f"{name}: {dtype} does not cross as it is; numbers of 1, 2 or 4 bytes do")
-            place = Place(name, tuple(shape), dtype, end)
-            places.append(place)
-            end += -(-place.size // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(places), end)
+            field = BufferField(name, tuple(shape), dtype, end)
+            fields.append(field)
+            end += -(-field.size // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), end)
 
     def views(self, buffer: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
-        """The inputs in a buffer of [size] bytes, to be written to."""
+        """Each input by its name, as a writable view into `buffer`, [size] uint8."""
         return {
-            place.name: buffer[place.offset : place.offset + place.size]
-            .view(place.dtype)
-            .reshape(place.shape)
-            for place in self.places
+            field.name: buffer[field.offset : field.offset + field.size]
+            .view(field.dtype)
+            .reshape(field.shape)
+            for field in self.fields
         }
 
     def unpack(self, words: jax.Array) -> dict[str, jax.Array]:
-        """The inputs, bit by bit as they were written, inside a jitted function. words: [size / 4] uint32."""
-        words = jax.device_put(words, jax.memory.Space.Device)  # from pinned memory; else it is there already
+        """Each input by its name, bit for bit as it was written; for jitted functions. words: [size / 4] uint32."""
+        words = jax.device_put(
+            words, jax.memory.Space.Device
+        )  # moves them out of pinned memory; does nothing elsewhere
         return {
-            place.name: seen_as(
-                words[place.offset // WORD : -(-(place.offset + place.size) // WORD)], place.dtype
+            field.name: seen_as(
+                words[field.offset // WORD : -(-(field.offset + field.size) // WORD)], field.dtype
             )
-            .reshape(-1)[: math.prod(place.shape)]
-            .reshape(place.shape)
-            for place in self.places
+            .reshape(-1)[: math.prod(field.shape)]
+            .reshape(field.shape)
+            for field in self.fields
         }
 
 
 def seen_as(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """[..., n] uint32 as [..., n * 4 / itemsize] of another dtype."""
+    """View words, [..., n] uint32, as [..., n * 4 / itemsize] numbers of another dtype."""
     numbers = jax.lax.bitcast_convert_type(words, dtype)
     return numbers if dtype.itemsize == WORD else numbers.reshape(*words.shape[:-1], -1)
 
 
 class Staging:
-    """The buffer of one executor: written by the host, taken to the device in one piece, written again.
+    """One executor's buffer: the host writes it, it goes to the device in one piece, and it is written again.
 
-    device: of the programs. memory_kind: that the device reads the words from; None: its page-locked host memory, which
-    a CPU does not need. Made by the thread that writes to it, after that was bound (FLAME-5).
+    A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
+    owns the buffer until its outputs are ready, and `views` waits for them.
 
-    A transfer may go on after the call that started it, and on a CPU the device reads the buffer itself. So a buffer is
-    lent to a program until its outputs are there, and `views` waits for them.
+    device: where the programs run; None: the first one. memory_kind: the kind of memory from which the device reads the
+    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
+    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
     """
 
     def __init__(
-        self, layout: Layout, device: jax.Device | None = None, memory_kind: str | None = None
+        self, layout: BufferLayout, device: jax.Device | None = None, memory_kind: str | None = None
     ) -> None:
         device = device or jax.devices()[0]
         has = {memory.kind for memory in device.addressable_memories()}
@@ -115,17 +124,17 @@ class Staging:
         self._reader: Any = ()
 
     def views(self) -> dict[str, npt.NDArray[Any]]:
-        """The inputs, to be written to, once the last program has read them."""
+        """Each input by its name, writable; waits until the last program has read the buffer."""
         jax.block_until_ready(self._reader)
         return self._views
 
     @property
     def example(self) -> jax.ShapeDtypeStruct:
-        """What a program is compiled for, in the place of its first argument."""
+        """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
         return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
 
     def run(self, program: Callable[..., T], *others: Any) -> T:
-        """program(words, *others), whose outputs are waited for before the buffer is written again."""
+        """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
         # A compiled program takes a NumPy array to its device faster than device_put does.
         words = jax.device_put(self._words, self._memory) if self._pinned else self._words
         out = program(words, *others)

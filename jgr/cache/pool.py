@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.cache.buffers import ALIGNMENT, Layout
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.entries import Stored
 from jgr.config import ConfigError
 from jgr.models.params import PyTree
@@ -38,7 +38,7 @@ class StatePool:
 
     def __init__(self, state: PyTree, size_mb: float, like: StatePool | None = None) -> None:
         leaves, self._tree = jax.tree.flatten(state)
-        self._layout = Layout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
+        self._layout = BufferLayout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
         self.pages_per_user = -(-self._layout.size // PAGE_BYTES)
         page = -(-self._layout.size // self.pages_per_user // ALIGNMENT) * ALIGNMENT
         self.pages = int(size_mb * 2**20) // page
@@ -56,7 +56,7 @@ class StatePool:
         """The programs that write and read a user's state; memory_analysis shows that the pool is written in place."""
         if self._programs is None:
             pages = jax.ShapeDtypeStruct((self.pages_per_user,), np.int32)
-            state = [jax.ShapeDtypeStruct(place.shape, place.dtype) for place in self._layout.places]
+            state = [jax.ShapeDtypeStruct(field.shape, field.dtype) for field in self._layout.fields]
             write = jax.jit(self._write, donate_argnums=0).lower(self._array, state, pages).compile()
             self._programs = write, jax.jit(self._read).lower(self._array, pages).compile()
         return self._programs
@@ -99,7 +99,7 @@ class StatePool:
 
     def _write(self, pool: jax.Array, leaves: list[jax.Array], pages: jax.Array) -> jax.Array:
         parts = []
-        for leaf, place in zip(leaves, self._layout.places, strict=True):
+        for leaf, place in zip(leaves, self._layout.fields, strict=True):
             numbers = leaf.reshape(-1)
             per_word = 4 // place.dtype.itemsize
             aligned = -(-place.size // ALIGNMENT) * ALIGNMENT // place.dtype.itemsize

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog: items, their semantic ids as a prefix tree, filters over them."""
+"""The catalog: items, their semantic ids as a prefix tree, and filters over them."""

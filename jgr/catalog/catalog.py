@@ -7,11 +7,11 @@ names and titles are looked up once, at the edge.
 - A level's vocabulary is the set of symbols that occur in it: names in natural order (`<a_9>` before
   `<a_10>`), token ids in numeric order. A code is the index among those, so `<a_17>` is code 17 only if
   `<a_0>` .. `<a_16>` all occur.
-- Row order is the file's order and has a meaning: items that share a semantic id are returned in this order.
+- Rows are in the file's order, which matters: items that share a semantic id are returned in this order.
 - The version names the content (ids, their order, semantic ids, metadata) and not the file format: it is the
   sha256 of what `save_catalog` writes to a plain `.jsonl`, so `sha256sum catalog.jsonl` shows it too.
-- For millions of items the same content stands in arrays (jgr.catalog.columns): `item_ids` and `metadata` are
-  then sequences that decode what is asked for.
+- For millions of items the same content is stored in arrays (jgr.catalog.columns): `item_ids` and `metadata` are
+  then sequences that decode an element when it is asked for.
 
 Letters: n items, depth = number of levels.
 """
@@ -59,13 +59,13 @@ class CatalogError(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """Items in tie order. Make one with `Catalog.build` or `load_catalog`; both validate.
+    """The items in row order. Make one with `Catalog.build` or `load_catalog`; both validate.
 
     item_ids: [n] external ids, unique.
     codes: [n, depth] int32, codes[row, level] indexes symbols[level].
-    symbols: per level, one per code: all of them token names (resolved by the tokenizer), or all the model's
-    token ids.
-    metadata: [n] JSON objects, {} where none.
+    symbols: for each level a symbol for each code; all are token names (resolved by the tokenizer), or all are
+    token ids of the model.
+    metadata: [n] JSON objects, {} for an item without.
     version: first 16 hex digits of the sha256 of the content.
     """
 
@@ -89,7 +89,7 @@ class Catalog:
 
     @cached_property
     def _find(self) -> Callable[[Sequence[str]], Int32]:
-        """Rows of item ids, -1 for an unknown one."""
+        """The function from item ids to their rows, -1 for an unknown id."""
         if isinstance(self.item_ids, ItemIds):
             return self.item_ids.find
         row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}
@@ -101,7 +101,7 @@ class Catalog:
         return row if row >= 0 else None
 
     def rows(self, item_ids: Sequence[str]) -> tuple[Int32, list[str]]:
-        """The rows of the known ids, in the order given and as often as given, and the unknown ids."""
+        """The rows of the known ids, in the given order with repeats, and the unknown ids."""
         found = self._find(item_ids)
         known = found >= 0
         if known.all():
@@ -135,22 +135,22 @@ class Catalog:
     ) -> Catalog:
         """Make a catalog of n >= 1 items without a Python object for each; it keeps the arrays.
 
-        codes: [n, depth] int32. symbols: as in the catalog, each level's distinct, in code order and all in use.
-        metadata: lines of canonical JSON (sorted keys, no spaces). CatalogError names the field and item.
+        codes: [n, depth] int32. symbols: for each level its distinct symbols in code order, each used by some item.
+        metadata: lines of canonical JSON (sorted keys, no spaces). Raises CatalogError, naming the field and item.
         """
         return _of_arrays(item_ids, codes, symbols, metadata, lambda row: f"item {row}")
 
 
 def load_catalog(path: str | Path) -> Catalog:
-    """Read a catalog file, gzipped if its name ends in `.gz`. CatalogError names the file, and line or item.
+    """Read a catalog, gzipped if its name ends in `.gz`. Raises CatalogError, naming the file and the line or item.
 
-    `*.catalog`: a folder of arrays (jgr.catalog.columns), which are mapped and must not change.
+    `*.catalog`: a folder of arrays (jgr.catalog.columns), which are memory-mapped and must not change.
 
-    `*.jsonl`: a line an item, `{"item_id", "token_ids" | "semantic_id", "metadata"?}`; `token_ids` are the
-    model's own ids, `semantic_id` token names. An integer item_id is read as its decimal text.
+    `*.jsonl`: `{"item_id", "token_ids" | "semantic_id", "metadata"?}`, a line for each item; `token_ids` are the
+    model's own ids, `semantic_id` holds token names. An integer item_id is read as its decimal text.
 
-    `index.json` or `X.index.json` (LC-Rec, MiniOneRec): one object, item id -> token names; metadata comes
-    from `item.json` or `X.item.json` beside it if that file exists; items it does not know get {}.
+    `index.json` or `X.index.json` (LC-Rec, MiniOneRec): one object, item id -> token names. Metadata comes from
+    `item.json` or `X.item.json` in the same folder, if that file exists; items that it lacks get {}.
     """
     path = Path(path)
     name = path.name.removesuffix(".gz")
@@ -168,7 +168,7 @@ def load_catalog(path: str | Path) -> Catalog:
 def save_catalog(catalog: Catalog, path: str | Path) -> None:
     """Write `*.jsonl`, `*.jsonl.gz` or a new folder `*.catalog`, atomically.
 
-    Loading it gives an equal catalog of the same version.
+    Loading the result gives an equal catalog of the same version.
     """
     path = Path(path)
     if path.name.endswith(catalog_columns.SUFFIX):
@@ -201,7 +201,7 @@ def _load_jsonl(path: Path) -> Catalog:
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str, Any, Any, Any]]:
-    """Line number, key of the symbols, item id, symbols and metadata of each line; their types are not checked."""
+    """Yield each line's number, key of its symbols, item id, symbols and metadata. Their types are not checked."""
     kind = ""
     for number, line in read_lines(path, CatalogError):
         try:
@@ -238,7 +238,7 @@ def _load_index(path: Path) -> Catalog:
 
 
 def load_columns(path: str | Path) -> Catalog:
-    """As load_catalog of `*.jsonl[.gz]`, into arrays: for files of millions of lines. Takes about the file's size."""
+    """Read `*.jsonl[.gz]` as load_catalog does, but into arrays, which take about the file's size in memory."""
     path = Path(path)
     gathered = _Gathered()
     for number, kind, item_id, symbols, metadata in _entries(path):
@@ -252,7 +252,7 @@ def load_columns(path: str | Path) -> Catalog:
 
 
 class _Gathered:
-    """Items one by one into arrays. Codes count a level's symbols as they come, until `catalog` puts them in order."""
+    """Collects items one by one into arrays. Codes number a level's symbols as they come; `catalog` reorders them."""
 
     def __init__(self) -> None:
         self.levels: list[dict[Symbol, int]] = []
@@ -260,7 +260,7 @@ class _Gathered:
         self._id_ends, self._metadata_ends = array("q", [0]), array("q", [0])
 
     def add(self, kind: type, item_id: Any, symbols: Any, metadata: Any) -> None:
-        """ValueError or OverflowError tells what is wrong with the item; what _of_arrays checks is not checked."""
+        """Add an item. Raises ValueError or OverflowError if it is malformed; _of_arrays checks the rest."""
         given = (("item_id", item_id, str), ("semantic id", symbols, list), ("metadata", metadata, dict))
         for name, value, wanted in given:
             if type(value) is not wanted or not (value or wanted is dict):
@@ -319,7 +319,7 @@ def _of_arrays(
 
 
 def _of_columns(columns: Columns, where: str) -> Catalog:
-    """A catalog of arrays that are checked; the symbols are checked here."""
+    """Make a catalog of arrays that were checked. Only the symbols are checked here."""
     if not 1 <= len(columns.symbols) <= MAX_DEPTH:
         raise CatalogError(f"{where}: {len(columns.symbols)} levels; 1 to {MAX_DEPTH} are possible")
     kind = int if type(columns.symbols[0][0]) is int else str
@@ -342,7 +342,7 @@ def _columns(catalog: Catalog) -> Columns:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object without repeated keys; the fast parser would keep the last of two equal ones."""
+    """Read a JSON object and refuse repeated keys, of which the fast parser would silently keep the last."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
@@ -374,7 +374,7 @@ def _assemble(
     where: Callable[[int], str],
     kind: type | None = None,
 ) -> Catalog:
-    """Validate and build. where(i): where item i stands. kind: the symbols' type if the source fixes it."""
+    """Validate and build. where(i): item i's place in the source. kind: the symbols' type if the source fixes it."""
     _check_ids(item_ids, where)
     depth = _check_depth(symbols, where)
     columns = list(zip(*symbols, strict=True))
@@ -423,7 +423,7 @@ def _check_depth(symbols: Sequence[Sequence[Symbol]], where: Callable[[int], str
 def _vocabulary(
     column: Sequence[Symbol], level: int, kind: type, where: Callable[[int], str]
 ) -> tuple[Symbol, ...]:
-    """The distinct symbols of one level in code order; checks every symbol of the level."""
+    """The distinct symbols of one level, in code order. Checks every symbol of the level."""
     valid, wanted = _SYMBOL_RULES[kind]
     if set(map(type, column)) == {kind}:
         distinct = set(column)
@@ -466,7 +466,7 @@ def _lines(
             raise CatalogError(f"{where(i)}: metadata must be an object, found {_show(fields)}")
         try:
             line = _ENCODER.encode({"item_id": item_id, key: path, "metadata": fields}) + b"\n"
-            # NaN would be written as null and a date as text: what is read back must be what was given.
+            # NaN would be written as null and a date as text, but reading back must give the same values.
             faithful = not fields or _DECODER.decode(line)["metadata"] == fields
         except (TypeError, ValueError, RecursionError) as cause:
             raise CatalogError(f"{where(i)}: cannot be written as JSON: {cause}") from None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bitmaps over the codes of a prefix tree's widest nodes, so that a beam step ignores how many children they have.
+"""Bitmaps of the children of a prefix tree's widest nodes, so that a beam step costs the same however many they have.
 
-The one idea: a node with at least 1/32 of its level's vocabulary below it takes no more memory as a bitmap than as a
-list of codes. So these nodes, and only these, are stored a second time, at most doubling the tree; a step reads one
-row for such a node, and lists the codes of the others, which are few.
+The one idea: if a node's children are at least 1/32 of its level's vocabulary, a bitmap of their codes takes no more
+memory than a list. So these nodes, and only these, are stored a second time, which at most doubles the tree. A beam
+step reads one bitmap row for such a node; the other nodes have few children, whose codes it lists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Uint32 = npt.NDArray[np.uint32]
 
 WORD = 32
 MIN_WIDE = 32
-_CHUNK = 1 << 26  # words of one round, of 8 bytes
+_CHUNK = 1 << 26  # words of 8 bytes that are worked on at a time
 
 
 def bitmap_words(vocabulary: int) -> int:
@@ -26,8 +26,8 @@ def bitmap_words(vocabulary: int) -> int:
 def wide_children(offsets: Int32, codes: Int32, vocabulary: int) -> tuple[Int32, Uint32]:
     """The nodes of one level with at least max(32, vocabulary / 32) children, and their children's codes.
 
-    offsets: [N + 1]; codes: [C], below `vocabulary`. Returns nodes [n] ascending and bitmaps [n, vocabulary / 32,
-    rounded up]: code c of a node is bit c % 32 of word c // 32. Where there is no such node: one that is no node.
+    offsets: [N + 1]; codes: [C], below `vocabulary`. Returns nodes [n], ascending, and bitmaps [n, vocabulary / 32,
+    rounded up], where code c is bit c % 32 of word c // 32. If there is no wide node: one entry that is no node.
     """
     nodes = np.flatnonzero(np.diff(offsets) >= max(MIN_WIDE, vocabulary // WORD)).astype(np.int32)
     words = bitmap_words(vocabulary)

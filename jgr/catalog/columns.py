@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalog as a folder of arrays, which are mapped and not read: the form for millions of items.
+"""A catalog as a folder of arrays that are memory-mapped instead of read: the form for millions of items.
 
-    catalog.json           {"format": 1, "version", "symbols": a list a level, "sha256"}
+    catalog.json           {"format": 1, "version", "symbols": one list for each level, "sha256"}
     codes.npy              [n, depth] int32
     item_ids.npy           uint8, the ids' UTF-8, one after the other
-    item_id_offsets.npy    [n + 1] int64, where each id begins, and the end
-    metadata.npy, metadata_offsets.npy    likewise: a line of JSON an item; both absent where no item has metadata
+    item_id_offsets.npy    [n + 1] int64, the start of each id, and the end of the last
+    metadata.npy, metadata_offsets.npy    the same for a line of JSON per item; absent if no item has metadata
 
-The one idea: nothing that is proportional to the items is a Python object, and everything is checked by array
-operations when it is opened. `sha256` is that of the symbols and of the arrays' bytes, so that a file that was cut,
-swapped or edited is told from one that jgr wrote.
+The one idea: no item has a Python object of its own, and everything is checked by array operations when the folder
+is opened. `sha256` covers the symbols and the arrays' bytes, so that a file that was cut, swapped or edited is found.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 class Columns(NamedTuple):
-    """A catalog's content; see jgr.catalog.catalog.Catalog. symbols are checked by nobody here."""
+    """A catalog's content; see jgr.catalog.catalog.Catalog. The symbols are not checked in this file."""
 
     item_ids: ItemIds
     codes: Int32
@@ -68,9 +67,9 @@ def check(
     max_chars: int,
     fault: Callable[[str, int | None, str], Exception],
 ) -> ItemIds:
-    """Check arrays of the right dtypes against each other, and give the ids, which can be looked up.
+    """Check arrays of the right dtypes against each other, and return the ids, ready for look-ups.
 
-    fault(field, row, problem) makes the error to raise; row None: it is not one item's.
+    fault(field, row, problem): makes the error to raise; row is None if the problem is not one item's.
     """
     n, depth = codes.shape
     for name, table in (("item_ids", item_ids), ("metadata", metadata)):
@@ -106,7 +105,7 @@ def check(
 
 
 def version(item_ids: ItemIds, codes: Int32, symbols: Symbols, metadata: Metadata) -> str:
-    """What jgr.catalog.catalog.save_catalog would write as JSON lines, hashed, without making all of it at once."""
+    """Hash what jgr.catalog.catalog.save_catalog would write as JSON lines, a part at a time to save memory."""
     digest = hashlib.sha256()
     key = "semantic_id" if isinstance(symbols[0][0], str) else "token_ids"
     for first, last in (metadata.table or item_ids.table).chunks():
@@ -129,7 +128,7 @@ def version(item_ids: ItemIds, codes: Int32, symbols: Symbols, metadata: Metadat
 
 
 def write(path: Path, columns: Columns, error: type[UserError]) -> None:
-    """Write a folder as a whole or not at all. `error` where it exists already."""
+    """Write a folder as a whole or not at all. Raises `error` if it exists already."""
     if path.exists():
         raise error(f"{path}: exists already; a catalog's folder is never changed")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -161,7 +160,7 @@ def write(path: Path, columns: Columns, error: type[UserError]) -> None:
 
 
 def read(path: Path, max_chars: int, error: type[UserError]) -> Columns:
-    """Map a folder that `write` wrote. `error` names the file and the field that cannot be used."""
+    """Memory-map a folder that `write` wrote. Raises `error`, naming the file and field that cannot be used."""
     manifest = _manifest(path / MANIFEST, error)
     symbols = manifest["symbols"]
     arrays = {name: _map(path / f"{name}.npy", name, error) for name in _DTYPES if _expected(path, name)}

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the items that a request may get to the nodes of the prefix tree that its search may enter.
+"""Turns the items that a request may get into the nodes of the prefix tree that its beam search may enter.
 
-The one idea: rows sorted by semantic id make every node, of any depth, a range of positions. So "is anything left below
-this node" is a difference of two counts, and only the nodes above items that a request names can have changed: a
-request's filter is a short list of nodes for each level, whatever the catalog holds.
+The one idea: with rows sorted by semantic id, every node of any depth is a range of positions. So "is anything left
+below this node" is a difference of two counts, and only nodes above items that the request names can be affected. A
+request's filter is a short list of nodes for each level, however large the catalog is.
 
-- What is denied: nodes whose items are all denied are listed, and may not be entered.
-- What alone is allowed: the nodes above allowed items are listed, and nothing else may be entered.
-- A segment is a named set of items; a bit for every node says whether an item of it is below. Several at once make a
-  combination: the items that are in all of them, with bits of its own, since two nodes' bits tell nothing of whether
-  one item is in both. What is denied is then counted against the segment's items, so that no node is entered below
-  which everything is denied or outside.
+- Denied items: the nodes whose items are all denied are listed; they may not be entered.
+- Allowed items: the nodes above them are listed; no other node may be entered.
+- A segment is a named set of items, with a bit for every node that says whether any of them is below it. Several
+  segments at once make a combination, the items that are in all of them. It has bits of its own, since an item of each
+  segment may be below a node, and none that is in both. Denied items are then counted against the combination, so that
+  a node is not entered if all its items are denied or outside.
 
-Items that share a semantic id share a leaf: it may be entered while one of them is left. `ItemFilter.keeps` tells them
-apart afterwards.
+Items that share a semantic id share a leaf, which may be entered while one of them is left. `ItemFilter.keeps` tells
+the items apart afterwards.
 
 Letters: n items, N_l nodes at depth l.
 """
@@ -44,7 +44,7 @@ class Segment:
     """A named set of items, or the items that several sets share. Equal keys of one ItemFilters are one object."""
 
     def __init__(self, key: tuple[str, ...], tree: SortedTree, words: Uint32) -> None:
-        """words: a bit for each position."""
+        """words: a bit for each position of the sorted rows, set if its item is in the segment."""
         self.key = key
         self._tree = tree
         self.words = words
@@ -61,7 +61,7 @@ class Segment:
         return held
 
     def rank(self, positions: Int32) -> Int32:
-        """How many of the items stand before each position, 0 .. n."""
+        """How many of the segment's items come before each position (0 .. n)."""
         below = (np.uint32(1) << (positions & 31).astype(np.uint32)) - np.uint32(1)
         part = np.bitwise_count(self.words[positions >> 5] & below)
         found: Int32 = self._before[positions >> 5] + part
@@ -69,17 +69,17 @@ class Segment:
 
     @cached_property
     def node_words(self) -> tuple[Uint32, ...]:
-        """Per level, a bit for each node of depth l + 1: whether one of the items is below; and a word behind them."""
+        """For each level l, a bit for each node of depth l + 1: whether an item is below it; then one spare word."""
         return tuple(pack_bits(np.diff(self.rank(starts)) > 0) for starts in self._tree.starts)
 
 
 @dataclass(frozen=True, eq=False)
 class ItemFilter:
-    """What one request may get. Made by ItemFilters.choose.
+    """The items that one request may get. Made by ItemFilters.choose.
 
-    children, parents: per level, the listed nodes of depth l + 1, ascending, and the node above each; empty tuples
-    where nothing is listed. only: whether the listed nodes alone may be entered; else they may not.
-    segment: in which items must be besides. n_items: how many may be returned.
+    children, parents: for each level l, the listed nodes of depth l + 1, ascending, and the parent of each; empty
+    tuples if nothing is listed. only: True: no other nodes may be entered; False: the listed nodes may not be entered.
+    segment: items must also be in it; None: no such limit. n_items: how many items may be returned.
     """
 
     children: tuple[Int32, ...] = ()
@@ -92,11 +92,11 @@ class ItemFilter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything may be returned."""
+        """Whether the filter lets every item through."""
         return not (self.only or self.segment or self.children)
 
     def keeps(self, row: int) -> bool:
-        """Whether an item may be returned."""
+        """Whether the item of this row may be returned."""
         if (row in self._rows) != self.only:
             return False
         if self.segment is None or self._positions is None:
@@ -104,7 +104,7 @@ class ItemFilter:
         return bool(self.segment.holds(self._positions[row : row + 1])[0])
 
     def enters(self, leaves: Int32) -> npt.NDArray[np.bool_]:
-        """Which of the leaves may be entered: what the search on a device does, in one line."""
+        """Which of the leaves may be entered. A short host version of the search's rule on the device."""
         listed = self.children[-1] if self.children else _NONE
         entered: npt.NDArray[np.bool_] = np.isin(leaves, listed) == self.only
         if self.segment is not None:
@@ -117,9 +117,9 @@ NO_FILTER = ItemFilter()
 
 
 class SortedTree:
-    """A prefix tree seen from its rows in sorted order.
+    """A prefix tree over rows sorted by semantic id.
 
-    position: [n] int32, where each row stands. leaf: [n] int32, the leaf at each position.
+    position: [n] int32, each row's position in that order. leaf: [n] int32, the leaf at each position.
     starts: per level [N_{l+1} + 1] int32; node i of depth l + 1 holds positions starts[l][i] .. starts[l][i + 1] - 1.
     """
 
@@ -137,7 +137,7 @@ class SortedTree:
 
 
 class ItemFilters:
-    """Filters over one catalog. segments: the rows of each named set of items."""
+    """Makes filters over one catalog. segments: for each name, the rows of its items."""
 
     def __init__(self, tree: PrefixTree, segments: Mapping[str, Int32] | None = None) -> None:
         self._tree = SortedTree(tree)
@@ -146,14 +146,14 @@ class ItemFilters:
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The names, in order."""
+        """The names of the segments, sorted."""
         return tuple(self._segments)
 
     def choose(self, denied: Int32, allowed: Int32 | None, segments: Sequence[str]) -> ItemFilter:
         """The filter of a request.
 
-        denied: rows that must not be returned. allowed: rows of which alone may be returned, None: all; both in any
-        order, repeated or not. segments: names in which an item must be, all of them; KeyError for an unknown one.
+        denied: rows that must not be returned. allowed: the only rows that may be returned; None: all. Both may be in
+        any order, with repeats. segments: an item must be in all that are named. Raises KeyError for an unknown name.
         """
         segment = self.combination(segments)
         if allowed is not None:
@@ -172,7 +172,7 @@ class ItemFilters:
         return ItemFilter(children, parents, False, segment, n_items, hidden, self._tree.position)
 
     def combination(self, segments: Iterable[str]) -> Segment | None:
-        """The items that all of the named segments share; None for no names. KeyError for an unknown one."""
+        """The items that are in all the named segments; None for no names. Raises KeyError for an unknown name."""
         key = tuple(sorted(set(segments)))
         if len(key) < 2:
             return self._segments[key[0]] if key else None
@@ -191,7 +191,7 @@ class ItemFilters:
         return Segment((name,), self._tree, pack_bits(bits))
 
     def _above(self, leaves: Int32) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
-        """Per level, the distinct nodes above ascending leaves, and the node above each of these."""
+        """For each level, the distinct nodes above ascending leaves, and the parent of each such node."""
         paths = self._tree.paths[leaves]
         children, parents = [], []
         for level in range(self._tree.depth):
@@ -203,7 +203,7 @@ class ItemFilters:
     def _emptied(
         self, positions: Int32, segment: Segment | None
     ) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
-        """Per level, the nodes below which nothing is left without the items at the ascending positions."""
+        """For each level, the nodes below which no item (of the segment) is left without those at the positions."""
         leaves = np.searchsorted(self._tree.starts[-1], positions, side="right") - 1
         above, parents = self._above(np.unique(leaves).astype(np.int32))
         children, kept = [], []
@@ -217,7 +217,7 @@ class ItemFilters:
 
 
 def pack_bits(bits: npt.NDArray[np.bool_]) -> Uint32:
-    """Bit i % 32 of word i // 32; and one more word, so that a read past the last bit stays inside."""
+    """Pack bits into words: bit i is bit i % 32 of word i // 32. One more word makes reads past the last bit safe."""
     words = np.zeros(len(bits) // 32 + 2, "<u4")
     packed = np.packbits(bits, bitorder="little")
     words.view(np.uint8)[: len(packed)] = packed
@@ -225,14 +225,14 @@ def pack_bits(bits: npt.NDArray[np.bool_]) -> Uint32:
 
 
 def _is_name(value: object) -> bool:
-    """Whether a request can ask for it (jgr.serving.api.Filters)."""
+    """Whether `value` can be a segment's name in a request (jgr.serving.api.Filters)."""
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS
 
 
 def catalog_segments(catalog: Catalog, field: str) -> dict[str, Int32]:
-    """The rows of each segment that a catalog's metadata names in `field`, a name or a list of names; by name.
+    """The rows of each segment, by name. The metadata's `field` holds an item's segments: one name or a list of names.
 
-    CatalogError where the field holds something else, and for more than 1024 segments.
+    Raises CatalogError if the field holds something else, and for more than 1024 segments.
     """
     rows: dict[str, list[int]] = {}
     for row, metadata in enumerate(catalog.metadata):

@@ -25,7 +25,7 @@ class PrefixTree:
     offsets: per level l, [N_l + 1] int32; node i of depth l has children offsets[l][i] .. offsets[l][i + 1] - 1.
     codes: per level l, [N_{l+1}] int32; the code that leads to each node of depth l + 1.
     paths: [leaves, depth] int32; the node at depth 1..depth on the way to each leaf (the last column is the leaf).
-    leaf_of_row: [n] int32; the leaf that names each catalog row.
+    leaf_of_row: [n] int32; the leaf of each catalog row's semantic id.
     leaf_offsets, leaf_rows: CSR; leaf i names rows leaf_rows[leaf_offsets[i]:leaf_offsets[i + 1]], in catalog order.
     """
 
@@ -46,7 +46,7 @@ class PrefixTree:
 
     @property
     def max_degrees(self) -> tuple[int, ...]:
-        """Per level, the largest number of children of one node: the static bound of the device gathers."""
+        """For each level, the largest number of children of a node: the static size of gathers on the device."""
         return tuple(int(np.diff(o).max()) for o in self.offsets)
 
     def rows_of(self, leaf: int) -> Int32:
@@ -63,7 +63,7 @@ class PrefixTree:
         # whether a sorted row opens a node: it differs from the row before in levels 0..l
         new = np.zeros(n, bool)
         new[0] = True
-        opens = np.zeros(1, np.int64)  # of the level above: the sorted row that opens each node
+        opens = np.zeros(1, np.int64)  # the sorted row that opens each node of the level above
         offsets, level_codes, nodes = [], [], []
         for level in range(depth):
             ranked = codes[order, level]
@@ -87,7 +87,7 @@ class PrefixTree:
 
 
 def _sort_keys(codes: Int32) -> list[npt.NDArray[np.int64]]:
-    """Numbers that sort as the rows of codes do, as few for a row as fit 63 bits each: a sort costs as many passes."""
+    """Pack each row of codes into as few 63-bit keys as possible, in the same order: a sort has a pass for each key."""
     keys: list[npt.NDArray[np.int64]] = []
     room = 0
     for level in range(codes.shape[1]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalog's texts as two arrays, for catalogs of so many items that a Python object for each is too much.
+"""A catalog's texts as two arrays, for catalogs with too many items for a Python object each.
 
-The one idea: all texts stand in one array of bytes, which may be a mapped file, and are decoded when they are asked
-for. An id is found by its hash: the hashes of all ids are computed by a few array operations and sorted, and what a
-hash finds is compared with the id itself, so that equal hashes cost time and never an answer.
+The one idea: all texts are in one array of bytes, which may be a mapped file, and are decoded when they are asked
+for. An id is found by its hash: the hashes of all ids are computed by a few array operations and sorted. The text that
+a hash leads to is compared with the id itself, so that equal hashes cost time but never give a wrong answer.
 
 Letters: n texts.
 """
@@ -25,13 +25,13 @@ Uint64 = npt.NDArray[np.uint64]
 T = TypeVar("T")
 
 _ROWS, _BYTES = 1 << 14, 1 << 24
-"""Texts that are decoded or hashed at a time: at most so many, and of so many bytes, or one."""
+"""The most texts, and the most bytes, that are decoded or hashed at a time; at least one text."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _OBJECTS = msgspec.json.Decoder(dict[str, Any])
 
 
 class TextTable:
-    """data: [bytes] uint8, one text after the other; offsets: [n + 1] int64, where each begins, and the end."""
+    """n texts. data: [bytes] uint8, one text after the other. offsets: [n + 1] int64, the texts' starts and the end."""
 
     def __init__(self, data: Uint8, offsets: Int64) -> None:
         self.data, self.offsets = data, offsets
@@ -45,12 +45,12 @@ class TextTable:
         return len(self.offsets) - 1
 
     def text(self, first: int, last: int | None = None) -> bytes:
-        """Text `first`, or the texts first .. last - 1 as one."""
+        """The bytes of text `first`, or of the texts first .. last - 1, joined."""
         end = self.offsets[first + 1 if last is None else last]
         return self.data[self.offsets[first] : end].tobytes()
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """Ranges of rows that cover all, some at a time."""
+        """Yield ranges of rows that together cover all rows, each small enough to work on at once."""
         first = 0
         while first < len(self):
             bounded = int(np.searchsorted(self.offsets, self.offsets[first] + _BYTES, side="right")) - 1
@@ -59,7 +59,7 @@ class TextTable:
             first = last
 
     def hashes(self) -> Uint64:
-        """[n] uint64, one for each text, of which none may be empty."""
+        """The hash of each text, [n] uint64. No text may be empty."""
         found = np.empty(len(self), np.uint64)
         for first, last in self.chunks():
             offsets = self.offsets[first : last + 1]
@@ -73,7 +73,7 @@ class TextTable:
 
 
 class _Lazy(Sequence[T]):
-    """Decodes when asked; equal to any sequence with equal elements."""
+    """A sequence that decodes elements when they are asked for. It equals any sequence with equal elements."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -97,7 +97,7 @@ class _Lazy(Sequence[T]):
 
 
 class ItemIds(_Lazy[str]):
-    """The item ids of a catalog, distinct UTF-8 texts of at least a byte."""
+    """The item ids of a catalog: distinct UTF-8 texts of at least one byte."""
 
     def __init__(self, table: TextTable) -> None:
         self.table = table
@@ -116,7 +116,7 @@ class ItemIds(_Lazy[str]):
             yield from self[first:last]
 
     def find(self, item_ids: Sequence[str]) -> Int32:
-        """[len(item_ids)] int32 rows, -1 for an id that is not there."""
+        """The rows of the ids, [len(item_ids)] int32; -1 for an unknown id."""
         found = np.full(len(item_ids), -1, np.int32)
         texts = [item_id.encode("utf-8", "surrogatepass") for item_id in item_ids]
         asked = [i for i, text in enumerate(texts) if text]
@@ -133,7 +133,7 @@ class ItemIds(_Lazy[str]):
         return found
 
     def repeated(self) -> tuple[int, int] | None:
-        """Two rows with the same id, the first two of the lowest such row; None where all are distinct."""
+        """The first two rows with the same id, for the id that occurs first; None if all ids are distinct."""
         equal = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
         suspects = np.unique(self._rows[np.concatenate([equal, equal + 1])]).tolist()
         first: dict[bytes, int] = {}
@@ -145,7 +145,7 @@ class ItemIds(_Lazy[str]):
 
 
 class Metadata(_Lazy[dict[str, Any]]):
-    """The metadata of a catalog's items: JSON objects, each a line of its table; None: n times {}."""
+    """The metadata of a catalog's items: JSON objects, each a line of the table. Without a table all are {}."""
 
     def __init__(self, table: TextTable | None, n: int) -> None:
         self.table, self._n = table, n
@@ -165,7 +165,7 @@ class Metadata(_Lazy[dict[str, Any]]):
 
 
 def text_fault(table: TextTable, max_chars: int) -> int | None:
-    """The first row that is not UTF-8 of 1 to max_chars characters."""
+    """The first row that is not UTF-8 of 1 to max_chars characters; None if there is none."""
     for first, last in table.chunks():
         # Whole chunks are checked at once; a fault in one is looked for in its rows.
         starts = table.data[table.offsets[first:last]]
@@ -180,7 +180,7 @@ def text_fault(table: TextTable, max_chars: int) -> int | None:
 
 
 def object_fault(table: TextTable) -> int | None:
-    """The first row that is not one line with a JSON object, which has no NaN and no infinity."""
+    """The first row that is not one line with a JSON object, free of NaN and infinity; None if there is none."""
     for first, last in table.chunks():
         text = table.text(first, last)
         starts, ends = (
@@ -204,7 +204,7 @@ def _decodes(text: bytes, fits: Callable[[str], object]) -> bool:
 
 
 def _are_objects(lines: bytes, n: int) -> bool:
-    """Whether n lines that begin with a brace hold an object each."""
+    """Whether each of n lines that begin with a brace holds an object."""
     try:
         return lines.count(b"\n") == len(_OBJECTS.decode_lines(lines)) == n
     except (ValueError, RecursionError):

@@ -85,7 +85,7 @@ def _costs(config: Config, path: Path) -> int:
     assert isinstance(executor, DecoderExecutors)
     if executor.paged is None:
         raise UserError(
-            "--costs: nothing is cached; set cache.policy, or a rank.scorer with candidates in the prompt"
+            "--costs: nothing is cached; set cache.policy, or a rank.method with candidates in the prompt"
         )
     with console.progress_bar("compiling") as bar:
         executor.paged.warm_up(bar)

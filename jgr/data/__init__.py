@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain typed data: prefix trees, interaction sequences and the embedded shop."""
+"""Datasets as plain typed data: interaction sequences, impressions, prepared folders and the synthetic shop."""

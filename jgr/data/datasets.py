@@ -15,14 +15,14 @@ from jgr.data.shop import make_shop
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A catalog and what its users did."""
+    """A catalog, and the interactions of users with its items."""
 
     catalog: Catalog
     interactions: Interactions
 
 
 def load_dataset(config: DataConfig) -> Dataset:
-    """Read or make the dataset that `config` names. CatalogError or DataError names the file and line."""
+    """Read or make the dataset that `config` names. Raises CatalogError or DataError, naming file and line."""
     if config.kind == "shop":
         shop = make_shop()
         return Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published semantic ids as a table: one line an item, one column a tokenizer, codes such as 12-7-200-3.
+"""Reads published semantic ids from a table: a line for each item, a column for each way to make ids.
 
 item_id<TAB>rqvae<TAB>letter
 1<TAB>114-32-79-183<TAB>171-42-207-0
@@ -26,10 +26,10 @@ class IdTableError(UserError):
 
 
 def read_id_table(path: Path, column: str, item_ids: Sequence[str]) -> npt.NDArray[np.int32]:
-    """The codes of every item, [n, depth] int32, in the order of item_ids.
+    """Read the codes of every item, [n, depth] int32, in the order of item_ids. column: the name of the ids' column.
 
-    Lines of other items are passed over. IdTableError for a column that is not there, a line that is not of the form,
-    an item that stands twice, has no id, or has one of another depth.
+    Lines of items that are not in item_ids are skipped. Raises IdTableError for a missing column, a malformed line, and
+    an item that occurs twice, has no id, or has an id of another depth.
     """
     rows = {item_id: row for row, item_id in enumerate(item_ids)}
     codes: list[tuple[int, ...] | None] = [None] * len(item_ids)

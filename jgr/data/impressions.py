@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of the past: what users were shown together, what they had done before, and what they did then.
+"""Rank requests rebuilt from logged impressions: what users were shown, what they had done before, and their feedback.
 
-The one idea: a user's impressions of one day in one scenario are the candidates of one request, asked at the first of
-them. So its history ends before that one, and no candidate knows what was done with another.
+The one idea: all impressions of a user on one day in one scenario are the candidates of one request, asked at the time
+of the first. So the history ends before the first, and no candidate knows the feedback on another.
 
-A day is one of UTC. An impression with nothing before it, or whose feedback nobody recorded, is in no request; recorded
-ones of the same day but another scenario are in its history where they came before.
+Days are those of UTC. An impression without any event before it, or without recorded feedback, is in no request.
+Recorded impressions in other scenarios of the same day are part of the history if they came earlier.
 
 Letters: r requests, k impressions.
 """
@@ -24,10 +24,10 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """histories: r, with the arrays of all events. users: [r] int32. offsets: [r + 1] int64.
+    """r past requests.
 
-    shown: [k] int64, places of the impressions among all events; those of request i are
-    shown[offsets[i]:offsets[i + 1]], in order of time.
+    histories: r sequences, windows of the arrays of all events. users: [r] int32. offsets: [r + 1] int64. shown: [k]
+    int64, the impressions' positions among all events; request i has shown[offsets[i]:offsets[i + 1]], in time order.
     """
 
     histories: Ragged
@@ -39,7 +39,7 @@ class Requests:
         return len(self.users)
 
     def select(self, indices: slice | Int64) -> Requests:
-        """The requests at `indices`."""
+        """Keep only the requests at `indices`."""
         parts = Ragged(np.zeros(0, np.int32), self.offsets[:-1], self.offsets[1:]).select(indices)
         offsets = np.append(0, np.cumsum(parts.lengths))
         return Requests(
@@ -47,53 +47,53 @@ class Requests:
         )
 
     def places(self, i: int) -> Int64:
-        """Of the impressions of request i, a view."""
+        """Positions of request i's impressions among all events, a view."""
         return self.shown[self.offsets[i] : self.offsets[i + 1]]
 
     @property
     def owners(self) -> Int64:
-        """[k]: the request of each impression."""
+        """The index of each impression's request, [k]."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     @property
     def rows(self) -> Int32:
-        """[k]: what was shown."""
+        """The catalog row of each impression, [k]."""
         return self.histories.rows[self.shown]
 
     @property
     def actions(self) -> Int32:
-        """[k] bits: what was done with it."""
+        """What the user did with each impression, [k] bits."""
         return feedback_of(self.histories)[0][self.shown]
 
     @property
     def scenarios(self) -> Int32:
-        """[r]."""
+        """The scenario of each request, [r]."""
         return feedback_of(self.histories)[1][self.shown[self.offsets[:-1]]]
 
     @property
     def times(self) -> Int64:
-        """[r] seconds: when it was asked."""
+        """When each request was asked, [r], in seconds."""
         return feedback_of(self.histories)[2][self.shown[self.offsets[:-1]]]
 
 
 def feedback_of(events: Ragged) -> tuple[Int32, Int32, Int64]:
-    """Actions, scenarios and times of all events. DataError where the dataset has none."""
+    """The actions, scenarios and times of all events. Raises DataError if the dataset has no feedback."""
     if events.actions is None or events.scenarios is None or events.times is None:
         raise DataError("the dataset has no feedback: needs actions, scenarios and times (jgr prepare)")
     return events.actions, events.scenarios, events.times
 
 
 def requests(interactions: Interactions, examples: Examples, most: int | None = None) -> Requests:
-    """The requests of a split's impressions. most: one with more impressions becomes several, each asked at its first.
+    """Group a split's impressions into requests. most: most impressions in a request; larger ones become several.
 
-    DataError where the dataset has no feedback, or nothing of the split was recorded.
+    Raises DataError if the dataset has no feedback, or the split has no recorded impression.
     """
     actions, scenarios, times = feedback_of(examples.histories)
     keep = recorded(interactions, actions[examples.histories.stops])
     if not keep.any():
         raise DataError("nothing that the split's users did was recorded")
     kept = examples.select(np.flatnonzero(keep))
-    place = kept.histories.stops  # a target stands right behind its history
+    place = kept.histories.stops  # a target is the event right after its history
     keys = np.stack([place, scenarios[place], times[place] // DAY_S, kept.users])
     order = np.lexsort(keys)
     place, user = place[order], kept.users[order]
@@ -107,7 +107,7 @@ def requests(interactions: Interactions, examples: Examples, most: int | None = 
 
 
 def recorded(interactions: Interactions, actions: Int32) -> npt.NDArray[np.bool_]:
-    """Whether somebody wrote down what the user did, by an event's actions."""
+    """Whether the user's feedback was recorded, for each event, by its `actions`."""
     if UNRECORDED not in interactions.actions:
         return np.ones(len(actions), bool)
     known: npt.NDArray[np.bool_] = actions >> interactions.actions.index(UNRECORDED) & 1 == 0
@@ -115,7 +115,7 @@ def recorded(interactions: Interactions, actions: Int32) -> npt.NDArray[np.bool_
 
 
 def action_bits(interactions: Interactions, names: tuple[str, ...], field: str) -> tuple[int, ...]:
-    """The bit of each name. DataError names `field` and what the dataset has."""
+    """The bit of each action in `names`. Raises DataError for an unknown one, naming `field` and the known ones."""
     missing = [name for name in names if name not in interactions.actions]
     if missing:
         known = ", ".join(interactions.actions) or "none"

@@ -5,9 +5,9 @@ The one idea: an example is a *window* of a user's sequence, the history, and th
 All examples of a dataset are windows of the same flat array, so the nested prefixes of a long sequence cost
 two integers each.
 
-- `sequences` holds what may be learnt from: it ends before the user's first valid or test target.
-- An example's history may hold earlier targets of the same user, those of an earlier split too (the time
-  split of MiniOneRec); it never holds its own target's position or anything later.
+- `sequences` holds the events that may be trained on: it ends before the user's first valid or test target.
+- An example's history may hold earlier targets of the same user, also of an earlier split (the time split of
+  MiniOneRec). It never holds its own target's position or anything later.
 
 Letters: n sequences or examples, u users.
 """
@@ -31,7 +31,7 @@ Int64 = npt.NDArray[np.int64]
 MINIONEREC_HEADER = b"user_id:token\titem_id_list:token_seq\titem_id:token"
 MAX_ROW = 2**31 - 1
 UNRECORDED = "unrecorded"
-"""The action of an event of which nobody wrote down what the user did."""
+"""The action of an event whose feedback was not recorded."""
 
 
 class DataError(UserError):
@@ -43,9 +43,9 @@ class Ragged:
     """n row sequences as windows of one flat array; windows may overlap.
 
     rows: [total] int32 catalog rows. starts, stops: [n] int64; sequence i is rows[starts[i]:stops[i]].
-    times: [total] int64 seconds, when each row was taken; None where it is not known.
-    actions: [total] int32 bits of what the user did, see Interactions.actions. scenarios: [total] int32, where the row
-    was met, -1: not known. None where the dataset has no feedback.
+    times: [total] int64, when each event happened, in seconds; None if not known.
+    actions: [total] int32, bits of what the user did, see Interactions.actions. scenarios: [total] int32, where the
+    item was shown, -1: not known. Both are None for a dataset without feedback.
     """
 
     rows: Int32
@@ -57,7 +57,7 @@ class Ragged:
 
     @classmethod
     def of(cls, sequences: Sequence[npt.ArrayLike]) -> Ragged:
-        """Copy sequences of rows end to end. DataError unless they hold integers from 0 to 2^31 - 1."""
+        """Copy sequences of rows end to end. Raises DataError unless they hold integers from 0 to 2^31 - 1."""
         arrays = [np.asarray(sequence) for sequence in sequences]
         stops = np.cumsum([array.size for array in arrays], dtype=np.int64)
         for i, array in enumerate(arrays):
@@ -87,13 +87,13 @@ class Ragged:
         return replace(self, starts=self.starts[indices], stops=self.stops[indices])
 
     def times_of(self, i: int) -> Int64:
-        """When the rows of sequence i were taken, a view. DataError where it is not known."""
+        """The times of sequence i's events, a view. Raises DataError if the dataset has no times."""
         if self.times is None:
             raise DataError("the dataset has no times")
         return self.times[self.starts[i] : self.stops[i]]
 
     def positions(self) -> tuple[Int64, Int64]:
-        """Each element's place in `rows` and the index of its sequence, end to end: both [sum of lengths]."""
+        """Each element's index into `rows`, and the index of its sequence, end to end: both [sum of lengths]."""
         lengths = self.lengths
         owner = np.repeat(np.arange(len(self)), lengths)
         begin = np.cumsum(lengths) - lengths
@@ -107,10 +107,10 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Next-item examples.
+    """n next-item examples.
 
-    histories: n, oldest row first. targets: [n] int32 rows. users: [n] int32 into `user_ids`. target_times: [n] int64
-    seconds; None where it is not known.
+    histories: n sequences of rows, oldest first. targets: [n] int32 rows. users: [n] int32, indices into `user_ids`.
+    target_times: [n] int64, in seconds; None if not known.
     """
 
     histories: Ragged
@@ -130,9 +130,9 @@ class Examples:
 class Interactions:
     """One dataset with its splits.
 
-    user_ids: [u]. sequences: u, each user's training sequence (empty for a user seen only later).
-    train: every position of `sequences` but the first ones, or those that the source gives. actions: what bit i of an
-    event's actions says; empty where the dataset has no feedback.
+    user_ids: [u]. sequences: u, each user's training sequence (empty for a user who only occurs in valid or test).
+    train: every position of `sequences` but a sequence's first, or the examples that the source gives. actions: the
+    name of each bit of an event's actions; empty if the dataset has no feedback.
     """
 
     user_ids: tuple[str, ...]
@@ -144,7 +144,7 @@ class Interactions:
 
 
 def leave_one_out(sequences: Sequence[npt.ArrayLike], user_ids: Sequence[str] | None = None) -> Interactions:
-    """A sequence's last item is its test target, the one before its valid target, the rest is trained on.
+    """Split each sequence: the last item is its test target, the one before its valid target, the rest is for training.
 
     sequences: u sequences of catalog rows, oldest first, none empty; one of fewer than 3 items is trained on
     as a whole. user_ids: [u], by default "0", "1", ...
@@ -181,8 +181,8 @@ def load_minionerec(
     """Read `{train,valid,test}.inter[.gz]`: a header, then lines of user id, history of item ids, target.
 
     Every row must continue its user's earlier rows, over the three files in this order: its history is the
-    last items of the sequence so far. That makes sure that no history holds a target of its own future.
-    counts: numbers of rows that are expected in train, valid and test. DataError names file and line.
+    last items of the sequence so far. So no history can hold a target of its own future.
+    counts: expected numbers of rows in train, valid and test. Raises DataError, naming file and line.
     """
     reader = _MiniOneRec(catalog)
     examples = [reader.read(_existing(Path(folder), "train"))]
@@ -223,7 +223,7 @@ class _MiniOneRec:
         self._catalog = catalog
 
     def read(self, path: Path) -> list[tuple[int, int, int]]:
-        """(user, length of the history, position of the target in the user's sequence) of each row."""
+        """For each row: the user, the history's length, and the target's position in the user's sequence."""
         examples: list[tuple[int, int, int]] = []
         number = 0
         for number, line in read_lines(path, DataError):

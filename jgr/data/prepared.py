@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared dataset on disk: what `jgr prepare` writes and everything else reads.
+"""A prepared dataset on disk: the folder that `jgr prepare` writes and all other commands read.
 
 The one idea: `manifest.json` is written last and names every other file with its size and hash, so a folder
 without it, or one that differs from it, is never taken for a dataset.
 
 A folder holds
-- items.jsonl: a line an item, {"item_id", "metadata"}; the line number is the item's row. Rows are in order
-  of training interactions, most first, equal ones in the order first seen; where the source brings semantic
-  ids, in its own order;
-- users.jsonl: a line a user, the id as a JSON string;
+- items.jsonl: {"item_id", "metadata"}, a line for each item; the line number is the item's row. Items with
+  more training interactions come first, equal ones in the order first seen. If the source brings semantic
+  ids, the order is the source's;
+- users.jsonl: a line for each user, the id as a JSON string;
 - interactions.npz: `Arrays`;
-- title_tokenizer.json, where one was asked for: a byte-level BPE of the items' titles;
-- catalog.jsonl, once there are semantic ids: the same items in the same order. Where the source brings them
-  it is in the manifest; otherwise `jgr ids` adds it.
+- title_tokenizer.json, if it was asked for: a byte-level BPE of the items' titles;
+- catalog.jsonl, once there are semantic ids: the same items in the same order. It is in the manifest if the
+  source brings the ids; otherwise `jgr ids` adds it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MILLISECONDS = 10**11  # 1973
 class Prepared:
     """A dataset without semantic ids.
 
-    item_ids: [n]. metadata: [n] JSON objects, {} where none. manifest: what was read, how, and what came out.
+    item_ids: [n]. metadata: [n] JSON objects, {} for an item without. manifest: the inputs, parameters and outputs.
     """
 
     item_ids: tuple[str, ...]
@@ -60,11 +60,11 @@ class Prepared:
 class Arrays:
     """All users' events end to end, and the examples as positions among them.
 
-    rows: [total] int32 items. offsets: [u + 1] int64, user i's events are rows[offsets[i]:offsets[i + 1]],
-    oldest first. train_stops: [u] int64, where the events end that may be learnt from.
+    rows: [total] int32 items. offsets: [u + 1] int64; user i's events are rows[offsets[i]:offsets[i + 1]],
+    oldest first. train_stops: [u] int64, the end of each user's events that may be trained on.
     train, valid, test: [4, n] int64: user, start and stop of the history, position of the target.
-    times: [total] int64 in the source's unit, or None. actions: [total] int32 bits, named by the manifest's "actions",
-    and scenarios: [total] int32, -1: not known; both or neither.
+    times: [total] int64 in the source's unit, or None. actions: [total] int32 bits, named by the manifest's "actions".
+    scenarios: [total] int32, -1: not known. actions and scenarios are both there, or both None.
     """
 
     rows: Int32
@@ -79,7 +79,7 @@ class Arrays:
 
     @classmethod
     def of(cls, interactions: Interactions) -> Arrays:
-        """Those of interactions whose users' events lie end to end and whose targets follow the histories."""
+        """The arrays of `interactions`. Its users' events must lie end to end, each target right after its history."""
 
         def windows(examples: Examples) -> Int64:
             stops = examples.histories.stops
@@ -94,7 +94,7 @@ class Arrays:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, n_items: int, user_ids: tuple[str, ...]) -> None:
-        """DataError where the parts do not fit together, or an example's history reaches its target.
+        """Raise DataError if the parts do not fit together, or an example's history reaches its target.
 
         An example stays within its user's events, its history ends at or before its target, a training target
         lies before the user's train_stop, a valid or test target does not, and no event is older than the one
@@ -147,7 +147,7 @@ class Arrays:
             raise DataError(f"user {user_ids[user]!r}: the events are not in order of time")
 
     def interactions(self, user_ids: tuple[str, ...], actions: tuple[str, ...] = ()) -> Interactions:
-        """As examples; call `check` before. actions: the names of the bits. DataError where they do not fit."""
+        """Turn checked arrays into examples. actions: the names of the bits; raises DataError if they do not fit."""
         if (self.actions is None) != (not actions):
             raise DataError("actions have names that the manifest lacks, or the other way round")
         if self.actions is not None and int(self.actions.max()) >> len(actions):
@@ -168,7 +168,7 @@ class Arrays:
 
 
 def _seconds(times: Int64) -> Int64:
-    """Times of a source as seconds. Sources count seconds or milliseconds; as seconds the latter were past 5000 AD."""
+    """A source's times in seconds. Sources count in seconds or milliseconds; later than 5000 AD must be the latter."""
     return times // 1000 if times.max(initial=0) > _MILLISECONDS else times
 
 
@@ -177,7 +177,7 @@ def _between(low: Int64, values: Int64, high: Int64) -> bool:
 
 
 def load_prepared(folder: str | Path) -> Prepared:
-    """Read what `jgr prepare` wrote. DataError names the file that is missing, cut short or changed."""
+    """Read what `jgr prepare` wrote. Raises DataError, naming the file that is missing, cut short or changed."""
     folder = Path(folder)
     manifest = load_manifest(folder)
     problem = first_difference(folder, manifest["outputs"], HASHED_BYTES)
@@ -195,7 +195,7 @@ def load_prepared(folder: str | Path) -> Prepared:
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder. DataError where there is none, or it is not one of ours."""
+    """Read the manifest of a folder. Raises DataError if there is none, or `jgr prepare` did not write it."""
     path = folder / MANIFEST
     if not path.exists():
         raise DataError(f"{folder}: has no {MANIFEST}: jgr prepare did not run, or did not finish; run it")
@@ -221,14 +221,14 @@ def _field(path: Path, name: str, value: Any, type_: Any) -> Any:
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the manifest says about a file."""
+    """The manifest's entry for one file. bytes: its size."""
 
     bytes: int
     sha256: str
 
 
 def record(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file as it lies there, not decompressed. DataError where it cannot be read."""
+    """The size and sha256 of a file, not decompressed. Raises DataError if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -238,9 +238,9 @@ def record(path: Path) -> dict[str, Any]:
 
 
 def first_difference(folder: Path, records: dict[str, Any], hashed_bytes: int) -> str | None:
-    """What is wrong with the first file that differs from its record; None if all agree.
+    """Compare files with their records: say what is wrong with the first that differs; None if all agree.
 
-    hashed_bytes: larger files are compared by size only.
+    hashed_bytes: files above this size are compared by size only.
     """
     for name, expected in records.items():
         path = folder / name
@@ -254,7 +254,7 @@ def first_difference(folder: Path, records: dict[str, Any], hashed_bytes: int) -
 
 
 def read_items(path: Path) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
-    """Ids and metadata of a file of {"item_id", "metadata"} lines. DataError names the line."""
+    """Read the ids and metadata from lines of {"item_id", "metadata"}. Raises DataError, naming the line."""
 
     class Line(msgspec.Struct, forbid_unknown_fields=True):
         item_id: str
@@ -267,7 +267,7 @@ def read_items(path: Path) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]
 
 
 def read_ids(path: Path) -> tuple[str, ...]:
-    """A file of ids, each a JSON string in a line of its own. DataError names the line."""
+    """Read a file of ids, each a JSON string in a line of its own. Raises DataError, naming the line."""
     ids: tuple[str, ...] = tuple(_decoded(path, msgspec.json.Decoder(str)))
     _refuse_repeated(path, ids)
     return ids
@@ -291,7 +291,7 @@ def _refuse_repeated(path: Path, ids: tuple[str, ...]) -> None:
 
 
 def load_arrays(path: Path) -> Arrays:
-    """Read interactions.npz. DataError where it is damaged or holds other arrays."""
+    """Read interactions.npz. Raises DataError if it is damaged or holds other arrays."""
     content = load_npz(path)
     missing = {"rows", "offsets", "train_stops", *SPLITS} - content.keys()
     if missing or not content.keys() <= Arrays.__annotations__.keys():
@@ -305,7 +305,7 @@ def load_arrays(path: Path) -> Arrays:
 
 
 def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an .npz file; none of them holds Python objects. DataError where it is damaged."""
+    """Read the arrays of an .npz file, none of Python objects. Raises DataError if the file is damaged."""
     with reading(path, DataError) as stream:
         try:
             with np.load(stream) as content:

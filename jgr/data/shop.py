@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A synthetic shop: the embedded demo data, with a known best possible predictor.
+"""A synthetic shop: the demo's data, with a known best possible predictor.
 
 The one idea: people buy along directed paths (a phone, then a case, then a charger; never the other way
-round), so the order of a history matters, and since we wrote the process down, we know how far any model can
-get.
+round), so the order of a history matters. Since the process is known, so is the best quality that a model can reach.
 
 How a user buys, until the length of the sequence is reached:
 - the first item is *browsed*; then with probability FOLLOW the next item is one of the four follow-ups of the
@@ -12,12 +11,11 @@ How a user buys, until the length of the sequence is reached:
   categories (weights TASTE_WEIGHTS), and in it an item by popularity (Zipf, exponent ZIPF);
 - nobody buys an item twice: such a draw is drawn again.
 
-Three follow-ups of an item stand in the next line, the first of them in the same colour if there is one; the
-fourth stands in the third line from here. After a category's last line comes the next category's first.
+Three follow-ups of an item are in the next product line, the first in the same colour if there is one; the fourth
+is in the third line after it. After a category's last line comes the next category's first.
 
-`Process.probabilities` gives the exact next-item probabilities to one who also knows the user's favourites;
-ranking by them is the *oracle*, whose hit rate no predictor exceeds in expectation. At the default size it is
-HR@10 = ORACLE_HR10.
+`Process.probabilities` gives the exact next-item probabilities, given also the user's favourites. Ranking by them
+is the *oracle*, whose hit rate no predictor exceeds in expectation. At the default size it is HR@10 = ORACLE_HR10.
 
 Semantic ids have three levels: category, line within the category (codes spread over 24 values), colour. No
 two items share one.
@@ -55,11 +53,10 @@ _BATCH = 1024
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """The law by which users buy.
+    """The random process by which users buy.
 
-    follow_ups: [n, 4] int32 rows, likeliest first, distinct. category: [n] int32, ascending.
-    popularity: [n] float64, adds up to 1 in each category. favourites: [u, 3] int32 categories, dearest
-    first.
+    follow_ups: [n, 4] int32 rows, likeliest first, distinct. category: [n] int32, ascending. popularity: [n] float64,
+    adds up to 1 in each category. favourites: [u, 3] int32, each user's favourite categories, the dearest first.
     """
 
     follow_ups: Int32
@@ -68,9 +65,9 @@ class Process:
     favourites: Int32
 
     def probabilities(self, users: Int32, histories: Ragged) -> Float64:
-        """The exact probability of every next item: [b, n] float64, 0 for what is bought, rows add up to 1.
+        """The exact probability of every next item: [b, n] float64. Bought items have 0; each row adds up to 1.
 
-        users: [b] int32. histories: b, each with at least one item.
+        users: [b] int32. histories: b sequences, each with at least one item.
         """
         last = histories.rows[histories.stops - 1]
         everyone = np.arange(len(users))
@@ -87,7 +84,7 @@ class Process:
         return found
 
     def draw(self, users: Int32, last: Int32, rng: np.random.Generator) -> Int32:
-        """A next item for each user, perhaps one that is bought already: [b] int32.
+        """Draw a next item for each user, [b] int32; it may be one that the user already has.
 
         users: [b] int32. last: [b] int32, the last item of each, -1 at the start.
         """
@@ -95,7 +92,7 @@ class Process:
         taste = np.searchsorted(np.cumsum(TASTE_WEIGHTS), u[0] * TASTE_WEIGHTS.sum())
         category = self.favourites[users, np.minimum(taste, len(TASTE_WEIGHTS) - 1)]
         category = np.where((u[1] < STAY) & (last >= 0), self.category[last], category)
-        # Rows stand category by category, so one running sum of the popularity serves every category.
+        # Rows are sorted by category, so one running sum of the popularity serves every category.
         bound = np.searchsorted(np.cumsum(self.popularity), category + u[2], side="right")
         browsed = np.minimum(bound, np.searchsorted(self.category, category, side="right") - 1)
         place = np.searchsorted(np.cumsum(FOLLOW_WEIGHTS), u[3] * FOLLOW_WEIGHTS.sum(), side="right")
@@ -109,7 +106,7 @@ class Shop:
     """The items, the users and what they bought.
 
     catalog: its metadata holds title, category, line and price. names: [u], distinct.
-    sequences: u int32 arrays of rows, oldest first. process: the law by which they were drawn.
+    sequences: u int32 arrays of rows, oldest first. process: the random process that they were drawn from.
     """
 
     catalog: Catalog
@@ -132,8 +129,9 @@ class Shop:
 
 
 def make_shop(seed: int = 0, n_users: int = 6000, items_per_line: int = 21) -> Shop:
-    """16 categories of 6 lines of items_per_line (5 .. 24) items, and n_users users; equal seeds, equal
-    shops.
+    """Make a shop of 16 categories with 6 lines of items_per_line (5 .. 24) items each, and n_users users.
+
+    Equal seeds give equal shops.
     """
     if n_users < 1 or not 5 <= items_per_line <= len(COLOURS):
         raise DataError(f"shop: needs n_users >= 1 and 5 <= items_per_line <= {len(COLOURS)}")
@@ -145,7 +143,7 @@ def make_shop(seed: int = 0, n_users: int = 6000, items_per_line: int = 21) -> S
 
 
 def _lines() -> Iterator[tuple[int, str, list[str], str, int]]:
-    """(category number, category, its styles, line, usual price), in row order."""
+    """Yield (category number, category, its styles, line, usual price) of each line, in row order."""
     for number, (category, styles, lines) in enumerate(CATEGORIES):
         for line in lines.split(", "):
             noun, price = line.rsplit(" ", 1)
@@ -170,7 +168,7 @@ def _make_catalog(rng: np.random.Generator, items_per_line: int) -> Catalog:
 
 
 def _make_process(rng: np.random.Generator, colours: Int32, n_users: int) -> Process:
-    """colours: [lines, items per line], the colour of each item, distinct in a line."""
+    """Draw the process. colours: [lines, items per line], the colour of each item, distinct in a line."""
     n_lines, size = colours.shape
     n_categories, per_category = n_lines // LINES_PER_CATEGORY, LINES_PER_CATEGORY * size
     zipf = 1.0 / np.arange(1, per_category + 1) ** ZIPF
@@ -191,7 +189,7 @@ def _follow_ups(rng: np.random.Generator, colours: Int32, line: int) -> Int32:
     places = np.stack([rng.permutation(size) for _ in range(4)], axis=1)
     same = colours[line][:, None] == colours[onward]
     places[:, 0] = np.where(same.any(axis=1), same.argmax(axis=1), places[:, 0])
-    # The second and the third move on within their line until the first three differ.
+    # The second and third follow-up move on within their line until the first three differ.
     for place in (1, 2):
         while (clash := (places[:, place, None] == places[:, :place]).any(axis=1)).any():
             places[clash, place] = (places[clash, place] + 1) % size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of the synthetic shop. A category's lines stand in the order in which people tend to buy them."""
+"""The words of the synthetic shop. A category's lines are in the order in which people tend to buy them."""
 
 COLOURS = (
     "Amber Ash Azure Bronze Charcoal Cobalt Copper Coral Crimson Ebony Emerald Fern "

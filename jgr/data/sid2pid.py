@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenOneRec's table of items (MODEL-23): one JSON object, semantic id -> the items behind it, most popular first.
+"""Reads OpenOneRec's table of items (MODEL-23): one JSON object, semantic id -> its items, most popular first.
 
     {"8454660": [{"pid": 17, "count": 9}, ...], ...}      the id as one number: (a * 8192 + b) * 8192 + c
     {"0.1032.516": [...], ...}                            or its codes, joined by dots
 
-Its tokens are <s_a_0>, <s_b_1032>, <s_c_516>.
+The tokens of this id are <s_a_0>, <s_b_1032>, <s_c_516>.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LEVELS = ("a", "b", "c")
 
 
 def load_sid2pid(path: Path) -> Catalog:
-    """The catalog, most popular item first. CatalogError names the file and the key.
+    """Read the catalog, most popular item first. Raises CatalogError, naming the file and the key.
 
-    An item behind several ids is refused: jgr's items have one id each.
+    An item with several semantic ids is refused, since jgr's items have one each.
     """
     try:
         table = json.loads(read_whole(path, CatalogError))
@@ -64,7 +64,7 @@ def _codes(path: Path, key: str) -> tuple[int, ...]:
 
 
 def _item(path: Path, key: str, item: Any) -> tuple[str, int]:
-    """pid and count of an entry; a bare pid has count 0."""
+    """The pid and count of an entry; an entry that is only a pid has count 0."""
     pid, count = (item.get("pid"), item.get("count", 0)) if isinstance(item, dict) else (item, 0)
     if type(pid) not in (int, str) or type(count) is not int:
         raise CatalogError(

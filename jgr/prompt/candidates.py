@@ -46,20 +46,20 @@ class SegmentPrompts:
         tokenizer: Tokenizer | None,
         catalog: Catalog,
     ) -> None:
-        self._span, self._scorer = rank.item_span, rank.scorer
-        if rank.scorer == "item_token" and catalog.depth != 1:
+        self._span, self._method = rank.item_span, rank.method
+        if rank.method == "item_token" and catalog.depth != 1:
             raise PromptError(
-                f"rank.scorer: item_token needs a catalog whose semantic ids are one token, not {catalog.depth}; "
+                f"rank.method: item_token needs a catalog whose semantic ids are one token, not {catalog.depth}; "
                 "item_probe takes any"
             )
-        if rank.scorer == "item_token" and not rank.item.endswith("{sid}"):
+        if rank.method == "item_token" and not rank.item.endswith("{sid}"):
             raise PromptError("rank.item: must end with {sid}, which item_token scores")
         flat, lengths = encode_items("rank.item", rank.item, tokenizer, catalog)
         self._flat, self._ends, self._lengths = flat, np.cumsum(lengths), lengths
         self.instruction = self._encode_instruction(rank.instruction, tokenizer, catalog)
-        probe = rank.probe if rank.scorer == "item_probe" else ""
+        probe = rank.probe if rank.method == "item_probe" else ""
         self.probe = encode_fixed("rank.probe", probe, tokenizer)
-        if rank.scorer == "item_probe" and not len(self.probe):
+        if rank.method == "item_probe" and not len(self.probe):
             raise PromptError("rank.probe: must not be empty")
         self._columns = self._answer_columns(rank, tokenizer, catalog)
         self.largest_token = max(
@@ -88,9 +88,9 @@ class SegmentPrompts:
 
     def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
         """The tokens whose logits score candidates, [c] int32, and those that count against them."""
-        if self._scorer == "item_token":
+        if self._method == "item_token":
             return self._columns[0][rows], None
-        if self._scorer == "list_letter":
+        if self._method == "list_letter":
             return self._columns[0][: len(rows)], None
         positive, negative = (np.repeat(token, len(rows)) for token in self._columns)
         return positive, negative
@@ -114,10 +114,10 @@ class SegmentPrompts:
     def _answer_columns(
         self, rank: RankConfig, tokenizer: Tokenizer | None, catalog: Catalog
     ) -> tuple[Int32, ...]:
-        if rank.scorer == "item_token":
+        if rank.method == "item_token":
             (tokens,) = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
             return (tokens[catalog.codes[:, 0]],)
-        if rank.scorer == "list_letter":
+        if rank.method == "list_letter":
             if "{n}" not in rank.letters:
                 raise PromptError("rank.letters: must have {n}, the candidate's number")
             names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item ids of a request to rows of the catalog, and a user's id to the name of what is kept of the user."""
+"""Turns a request's item ids into catalog rows, and a user's id into the name of the user's cache entries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ MAX_LISTED_IDS = 10
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
-    """[c] int32 rows. RequestError for too many, for one that the catalog lacks or that comes twice, and for top_k."""
+    """The candidates' catalog rows, [c] int32, in the request's order. limit: the most candidates that are served.
+
+    Raises RequestError for more candidates, for one that the catalog lacks or that comes twice, and if top_k exceeds
+    their number.
+    """
     count = len(request.candidates)
     if count > limit:
         raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
@@ -38,9 +42,10 @@ def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int3
 
 
 def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) -> tuple[Int32, list[str]]:
-    """The rows of the history's known items, [h >= 1] int32, and the unknown ids.
+    """The catalog rows of the history's known items, [h >= 1] int32, and the ids of the unknown ones.
 
-    RequestError for too many, for none that is known, and where `reject` for one that is not.
+    limit: the most items that a history may have. Raises RequestError for more, for a history without a known item,
+    and, if `reject` is true, for any unknown item.
     """
     count = len(request.history)
     if count > limit:
@@ -56,10 +61,10 @@ def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) 
 
 
 def user_entry(user_id: str) -> str:
-    """What a user's cache entries are called; no other entry's name begins so."""
+    """The name of a user's cache entries. No other entry's name begins with "id:"."""
     return f"id:{user_id}"
 
 
 def texts(item_ids: list[str | int]) -> list[str]:
-    """Integers as their decimal text."""
+    """The item ids as text: integers become their decimal digits."""
     return [item_id if type(item_id) is str else str(item_id) for item_id in item_ids]

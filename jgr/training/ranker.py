@@ -81,8 +81,8 @@ def ranker_tokenizer(config: Config, catalog: Catalog) -> Tokenizer:
 def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
     """ConfigError or PromptError where prompt and rank are not what is trained on."""
     prompt, rank = config.prompt, config.rank
-    if rank.scorer != "item_token":
-        raise ConfigError(f"train.model=ranker: rank.scorer must be item_token, not {rank.scorer}")
+    if rank.method != "item_token":
+        raise ConfigError(f"train.model=ranker: rank.method must be item_token, not {rank.method}")
     if prompt.item != "{sid}" or prompt.separator:
         raise ConfigError(
             "train.model=ranker: a history's item must be its token alone: prompt.item={sid} and no "

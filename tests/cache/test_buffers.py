@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jgr.cache.buffers import ALIGNMENT, Layout, Staging
+from jgr.cache.buffers import ALIGNMENT, BufferLayout, Staging
 from jgr.features.schema import Schema
 from jgr.features.unpacking import unpack_records
 
@@ -29,7 +29,7 @@ INPUTS: dict[str, tuple[tuple[int, ...], Any]] = {
     "unsigned": ((1, 64), np.uint32),
     "records": ((ROWS, SCHEMA.record_bytes // 4), np.uint32),
 }
-LAYOUT = Layout.of(INPUTS)
+LAYOUT = BufferLayout.of(INPUTS)
 
 
 def bits(array: npt.NDArray[Any]) -> bytes:
@@ -61,8 +61,8 @@ def unpacked(words: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Arra
 
 
 def test_offsets_are_static_and_aligned() -> None:
-    assert [place.offset for place in LAYOUT.places] == [0, 512, 768, 1024, 1280, 1536, 1792]
-    assert LAYOUT.size == 2048 and Layout.of(INPUTS) == LAYOUT
+    assert [field.offset for field in LAYOUT.fields] == [0, 512, 768, 1024, 1280, 1536, 1792]
+    assert LAYOUT.size == 2048 and BufferLayout.of(INPUTS) == LAYOUT
     staging = Staging(LAYOUT)
     assert all(view.ctypes.data % ALIGNMENT == 0 for view in staging.views().values())
 
@@ -70,7 +70,7 @@ def test_offsets_are_static_and_aligned() -> None:
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.bool_, np.complex64, "S4"])
 def test_what_cannot_cross_is_refused(dtype: Any) -> None:
     with pytest.raises(ValueError, match=r"wrong: .* does not cross as it is"):
-        Layout.of({"right": ((2,), np.int32), "wrong": ((2,), dtype)})
+        BufferLayout.of({"right": ((2,), np.int32), "wrong": ((2,), dtype)})
 
 
 @pytest.mark.parametrize("memory_kind", [None, "pinned_host"])
@@ -89,7 +89,7 @@ def test_inputs_arrive_bit_by_bit(memory_kind: str | None) -> None:
 
 
 def test_the_buffer_is_not_written_while_a_program_reads_it() -> None:
-    layout = Layout.of({"x": ((64,), np.float32)})
+    layout = BufferLayout.of({"x": ((64,), np.float32)})
     staging = Staging(layout)
 
     @jax.jit

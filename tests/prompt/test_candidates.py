@@ -64,7 +64,7 @@ CATALOG = Catalog.build("xyz", [["<a>", "<p>"], ["<b>", "<p>"], ["<b>", "<q>"]],
 
 def segments(instruction: str) -> SegmentPrompts:
     rank = RankConfig(
-        scorer="item_probe", item="{sid}", instruction=instruction, positive="<a>", negative="<b>"
+        method="item_probe", item="{sid}", instruction=instruction, positive="<a>", negative="<b>"
     )
     return SegmentPrompts(rank, semantic_id_tokenizer(CATALOG), CATALOG)
 
@@ -102,9 +102,9 @@ def test_instructions_that_cannot_be(instruction: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "words"),
     [
-        (RankConfig(scorer="list_letter", item="{sid}", letters="<a>"), r"rank\.letters: must have \{n\}"),
+        (RankConfig(method="list_letter", item="{sid}", letters="<a>"), r"rank\.letters: must have \{n\}"),
         (
-            RankConfig(scorer="item_probe", item="{sid}", probe="<sid>", positive="<a>", negative="<a>"),
+            RankConfig(method="item_probe", item="{sid}", probe="<sid>", positive="<a>", negative="<a>"),
             r"rank\.negative: must be another answer than rank\.positive, '<a>'",
         ),
     ],
@@ -118,7 +118,7 @@ def test_text_between_items_and_probes_hold_no_placeholder() -> None:
     tokenizer = semantic_id_tokenizer(CATALOG)
     with pytest.raises(PromptError, match=r"rank\.probe: unknown placeholder \{sid\}; it may hold none"):
         SegmentPrompts(
-            RankConfig(scorer="item_probe", item="{sid}", probe="<sid>{sid}", positive="<a>", negative="<b>"),
+            RankConfig(method="item_probe", item="{sid}", probe="<sid>{sid}", positive="<a>", negative="<b>"),
             tokenizer,
             CATALOG,
         )

@@ -51,7 +51,7 @@ def ring() -> Dataset:
 def config(folder: Path, *more: str) -> Config:
     return override(
         Config(), "train.model=ranker", f"train.out={folder}", f"model.path={folder}", "model.compilation_cache=",
-        "prompt.max_items=6", "rank.scorer=item_token", "rank.item=<bos><sid>{sid}", "rank.item_span=4",
+        "prompt.max_items=6", "rank.method=item_token", "rank.item=<bos><sid>{sid}", "rank.item_span=4",
         "rank.instruction=<sid>{last}", "rank.requests=2", "rank.tokens=96", "rank.context=96", "rank.candidates=32",
         "cache.policy=hotness", "cache.device_mb=1", "beam.width=4", "profiles.batch=1", "profiles.tokens=16",
         "profiles.widths=4", "train.negatives=9", "train.max_items=6", "train.batch=24", f"train.steps={STEPS}",
@@ -266,7 +266,7 @@ def test_negatives_are_drawn_by_weight_without_repetition() -> None:
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     for setting, words in (
         ("train.negatives=0", r"train\.negatives must be 1 to"),
-        ("rank.scorer=item_probe", r"rank\.scorer must be item_token"),
+        ("rank.method=item_probe", r"rank\.method must be item_token"),
         ("prompt.item={sid}{sid}", r"prompt\.item=\{sid\}"),
         ("prompt.template={history}", r"prompt\.template must have something before"),
         ("train.out=", r"train\.out: the folder"),

@@ -37,7 +37,7 @@ def dataset(n_items: int = 12) -> Dataset:
 
 def config(out: Path, *more: str) -> Config:
     return override(
-        Config(), f"train.out={out}", "prompt.max_items=5", "rank.scorer=item_token", "rank.item=<sid>{sid}",
+        Config(), f"train.out={out}", "prompt.max_items=5", "rank.method=item_token", "rank.item=<sid>{sid}",
         "rank.instruction=<sid>", "rank.item_span=3", *SIZES, *more,
     )  # fmt: skip
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr prepare`: from a raw dataset to a prepared one (jgr/data/prepared.py says what that is).
+"""`jgr prepare`: turns a raw dataset into a prepared one (jgr/data/prepared.py says what that is).
 
-The one idea: two stages, read and split, and each leaves a marker with the hash of all that went into it and of all
-that came out. A run that was interrupted finds the stages that are done, and the manifest is written last.
+The one idea: there are two stages, read and split, and each leaves a marker with the hashes of all its inputs and
+outputs. A run that was interrupted goes on after the last finished stage. The manifest is written last.
 
-- read: the raw files, once, line by line; ids become integers. Whatever is wrong with a line is said here.
+- read: the raw files, once, line by line; ids become integers. Errors in a line are reported here.
 - split: filter, order, cut into train, valid and test, renumber (jgr/data/preparation/splitting.py).
 
-The same folder prepared again from the same files with the same parameters is left as it is; with others it
-is refused.
+A folder that was already prepared from the same files with the same parameters is left as it is; one prepared from
+others is refused.
 
-Memory: about 150 bytes an event at the peak, and the ids and metadata of the items that occur; a raw file is
-never held as a whole.
+Peak memory: about 150 bytes for each event, plus the ids and metadata of the items that occur. A raw file is never
+in memory as a whole.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ _log = logging.getLogger(__name__)
 class Options:
     """What to prepare and how.
 
-    source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items
-    with fewer events leave, again and again until none has fewer; None takes the source's. bpe_vocab: tokens
-    of the title tokenizer, 0 for none. allow_counts: only warn where the counts known for a source differ.
+    source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items with fewer
+    events are removed, again and again until none has fewer; None takes the source's values. bpe_vocab: tokens of the
+    title tokenizer; 0: none is made. allow_counts: only warn if the counts differ from those known for the source.
     """
 
     source: str
@@ -89,7 +89,7 @@ class Options:
 def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     """Prepare a dataset; returns its manifest, and whether anything had to be done.
 
-    DataError (CatalogError, for semantic ids) names the file and line, the user, or the option.
+    Raises DataError (CatalogError for semantic ids), naming the file and line, the user, or the option.
     """
     source, parameters = _resolve(options)
     raw = source.open(options.raw)
@@ -124,13 +124,13 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     with writing(options.out / MANIFEST, DataError) as stream:
         stream.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
     shutil.rmtree(work, ignore_errors=True)
-    for left in options.out.glob(".*.partial"):  # of a run that was killed
+    for left in options.out.glob(".*.partial"):  # left by a run that was killed
         left.unlink(missing_ok=True)
     return manifest, True
 
 
 def _resolve(options: Options) -> tuple[Source, dict[str, Any]]:
-    """The source and the parameters that decide about the outputs."""
+    """The source, and the parameters that the outputs depend on."""
     source = SOURCES.get(options.source)
     if source is None:
         raise DataError(f"--source: there is no {options.source!r}; known: {', '.join(SOURCES)}")
@@ -156,7 +156,7 @@ def _items_of(raw: Raw) -> list[tuple[Path, Any]]:
 def _build(
     options: Options, source: Source, parameters: dict[str, Any], raw: Raw | Whole, inputs: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Write the dataset's files but the manifest; returns the counts, and the names of the files."""
+    """Write all files of the dataset except the manifest; returns the counts and the names of the files."""
     out, work = options.out, options.out / _WORK
     if isinstance(raw, Whole):
         if parameters["min_user"] or parameters["min_item"]:
@@ -218,7 +218,7 @@ def _key(*parts: object) -> str:
 
 
 def _stage(work: Path, name: str, key: str, outputs: list[Path], make: Callable[[], None]) -> None:
-    """Run `make`, which writes `outputs`, unless they are there already, made from what `key` stands for."""
+    """Run `make`, which writes `outputs`, unless an earlier run wrote them from the inputs that `key` is a hash of."""
     marker = work / f"{name}.json"
 
     def state() -> bytes:
@@ -257,7 +257,7 @@ def _read(raw: Raw, work: Path, feedback: bool) -> None:
                 scenario.append(event.scenario)
             if event.time is not None:
                 time.append(event.time)
-            # Compared while reading, so that the message can name the line.
+            # Checked while reading, so that the message can name the line.
             if len(time) not in (0, len(user)):
                 raise DataError(f"{path}:{number}: some events have a time and some have none")
     if not user:
@@ -274,7 +274,7 @@ def _read(raw: Raw, work: Path, feedback: bool) -> None:
 
 
 def _read_items(raw: Raw, items: dict[str, int], first_seen: list[tuple[Path, int]]) -> list[bytes]:
-    """The line of every item that occurs; items that are only described are checked and left out."""
+    """The line of every item that has an event. Items without events are checked and left out."""
     if raw.items is None:
         return [_item_line(item_id, {}) for item_id in items]
     path, read = raw.items
@@ -301,7 +301,7 @@ def _read_items(raw: Raw, items: dict[str, int], first_seen: list[tuple[Path, in
 
 
 def _item_line(item_id: str, metadata: dict[str, Any]) -> bytes:
-    """The item's line, keys sorted. ValueError unless reading it back gives the same."""
+    """Encode the item as a line of JSON, keys sorted. Raises ValueError unless reading it back gives the same."""
     try:
         line = _ENCODER.encode({"item_id": item_id, "metadata": metadata})
         faithful = msgspec.json.decode(line)["metadata"] == metadata
@@ -337,7 +337,7 @@ def _write(out: Path, result: Split) -> None:
 
 
 def train_title_tokenizer(items: Path, vocab: int, path: Path) -> None:
-    """Write a byte-level BPE of at most `vocab` tokens of the items' titles, `<pad>`, `<bos>`, `<sid>` first."""
+    """Train a byte-level BPE of at most `vocab` tokens on the items' titles. Its first tokens: <pad>, <bos>, <sid>."""
     titles = [fields["title"] for fields in read_items(items)[1] if isinstance(fields.get("title"), str)]
     if not titles:
         raise DataError("--bpe_vocab: no item has a title")

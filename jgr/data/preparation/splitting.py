@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the events of a raw dataset to the arrays of a prepared one: filter, order, cut, renumber.
+"""Turns the events of a raw dataset into the arrays of a prepared one: filter, order, cut, renumber.
 
-The one idea: a split is a *rank* per event, 0 train, 1 valid, 2 test, that never falls along a user's events; the
-examples are cut in one way whatever gave the ranks, and checked once more as arrays.
+The one idea: a split is a *rank* of each event (0 train, 1 valid, 2 test) that never falls along a user's events.
+However the ranks came about, examples are cut from them in the same way, and checked once more as arrays.
 
 Splits. Leave-one-out: a user's last event is the test target, the one before it the valid target; users with
-fewer than three are trained on as a whole. Time: an event from the 80 % quantile of all times on is a valid
-target, from the 90 % quantile on a test target. Given: as the source says. In the last two a user's events
-must run train, valid, test; every event but a user's first is a target, and everything before it the history
-(in a source without order: everything of the earlier splits).
+fewer than three events are only trained on. Time: events from the 80 % quantile of all times on are valid targets,
+from the 90 % quantile on test targets. Given: as the source says. For the last two, a user's events must come in
+the order train, valid, test; every event but a user's first is a target, and its history is everything before it
+(if the source has no order: everything of the earlier splits).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ VALID_FROM, TEST_FROM = 0.8, 0.9
 
 @dataclass(frozen=True, eq=False)
 class Events:
-    """What was read: [total] int64 each, in file order; user and item index the ids, in the order first seen.
+    """All events that were read, in file order: arrays of [total] int64.
 
-    item_lines: the items' lines of items.jsonl. actions, scenario: [total], None where the source has no feedback.
+    user, item: indices into user_ids and item_ids, which are in the order first seen. item_lines: each item's line for
+    items.jsonl. actions, scenario: None if the source has no feedback.
     """
 
     user: Int64
@@ -49,7 +50,7 @@ class Events:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """user_ids: [u]. item_lines: [n] lines of items.jsonl in row order."""
+    """The result of `split_events`. user_ids: [u]. item_lines: [n], the lines of items.jsonl in row order."""
 
     arrays: Arrays
     user_ids: list[str]
@@ -60,13 +61,13 @@ class Split:
 
 
 def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> Split:
-    """Filter, order, cut and renumber; the arrays are checked."""
+    """Filter, order, cut and renumber the events, and check the arrays. Raises DataError if nothing is left."""
     given = parameters["split"] == "given"
     keep = _distinct(events, source) & _frequent(events, parameters["min_user"], parameters["min_item"])
     if not keep.any():
         raise DataError("no event is left: lower --min_user or --min_item")
     selected = np.flatnonzero(keep)
-    # Stable, the last key first: by user, by time where there is one, and equal ones in the order of the files.
+    # A stable sort by user, then by time if known; equal keys stay in the order of the files.
     keys = [events.user] if events.time is None else [events.time, events.user]
     keys = [events.split, *keys] if given and len(keys) == 2 else keys
     order = selected[np.lexsort([key[selected] for key in keys])]
@@ -91,7 +92,7 @@ def split_events(events: Events, source: Source, parameters: dict[str, Any]) -> 
 
 
 def _distinct(events: Events, source: Source) -> Bool:
-    """[total]: which events to keep of a source with repeats; a set that holds an item twice is refused."""
+    """Which events to keep, [total], if repeats are to be dropped. Raises DataError for a set with an item twice."""
     keep = np.ones(len(events.user), bool)
     if not (source.unordered or source.drop_repeats):
         return keep
@@ -111,7 +112,7 @@ def _distinct(events: Events, source: Source) -> Bool:
 
 
 def _frequent(events: Events, min_user: int, min_item: int) -> Bool:
-    """[total]: the events of the largest part in which no user and no item has fewer events than asked."""
+    """Which events to keep, [total], so that every user and item that is left has at least the asked number."""
     keep = np.ones(len(events.user), bool)
     while True:
         of_user, of_item = np.bincount(events.user[keep]), np.bincount(events.item[keep])
@@ -123,7 +124,7 @@ def _frequent(events: Events, min_user: int, min_item: int) -> Bool:
 
 
 def _last_two(offsets: Int64, time: Int64 | None) -> Int64:
-    """0, 1 or 2 for an event of train, valid or test: leave-one-out."""
+    """The rank of each event by leave-one-out: 0 train, 1 valid, 2 test."""
     rank = np.zeros(offsets[-1], np.int64)
     stops = offsets[1:][np.diff(offsets) >= 3]
     rank[stops - 2], rank[stops - 1] = 1, 2
@@ -131,7 +132,7 @@ def _last_two(offsets: Int64, time: Int64 | None) -> Int64:
 
 
 def _by_time(offsets: Int64, time: Int64 | None) -> Int64:
-    """0, 1 or 2 by the time's quantile among all events; equal times are never parted."""
+    """The rank of each event by the quantile of its time among all events; equal times get equal ranks."""
     if time is None:
         raise DataError("--split=time: the raw files give no times")
     ordered = np.sort(time)
@@ -153,14 +154,14 @@ def _refuse_leaks(rank: Int64, user: Int64, user_ids: list[str]) -> None:
 def _cut(
     rows: npt.NDArray[np.int32], offsets: Int64, user: Int64, rank: Int64, time: Int64 | None, unordered: bool
 ) -> Arrays:
-    """The examples: every event with a history is a target."""
+    """Cut the examples: every event that has a history is a target."""
     n_users = len(offsets) - 1
     before = [offsets[:-1] + np.bincount(user[rank < r], minlength=n_users) for r in range(3)]
     windows = []
     for r, split in enumerate(SPLITS):
         target = np.flatnonzero(rank == r)
         owner = user[target]
-        # In a set the other items of the same split are not known to come before.
+        # Without order, other items of the same split may have come later.
         stop = before[r][owner] if unordered and r else target
         has_history = stop > offsets[owner]
         if not has_history.any():

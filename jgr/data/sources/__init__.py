@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw datasets as others publish them: a file a form, each a few functions that yield typed records."""
+"""Raw datasets as others publish them: one file for each format, with functions that yield typed records."""

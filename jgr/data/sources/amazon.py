@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Amazon reviews: the 5-core sequence text of S3-Rec and its successors, and the files of the 2023 release.
 
-5-core: `sequences.txt` (or S3-Rec's `Beauty.txt` renamed), lines of `user item item ...`, oldest first, with
-`items.jsonl` beside it where there is one: objects with `item_id`; every other field is metadata.
+5-core: `sequences.txt` (S3-Rec's `Beauty.txt`, renamed) has lines of `user item item ...`, oldest first. If
+`items.jsonl` is there too, it holds objects with `item_id`, whose other fields are metadata.
 
-2023: reviews as `*.jsonl` (as crawled) or `*.csv` (user_id, parent_asin, rating, timestamp), or cut into
-`*.train.csv`, `*.valid.csv`, `*.test.csv`; items as `meta_*.jsonl`, of which a few fields are kept. Products
-are known by parent_asin; times are in milliseconds.
+2023: reviews are `*.jsonl` (as crawled), `*.csv` (user_id, parent_asin, rating, timestamp), or already split into
+`*.train.csv`, `*.valid.csv`, `*.test.csv`. Items are `meta_*.jsonl`, of which a few fields are kept. An item's id is
+its parent_asin; times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _open_5core(folder: Path) -> Raw:
 
 
 def items_jsonl(path: Path) -> Iterator[tuple[int, Item]]:
-    """Objects with `item_id`; the rest, or the object `metadata` if that is all the rest, is metadata."""
+    """Read objects with `item_id`. Their other fields are the metadata, or their only other field `metadata` is."""
 
     def parse(line: bytes) -> list[Item]:
         fields = json_object(line)

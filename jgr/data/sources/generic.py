@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One's own data: `interactions.{jsonl,csv,parquet}` and, if there, `items.{jsonl,csv,parquet}`.
+"""Reads your own data: `interactions.{jsonl,csv,parquet}` and, if there, `items.{jsonl,csv,parquet}`.
 
 An interaction has user_id and item_id, and may have timestamp (a whole number, in every row or in none) and split
 (train, valid or test); other fields are ignored. An item has item_id; every other field is metadata. JSONL and

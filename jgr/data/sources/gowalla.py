@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gowalla-style lists, as NGCF and LightGCN use them: `train.txt`, `valid.txt` (if there) and `test.txt`, lines of
-`user item item ...`. A user's items are a set: their order says nothing, so the only split is the given one.
+`user item item ...`. A user's items are a set: their order means nothing, so only the given split is possible.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KuaiRand-style event logs: `log_standard*.csv` (all parts of it) or `events*.csv` with the columns user_id, video_id
-and time_ms, and `video_features_basic*.csv`. Every impression is an event; a row that repeats another's user,
-video and time is dropped.
+"""Reads KuaiRand-style event logs: `log_standard*.csv` (all parts) or `events*.csv` with the columns user_id, video_id
+and time_ms, and `video_features_basic*.csv`. Every impression is an event. A row with the user, video and time of an
+earlier row is dropped.
 
-`kuairand-feedback` reads what the user did with each impression and the tab it stood in, too, and what came before the
-log, where `user_history.txt` says so: lines of user, number of events, milliseconds of the last, and the last video
-ids, oldest first, separated by tabs and spaces. Their times are not known: they stand a millisecond apart before the
-last one's, and what was done is unrecorded. Its `given` split learns up to April 29th 2022, validates on the 30th, and
-tests on May, by the app's time.
+`kuairand-feedback` also reads the feedback on each impression and the tab in which it was shown, and, from
+`user_history.txt` if it is there, the events before the log: lines of user, number of events, time of the last event
+in milliseconds, and the last video ids, oldest first, separated by tabs and spaces. Earlier events have no times: they
+are placed a millisecond apart before the last one, and their feedback is unrecorded. The `given` split trains up to
+April 29th 2022, validates on the 30th and tests on May, in the app's time zone.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _videos(path: Path) -> Iterator[tuple[int, Item]]:
 
 
 def _typed_videos(path: Path) -> Iterator[tuple[int, Item]]:
-    """What a ranker can use: the author, the tags, and the duration as a step of a scale by factors of sqrt(2)."""
+    """Videos with the features a scorer can use: author, tags, and the duration's step on a scale of factor sqrt(2)."""
 
     def parse(row: dict[str, str]) -> Item:
         metadata: dict[str, Any] = {"author": row["author_id"], "tags": row["tag"].split(",")}

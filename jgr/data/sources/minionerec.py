@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MiniOneRec form: `index.json` with semantic ids, `item.json` with metadata, and rows of history and target in
-`train.inter`, `valid.inter`, `test.inter`. The rows are the examples, so their histories stay as long as given.
+"""Reads MiniOneRec's format: `index.json` with semantic ids, `item.json` with metadata, and rows of history and target
+in `train.inter`, `valid.inter`, `test.inter`. The rows are the examples, so histories stay as long as they are given.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MovieLens 100K and 1M, as GroupLens publishes them.
+"""Reads MovieLens 100K and 1M, as GroupLens publishes them.
 
-ML-1M is also read from `sequences.txt`, lines of `user movie movie ...` oldest first without times, where
-`ratings.dat` is not there; and as the first half of `ratings.dat`, users 1 to 2999 with times. Every rating is an
-event, whatever its value.
+ML-1M can also be read without `ratings.dat` from `sequences.txt`, lines of `user movie movie ...` oldest first and
+without times; or from the first half of `ratings.dat`, users 1 to 2999 with times. Every rating is an event,
+whether high or low.
 """
 
 from __future__ import annotations
@@ -97,6 +97,6 @@ SOURCES = {
     "movielens-100k": Source(_open_100k, raw=Counts(943, 1682, 100_000)),
     "movielens-1m": Source(_open_1m, raw=_ML_1M),
     "movielens-1m-half": Source(_open_1m_half, raw=Counts(2999, 3615, 487_650)),
-    # The form of SASRec, BERT4Rec and gSASRec: movies with five ratings or more, original ids.
+    # As in SASRec, BERT4Rec and gSASRec: movies with at least five ratings, with their original ids.
     "movielens-1m-sasrec": Source(_open_1m, raw=_ML_1M, kept=Counts(6040, 3416, 999_611), min_item=5),
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a source yields: events and items, each with the line it stands in.
+"""The records that a source yields: events and items, each with its line number.
 
-The one idea: a source only knows how a line is written. Which ids exist, what repeats, in which order events
-stand and how they are split is checked and done once, for all sources, in jgr/data/preparation/prepare.py.
+The one idea: a source only knows how a line is written. Which ids exist, what repeats, the order of the events and
+their split are handled once, for all sources, in jgr/data/preparation/prepare.py.
 
 A function that reads a line raises a plain ValueError; `parsed` and `csv_rows` turn it into a DataError with
 the file and the line.
@@ -28,9 +28,10 @@ MAX_TIME = 2**62
 
 
 class Event(NamedTuple):
-    """A user met an item. time: in the source's unit, None where unknown. split: 0 train, 1 valid, 2 test.
+    """One contact of a user with an item. time: in the source's unit, None if unknown. split: 0 train, 1 valid, 2 test.
 
-    actions: bits of Source.actions. scenario: where they met, from 0; -1: unknown. Of a source with actions only.
+    actions: bits, named by Source.actions. scenario: where the item was shown, from 0, or -1 if unknown. Both are only
+    used by sources with feedback.
     """
 
     user_id: str
@@ -50,10 +51,10 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Raw:
-    """The files of one raw dataset and how each is read; readers yield (line number, record).
+    """The files of one raw dataset, each with its reader, which yields (line number, record).
 
-    events: in the order in which they are read. items: None where nothing describes the items; then the items
-    are those of the events.
+    events: in the order in which they are read. items: None if no file describes the items; then the items are those
+    that the events name.
     """
 
     events: tuple[tuple[Path, Callable[[Path], Iterator[tuple[int, Event]]]], ...]
@@ -62,7 +63,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Whole:
-    """A raw dataset that comes with semantic ids and with its examples cut out. files: all that `load` reads."""
+    """A raw dataset that brings semantic ids and ready-made examples. files: all that `load` reads."""
 
     files: tuple[Path, ...]
     load: Callable[[], tuple[Catalog, Interactions]]
@@ -78,13 +79,13 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A raw form.
+    """A format of raw datasets.
 
-    open: finds the files in a folder; DataError names what is missing. splits: those that are possible, the
-    usual one first. raw, kept: known counts before and after the default filter, None where the form fits
-    many datasets. min_item: default filter. unordered: a user's events are a set without an order. drop_repeats: a
-    row that repeats user, item and time of another says nothing new. actions: what bit i of an event's says; empty
-    where the form has no feedback.
+    open: finds the files in a folder; raises DataError, naming what is missing. splits: the possible ones, the usual
+    one first. raw, kept: known counts before and after the default filter; None if the format fits many datasets.
+    min_item: default filter. unordered: a user's events are a set without an order. drop_repeats: drop a row that
+    repeats the user, item and time of another. actions: the name of each bit of an event's actions; empty if the
+    format has no feedback.
     """
 
     open: Callable[[Path], Raw | Whole]
@@ -98,7 +99,7 @@ class Source:
 
 
 def find(folder: Path, *names: str) -> Path:
-    """The first of `names` that exists, as it is or with .gz. DataError where none does."""
+    """The first of `names` that exists in the folder, plain or with .gz. Raises DataError if none does."""
     path = find_optional(folder, *names)
     if path is None:
         raise DataError(f"{folder}: has no {' or '.join(names)} (each may be gzipped)")
@@ -111,12 +112,12 @@ def find_optional(folder: Path, *names: str) -> Path | None:
 
 
 def find_all(folder: Path, *patterns: str) -> list[Path]:
-    """Every file that matches any of the glob patterns, as they are or with .gz, by name."""
+    """Every file that matches any of the glob patterns, plain or with .gz, sorted by name."""
     return sorted({p for pattern in patterns for s in ("", ".gz") for p in folder.glob(pattern + s)})
 
 
 def find_only(folder: Path, *patterns: str, beside: Collection[Path] = ()) -> Path:
-    """The one file that matches any of the glob patterns and is none of those `beside` it."""
+    """The only file that matches any of the glob patterns, apart from the files in `beside`."""
     found = [path for path in find_all(folder, *patterns) if path not in beside]
     if len(found) != 1:
         what = f"there are {', '.join(path.name for path in found)}" if found else "there is none"
@@ -125,7 +126,7 @@ def find_only(folder: Path, *patterns: str, beside: Collection[Path] = ()) -> Pa
 
 
 def parsed(path: Path, parse: Callable[[bytes], Iterable[T]]) -> Iterator[tuple[int, T]]:
-    """Every record of every line, with the line's number."""
+    """Parse every line into records, and yield each with its line's number."""
     for number, line in read_lines(path, DataError):
         try:
             for record in parse(line):
@@ -137,7 +138,7 @@ def parsed(path: Path, parse: Callable[[bytes], Iterable[T]]) -> Iterator[tuple[
 def csv_rows(
     path: Path, columns: Iterable[str], parse: Callable[[dict[str, str]], T]
 ) -> Iterator[tuple[int, T]]:
-    """Every row of a CSV file with a header that holds `columns`, as `parse` reads it, with its line."""
+    """Parse every row of a CSV file, whose header must hold `columns`, and yield it with its line's number."""
     reader = csv.reader(_text_lines(path), strict=True)
     try:
         header = next(reader, [])
@@ -164,7 +165,7 @@ def _text_lines(path: Path) -> Iterator[str]:
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """One JSON object; NaN, which JSON does not have, is refused."""
+    """Parse one JSON object. NaN, which is not JSON, is refused."""
     value = msgspec.json.decode(line)
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, found {type(value).__name__}")
@@ -172,7 +173,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 
 def as_id(value: object) -> str:
-    """An id as text; whole numbers are read as their decimal text."""
+    """Read an id, which is text or a whole number, as text."""
     if type(value) is int:
         return str(value)
     if type(value) is not str:
@@ -181,7 +182,7 @@ def as_id(value: object) -> str:
 
 
 def as_time(value: object) -> int:
-    """A time, a whole number from 0, also as text."""
+    """Read a time: a whole number from 0, given as a number or as text."""
     time = int(value) if isinstance(value, str) else value
     if type(time) is not int or not 0 <= time < MAX_TIME:
         raise ValueError(f"a time must be a whole number from 0, found {value!r}")
@@ -189,7 +190,7 @@ def as_time(value: object) -> int:
 
 
 def fields_of(line: bytes, separator: str, n: int, encoding: str = "utf-8") -> list[str]:
-    """The fields of a line, exactly n."""
+    """Split a line into exactly n fields. Raises ValueError if there are more or fewer."""
     fields = line.decode(encoding).split(separator)
     if len(fields) != n:
         raise ValueError(f"expected {n} fields separated by {separator!r}, found {len(fields)}")
@@ -197,7 +198,7 @@ def fields_of(line: bytes, separator: str, n: int, encoding: str = "utf-8") -> l
 
 
 def user_line(line: bytes, split: int = 0) -> list[Event]:
-    """`user item item ...`: all of a user's events. A user without items is refused."""
+    """Parse a line `user item item ...` into the user's events. A user without items is refused."""
     user_id, *item_ids = line.decode("utf-8").split(" ")
     if not item_ids or not all(item_ids):
         raise ValueError(f"user {user_id!r} has no items, or there are two spaces in a row")
@@ -205,7 +206,7 @@ def user_line(line: bytes, split: int = 0) -> list[Event]:
 
 
 def user_lines(path: Path, split: int = 0) -> Iterator[tuple[int, Event]]:
-    """A file of lines `user item item ...`, each user once."""
+    """Read a file of lines `user item item ...`, with one line for each user."""
     seen: set[str] = set()
 
     def parse(line: bytes) -> list[Event]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every raw form by the name that `jgr prepare --source` takes."""
+"""Every raw format, by the name that `jgr prepare --source` takes."""
 
 from __future__ import annotations
 

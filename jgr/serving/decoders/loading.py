@@ -139,7 +139,7 @@ def _make_executors(
     rank, settings = config.rank, _settings(config, segment_rows)
     packed: list[Profile] = []
     if isinstance(model.cfg, DecoderConfig):
-        if rank.scorer != "likelihood":
+        if rank.method != "likelihood":
             packed += packed_profiles(rank, "rank", rank.candidates)
         if config.cache.policy != "none":
             packed += packed_profiles(rank, "recommend", max(config.profiles.widths))
@@ -184,14 +184,14 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
     if misfit:
         raise ConfigError(f"{model.folder}: {misfit}")
     segments = None
-    needs_decoder = config.rank.scorer != "likelihood" or config.cache.policy != "none"
+    needs_decoder = config.rank.method != "likelihood" or config.cache.policy != "none"
     if needs_decoder and not isinstance(model.cfg, DecoderConfig):
         raise ConfigError(
-            f"{model.folder}: a model of family {model.cfg.family} takes rank.scorer=likelihood and cache.policy=none"
+            f"{model.folder}: a model of family {model.cfg.family} takes rank.method=likelihood and cache.policy=none"
         )
     if config.cache.repair_share and model.cfg.layers < 2:
         raise ConfigError("cache.repair_share: a model of one layer has nothing to repair")
-    if config.rank.scorer != "likelihood":
+    if config.rank.method != "likelihood":
         segments = SegmentPrompts(config.rank, model.tokenizer, catalog)
         if segments.largest_token >= model.cfg.vocab_size:
             raise ConfigError(

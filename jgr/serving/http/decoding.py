@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies to requests, and what is wrong with a body in the caller's terms.
+"""Decodes the bodies of requests, and explains what is wrong with a body in the caller's terms.
 
-The one idea: msgspec parses and validates in one pass; only where that failed is its text turned into an error that
+The one idea: msgspec parses and validates in one pass. Only if that fails, its message is turned into an error that
 starts with the field, so that a good request pays nothing for it.
 """
 
@@ -21,7 +21,7 @@ R = TypeVar("R", RecommendRequest, RankRequest)
 
 
 def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    """Parse and validate a body in one pass. RequestError names the field, or says where the JSON breaks."""
+    """Parse and validate a body in one pass. Raises RequestError, which names the field or where the JSON breaks."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -34,7 +34,7 @@ def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 
 
 def _explain(message: str, type: Any) -> RequestError:
-    """Turn msgspec's text into a message that starts with the field."""
+    """Turn msgspec's message about a body of `type` into one that starts with the field."""
     if match := re.fullmatch(r"Object contains unknown field `(.*)` - at `\$\.([\w.]+)`", message, re.DOTALL):
         return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
@@ -45,13 +45,13 @@ def _explain(message: str, type: Any) -> RequestError:
         return invalid(match[1], f"{match[1]} is required")
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
         problem = match[1][0].lower() + match[1][1:]
-        field = match[2].replace("[...]", "")  # of an entry, whose name is not told
+        field = match[2].replace("[...]", "")  # msgspec does not say which entry of an object is wrong
         return invalid(field, f"{field}: {problem}")
     return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
 
 
 def _non_finite_field(body: bytes) -> str | None:
-    """The first field holding NaN or Infinity, which the standard parser reads though they are not JSON."""
+    """The first field with NaN or Infinity, which are not JSON but which the standard parser reads; else None."""
     if b"NaN" not in body and b"Infinity" not in body:
         return None
     try:
@@ -62,7 +62,7 @@ def _non_finite_field(body: bytes) -> str | None:
 
 
 def _path_to_non_finite(value: Any) -> str | None:
-    """Such as `.filters.deny[0]`."""
+    """The path from `value` to the first NaN or Infinity in it, such as `.filters.deny[0]`; None if it has none."""
     if isinstance(value, _NonFinite):
         return ""
     parts: Iterable[tuple[str, Any]] = ()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process side of the server: socket, signals, slow clients, start and end, around uvicorn.
+"""The server as a process, around uvicorn: socket, signals, slow clients, start and end.
 
 The one idea: a stop is a drain. SIGTERM or SIGINT makes the engine refuse new work while the socket stays
-open, so that clients hear a 503 instead of a reset; what was accepted is finished, up to a time limit; then
+open, so that clients get a 503 instead of a reset. Accepted requests are finished, up to a time limit; then
 the connections are closed and the exit code is 0. A second signal ends the process at once. SIGHUP reloads the
 models, one after the other.
 
-The whole of a request, head and body, must arrive within `READ_TIMEOUT_S` (a catalog: `UPLOAD_TIMEOUT_S`), however
-slowly it drips, or the connection is closed. A head over `MAX_HEAD_BYTES` and bytes that are no HTTP are refused in the
-shape of every other refusal.
+A whole request, head and body, must arrive within `READ_TIMEOUT_S` (a catalog within `UPLOAD_TIMEOUT_S`), even if
+bytes keep coming; otherwise the connection is closed. A head over `MAX_HEAD_BYTES`, and bytes that are not HTTP, get
+the same kind of error body as every other refusal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from jgr.serving.versions.served_models import Models
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
-"""Of the body of a catalog; no `READ_TIMEOUT_S` of it may pass without a byte."""
+"""Seconds in which the body of a catalog must arrive; `READ_TIMEOUT_S` without a byte end it too."""
 KEEP_ALIVE_S = 30
 MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
-"""Requests of one connection that may wait behind a running one before its client is not read any further."""
+"""Requests that one connection may send ahead; then the server reads no more from it until one is answered."""
 CLOSE_TIMEOUT_S = 5
 BACKLOG = 2048
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. UserError where the address cannot be had."""
+    """Open a listening socket. Raises UserError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -61,11 +61,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Listener(uvicorn.Server):
-    """Serves an engine, and the models of `more` beside it, on a socket until a signal or `stop`.
+    """Serves `engine`, and the further models in `more`, on a socket until a signal or `stop`.
 
-    load: makes the engine that a reload goes on with; None: there are no reloads. on_progress: as of
-    Executor.warm_up, in the worker thread. on_ready: called with the server's URL once all models are served.
-    exit_code: 0, or 1 where a warm-up failed. ConfigError where two models have one name.
+    load: makes the new engine for a reload; None: reloads are refused. on_progress: told how the warm-up goes on, in
+    the worker thread; see Executor.warm_up. on_ready: called with the server's URL once all models are served.
+    exit_code: 0, or 1 after a failed warm-up. Raises ConfigError if two models have the same name.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class Listener(uvicorn.Server):
         self._warming: asyncio.Task[None]
 
     def serve_until_stopped(self) -> int:
-        """Block until drained. The exit code."""
+        """Serve until the server is drained, and return the exit code."""
         self.run(sockets=[self._socket])
         return self.exit_code
 
     def stop(self) -> None:
-        """Drain and end, as SIGTERM does. From any thread."""
+        """Drain and end, as SIGTERM does. May be called from any thread."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -126,7 +126,7 @@ class Listener(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own handler raises the signal again after a clean end, which would hide the exit code.
+        # Not uvicorn's own handler: it raises the signal again after a clean end, which would hide the exit code.
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
@@ -146,10 +146,10 @@ class Listener(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with limits on a request's time to arrive and on the size of its head.
+    """uvicorn's HTTP protocol, with limits on the time that a request takes to arrive and on the size of its head.
 
-    It also knows which request of a pipelining client is running (uvicorn knows the newest), so that this one hears
-    when the client leaves.
+    It also knows which request of a pipelining client is running (uvicorn only knows the newest), so that the running
+    one is told when the client leaves.
     """
 
     def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
@@ -199,7 +199,7 @@ class _Protocol(HttpToolsProtocol):
         if self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH:
             self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
         if len(self.pipeline) < MAX_PIPELINED:
-            self.flow.resume_reading()  # a transport that is not read does not tell that its client has left
+            self.flow.resume_reading()  # only a transport that is read tells that its client has left
 
     def on_message_complete(self) -> None:
         self._upload_ends_s = None
@@ -207,15 +207,15 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        # The parser hides what its callbacks raise behind an error of its own.
+        # The parser wraps what its callbacks raise in an error of its own.
         cause = sys.exception()
         context = cause.__context__ if cause is not None else None
         self._refuse(context if isinstance(context, RequestError) else RequestError("invalid_http", msg))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer what is no request, or too much of one, and close.
+        """Refuse bytes that are not a valid request with an error body, and close the connection.
 
-        Where requests before it wait for their answers, the last of these is the end instead.
+        If earlier requests of the connection still wait for their answers, close it after the last of those instead.
         """
         if self._running is not None and self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the damaged request itself
@@ -250,7 +250,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _timed_out(self) -> None:
         running = self._running
-        # A pipelined request may wait for the one before it, not for its client.
+        # The client is not slow if its request waits for the answer to the one before it.
         if running is not None and not (running.response_complete or running.more_body):
             self._start_timer()
         elif not self.transport.is_closing():

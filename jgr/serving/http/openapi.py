@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/openapi.json` and `/docs`, made from the types that validate.
+"""Makes `/openapi.json` and `/docs` from the types that validate requests.
 
 The one idea: nothing about a field is written here. Names, types, bounds and descriptions come from the
 structs in `jgr.serving.api`; only the limits that the configuration sets are added. The page needs no script.
@@ -25,9 +25,10 @@ _REF = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. answer, request: a struct, or the media type of what is none.
+    """One endpoint.
 
-    open: no key is asked for; admin: one of its own. of_model: the query may name the model.
+    answer, request: the struct of the body, or the media type of a body that is not JSON. open: no key is needed.
+    admin: the admin key is needed. of_model: the query parameter `model` may name the model.
     """
 
     method: str
@@ -69,7 +70,7 @@ OPERATIONS = (
     ),
     Operation("post", "/v1/rank", "Score given candidates for a history", api.Answer, api.RankRequest, _HOT),
     Operation("get", "/v1/models", "The models served, with their limits", api.ModelList),
-    Operation("get", "/v1/models/{name}", "One of them", api.ModelInfo, errors=("not_found",)),
+    Operation("get", "/v1/models/{name}", "One model, with its limits", api.ModelInfo, errors=("not_found",)),
     Operation(
         "post",
         "/v1/models/{name}/reload",
@@ -82,7 +83,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/catalogs",
-        "The catalogs held, and which is served",
+        "The catalogs that the server holds, and which one is served",
         api.CatalogList,
         errors=("not_found", "invalid_request"),
         of_model=True,
@@ -90,7 +91,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/catalogs",
-        "Upload a catalog, a line of JSON an item, to be activated later",
+        "Upload a catalog, one line of JSON for each item, to be activated later",
         api.CatalogInfo,
         "application/x-ndjson",
         errors=_CHANGE,
@@ -101,7 +102,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/catalogs/{version}/activate",
-        "Serve a catalog, without a pause",
+        "Serve an uploaded catalog, without a pause",
         api.CatalogInfo,
         errors=_CHANGE,
         admin=True,
@@ -118,13 +119,11 @@ OPERATIONS = (
         of_model=True,
         status=202,
     ),
-    Operation(
-        "delete", "/v1/users/{user_id}/cache", "Erase what is cached of a user, given by user_id", api.Erased
-    ),
+    Operation("delete", "/v1/users/{user_id}/cache", "Erase all cache entries of a user", api.Erased),
     Operation(
         "get",
         "/v1/items/{item_id}",
-        "An item of the catalog",
+        "One item of the catalog",
         api.CatalogItem,
         errors=("not_found", "invalid_request"),
         of_model=True,
@@ -134,14 +133,16 @@ OPERATIONS = (
         "get", "/health/ready", "Whether requests are served", api.Health, errors=("unavailable",), open=True
     ),
     Operation("get", "/metrics", "Prometheus metrics", "text/plain"),
-    Operation("get", "/openapi.json", "This description", "application/json"),
-    Operation("get", "/docs", "This description, to read", "text/html"),
+    Operation("get", "/openapi.json", "This API as an OpenAPI document", "application/json"),
+    Operation("get", "/docs", "This API as a page to read", "text/html"),
 )
 
 
 def document(infos: Sequence[api.ModelInfo], keyed: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of a server of these models, with the limits of the widest. keyed: it asks for an
-    API key."""
+    """The OpenAPI 3.1 document of a server that serves the models `infos`.
+
+    A limit that differs between the models is the largest of theirs. keyed: whether clients need an API key.
+    """
     types: list[Any] = [op.request for op in OPERATIONS if not isinstance(op.request, str | None)]
     types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
     _, schemas = msgspec.json.schema_components([*types, api.ErrorAnswer], ref_template=_REF + "{name}")
@@ -172,7 +173,8 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
         {
             "name": "X-Request-Id",
             "in": "header",
-            "description": "Up to 128 printable ASCII characters, given back; made up if absent.",
+            "description": "An id for the request, of up to 128 printable ASCII characters. The answer repeats it; "
+            "without one the server makes one up.",
             "schema": {"type": "string", "maxLength": 128},
         }
     ]
@@ -182,7 +184,7 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
             {
                 "name": "model",
                 "in": "query",
-                "description": "The model that the catalog is of; must be named where there are several.",
+                "description": "Name of the model whose catalog is meant. Required if the server has several models.",
                 "schema": {"type": "string"},
             },
         )
@@ -223,7 +225,7 @@ td, th { border: 1px solid #ccc; padding: .3em .6em; text-align: left; vertical-
 
 
 def page(description: Mapping[str, Any]) -> str:
-    """An OpenAPI document as one self-contained HTML page."""
+    """Render an OpenAPI document as one self-contained HTML page."""
     parts = [_HEAD, f"<h1>jgr {escape(description['info']['version'])}</h1>"]
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
@@ -249,7 +251,7 @@ def page(description: Mapping[str, Any]) -> str:
 
 
 def _schema(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of a request body or response; {} where it has none."""
+    """The schema of a request body or response; {} if its media type has none."""
     (media,) = content["content"].values()
     schema: Mapping[str, Any] = media.get("schema", {})
     return schema
@@ -266,7 +268,7 @@ def _body(content: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with its bounds; structs are links."""
+    """Describe a schema in a few words of HTML, with its bounds; a struct is a link to its table."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(_REF))
         return f'<a href="#{name}">{name}</a>'

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP face of the models that are served: translation only.
+"""The HTTP interface of the served models. It only translates between HTTP and engines.
 
-The one idea: two endpoints are hot and everything else is not. `/v1/recommend` and `/v1/rank` are plain ASGI:
-one read, one decode into a typed struct, one encode, no middleware. The rest is Starlette.
+The one idea: two endpoints are hot and all others are not. `/v1/recommend` and `/v1/rank` are plain ASGI:
+one read, one decode into a typed struct, one encode, no middleware. The others use Starlette.
 
-Every answer carries X-Request-Id; every refusal has the one shape of `jgr.serving.api.ErrorAnswer`. A body
-larger than the limit is never kept in memory, chunked or not. A client that goes away cancels its work.
-What changes the server itself (a reload, a catalog) asks for a key of its own, and is closed where there is none.
+Every answer carries X-Request-Id; the body of every refusal is a `jgr.serving.api.ErrorAnswer`. A body larger
+than the limit is never kept in memory, chunked or not. The work of a client that goes away is cancelled.
+Calls that change the server itself (a reload, a catalog) need the admin key; without such a key all are refused.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from jgr.serving.versions.served_models import Models
 
 UPLOAD_PATH = "/v1/catalogs"
 CLIENT_GONE = 499
-"""What the request counter shows for a client that left; nothing is sent."""
+"""The status that the request counter shows if the client left before its answer; it is never sent."""
 RETRY_AFTER_S = 1
 DISCARD_BODIES = 8
-"""This many times the body limit is read and thrown away, so that the client can hear the 413."""
+"""Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
 
 Headers = list[tuple[bytes, bytes]]
 Hot = tuple[Kind, Callable[[bytes], Request]]
-"""What a hot endpoint asks of a model, and what reads its bodies."""
+"""A hot endpoint: the kind of its requests, and the function that decodes a body."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
 _ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
-"""How the paths begin that only take a POST from an admin: more than there are, so that no spelling escapes."""
+"""A POST to any path with one of these prefixes needs the admin key, so that no spelling of a path escapes it."""
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
@@ -80,13 +80,15 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 
 
 class App:
-    """The ASGI application of a server's models. `jgr.serving.http.listener` runs it; any ASGI server could."""
+    """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it; any ASGI server could."""
 
     def __init__(self, models: Models, config: ServerConfig) -> None:
         self._models = models
         self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
         self._clock = models.deployments[0].engine.clock
-        self._metrics = models.deployments[0].metrics  # which holds what is the process's
+        self._metrics = models.deployments[
+            0
+        ].metrics  # the first model's registry holds the process's metrics too
         self._max_body = config.max_body_bytes
         self._key = config.api_key.encode()
         self._admin_key = config.admin_key.encode()
@@ -136,7 +138,7 @@ class App:
             elif self._key and path not in _OPEN_PATHS:
                 _authorize(key, self._key, "API key")
             if hot is None:
-                if "\n" in path:  # a route's pattern may end before it
+                if "\n" in path:  # the end of a route's pattern matches before a newline
                     raise RequestError("not_found", f"there is no {quoted(path)}")
                 scope["jgr.request_id"] = reply.request_id
                 await self._cold(scope, receive, reply.forward)
@@ -178,12 +180,12 @@ class App:
             return await ticket.answer
         finally:
             engine.cancel(ticket)
-            # An error's traceback holds this frame. Through the ticket it would hold itself, and with it the engine
-            # and its device memory, until the garbage collector comes by.
+            # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
+            # the engine and its device memory until the garbage collector runs.
             del engine, ticket
 
     async def _read_body(self, receive: Receive) -> bytes:
-        """The whole body. RequestError where it is over the limit, ClientGone where it never ends."""
+        """Read the whole body. Raises RequestError if it exceeds the limit, ClientGone if the client leaves."""
         chunks: list[bytes] = []
         received, more = 0, True
         while more and received <= DISCARD_BODIES * self._max_body:
@@ -272,7 +274,7 @@ class App:
 
 
 class _Reply:
-    """One response, with the headers that every response has. status: 0 until it is sent."""
+    """Sends one response, with the headers that every response has. status: its HTTP status, 0 until it is sent."""
 
     def __init__(self, send: Send, request_id: str, models: Models) -> None:
         self.request_id = request_id
@@ -295,7 +297,7 @@ class _Reply:
             await self.send(STATUS[error.type], body, _ERROR_HEADERS.get(error.type))
 
     async def forward(self, message: Message) -> None:
-        """The `send` of an inner application."""
+        """Send an inner application's message, with the common headers added to its head."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = message["headers"]
@@ -306,7 +308,7 @@ class _Reply:
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's errors, and ours, in our shape."""
+    """Turn an error, Starlette's or ours, into a response whose body is an ErrorAnswer."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {})["Allow"].split(", ")
@@ -325,7 +327,7 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
 
 
 def error_body(error: RequestError, request_id: str) -> bytes:
-    """A refusal as JSON."""
+    """Encode an error as the JSON of an ErrorAnswer."""
     body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
     if error.field is not None:
         body.field = error.field
@@ -337,7 +339,7 @@ def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | No
 
 
 def _listed_at(request: HttpRequest) -> dict[str, str]:
-    """Where it is told how an activation goes on."""
+    """The Location header of an activation: the list of catalogs, which tells its progress."""
     query = request.url.query
     return {"Location": f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH}
 

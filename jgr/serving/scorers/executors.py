@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import Layout, Staging
+from jgr.cache.buffers import BufferLayout, Staging
 from jgr.cache.entries import Stored
 from jgr.cache.pool import StatePool
 from jgr.features import numa
@@ -122,7 +122,7 @@ class Programs:
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.user = user_layout(self.needs)
         block = None if share == "cache" else self.user
-        self.layouts: dict[int, Layout] = {} if share == "part" else {USER_PART: self.user}
+        self.layouts: dict[int, BufferLayout] = {} if share == "part" else {USER_PART: self.user}
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
@@ -199,7 +199,7 @@ class Programs:
         return self._growing.grow(params, self._cfg, kept, users, self.growth)
 
     def _score(
-        self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
+        self, layout: BufferLayout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
     ) -> jax.Array:
         inputs = layout.unpack(words)
         if state is None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import Layout
+from jgr.cache.buffers import BufferLayout
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.models.scorers import Needs
@@ -95,7 +95,7 @@ class ScorerTranslator:
         name: str,
         catalog: Catalog,
         needs: Needs,
-        layout: Layout,
+        layout: BufferLayout,
         config: Config,
         *,
         revision: str = "",

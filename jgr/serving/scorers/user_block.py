@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import Layout
+from jgr.cache.buffers import BufferLayout
 from jgr.features.schema import Schema
 from jgr.features.unpacking import unpack_records
 from jgr.models.scorers import Candidates, Needs, Users
@@ -26,7 +26,7 @@ from jgr.models.scorers import Candidates, Needs, Users
 UInt8 = npt.NDArray[np.uint8]
 
 
-def user_layout(needs: Needs) -> Layout:
+def user_layout(needs: Needs) -> BufferLayout:
     """Of a user's block: which of rows, actions, times [S], now [1], context [C], scenario [1] the model reads."""
     history, one = (needs.max_items,), (1,)
     read = {
@@ -37,20 +37,20 @@ def user_layout(needs: Needs) -> Layout:
         "context": ((len(needs.slots),), bool(needs.slots)),
         "scenario": (one, needs.scenarios > 1),
     }
-    return Layout.of({name: (shape, np.int32) for name, (shape, used) in read.items() if used})
+    return BufferLayout.of({name: (shape, np.int32) for name, (shape, used) in read.items() if used})
 
 
-def part_layout(user: Layout | None, schema: Schema | None, size: int) -> Layout:
+def part_layout(user: BufferLayout | None, schema: Schema | None, size: int) -> BufferLayout:
     """Of a part's buffer: rows [m] of candidates, their records where there is a schema, the user's block, if any."""
     inputs: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {"candidates": ((size,), np.int32)}
     if schema is not None:
         inputs["records"] = ((size, schema.record_bytes // 4), np.uint32)
     if user is not None:
         inputs["user"] = ((user.size // 4,), np.uint32)
-    return Layout.of(inputs)
+    return BufferLayout.of(inputs)
 
 
-def new_block(layout: Layout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
+def new_block(layout: BufferLayout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
     """A user's block, and its arrays to be written to; zeros, but no event and no value of a slot (-1)."""
     block = np.zeros(layout.size, np.uint8)
     views = layout.views(block)
@@ -59,7 +59,7 @@ def new_block(layout: Layout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
     return block, views
 
 
-def grown_by(layout: Layout, most: int, old: UInt8, new: UInt8) -> int | None:
+def grown_by(layout: BufferLayout, most: int, old: UInt8, new: UInt8) -> int | None:
     """By how many events a user's block grew, 0 where only `now` is another; None: more, or anything else changed."""
     before, after = layout.views(old), layout.views(new)
     known, count = (int((views["rows"] >= 0).sum()) for views in (before, after))
@@ -69,7 +69,7 @@ def grown_by(layout: Layout, most: int, old: UInt8, new: UInt8) -> int | None:
     return count - known if 0 <= count - known <= most and same and rest else None
 
 
-def read_users(layout: Layout, needs: Needs, words: jax.Array) -> Users:
+def read_users(layout: BufferLayout, needs: Needs, words: jax.Array) -> Users:
     """One user, [1, ...] each, from the words of a block; what the model does not read is zeros."""
     given = layout.unpack(words)
     history = jnp.zeros((1, needs.max_items), jnp.int32)

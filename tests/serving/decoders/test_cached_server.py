@@ -43,7 +43,7 @@ def make_config(folder: Path, *settings: str) -> Config:
         "train.hidden=32",
         "prompt.max_items=12",
         "prompt.template=<bos>{history}<sid>",
-        "rank.scorer=item_token",
+        "rank.method=item_token",
         "rank.item=<sid>{sid}",
         "rank.item_span=4",
         "rank.requests=4",
