@@ -29,7 +29,7 @@ ORDER_END = "<!-- end of order -->"
 ORDER_METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 HEADLINES = (
     "time-of-transformers-over-jgr-unconstrained-prompt-512-beam-128",
-    "time-of-vllm-over-jgr-full-prompt-512-beam-128",
+    "time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128",
     "least-time-of-any-peer-over-jgr",
     "time-of-beams-as-sequences-over-staged-beam-512-prompt-1024",
     "time-constrained-over-unconstrained-at-every-catalog-size",
