@@ -11,8 +11,8 @@ request on a warm process, from tokens to sequences and scores (see harness.time
 - valid: constrained to the same items, and normalized over the legal continuations; only jgr and the PyTorch form.
 
 How each peer is used, and how it is constrained, stands in benchmarks/peers/*_peer.py. A peer that returns other beams
-is reported with the number that it has in common with ours; vLLM's constrained search returns none of them, so its times
-are no claim. `transformers` wider than 8 beams is timed once.
+is reported with the number that it has in common with ours; vLLM's constrained search returns none of them, so its
+times are no claim. `transformers` wider than 8 beams is timed once.
 
     JGR_PEERS_TORCH=PYTHON JGR_PEERS_VLLM=PYTHON python -m benchmarks.beam_vs_peers [--quick]
 
