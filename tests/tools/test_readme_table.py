@@ -106,7 +106,7 @@ def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:
         "SASRec .2392 / .1259; TIGER 1.0000 / .5000 |",
         "| b | no |  |  | .2000 / .1600 |  | .3000 / .1500 |  |",
         "",
-        "Sequential rules, which only count, have a higher HR@10 or NDCG@10 than jgr on: b.",
+        "Sequential rules, which only count, beat jgr in HR@10 or NDCG@10 on: b.",
     ]
     results[-1]["rows"] = [{**rules[0], "exclude_history": False}]
     with pytest.raises(ValueError, match="some-set: the results do not agree"):
