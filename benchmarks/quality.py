@@ -3,7 +3,7 @@
 
     jgr prepare, jgr ids      where the dataset is not prepared yet
     jgr train                 generator and SASRec, where runs/ holds none; a killed training goes on
-    jgr serve, jgr evaluate   every test target, asked of the server; beside popularity, item-kNN and SASRec
+    jgr serve, jgr evaluate   every test target, asked of the server; beside counting baselines and SASRec
     jgr evaluate --unconstrained
 
 What lies in runs/ is used as it is; remove it to train anew.

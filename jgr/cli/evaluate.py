@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr evaluate`: recommendation quality through the serving path, beside popularity and item-kNN.
+"""`jgr evaluate`: recommendation quality through the serving path, beside popularity, item-kNN and sequential rules.
 
 Without --url the configured model is loaded into an engine of this process; with --url a running server is asked
 over HTTP. --sweep measures quality and latency for several values of a field in place of the table; --feedback how
@@ -53,6 +53,8 @@ class Options:
     requests: int = 200
     plot: str | None = None
     baseline: tuple[str, ...] = ()
+    rules_window: int = 5
+    rules_decay: float = 1.0
     feedback: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +80,20 @@ def define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "of the bootstrap", lower_bound=0)
     flags.DEFINE_bool("unconstrained", False, "also search without the catalog, and count what is no item")
     flags.DEFINE_bool("feedback", False, "AUC and log loss of a ranker's tasks, of what users were shown")
+    flags.DEFINE_integer(
+        "rules_window",
+        5,
+        "sequential rules: items of a history that are read",
+        lower_bound=1,
+        upper_bound=1000,
+    )
+    flags.DEFINE_float(
+        "rules_decay",
+        1.0,
+        "sequential rules: an item at distance d weighs d ** -rules_decay",
+        lower_bound=0.0,
+        upper_bound=100.0,
+    )
     flags.DEFINE_string("sweep", None, "quality and latency for values of a field, as in beam.width=8,16,32")
     flags.DEFINE_integer(
         "requests", 200, "of a sweep's latencies, one by one", lower_bound=1, upper_bound=100_000
@@ -194,7 +210,10 @@ def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[s
     from jgr.evaluation.report import rank_baselines
 
     n_items, top_k = dataset.catalog.n_items, max(options.ks)
-    return rank_baselines(dataset.interactions, examples, n_items, options.exclude_history, top_k)
+    return rank_baselines(
+        dataset.interactions, examples, n_items, options.exclude_history, top_k,
+        rules_window=options.rules_window, rules_decay=options.rules_decay,
+    )  # fmt: skip
 
 
 def _search(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from jgr.data.interactions import Examples, Interactions
 from jgr.evaluation import bootstrap
-from jgr.evaluation.baselines import ItemKNN, Popularity
+from jgr.evaluation.baselines import RULES_DECAY, RULES_WINDOW, ItemKNN, Popularity, SequentialRules
 from jgr.evaluation.metrics import METRICS as KINDS
 from jgr.evaluation.metrics import Hits, mean_all, per_query
 
@@ -61,12 +61,21 @@ def score(ranked: Int32, examples: Examples) -> Row:
 
 
 def rank_baselines(
-    interactions: Interactions, examples: Examples, n_items: int, exclude_history: bool, top_k: int
+    interactions: Interactions,
+    examples: Examples,
+    n_items: int,
+    exclude_history: bool,
+    top_k: int,
+    *,
+    rules_window: int = RULES_WINDOW,
+    rules_decay: float = RULES_DECAY,
 ) -> dict[str, Int32]:
-    """The rankings of popularity and item-kNN, learnt from the training sequences: [n, top_k] rows each."""
-    fitted: dict[str, Popularity | ItemKNN] = {
-        "popularity": Popularity(interactions.sequences, n_items),
-        "item-kNN": ItemKNN(interactions.sequences, n_items),
+    """The rankings of all baselines, learnt from the training sequences: [n, top_k] rows each."""
+    learnt = interactions.sequences
+    fitted: dict[str, Popularity | ItemKNN | SequentialRules] = {
+        "popularity": Popularity(learnt, n_items),
+        "item-kNN": ItemKNN(learnt, n_items),
+        "sequential rules": SequentialRules(learnt, n_items, rules_window, rules_decay),
     }
     return {
         name: baseline.top_k(examples.histories, top_k, exclude_seen=exclude_history)
@@ -77,7 +86,7 @@ def rank_baselines(
 def score_baselines(
     interactions: Interactions, examples: Examples, n_items: int, exclude_history: bool
 ) -> dict[str, Row]:
-    """METRICS of popularity and item-kNN."""
+    """METRICS of all baselines."""
     ranked = rank_baselines(interactions, examples, n_items, exclude_history, TOP_K)
     return {name: score(rows, examples) for name, rows in ranked.items()}
 

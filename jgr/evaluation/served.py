@@ -36,40 +36,41 @@ class Query:
 
     def of(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
         """The request for the i-th example, by the fields of `path(info)`. EvaluationError."""
-        history = examples.histories[i]
         if ranks(info):
             return self._rank(catalog, info, examples, i)
-        if not self.exclude_history:
-            # Longer ones are refused; what lies before the prompt's items changes nothing else in an answer.
-            history = history[-info.max_history :]
         return {
-            "history": [catalog.item_ids[row] for row in history],
+            "history": [catalog.item_ids[row] for row in self._history(info, examples, i)],
             "top_k": self.top_k,
             "beam_width": self.beam_width,
             "exclude_history": self.exclude_history,
         }
 
     def _rank(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
-        """All items are candidates, but those of the whole history where it is excluded."""
-        whole = examples.histories[i]
-        hidden = set(whole.tolist()) if self.exclude_history else set()
-        candidates = [item_id for row, item_id in enumerate(catalog.item_ids) if row not in hidden]
-        if len(candidates) > info.max_candidates:
+        """All items are candidates."""
+        if catalog.n_items > info.max_candidates:
             raise EvaluationError(
-                f"the model ranks {info.max_candidates} candidates at most, the catalog has {catalog.n_items} items"
+                f"the model ranks {info.max_candidates} candidates at most, the catalog has {catalog.n_items} items: "
+                "set server.max_candidates"
             )
-        history = whole[-info.max_history :]
         fields: dict[str, Any] = {
-            "history": [catalog.item_ids[row] for row in history],
-            "candidates": candidates,
-            "top_k": min(self.top_k, len(candidates)),
+            "history": [catalog.item_ids[row] for row in self._history(info, examples, i)],
+            "candidates": "all",
+            "top_k": self.top_k,
+            "exclude_history": self.exclude_history,
         }
         if info.timed:
             if examples.histories.times is None or examples.target_times is None:
                 raise EvaluationError("the model depends on times, and the dataset has none")
-            fields["history_times"] = examples.histories.times_of(i)[-info.max_history :].tolist()
+            fields["history_times"] = examples.histories.times_of(i)[-len(fields["history"]) :].tolist()
             fields["time"] = int(examples.target_times[i])
         return fields
+
+    def _history(self, info: ModelInfo, examples: Examples, i: int) -> Int32:
+        """The rows of what is told of the user. Longer ones than max_history are refused, so those are cut, unless the
+        items that would be cut off are to be left out too: what lies before the prompt's items changes nothing else.
+        """
+        history = examples.histories[i]
+        return history if self.exclude_history else history[-info.max_history :]
 
 
 def ranks(info: ModelInfo) -> bool:

@@ -246,9 +246,9 @@ def encode(
     return unit(blocks(params.layers, cfg, h, lengths, times, dropout=dropout, keys=rest))
 
 
-def output(params: HstuParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D] at length 1, and no bias."""
-    return unit(params.embed), None
+def output(params: HstuParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """What an item's score is made of: a vector of length 1, and no bias. As Retriever.output."""
+    return unit(params.embed if rows is None else params.embed[rows]), None
 
 
 class History(NamedTuple):

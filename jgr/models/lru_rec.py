@@ -168,6 +168,6 @@ def encode(
     return x
 
 
-def output(params: LruRecParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D], and its bias of [n]."""
-    return params.embed, params.bias
+def output(params: LruRecParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """What an item's score is made of: its row of the table, and its bias. As Retriever.output."""
+    return (params.embed, params.bias) if rows is None else (params.embed[rows], params.bias[rows])

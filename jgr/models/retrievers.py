@@ -60,8 +60,11 @@ class Retriever(Protocol):
         rows: [B, N] int32, -1 on the right. dropout: (x, key) -> x, for training; needs key.
         """
 
-    def output(self, params: Any) -> tuple[jax.Array, jax.Array | None]:
-        """What the score of an item is made of: its row of [n, D], and its bias of [n] if there are any."""
+    def output(self, params: Any, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+        """What the scores of items are made of: their vectors [..., D], and their biases [...] where the model has any.
+
+        rows: [...] int32, the items; no other row of the table is touched. None: all n items, in row order.
+        """
 
 
 # By train.model, which is also config.json's model_type.

@@ -153,6 +153,6 @@ def encode(
     return layer_norm(h, params.norm)
 
 
-def output(params: SasrecParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D], and no bias."""
-    return params.embed, None
+def output(params: SasrecParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """What an item's score is made of: its row of the table, and no bias. As Retriever.output."""
+    return params.embed if rows is None else params.embed[rows], None

@@ -132,9 +132,9 @@ class _Retriever:
 
     def score(self, params: Any, cfg: RetrieverConfig, state: jax.Array, candidates: Candidates) -> jax.Array:
         rows = jnp.maximum(candidates.rows, 0)
-        embed, bias = retrievers.retriever(cfg).output(params)
-        found = jnp.einsum("bmd,bd->bm", embed[rows], state)
-        found = found if bias is None else found + bias[rows]
+        embed, bias = retrievers.retriever(cfg).output(params, rows)
+        found = jnp.einsum("bmd,bd->bm", embed, state)
+        found = found if bias is None else found + bias
         return jnp.where(candidates.rows >= 0, found, 0.0)[..., None]
 
 

@@ -147,9 +147,11 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
     history: History
     candidates: Annotated[
-        list[str | int],
+        Annotated[list[str | int], Meta(min_length=1)] | Literal["all"],
         Meta(
-            min_length=1, description="Item ids to score, each once and in the catalog.", examples=[["B00C"]]
+            description='Item ids to score, each once and in the catalog; or "all", which is every item of the catalog '
+            "and needs a catalog within the limit on candidates.",
+            examples=[["B00C"], "all"],
         ),
     ]
     model: ModelName = None
@@ -157,6 +159,10 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     top_k: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="Candidates to return. null: all of them.")
     ] = None
+    exclude_history: Annotated[
+        bool,
+        Meta(description="Leave out the candidates that are in the history; the answer may then be shorter."),
+    ] = False
     layout: Annotated[
         Literal["user_prefix", "item_prefix"] | None,
         Meta(

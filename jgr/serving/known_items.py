@@ -16,17 +16,31 @@ MAX_LISTED_IDS = 10
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
-    """The candidates' catalog rows, [c] int32, in the request's order. limit: the most candidates that are served.
+    """The candidates' catalog rows, [c >= 1] int32: in the request's order, or in the catalog's for "all".
 
-    Raises RequestError for more candidates, for one that the catalog lacks or that comes twice, and if top_k exceeds
-    their number.
+    RequestError for too many, for one that the catalog lacks or that comes twice, for top_k, and where the history's
+    items are left out and none remains.
     """
-    count = len(request.candidates)
+    listed = None if request.candidates == "all" else request.candidates
+    count = catalog.n_items if listed is None else len(listed)
     if count > limit:
-        raise invalid("candidates", f"candidates has {count} items; the limit is {limit}")
+        whole = ", all items of the catalog" if listed is None else ""
+        raise invalid("candidates", f"candidates has {count} items{whole}; the limit is {limit}")
     if request.top_k is not None and request.top_k > count:
         raise invalid("top_k", f"top_k is {request.top_k}; there are only {count} candidates")
-    item_ids = texts(request.candidates)
+    rows = np.arange(count, dtype=np.int32) if listed is None else _listed(listed, catalog)
+    if request.exclude_history:
+        keep = np.ones(catalog.n_items, np.bool_)
+        keep[catalog.rows(texts(request.history))[0]] = False
+        rows = rows[keep[rows]]
+        if not len(rows):
+            raise invalid("exclude_history", "exclude_history: every candidate is in the history")
+    return rows
+
+
+def _listed(candidates: list[str | int], catalog: Catalog) -> Int32:
+    """The rows of candidates that are named one by one."""
+    item_ids = texts(candidates)
     rows, unknown = catalog.rows(item_ids)
     if unknown:
         at = item_ids.index(unknown[0])

@@ -60,8 +60,8 @@ def test_an_engine_and_a_server_give_the_same_numbers(served: Served, dataset: D
     assert (local.pop("through"), remote.pop("through")) == ("engine", served.url)
     assert local == remote
     assert lines == remote_lines
-    assert list(local["rows"]) == ["popularity", "item-kNN", "tiny"]
-    assert list(local["differences"]) == ["popularity", "item-kNN"]
+    assert list(local["rows"]) == ["popularity", "item-kNN", "sequential rules", "tiny"]
+    assert list(local["differences"]) == ["popularity", "item-kNN", "sequential rules"]
     assert (local["examples"], local["returned"], local["beam_width"]) == (30, 150, 8)
     low, high = local["intervals"]["tiny"]["hr@5"]
     assert low <= local["rows"]["tiny"]["hr@5"] <= high
@@ -179,7 +179,7 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
     assert report["rows"]["SASRec"]["hr@5"] == pytest.approx(
         np.mean((ranked == test.targets[:, None]).any(axis=1))
     )
-    assert list(report["differences"]) == ["popularity", "item-kNN", "SASRec"]
+    assert list(report["differences"]) == ["popularity", "item-kNN", "sequential rules", "SASRec"]
 
     ids = [f"other{i}" for i in range(N_ITEMS)]
     symbols = [[f"<c_{i}>"] for i in range(N_ITEMS)]

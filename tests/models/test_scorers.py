@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jgr.models import retrievers, scorers
 from jgr.models.hstu import HstuConfig
-from jgr.models.params import initialize
+from jgr.models.lru_rec import LruRecConfig, LruRecParams
+from jgr.models.params import abstract, initialize
+from jgr.models.retrievers import RetrieverConfig
 from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu import StuConfig
@@ -21,6 +25,7 @@ ITEMS, PLACES = 30, 6
 STACK = StuConfig(hidden=8, layers=2, heads=2, qk_dim=4, v_dim=4, length=16, contextual=1)
 CONFIGS: dict[str, ScorerConfig] = {
     "sasrec": SasrecConfig(ITEMS, PLACES, hidden=8, layers=2, heads=2, mlp=8, items=""),
+    "lrurec": LruRecConfig(ITEMS, PLACES, hidden=8, layers=2, mlp=8, items=""),
     "hstu": HstuConfig(ITEMS, PLACES, 8, 2, 2, 4, 4, length=17, items="", bias="times"),
     "stu": StuScorerConfig(
         STACK, ITEMS, PLACES, item_dim=8, actions=2, action_dim=4, slots=(3,), mlp=8, position_rows=9,
@@ -66,12 +71,33 @@ def test_a_score_depends_on_the_user_and_the_candidate_alone(name: str) -> None:
     np.testing.assert_allclose(np.asarray(one)[0], found[1], atol=1e-5)
 
 
-def test_a_retrievers_scores_are_those_it_retrieves_by() -> None:
-    cfg = CONFIGS["sasrec"]
-    assert isinstance(cfg, SasrecConfig)
+@pytest.mark.parametrize("name", ["sasrec", "lrurec", "hstu"])
+def test_a_retrievers_scores_are_those_it_retrieves_by(name: str) -> None:
+    cfg = CONFIGS[name]
+    if isinstance(cfg, HstuConfig):
+        cfg = replace(cfg, bias="positions")
+    assert isinstance(cfg, RetrieverConfig)
     model = scorers.scorer(cfg)
-    params, given = initialize(model.spec(cfg), jax.random.key(0)), users()
-    rows = np.tile(np.arange(ITEMS, dtype=np.int32), (3, 1))
-    found = model.score(params, cfg, model.read(params, cfg, given), Candidates(rows, {}))
-    every = retrievers.scores_after(params, given.rows, cfg=cfg)
-    np.testing.assert_allclose(np.asarray(found)[..., 0], np.asarray(every), atol=1e-5)
+    # Of some length: a vector that only its norm tells apart would hide a table that was not normalised.
+    params = jax.tree.map(lambda x: 30 * x, initialize(model.spec(cfg), jax.random.key(0)))
+    if isinstance(params, LruRecParams):  # biases start at 0
+        params = replace(params, bias=jax.random.normal(jax.random.key(1), params.bias.shape))
+    given = users()
+    rows = np.random.default_rng(2).integers(0, ITEMS, (3, 17)).astype(np.int32)
+    found = model.score(params, cfg, model.read(params, cfg, given), Candidates(jnp.asarray(rows), {}))
+    every = np.take_along_axis(np.asarray(retrievers.scores_after(params, given.rows, cfg=cfg)), rows, axis=1)
+    np.testing.assert_allclose(np.asarray(found)[..., 0], every, rtol=1e-6, atol=1e-6 * np.abs(every).max())
+
+
+@pytest.mark.parametrize("name", ["sasrec", "lrurec", "hstu"])
+def test_scoring_touches_the_rows_of_the_candidates_alone(name: str) -> None:
+    def flops(items: int) -> float:
+        cfg = replace(CONFIGS[name], n_items=items)
+        model = scorers.scorer(cfg)
+        state = jax.ShapeDtypeStruct((1, 8), np.float32)
+        rows = Candidates(jax.ShapeDtypeStruct((1, 128), np.int32), {})  # type: ignore[arg-type]
+        score = jax.jit(partial(model.score, cfg=cfg))
+        program = score.lower(abstract(model.spec(cfg)), state=state, candidates=rows).compile()
+        return float(program.cost_analysis()["flops"])
+
+    assert flops(3_000) == flops(1_000_000) < 128 * 100

@@ -194,6 +194,10 @@ class ScorerServer:
         assert self.engine.join(PATIENCE_S)
         self.engine.check()
 
+    @property
+    def url(self) -> str:
+        return self._listener.url
+
     def call(self, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
         """Status and JSON."""
         content = None if body is None else json.dumps(body).encode()

@@ -67,8 +67,8 @@ def test_a_row_for_each_claim() -> None:
 
 
 def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:
-    def row(method: str, hr: float, ndcg: float) -> dict[str, object]:
-        return {"of": "some-set", "method": method, "hr@10": hr, "ndcg@10": ndcg}
+    def row(method: str, hr: float, ndcg: float, of: str = "some-set") -> dict[str, object]:
+        return {"of": of, "method": method, "hr@10": hr, "ndcg@10": ndcg}
 
     ours = [
         row("popularity", 0.01, 0.005),
@@ -77,16 +77,40 @@ def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:
         row("jgr", 0.3, 0.15),
     ]
     others = {"of": "some-set", "published": {"SASRec": [0.2392, 0.1259], "TIGER": [1.0, 0.5]}}
+    plain = [{"of": "b", "published": {}}, row("jgr", 0.3, 0.15, "b"), {"of": "b", "exclude_history": False}]
+    rules = [row("sequential rules", 0.2, 0.1), row("sequential rules", 0.2, 0.16, "b")]
     results = [
         {**RESULT, "rows": [{"other": 1}]},
-        {**RESULT, "rows": [*ours, others, {"of": "some-set", "sweep": []}]},
+        {**RESULT, "benchmark": "bat_accuracy", "rows": [row("jgr", 0.9, 0.9)]},
+        {
+            **RESULT,
+            "benchmark": "quality_some",
+            "rows": [*ours, others, {"of": "some-set", "exclude_history": True}, *plain],
+        },
+        {
+            **RESULT,
+            "benchmark": "quality_rules",
+            "rows": [{**part, "exclude_history": True} for part in rules[:1]],
+        },
+        {
+            **RESULT,
+            "benchmark": "quality_rules",
+            "rows": [{**part, "exclude_history": False} for part in rules[1:]],
+        },
     ]
     assert quality_table(results).split("\n") == [
-        "| test split | popularity, ours | item-kNN, ours | SASRec, ours | jgr | published |",
-        "|---|---|---|---|---|---|",
-        "| some set | .0100 / .0050 | .1000 / .0500 | .2000 / .1000 | .3000 / .1500 | "
+        "| test split | history's items left out | popularity, ours | item-kNN, ours | sequential rules, ours | "
+        "SASRec, ours | jgr | published |",
+        "|---|---|---|---|---|---|---|---|",
+        "| some set | yes | .0100 / .0050 | .1000 / .0500 | .2000 / .1000 | .2000 / .1000 | .3000 / .1500 | "
         "SASRec .2392 / .1259; TIGER 1.0000 / .5000 |",
+        "| b | no |  |  | .2000 / .1600 |  | .3000 / .1500 |  |",
+        "",
+        "Sequential rules, which only count, beat jgr in HR@10 or NDCG@10 on: b.",
     ]
+    results[-1]["rows"] = [{**rules[0], "exclude_history": False}]
+    with pytest.raises(ValueError, match="some-set: the results do not agree"):
+        quality_table(results)
 
 
 def test_a_row_for_each_way_of_ranking() -> None:

@@ -152,8 +152,7 @@ class ScorerTranslator:
         if not np.isfinite(scores).all():
             raise ValueError("the executor returned a score that is not finite")
         weighed = scores @ task.weights
-        # Stable, so that equal scores keep the caller's order.
-        order = np.argsort(-weighed, kind="stable")[: task.request.top_k]
+        order = best_first(weighed, task.request.top_k)
         tasks = self._needs.tasks
         items = []
         for rank, (row, score, by_task) in enumerate(
@@ -277,6 +276,15 @@ class ScorerTranslator:
         if not weights.any():
             raise invalid("task_weights", "task_weights: no task has a weight other than 0")
         return weights
+
+
+def best_first(scores: Float32, k: int | None) -> Int64:
+    """The places of the k highest of [n] scores, of all where k is None; equal scores keep the caller's order."""
+    falling, near = -scores, np.arange(len(scores))
+    if k is not None and k < len(scores):  # the others need no sorting
+        near = np.flatnonzero(falling <= np.partition(falling, k - 1)[k - 1])
+    order: Int64 = near[np.argsort(falling[near], kind="stable")[:k]]
+    return order
 
 
 def _require_one_each(name: str, given: list[Any], request: RankRequest) -> None:

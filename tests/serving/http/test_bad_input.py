@@ -52,6 +52,13 @@ FIELD_ERRORS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         ("'no'", "not in the catalog"),
     ),
     "too many candidates": ("rank", {"candidates": list("abcd7")}, "candidates", ("5 items", "limit is 4")),
+    "the whole catalog beyond the limit": (
+        "rank",
+        {"candidates": "all"},
+        "candidates",
+        ("all items of the catalog", "limit is 4"),
+    ),
+    "candidates by another word": ("rank", {"candidates": "every"}, "candidates", ("'every'",)),
     "top_k zero": ("recommend", {"top_k": 0}, "top_k", (">= 1",)),
     "top_k negative": ("rank", {"top_k": -1}, "top_k", (">= 1",)),
     "top_k beyond the beam": ("recommend", {"top_k": 6}, "top_k", ("beam_width, here 5",)),

@@ -287,7 +287,9 @@ def test_the_documentation_describes_every_field_of_every_answer(server: LiveSer
     history = description["components"]["schemas"]["RecommendRequest"]["properties"]["history"]
     assert (history["minItems"], history["maxItems"]) == (1, 4096)
     schemas = description["components"]["schemas"]
-    assert schemas["RankRequest"]["properties"]["candidates"]["maxItems"] == 4
+    candidates = schemas["RankRequest"]["properties"]["candidates"]
+    assert candidates["maxItems"] == 4
+    assert {"enum": ["all"]} in candidates["anyOf"]
     body = {"history": ["a"], "include_metadata": True}
     answers = {
         ("post", "/v1/recommend"): server.call("/v1/recommend", {**body, "top_k": 5}),

@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as some
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +23,12 @@ import pytest
 
 from jgr.catalog.catalog import Catalog, load_catalog, save_catalog
 from jgr.config import ConfigError, UserError, override
+from jgr.data.interactions import Examples, Ragged
+from jgr.evaluation.client import Client, RemoteServer
+from jgr.evaluation.served import Query
 from jgr.models import scorers
 from jgr.models.scorers import Candidates, ScorerConfig, Users
+from jgr.serving.scorers.translation import best_first
 from jgr.serving.versions.loading import load_any
 from tests.serving.scorer_fakes import (
     CATALOG,
@@ -163,6 +170,49 @@ def test_scores_do_not_depend_on_split_executor_order_or_company(
                     assert score == pytest.approx(whole[item], abs=TOLERANCE)
                     compared += 1
         assert compared == 2 * (30 + 63 + 23 + 8 + 1)
+
+
+def test_the_whole_catalog_is_ranked_by_one_word(hstu: ScorerServer, stu: ScorerServer) -> None:
+    for server, cfg in ((hstu, HSTU), (stu, STU)):
+        body = asked(3, 1) | {"candidates": ITEMS}
+        expected = directly(cfg, body)[:, 0]
+        answer = server.rank(**body | {"candidates": "all"})
+        assert answer["items"] == server.rank(**body)["items"]
+        assert answer["usage"]["candidates"] == len(answer["items"]) == len(ITEMS)
+        for item, score in by_item(answer).items():
+            assert score == pytest.approx(expected[ITEMS.index(item)], abs=TOLERANCE)
+        few = server.rank(**body | {"candidates": "all", "exclude_history": True, "top_k": 5})
+        left = [item for item in answer["items"] if item["item_id"] not in body["history"]]
+        assert few["usage"]["candidates"] == len(left)
+        assert [item["item_id"] for item in few["items"]] == [item["item_id"] for item in left[:5]]
+
+
+def test_an_evaluation_ranks_the_whole_catalog(hstu: ScorerServer, stu: ScorerServer) -> None:
+    bodies = [asked(seed, 1) for seed in range(12)]
+    histories = Ragged.of([[ITEMS.index(item) for item in body["history"]] for body in bodies])
+    times = np.concatenate([body["history_times"] for body in bodies])
+    targets = np.zeros(len(bodies), np.int32)
+    asked_at = np.array([body["time"] for body in bodies])
+    examples = Examples(replace(histories, times=times), targets, np.arange(len(bodies)), asked_at)
+    for server, cfg in ((hstu, HSTU), (stu, STU)):
+        expected = np.stack([directly(cfg, body)[:, 0] for body in bodies])
+        for exclude in (False, True):
+            with Client(server.url) as client:
+                remote = RemoteServer(client, CATALOG)
+                found = remote.recommend_all(examples, Query(60, exclude_history=exclude))
+            for row, scores, body in zip(found, expected, bodies, strict=True):
+                seen = {ITEMS.index(item) for item in body["history"]} if exclude else set()
+                kept = [item for item in row.tolist() if item >= 0]
+                assert sorted(kept) == [item for item in range(len(ITEMS)) if item not in seen]
+                assert (np.diff(scores[kept]) <= TOLERANCE).all()
+
+
+@hypothesis.given(
+    some.lists(some.integers(0, 4), min_size=1, max_size=30), some.integers(1, 30) | some.none()
+)
+def test_the_best_of_many_are_those_of_a_stable_sort(scores: list[int], k: int | None) -> None:
+    array = np.array(scores, np.float32)
+    assert best_first(array, k).tolist() == np.argsort(-array, kind="stable")[:k].tolist()
 
 
 def test_nothing_compiles_after_warm_up_and_padding_is_counted(hstu: ScorerServer, stu: ScorerServer) -> None:
