@@ -103,8 +103,9 @@ def over_layers(
             by_number, h, jnp.asarray(numbers[:scanned])
         )  # a part of a stack would be copied
         stacks.append(left)
+    traced_once = jax.jit(step)  # tracing a layer takes longer than compiling it
     for number in numbers[scanned:]:
-        chosen = step if last is None or number != numbers[-1] else last
+        chosen = traced_once if last is None or number != numbers[-1] else last
         h, left = chosen(h, (layer_of(layers, number), *_take(beside, number)))
         stacks.append(jax.tree.map(lambda x: x[None], left))
     return h, jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)

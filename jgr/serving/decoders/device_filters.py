@@ -100,7 +100,8 @@ class DeviceFilters:
         size = upload_size(listed.shape[1], counts.size * self._capacity)
         padded = np.zeros((2, size), np.int32)
         padded[:, : listed.shape[1]] = listed
-        return _spread(padded, counts, capacity=self._capacity)
+        children, parents = _spread(padded, counts, capacity=self._capacity)
+        return children, parents
 
     def _prepare(self, batch: int) -> Filters:
         """What a batch without filters is given; compiles the uploads of one with filters."""
@@ -111,8 +112,9 @@ class DeviceFilters:
         while size < most:
             size *= GROWTH
             self._spread(np.zeros((2, min(size, most)), np.int32), counts)
-        none = (counts, np.zeros(batch, bool), np.zeros(batch, np.int32))
-        return Filters(children, parents, *map(jnp.asarray, none))
+        return Filters(
+            children, parents, jnp.asarray(counts), jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)
+        )
 
     def _upload(self, segments: Sequence[Segment]) -> dict[tuple[str, ...], int]:
         """The rows of all these combinations, none of which takes the place of another."""
