@@ -8,12 +8,16 @@ sm_90a, fits into shared memory and spills no register; what it computes is chec
 come from the ops' own lists (tag "compile"). Two controls, one of tiles too large for shared memory and one for the
 registers, must be refused: if the compiler takes them, the check checks nothing and fails.
 
-Exit codes: 0 all compiled and both controls refused, 1 not so, 2 the plugin is missing.
+A program must not copy what it only reads, such as a layer's weights out of a stack of layers: a copy of more than
+10 MB in the compiled program is an error. The third control holds its layers in a stack, and must be refused for that.
+
+Exit codes: 0 all compiled and all controls refused, 1 not so, 2 the plugin is missing.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -35,7 +39,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, climber, packed, params, scorers, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.models.generators import generator
+from jgr.models.generators import generator, with_layers_apart
 from jgr.models.hstu import HstuConfig
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
@@ -43,6 +47,8 @@ from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
 
+LARGE_COPY = 10_000_000
+"""Bytes. Copies of activations between kernels are of no such size, but for those that a transposition needs."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
 H200 = """
@@ -63,22 +69,30 @@ _ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="c
 
 
 class Program(NamedTuple):
-    """Something to compile: a function of arrays, and their shapes. refused: a part of the error that must come."""
+    """Something to compile: a function of arrays, and their shapes. refused: a part of the error that must come.
+
+    is_op: one op alone, which copies an argument that it is not allowed to overwrite; what runs it hands it over.
+    """
 
     name: str
     case: str
     call: Callable[..., Any]
     arguments: tuple[Any, ...]
     refused: str = ""
+    is_op: bool = False
 
 
 class Outcome(NamedTuple):
-    """temp_bytes: scratch memory of the whole program. error: empty where all is as it must be."""
+    """temp_bytes: scratch memory of the whole program. copies: those above LARGE_COPY.
+
+    error: empty where all is as it must be.
+    """
 
     name: str
     case: str
     seconds: float
     temp_bytes: int
+    copies: int
     kernels: str
     error: str
 
@@ -109,7 +123,7 @@ def kernels(ops: Sequence[OpCases]) -> Iterator[Program]:
         for case in op.tagged("compile"):
             shapes = op.shapes(case, jnp.dtype(case.shape.get("dtype", "bfloat16")))
             call = functools.partial(_by_name, op.call, tuple(shapes), op.options(case))
-            yield Program(op.name, case.name, call, tuple(shapes.values()))
+            yield Program(op.name, case.name, call, tuple(shapes.values()), is_op=True)
 
 
 def _by_name(op: Callable[..., Any], names: Sequence[str], options: dict[str, Any], *arrays: Any) -> Any:
@@ -117,7 +131,7 @@ def _by_name(op: Callable[..., Any], names: Sequence[str], options: dict[str, An
 
 
 def controls() -> Iterator[Program]:
-    """Tiles of the beam attention kernel that cannot be right."""
+    """Tiles of the beam attention kernel that cannot be right, and a loop over a stack of layers."""
     case = next(case for case in beam_cases.OP.cases if case.name == "qwen3_0.6b_1k_w512")
     shapes = beam_cases.OP.shapes(case, jnp.bfloat16)
     for name, config, error in (
@@ -126,6 +140,8 @@ def controls() -> Iterator[Program]:
     ):
         call = functools.partial(_by_name, pallas_triton.run, tuple(shapes), {"config": config})
         yield Program("control", name, call, tuple(shapes.values()), error)
+    stacked = _packed("qwen3-1.7b", tokens=1024, context=1024, candidates=64, apart=False)
+    yield stacked._replace(name="control", case="copies", refused="above 10 MB")
 
 
 def engine() -> Iterator[Program]:
@@ -135,8 +151,8 @@ def engine() -> Iterator[Program]:
     rank = functools.partial(beam.rank, cfg=shapes.named("qwen3-0.6b"))
     arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
-    yield _recommend("qwen3-0.6b", batch=8, tokens=512, width=256)
-    yield _packed("qwen3-0.6b", tokens=2048, context=2048, candidates=256)
+    yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
+    yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
@@ -192,11 +208,11 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
     yield Program("hstu", f"grown_by_{growth}", grown, (weights, users, kept, rows))
 
 
-def _packed(name: str, *, tokens: int, context: int, candidates: int) -> Program:
+def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: bool = True) -> Program:
     """`rank` with candidates in the prompt and a page pool of 64,000 tokens."""
     cfg = shapes.named(name)
     assert isinstance(cfg, DecoderConfig)
-    weights, _ = _model(name)
+    weights = _weights(name, apart)
     pool = jax.ShapeDtypeStruct((4000, 16 * packed.slot_elements(cfg)), jnp.bfloat16)
     described, cached = (Tokens(*[_ints(n)] * 5) for n in (tokens, context))
     row = packed.Row(_ints(tokens), described, _ints(tokens), _ints(context), cached)
@@ -209,9 +225,16 @@ def _model(name: str) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
     cfg = shapes.named(name)
     tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32))
-    weights = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
+    weights = _weights(name)
     tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg), w), weights)
     return weights, tables
+
+
+def _weights(name: str, apart: bool = True) -> Any:
+    """As `jgr serve` holds them on a GPU, or in stacks."""
+    cfg = shapes.named(name)
+    stacks = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
+    return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -221,10 +244,13 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) -> Outcome:
     """Compile, and say what came of it."""
     before, start = set(dump.glob("*")), time.perf_counter()
-    error, temp_bytes = "", 0
+    error, temp_bytes, copies = "", 0, list[str]()
     try:
-        analysis = compile_(program).memory_analysis()
+        compiled = compile_(program)
+        analysis = compiled.memory_analysis()
         temp_bytes = analysis.temp_size_in_bytes if analysis is not None else 0
+        copies = [] if program.is_op else large_copies(compiled.as_text() or "")
+        error = f"{len(copies)} copies above 10 MB: {', '.join(copies[:3])}" if copies else ""
     except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
         error = " ".join(str(e).split()) or type(e).__name__
     seconds = time.perf_counter() - start
@@ -232,7 +258,45 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
         found = "was compiled" if not error else error
         error = "" if program.refused in error else f"must be refused with '{program.refused}', but: {found}"
     used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before)
-    return Outcome(program.name, program.case, seconds, temp_bytes, used, error)
+    return Outcome(program.name, program.case, seconds, temp_bytes, len(copies), used, error)
+
+
+_BITS = {"pred": 8, "bf16": 16}  # of other types the name says it: f32, s8, u64
+_COPIES = {"copy", "slice", "dynamic-slice", "bitcast", "reshape"}
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+
+
+def large_copies(text: str) -> list[str]:
+    """Instructions of a compiled program that write more than LARGE_COPY of what they only read, each as "name type".
+
+    Such is a copy, a slice, or a fusion of nothing but these. A transposition is none: it changes what is read.
+    """
+    computations: dict[str, list[tuple[str, ...]]] = {}
+    for line in text.splitlines():
+        if line.endswith("{") and " = " not in line:
+            found = computations.setdefault(line.removeprefix("ENTRY ").lstrip("%").split(maxsplit=1)[0], [])
+        elif match := _INSTRUCTION.match(line):
+            found.append(match.groups())
+    fused = set(re.findall(r"calls=%?([\w.-]+)", text))
+    copies = []
+    for name, instructions in computations.items():
+        for instruction, made, opcode, rest in () if name in fused else instructions:
+            called = re.search(r"calls=%?([\w.-]+)", rest) if opcode == "fusion" else None
+            opcodes = {x[2] for x in computations[called[1]]} if called else {opcode.removesuffix("-start")}
+            moved = opcodes - {"parameter", "constant", "tuple", "bitcast"}
+            if moved and moved <= _COPIES and _bytes(made) > LARGE_COPY:
+                copies.append(f"{instruction} {made}")
+    return copies
+
+
+def _bytes(made: str) -> int:
+    """Of a type, such as bf16[28,8]{1,0}, or of a tuple of types."""
+    return sum(
+        math.prod(map(int, filter(None, sides.split(","))))
+        * (_BITS.get(kind) or int(kind.strip("abcdefgsu")))
+        // 8
+        for kind, sides in re.findall(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]", made)
+    )
 
 
 def _kernels(files: set[Path]) -> str:
@@ -257,19 +321,20 @@ def _kernels(files: set[Path]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    rows = [("program", "case", "s", "temp MB", "registers and shared memory")]
+    rows = [("program", "case", "s", "temp MB", "copies", "registers and shared memory")]
     rows += [
         (
             o.name,
             o.case,
             f"{o.seconds:.1f}",
             f"{o.temp_bytes / 1e6:.1f}",
+            str(o.copies),
             (o.error and f"FAILED: {o.error}") or o.kernels,
         )
         for o in outcomes
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([*map(str.ljust, row[:4], widths), row[4]]).rstrip() for row in rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join("  ".join([*map(str.ljust, row[:5], widths), row[5]]).rstrip() for row in rows)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,8 +6,9 @@
     logits = rmsnorm(h) head^T
 
 `prefill` runs whole prompts and returns the ContextKV that all beams share; `decode` runs one token a beam against it
-and the short BeamKV. Layers are scanned: compile time does not grow with depth. Weights are stored [in, out]. What the
-beam search asks of a generator (jgr.models.generators) stands at the end.
+and the short BeamKV. The layers are a stack, or apart (jgr.models.params.over_layers). The last layer of a prompt is
+computed for the tokens whose hidden states somebody reads; the others give it keys and values only. Weights are stored
+[in, out]. What the beam search asks of a generator (jgr.models.generators) stands at the end.
 
 Letters: B batch, T tokens, W beams, S decode steps so far, L layers, D hidden, H heads, K key/value heads,
 d head size, F mlp, V vocabulary.
@@ -25,11 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
-from jgr.models.params import Spec
+from jgr.models.params import Spec, over_layers
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
 from jgr.ops.segment_attention import Causal, Context, segment_attention
+from jgr.ops.segment_attention.visibility import spell_out
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
@@ -101,7 +103,7 @@ class LayerParams:
 @dataclass(frozen=True)
 class DecoderParams:
     embed: Any  # [V, D]
-    layers: LayerParams
+    layers: Any  # LayerParams, or a tuple of one for each layer, whose leaves have no layer axis
     norm: Any  # [D]
     head: Any = None  # [V, D]; None when tied to embed
 
@@ -197,18 +199,24 @@ def _rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _qkv(
-    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, cos: jax.Array, sin: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """h [..., D] -> q [..., H, d], k and v [..., K, d], rotated."""
-    x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
-    q, k, v = dense(x, layer.wq), dense(x, layer.wk), dense(x, layer.wv)
+def _queries(
+    cfg: DecoderConfig, layer: LayerParams, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
+    """Normed x [..., D] -> [..., H, d], rotated."""
+    q = dense(x, layer.wq) + layer.bq if cfg.qkv_bias else dense(x, layer.wq)
+    q = q.reshape(*q.shape[:-1], -1, cfg.head_dim)
+    return rope(rms_norm(q, layer.q_norm, cfg.norm_eps) if cfg.qk_norm else q, cos, sin)
+
+
+def _keys_values(
+    cfg: DecoderConfig, layer: LayerParams, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Normed x [..., D] -> k and v [..., K, d], k rotated."""
+    k, v = dense(x, layer.wk), dense(x, layer.wv)
     if cfg.qkv_bias:
-        q, k, v = q + layer.bq, k + layer.bk, v + layer.bv
-    q, k, v = (y.reshape(*y.shape[:-1], -1, cfg.head_dim) for y in (q, k, v))
-    if cfg.qk_norm:
-        q, k = rms_norm(q, layer.q_norm, cfg.norm_eps), rms_norm(k, layer.k_norm, cfg.norm_eps)
-    return rope(q, cos, sin), rope(k, cos, sin), v
+        k, v = k + layer.bk, v + layer.bv
+    k, v = (y.reshape(*y.shape[:-1], -1, cfg.head_dim) for y in (k, v))
+    return rope(rms_norm(k, layer.k_norm, cfg.norm_eps) if cfg.qk_norm else k, cos, sin), v
 
 
 def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
@@ -223,7 +231,8 @@ def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
 
 
 class Prefill(NamedTuple):
-    """hidden: [B, T, D], after the final norm; context: the prompt's ContextKV; layers: [L, B, T, D] or None."""
+    """hidden: [B, T, D], or [B, P, D] where only places are read, after the final norm; context: the ContextKV of all
+    tokens; layers: [L, B, T, D] or None."""
 
     hidden: jax.Array
     context: ContextKV
@@ -261,8 +270,9 @@ def prefill(
     before: SlotKV | None = None,
     also: jax.Array | None = None,
     hidden: jax.Array | None = None,
-    layers: slice | None = None,
+    layers: slice = slice(None),
     keep_layers: bool = False,
+    read: jax.Array | None = None,
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
     attention: str | Attention = "auto",
@@ -278,7 +288,10 @@ def prefill(
         also: [B, T] int32, of each token another request that sees it as its own; below 0 for none. Needs segments.
         layers: to run, without gradients; default all. hidden: [B, T, D], what goes into the first of them; default
             the tokens' embeddings. The result is of these layers only.
-        keep_layers: also return every layer's output (before the final norm).
+        keep_layers: also return every layer's output (before the final norm), of all tokens.
+        read: [B, P] int32, the places whose hidden states are returned; default all. Where they are fewer than the
+            tokens, the last layer computes its queries, its mlp and all behind them for these places only. Without
+            gradients, keep_layers or an attention of the caller's own.
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
         attention: an implementation of segment_attention, or another form of it, for prompts without cached tokens.
     """
@@ -293,6 +306,7 @@ def prefill(
         twice = zip(segments, segments._replace(request=also), strict=True)
         seen = Tokens(*(jnp.concatenate(pair, 1) for pair in twice))
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
+    is_everything = read is None or read.shape[1] >= tokens.shape[1]
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
@@ -300,21 +314,45 @@ def prefill(
     def layer_step(
         h: jax.Array, xs: tuple[LayerParams, jax.Array | None, ContextKV | None]
     ) -> tuple[jax.Array, Any]:
+        return narrowed(h, xs, lambda x: x, described, seen)
+
+    def last_step(h: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        spelt = spell_out(described, tokens.shape[1], 0)
+        return narrowed(h, xs, of_read, jax.tree.map(of_read, spelt), spelt if seen is None else seen)
+
+    def of_read(x: Any) -> Any:
+        """[B, T, ...] -> [B, P, ...]; what is not an array of tokens stays."""
+        return x if isinstance(x, Layout) else jax.vmap(lambda row, at: row[at])(x, read)
+
+    def narrowed(
+        h: jax.Array,
+        xs: tuple[LayerParams, jax.Array | None, ContextKV | None],
+        asked: Callable[[Any], Any],
+        queries: Tokens | Causal,
+        of_keys: Tokens | None,
+    ) -> tuple[jax.Array, Any]:
+        """A layer for those of h that `asked` leaves, which are the queries."""
         layer, layer_keys, cached = xs
-        if layers is not None:
-            layer = jax.tree.map(lambda x: x[xs[0]], params.layers)
         context = None if before is None or cached is None else Context(*cached, before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
-            q, k, v = _qkv(cfg, layer, h, cos, sin)
-            k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+            x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+            k, v = (y.transpose(0, 2, 1, 3) for y in _keys_values(cfg, layer, x, cos, sin))
+            h, q = asked(h), _queries(cfg, layer, asked(x), asked(cos), asked(sin))
             all_k, all_v = (x if seen is None else jnp.concatenate([x, x], 2) for x in (k, v))
             if isinstance(attention, str):
                 out = segment_attention(
-                    q, all_k, all_v, described, layout, keys=seen, context=context, implementation=attention
+                    q,
+                    all_k,
+                    all_v,
+                    queries,
+                    asked(layout),
+                    keys=of_keys,
+                    context=context,
+                    implementation=attention,
                 )
             else:
-                out = attention(q, k, v, described, layout)
+                out = attention(q, k, v, queries, layout)
             h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
         with jax.named_scope("mlp"):
             h = h + drop(_mlp(cfg, layer, h), mlp_key)
@@ -323,12 +361,16 @@ def prefill(
     with jax.named_scope("prefill"):
         h = params.embed[tokens] if hidden is None else hidden
         h = drop(h, None if keys is None else keys[-1, 0])
-        layer_keys = None if keys is None else keys[:-1]
-        cached = None if before is None else before.gather()
-        xs: Any = (params.layers, layer_keys, cached)
-        if layers is not None:  # by number: a slice of the weights would be a copy of them
-            xs = jax.tree.map(lambda x: x[layers], (jnp.arange(cfg.layers), layer_keys, cached))
-        h, (k, v, kept) = jax.lax.scan(layer_step, h, xs)
+        h, (k, v, kept) = over_layers(
+            layer_step,
+            h,
+            params.layers,
+            None if keys is None else keys[:-1],
+            None if before is None else before.gather(),
+            which=layers,
+            last=None if is_everything else last_step,
+        )
+        h = of_read(h) if is_everything and read is not None else h
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), kept)
 
 
@@ -365,7 +407,8 @@ def decode(
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         layer, shared, own = xs
         with jax.named_scope("attention"):
-            q, k, v = _qkv(cfg, layer, h, cos, sin)
+            x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+            q, (k, v) = _queries(cfg, layer, x, cos, sin), _keys_values(cfg, layer, x, cos, sin)
             own_k, own_v = own.of_layer(k, v)
             out = beam_attention(
                 q, shared.k, shared.v, lengths, own_k, own_v, ancestors, implementation=attention
@@ -375,7 +418,7 @@ def decode(
             return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):
-        h, new = jax.lax.scan(layer_step, params.embed[tokens], (params.layers, context, beams))
+        h, new = over_layers(layer_step, params.embed[tokens], params.layers, context, beams)
         return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
 
 
@@ -415,9 +458,8 @@ def _prompt(
     params: DecoderParams, cfg: DecoderConfig, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, ContextKV]:
     """The last hidden states [B, 1, D] of prompts, and their keys and values."""
-    out = prefill(params, cfg, tokens, lengths)
-    last = jnp.take_along_axis(out.hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)
-    return last, out.context
+    out = prefill(params, cfg, tokens, lengths, read=jnp.maximum(lengths - 1, 0)[:, None])
+    return out.hidden, out.context
 
 
 def advance(

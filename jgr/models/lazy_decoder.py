@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from jgr.config import PromptConfig
 from jgr.models.decoder import BeamKV, ContextKV, Dropout, rms_norm
-from jgr.models.params import CheckpointError, Spec
+from jgr.models.params import CheckpointError, Spec, over_layers
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import Causal, segment_attention
@@ -129,10 +129,10 @@ class LazyParams:
     position: Any  # [max_items, D], of the newest item first
     context: Any  # [D, C * S * G * d]
     context_norm: Any  # [C * S, G * d]
-    plain: Block
+    plain: Any  # Block, or a tuple of one for each layer, whose leaves have no layer axis
     norms: Any  # [depth, D]
     output: Any  # [V, D]
-    mixed: Block | None = None  # the blocks with experts
+    mixed: Any = None  # the blocks with experts, in the same form, if there are any
 
     @property
     def output_rows(self) -> jax.Array:
@@ -293,7 +293,7 @@ def _blocks(
     ):
         if block is not None:
             of_layers = jax.tree.map(lambda x, layers=layers: x[layers], (at, brought, keys))
-            h, left = jax.lax.scan(block_step, h, (block, *of_layers))
+            h, left = over_layers(block_step, h, block, *of_layers)
             parts.append(left)
     return h, jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 

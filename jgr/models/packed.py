@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jgr.models import beam, decoder
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, Prefill, SlotKV
+from jgr.models.params import layer_of
 from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
@@ -79,12 +80,12 @@ def _slots(pool: jax.Array, cfg: DecoderConfig) -> jax.Array:
 
 
 def _forward(
-    params: DecoderParams, pool: jax.Array, row: Row, cfg: DecoderConfig
+    params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig
 ) -> tuple[jax.Array, ContextKV]:
-    """Hidden states [T, D] and the KV [L, 1, K, T, d] of the new tokens."""
+    """Hidden states [P, D] of the new tokens at read [P], and the KV [L, 1, K, T, d] of all of them."""
     if row.picks is not None:
-        return _forward_with_picks(params, pool, row, row.picks, cfg)
-    out = _prefill(params, pool, row, cfg)
+        return _forward_with_picks(params, pool, row, row.picks, read, cfg)
+    out = _prefill(params, pool, row, cfg, read=read[None])
     return out.hidden[0], out.context
 
 
@@ -93,9 +94,10 @@ def _prefill(
     pool: jax.Array,
     row: Row,
     cfg: DecoderConfig,
-    layers: slice | None = None,
+    layers: slice = slice(None),
     hidden: jax.Array | None = None,
     keep_layers: bool = False,
+    read: jax.Array | None = None,
 ) -> Prefill:
     row = jax.tree.map(lambda x: x[None], row._replace(picks=None))
     return decoder.prefill(
@@ -110,11 +112,12 @@ def _prefill(
         hidden=hidden,
         layers=layers,
         keep_layers=keep_layers,
+        read=read,
     )
 
 
 def _forward_with_picks(
-    params: DecoderParams, pool: jax.Array, row: Row, picks: Picks, cfg: DecoderConfig
+    params: DecoderParams, pool: jax.Array, row: Row, picks: Picks, read: jax.Array, cfg: DecoderConfig
 ) -> tuple[jax.Array, ContextKV]:
     """PIC-3 with one check layer: all item tokens go through the first layer, the chosen ones through the others too.
 
@@ -140,7 +143,7 @@ def _forward_with_picks(
     )
     assert alone.layers is not None and causal.layers is not None
     with jax.named_scope("choose"):
-        check = jax.tree.map(lambda x: x[1], params.layers)
+        check = layer_of(params.layers, 1)
         old = jnp.concatenate(
             [
                 _slots(pool, cfg)[row.slots, 1, 1].reshape(len(row.slots), -1),
@@ -153,7 +156,9 @@ def _forward_with_picks(
         picked = picks.places >= 0
         chosen = ranking[picks.places]
     hidden = jnp.where(picked[:, None], causal.layers[0, 0, chosen], alone.layers[0, 0])[None]
-    rest = _prefill(params, pool, _with_picks(row, items, picked, chosen), cfg, others, hidden)
+    rest = _prefill(
+        params, pool, _with_picks(row, items, picked, chosen), cfg, others, hidden, read=read[None]
+    )
     both = zip(alone.context, rest.context, strict=True)
     return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
 
@@ -177,12 +182,12 @@ def rank(
     params: DecoderParams, pool: jax.Array, row: Row, asked: Asked, *, cfg: DecoderConfig
 ) -> tuple[jax.Array, ContextKV]:
     """Scores [M] float32, and the new tokens' KV."""
-    hidden, new = _forward(params, pool, row, cfg)
+    hidden, new = _forward(params, pool, row, asked.places, cfg)
     with jax.named_scope("score"):
         rows = params.output_rows
         direction = rows[asked.columns].astype(jnp.float32)
         direction -= jnp.where(asked.less[:, None] >= 0, rows[jnp.maximum(asked.less, 0)], 0)
-        return (hidden[asked.places].astype(jnp.float32) * direction).sum(-1), new
+        return (hidden.astype(jnp.float32) * direction).sum(-1), new
 
 
 class Whole(NamedTuple):
@@ -210,7 +215,8 @@ def recommend(
     approximate: int = 0,
 ) -> tuple[Beams, ContextKV]:
     """See beam.recommend; and the new tokens' KV."""
-    hidden, new = _forward(params, pool, row, cfg)
+    last = whole.tokens[jnp.arange(len(whole.lengths)), jnp.maximum(whole.lengths - 1, 0)] - len(row.slots)
+    hidden, new = _forward(params, pool, row, jnp.maximum(last, 0), cfg)
     with jax.named_scope("join"):
         cached = _slots(pool, cfg)[row.slots].transpose(1, 2, 3, 0, 4)  # [L, 2, K, C, d]
         context = ContextKV(
@@ -219,12 +225,11 @@ def recommend(
                 for i, x in enumerate(new)
             )
         )
-    last = whole.tokens[jnp.arange(len(whole.lengths)), jnp.maximum(whole.lengths - 1, 0)] - len(row.slots)
     state = decoder.State(context, whole.lengths, whole.start)
     beams = beam.search(
         params,
         tables,
-        hidden[jnp.maximum(last, 0)][:, None],
+        hidden[:, None],
         state,
         widths,
         filters,

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters are declared once, as a pytree of `Spec`; everything else is a tree-map over that declaration."""
+"""Parameters are declared once, as a pytree of `Spec`; everything else is a tree-map over that declaration.
+
+The weights of a model's layers are one stack, with the layers as the leading axis of every array: one loop serves all
+layers, and a program compiles in the same time whatever the depth. A loop on a GPU copies each layer's weights out of
+the stack before it multiplies by them; there the layers are held apart (`split_layers`) and the loop is unrolled.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,6 +59,68 @@ def initialize(specs: PyTree, key: jax.Array, dtype: Any = jnp.float32) -> PyTre
 def abstract(specs: PyTree, dtype: Any = jnp.float32) -> PyTree:
     """The same tree of jax.ShapeDtypeStruct."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs, is_leaf=_is_spec)
+
+
+def split_layers(stack: PyTree) -> tuple[PyTree, ...]:
+    """A stack of layers as one tree of arrays for each layer. The stack is copied, and not freed here."""
+    return tuple(layer_of(stack, number) for number in range(_depth(stack)))
+
+
+def layer_of(layers: PyTree, number: int) -> PyTree:
+    """One layer's tree, of a stack or of a tuple of layers."""
+    return layers[number] if _are_apart(layers) else _take(layers, number)
+
+
+Step = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+
+
+def over_layers(
+    step: Step,
+    h: jax.Array,
+    layers: PyTree,
+    *beside: PyTree,
+    which: slice = slice(None),
+    last: Step | None = None,
+) -> tuple[jax.Array, PyTree]:
+    """Run step(h, (layer, *of beside)) -> (h, left) for layer after layer; the last h, and every `left`, stacked.
+
+    layers: a stack, which is scanned, or a tuple of layers, for which the loop is unrolled.
+    beside: arrays whose leading axis is the layers, or None.
+    which: the layers to run; gradients are costly unless it is all of them.
+    last: the step of the last layer that is run, where it differs; its h may have another shape.
+    """
+    numbers = range(_depth(layers))[which]
+    scanned = 0 if _are_apart(layers) else len(numbers) - (last is not None)
+    if scanned == _depth(layers):
+        return jax.lax.scan(step, h, (layers, *beside))
+    stacks = []
+    if scanned:
+
+        def by_number(h: jax.Array, number: jax.Array) -> tuple[jax.Array, Any]:
+            return step(h, jax.tree.map(lambda x: x[number], (layers, *beside)))
+
+        h, left = jax.lax.scan(
+            by_number, h, jnp.asarray(numbers[:scanned])
+        )  # a part of a stack would be copied
+        stacks.append(left)
+    traced_once = jax.jit(step)  # tracing a layer takes longer than compiling it
+    for number in numbers[scanned:]:
+        chosen = traced_once if last is None or number != numbers[-1] else last
+        h, left = chosen(h, (layer_of(layers, number), *_take(beside, number)))
+        stacks.append(jax.tree.map(lambda x: x[None], left))
+    return h, jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
+
+
+def _are_apart(layers: PyTree) -> bool:
+    return type(layers) is tuple  # a stack may be a named tuple
+
+
+def _depth(layers: PyTree) -> int:
+    return len(layers) if _are_apart(layers) else jax.tree.leaves(layers)[0].shape[0]
+
+
+def _take(stack: PyTree, number: int) -> Any:
+    return jax.tree.map(lambda x: jax.lax.index_in_dim(x, number, keepdims=False), stack)
 
 
 def count(specs: PyTree) -> int:

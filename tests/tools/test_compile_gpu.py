@@ -7,7 +7,7 @@ Compiling itself needs the CUDA plugin, which tests run without: `make compile-g
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import pytest
@@ -54,15 +54,63 @@ def test_on_a_gpu_what_the_kernel_cannot_run_falls_to_xla() -> None:
     assert "triton" not in text
 
 
-class _Compiled:
+STACKED = """HloModule jit_rank, is_scheduled=true, entry_computation_layout={(bf16[28,2048,6144]{2,1,0})->bf16[8]{0}}
+
+%copied (param_0: bf16[28,2048,6144], param_1: s32[]) -> bf16[1,2048,6144] {
+  %param_0 = bf16[28,2048,6144]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %constant = s32[] constant(0)
+  %slice = bf16[1,2048,6144]{2,1,0} dynamic-slice(%param_0, %param_1, %constant), dynamic_slice_sizes={1,2048,6144}
+  ROOT %copy.3 = bf16[1,2048,6144]{2,1,0} copy(%slice)
+}
+
+%turned (param_0.1: bf16[2048,6144]) -> bf16[6144,2048] {
+  %param_0.1 = bf16[2048,6144]{1,0} parameter(0)
+  ROOT %transpose = bf16[6144,2048]{1,0} transpose(%param_0.1), dimensions={1,0}
+}
+
+%body (state: (s32[], bf16[28,2048,6144])) -> (s32[], bf16[28,2048,6144]) {
+  %state = (s32[], bf16[28,2048,6144]{2,1,0}) parameter(0)
+  %weights = bf16[28,2048,6144]{2,1,0} get-tuple-element(%state), index=1
+  %fusion = bf16[1,2048,6144]{2,1,0} fusion(%weights, %at), kind=kLoop, calls=%copied
+  %out = f32[2048,2048]{1,0} custom-call(%fusion), custom_call_target="__cublas$gemm"
+  ROOT %tuple = (s32[], bf16[28,2048,6144]{2,1,0}) tuple(%at, %weights)
+}
+
+ENTRY %main (weights.1: bf16[28,2048,6144]) -> bf16[8] {
+  %weights.1 = bf16[28,2048,6144]{2,1,0} parameter(0)
+  %copy-start = (bf16[2500000]{0}, bf16[2500000]{0}, u32[]) copy-start(%flat)
+  %few.1 = f32[2500000]{0} slice(%other), slice={[0:2500000]}
+  %fusion.1 = bf16[6144,2048]{1,0} fusion(%one), kind=kLoop, calls=%turned
+  ROOT %sum = bf16[8]{0} add(%a, %b)
+}
+"""
+APART = STACKED.replace("copy(%slice)", "negate(%slice)").replace("copy-start(%flat)", "infeed(%flat)")
+
+
+class _Compiled(NamedTuple):
+    text: str = ""
+
     def memory_analysis(self) -> None:
         return None
+
+    def as_text(self) -> str:
+        return self.text
 
 
 def _compile(program: Program) -> _Compiled:
     if program.arguments[0] == "too large":
         raise ValueError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded:\n  requested 589824")
-    return _Compiled()
+    return _Compiled({"stacked": STACKED, "apart": APART}.get(program.arguments[0], ""))
+
+
+def test_a_large_copy_is_found_by_what_the_compiled_program_moves() -> None:
+    """In loops too, in fusions of copies alone; neither small ones nor a transposition nor a fusion's inside count."""
+    assert compile_gpu.large_copies(STACKED) == [
+        "fusion bf16[1,2048,6144]{2,1,0}",
+        "copy-start (bf16[2500000]{0}, bf16[2500000]{0}, u32[])",
+    ]
+    assert compile_gpu.large_copies(APART) == []
 
 
 @pytest.mark.parametrize(
@@ -73,6 +121,9 @@ def _compile(program: Program) -> _Compiled:
         ("too large", "Shared memory size", ""),
         ("too large", "spilling", "must be refused with 'spilling', but: RESOURCE_EXHAUSTED"),
         ("fits", "Shared memory size", "must be refused with 'Shared memory size', but: was compiled"),
+        ("stacked", "", "2 copies above 10 MB: fusion bf16[1,2048,6144]"),
+        ("stacked", "above 10 MB", ""),
+        ("apart", "", ""),
     ],
 )
 def test_a_refusal_is_reported_and_a_control_must_be_refused(
@@ -82,24 +133,41 @@ def test_a_refusal_is_reported_and_a_control_must_be_refused(
     outcome = compile_gpu.attempt(program, _compile, tmp_path)
     assert outcome.error.startswith(error)
     assert bool(outcome.error) == bool(error)
+    assert outcome.copies == (2 if argument == "stacked" else 0)
+    op = compile_gpu.attempt(program._replace(is_op=True, refused=""), _compile, tmp_path)
+    assert op.copies == 0
+
+
+def test_the_engine_holds_layers_apart_and_a_control_in_a_stack() -> None:
+    def layers(program: Program) -> list[Any]:
+        given = program.arguments[0]
+        return [getattr(given, name, None) for name in ("layers", "plain")]
+
+    *_, control = compile_gpu.controls()
+    assert [type(x).__name__ for x in layers(control)] == ["LayerParams", "NoneType"]
+    generating = [p for p in compile_gpu.engine() if p.name in ("recommend", "rank", "packed_rank")]
+    assert len(generating) == 4 and not any(program.is_op for program in generating)
+    for program in generating:
+        assert any(isinstance(x, tuple) and len(x) in (12, 28) for x in layers(program)), program.case
 
 
 def test_the_controls_are_the_real_kernel_with_impossible_tiles() -> None:
     assert [(p.case, p.refused) for p in compile_gpu.controls()] == [
         ("shared_memory", "Shared memory size limit exceeded"),
         ("registers", "register spilling"),
+        ("copies", "above 10 MB"),
     ]
 
 
 def test_the_table_shows_failures() -> None:
     outcomes = [
-        Outcome("op", "a", 1.25, 2_000_000, "op 96 KiB", ""),
-        Outcome("op", "bb", 0.5, 0, "", "spilt"),
+        Outcome("op", "a", 1.25, 2_000_000, 0, "op 96 KiB", ""),
+        Outcome("op", "bb", 0.5, 0, 3, "", "spilt"),
     ]
     assert compile_gpu.table(outcomes).splitlines() == [
-        "program  case  s    temp MB  registers and shared memory",
-        "op       a     1.2  2.0      op 96 KiB",
-        "op       bb    0.5  0.0      FAILED: spilt",
+        "program  case  s    temp MB  copies  registers and shared memory",
+        "op       a     1.2  2.0      0       op 96 KiB",
+        "op       bb    0.5  0.0      3       FAILED: spilt",
     ]
 
 

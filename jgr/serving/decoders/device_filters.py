@@ -2,8 +2,10 @@
 """The item filters of a batch as the compiled programs take them.
 
 The one idea: a batch without filters is handed arrays that are on the device already and say so; one with filters
-brings its lists, as large as compiled for. Segments stand on the device as rows of bits, a fixed number of them: a
-combination is uploaded when a request first names it, in the place of the one that was not named for longest.
+uploads the nodes that it lists, one list behind the other, and the device spreads them over arrays as large as compiled
+for. The upload is padded to one of a few sizes, each compiled before the first request. Segments stand on the device as
+rows of bits, a fixed number of them: a combination is uploaded when a request first names it, in the place of the one
+that was not named for longest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,26 @@ from jgr.catalog.item_filters import ItemFilter, Segment
 from jgr.models.beam import CatalogTables, Filters
 
 Words = tuple[jax.Array, ...]
+SMALLEST, GROWTH = 64, 8
+"""Nodes of the smallest upload, and how many times larger the next size is."""
+
+
+@partial(jax.jit, static_argnames="capacity")
+def _spread(listed: Any, counts: Any, *, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Children and parents, [B, depth, capacity] each, of listed [2, n]: counts [B, depth], one behind the other."""
+    ends = jnp.cumsum(counts).reshape(counts.shape)[..., None]
+    place = jnp.arange(capacity, dtype=jnp.int32)
+    at = jnp.minimum(ends - counts[..., None] + place, listed.shape[1] - 1)
+    children, parents = jnp.where(place < counts[..., None], listed[:, at], 0)
+    return children, parents
+
+
+def upload_size(listed: int, most: int) -> int:
+    """Nodes that an upload of so many is padded to; most: what the compiled arrays hold."""
+    size = SMALLEST
+    while size < listed:
+        size *= GROWTH
+    return min(size, most)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -39,7 +61,7 @@ class DeviceFilters:
         self._depth, self._capacity = tables.depth, capacity
         self._rows = segment_rows
         self._row_of: OrderedDict[tuple[str, ...], int] = OrderedDict()
-        self._nothing: dict[int, tuple[Any, ...]] = {}
+        self._nothing: dict[int, Filters] = {}
         self._segments: Words | None = None
         if segment_rows:
             sizes = [
@@ -51,31 +73,47 @@ class DeviceFilters:
 
     def lay_out(self, batch: int, filters: Sequence[ItemFilter]) -> Filters:
         """The filters of the first rows of a batch; the others have none."""
+        if batch not in self._nothing:  # before the first request: the engine compiles its programs with this
+            self._nothing[batch] = self._prepare(batch)
         if all(one.is_empty for one in filters):
-            if batch not in self._nothing:
-                self._nothing[batch] = tuple(map(jnp.asarray, self._arrays(batch)))
-            return Filters(*self._nothing[batch])._replace(segments=self._segments)
-        children, parents, counts, only, segment = self._arrays(batch)
+            return self._nothing[batch]._replace(segments=self._segments)
+        counts = np.zeros((batch, self._depth), np.int32)
+        only, segment = np.zeros(batch, bool), np.zeros(batch, np.int32)
         rows = self._upload([one.segment for one in filters if one.segment is not None])
+        listed = [np.zeros((2, 0), np.int32)]
         for row, one in enumerate(filters):
             only[row] = one.only
             if one.segment is not None:
                 segment[row] = rows[one.segment.key]
             for level, nodes in enumerate(one.children):
                 counts[row, level] = len(nodes)
-                children[row, level, : len(nodes)] = nodes
-                parents[row, level, : len(nodes)] = one.parents[level]
+                listed.append(np.stack([nodes, one.parents[level]]))
+        if counts.any():
+            children, parents = self._spread(np.concatenate(listed, axis=1), counts)
+        else:
+            children, parents = self._nothing[batch][:2]
         return Filters(children, parents, counts, only, segment, self._segments)
 
-    def _arrays(self, batch: int) -> tuple[np.ndarray[Any, Any], ...]:
-        """children, parents, counts, only, segment of requests without filters."""
-        listed = (batch, self._depth, self._capacity)
-        return (
-            np.zeros(listed, np.int32),
-            np.zeros(listed, np.int32),
-            np.zeros(listed[:2], np.int32),
-            np.zeros(batch, bool),
-            np.zeros(batch, np.int32),
+    def _spread(
+        self, listed: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]
+    ) -> tuple[jax.Array, jax.Array]:
+        size = upload_size(listed.shape[1], counts.size * self._capacity)
+        padded = np.zeros((2, size), np.int32)
+        padded[:, : listed.shape[1]] = listed
+        children, parents = _spread(padded, counts, capacity=self._capacity)
+        return children, parents
+
+    def _prepare(self, batch: int) -> Filters:
+        """What a batch without filters is given; compiles the uploads of one with filters."""
+        counts = np.zeros((batch, self._depth), np.int32)
+        most = counts.size * self._capacity
+        children, parents = self._spread(np.zeros((2, 0), np.int32), counts)
+        size = SMALLEST
+        while size < most:
+            size *= GROWTH
+            self._spread(np.zeros((2, min(size, most)), np.int32), counts)
+        return Filters(
+            children, parents, jnp.asarray(counts), jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)
         )
 
     def _upload(self, segments: Sequence[Segment]) -> dict[tuple[str, ...], int]:

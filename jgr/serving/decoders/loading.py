@@ -24,7 +24,7 @@ from jgr.config import Config, ConfigError
 from jgr.models import checkpoint
 from jgr.models.beam import CatalogTables, catalog_tables
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
+from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, laid_out
 from jgr.models.model_files import ModelFiles
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
@@ -82,7 +82,7 @@ def _load_model(folder: Path, config: Config) -> Model:
     cfg, params = checkpoint.load(folder, config.model.dtype)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
-    return Model(cfg, params, tokenizer, files.revision(), folder, make_profiles(config.profiles))
+    return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, make_profiles(config.profiles))
 
 
 @preparing()
