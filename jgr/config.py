@@ -187,6 +187,7 @@ class FeaturesConfig:
     )
     # Whether a request waits for the store: never; for what is not cached; for what is too old, too.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
+    # Of records in memory. 0: none, the store is asked for every request's items; a mode that never waits needs some.
     cache_mb: float = 64.0
     buckets: int = 64  # parts of the cache, each of which drops what was used longest ago
     ttl_s: float = 60.0  # until a record is asked for again; 10 % more or less, drawn for each

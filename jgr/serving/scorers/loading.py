@@ -147,7 +147,7 @@ def _open_features(config: Config, needs: scorers.Needs, catalog: Catalog) -> Fe
         for name, width in needs.features:
             if widths.get(name) != width:
                 raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
+        return FeatureCache(store, schema, catalog.item_ids, settings)
     except Exception:
         store.close()
         raise
-    return FeatureCache(store, schema, catalog.item_ids, settings)
