@@ -10,7 +10,8 @@ What a user's part is computed for decides which programs there are. `part`: eve
 published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
 or a part does that is all of its request, which saves the arrays' way through memory.
 `cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
-is there of the user when the history was shorter.
+is there of the user when the history was shorter. What depends on the moment of the request is never kept: where there
+is any, another program makes the state of what is kept (`scorers.keeping`).
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -35,7 +36,7 @@ from jgr.cache.pool import StatePool
 from jgr.features import numa
 from jgr.features.schema import Schema
 from jgr.models.params import PyTree
-from jgr.models.scorers import Needs, ScorerConfig, growing, scorer
+from jgr.models.scorers import Needs, ScorerConfig, growing, keeping, scorer
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.threads import Calls
@@ -152,12 +153,18 @@ class Programs:
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
-        self.growth, self._growing = growth, growing(cfg) if growth else None
+        kept = keeping(cfg) if share == "cache" else None
+        self.growth, self._keeping = growth, growing(cfg) if growth else kept
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)
+        self._state: PyTree = self.kept  # shapes, as those of what is kept
+        if self._keeping is not None:
+            self._state = jax.eval_shape(self._renewed, words, params, self.kept)
         self._compiled: dict[int, jax.stages.Compiled] = {}
         self._whole: dict[int, jax.stages.Compiled] = {}
         self._grow: jax.stages.Compiled
+        self.renew: jax.stages.Compiled | None = None
+        """renew(words, params, kept) -> state, compiled with READS; kept is given for good. None: they are the same."""
 
     @property
     def to_compile(self) -> int:
@@ -177,10 +184,6 @@ class Programs:
         """grow(words, params, kept) -> kept; where there is growth, compiled with READS."""
         return self._grow
 
-    def state(self, kept: PyTree) -> PyTree:
-        """What parts are given of what is kept of a user, on the device or as shapes."""
-        return kept if self._growing is None else self._growing.state(kept)
-
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
         """[count] records of items whose features are not there; None where the model reads none."""
         schema = self.schema
@@ -197,10 +200,15 @@ class Programs:
         if size == READS:
             words = Staging(self.user).example
             program = jax.jit(self._read).lower(words, self.params).compile()
-            if self._growing is not None:
+            if self.growth:
                 self._grow = jax.jit(self._grown).lower(words, self.params, self.kept).compile()
+            if self._keeping is not None:
+                # Keys and values are most of either, or are not in the state at all.
+                again = _shapes(self.kept) <= _shapes(self._state)
+                renew = jax.jit(self._renewed, donate_argnums=2 if again else ())
+                self.renew = renew.lower(words, self.params, self.kept).compile()
         else:
-            state = None if self.share == "part" else self.state(self.kept)
+            state = None if self.share == "part" else self._state
             program = self._compile(size, state)
             if self.may_be_whole:
                 self._whole[size] = self._compile(size, None)
@@ -216,13 +224,16 @@ class Programs:
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
-        model = self._model.read if self._growing is None else self._growing.begin
+        model = self._model.read if self._keeping is None else self._keeping.begin
         return model(params, self._cfg, users)
 
     def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
-        assert self._growing is not None
         users = read_users(self.user, self.needs, words)
-        return self._growing.grow(params, self._cfg, kept, users, self.growth)
+        return growing(self._cfg).grow(params, self._cfg, kept, users, self.growth)
+
+    def _renewed(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        assert self._keeping is not None
+        return self._keeping.state(params, self._cfg, kept, read_users(self.user, self.needs, words))
 
     def _score(
         self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
@@ -257,22 +268,23 @@ class Executor:
 
     def _read(self, work: ReadWork) -> Read:
         place, pool, programs = work.place, self._pool, self._programs
-        found = None
+        new, found = place is not None and place.new, None
         if pool is not None and place is not None:
-            at = work.before if place.new else place
+            at = work.before if new else place
             found = None if at is None else pool.load(at)
-            if found is not None and not place.new:
-                return Read(programs.state(found), "all", True)
         views, given = self._staging.views(), programs.user.views(work.block)
         for name, view in views.items():
             view[:] = given[name]
+        cached: Literal["all", "before", "nothing"] = "before" if new else "all"
         if found is None:
-            kept = self._staging.run(programs[READS], programs.params)
+            kept, cached = self._staging.run(programs[READS], programs.params), "nothing"
         else:
-            kept = self._staging.run(programs.grow, programs.params, found)
-        stored = place is not None and pool is not None and place.new and pool.store(kept, place)
-        cached: Literal["before", "nothing"] = "nothing" if found is None else "before"
-        return Read(jax.block_until_ready(programs.state(kept)), cached, stored)
+            kept = self._staging.run(programs.grow, programs.params, found) if new else found
+        stored = cached == "all"
+        if new and pool is not None and place is not None:
+            stored = pool.store(kept, place)
+        state = kept if programs.renew is None else self._staging.run(programs.renew, programs.params, kept)
+        return Read(jax.block_until_ready(state), cached, stored)
 
     def _score(self, work: PartWork) -> Float32:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
@@ -367,6 +379,10 @@ class ScorerExecutors:
     def join(self, timeout_s: float) -> bool:
         """See PartExecutors; for each so long."""
         return all([thread.join(timeout_s) for thread in self._threads])
+
+
+def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
+    return {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
 def _bind() -> None:

@@ -88,6 +88,11 @@ def make_scorer_engine(
     pool = cache = None
     if settings.share_user == "cache":
         pool = StatePool(programs.kept, config.cache.device_mb, None if like is None else like.pool)
+        if needs.dated:
+            _log.warning(
+                "executors.share_user=cache: every event of this model depends on how long before the request it was, "
+                "so what is kept of a user serves requests of the same second alone"
+            )
         growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
         cache = UserCache(pool, programs.user.size, growth)
     executors = ScorerExecutors(programs, settings.number, pool, bind=config.features.bind_threads)

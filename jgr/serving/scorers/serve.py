@@ -203,7 +203,7 @@ class ScorerEngine(Driver[Ticket]):
             here = slice(start.first, start.first + start.count)
             records = None if ticket.records is None else ticket.records[here]
             return PartWork(task.rows[here], ticket.user, records)
-        found = None if self.cache is None else self.cache.find(task.user, task.block)
+        found = None if self.cache is None else self.cache.find(task.user, task.key)
         if found is None:
             return ReadWork(task.block)
         self._readings[start.run] = found
