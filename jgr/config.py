@@ -132,6 +132,9 @@ class ExecutorsConfig:
     # Events by which a kept user may have grown, so that only they are computed; what is kept takes more room. 0: a
     # history that grew is computed whole. For models whose events do not depend on later ones.
     growth: int = 0
+    # How Climber is computed, with the same scores (FLAME-7): each operation a program of its own, dispatched by the
+    # host; one program; one program with the fused ops. For comparisons: other models have the last alone.
+    build: Literal["op_by_op", "xla", "fused"] = "fused"
 
     def __post_init__(self) -> None:
         check(self, number=1, streams=1, growth=0)
@@ -154,10 +157,11 @@ class CacheConfig:
     item_share: float | None = None
     page_tokens: int = 16  # tokens of a page; a user's entry takes whole pages
     item_cells: int = 4  # parts of a page; an item's entry takes whole parts
+    # With hotness, which user goes first: by BAT-10 with a price, so that a user is admitted, or read from the cache,
+    # where that computes less than its items in front would; or as published, by how often it comes alone.
+    rule: Literal["priced", "published"] = "priced"
     window_s: float = 300.0  # over which accesses are counted
-    hysteresis: float = (
-        0.1  # how much more often than the coldest cached user another must come to take its place
-    )
+    hysteresis: float = 0.1  # how much more often than the coldest cached user another must come to take its place; not as published
     shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
     # Item tokens that are computed again where the items come first, seeing the items before theirs, which cached ones
     # do not: the first so many of each item; or this share of a request's, those that differ the most.

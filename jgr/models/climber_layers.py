@@ -22,7 +22,7 @@ from jgr.ops.biased_attention import Causal, Context, Targets, biased_attention
 from jgr.ops.fused_linear import Activation, fused_linear
 
 Build = Literal["op_by_op", "xla", "fused"]
-"""How it is computed, with the same result.
+"""How it is computed, with the same result; `executors.build` of a server.
 
 op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
     and a user's keys and values are tuples (`by_layer`).

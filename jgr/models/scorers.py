@@ -26,8 +26,10 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+from jgr.config import ConfigError
 from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
+from jgr.models.climber_layers import Build
 from jgr.models.hstu import HstuConfig
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
@@ -212,7 +214,10 @@ class _GrowingStu:
         return stu_scorer.User(*kept, users.now)
 
 
+@dataclass(frozen=True)
 class _Climber:
+    build: Build = "fused"
+
     def spec(self, cfg: ClimberConfig) -> PyTree:
         return climber.spec(cfg)
 
@@ -224,23 +229,30 @@ class _Climber:
         )  # fmt: skip
 
     def read(self, params: Any, cfg: ClimberConfig, users: Users) -> climber.User:
-        return climber.read(params, cfg, _climber_events(users))
+        return climber.read(params, cfg, _climber_events(users), build=self.build)
 
     def score(
         self, params: Any, cfg: ClimberConfig, state: climber.User, candidates: Candidates
     ) -> jax.Array:
-        return climber.score(params, cfg, state, candidates.rows, candidates.features)
+        return climber.score(params, cfg, state, candidates.rows, candidates.features, build=self.build)
+
+    def rank(self, params: Any, cfg: ClimberConfig, users: Users, candidates: Candidates) -> jax.Array:
+        events = _climber_events(users)
+        return climber.rank(params, cfg, events, candidates.rows, candidates.features, build=self.build)
 
 
+@dataclass(frozen=True)
 class _KeptClimber:
     """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias."""
 
+    build: Build
+
     def begin(self, params: Any, cfg: ClimberConfig, users: Users) -> tuple[Any, Any]:
-        user = climber.read(params, cfg, _climber_events(users))
+        user = climber.read(params, cfg, _climber_events(users), build=self.build)
         return user.k, user.v
 
     def state(self, params: Any, cfg: ClimberConfig, kept: tuple[Any, Any], users: Users) -> climber.User:
-        return climber.renew(params, cfg, *kept, _climber_events(users))
+        return climber.renew(params, cfg, *kept, _climber_events(users), build=self.build)
 
 
 def _climber_events(users: Users) -> climber.Events:
@@ -261,12 +273,31 @@ _TYPES: dict[str, type[StuScorerConfig | ClimberConfig]] = {
 MODELS = tuple(_TYPES)
 
 
-def scorer(cfg: ScorerConfig) -> Scorer:
-    """The functions of the model that a config describes."""
-    return _SCORERS[type(cfg)]
+def scorer(cfg: ScorerConfig, build: Build = "fused") -> Scorer:
+    """The functions of the model that a config describes. build: see there; ConfigError where the model has it not."""
+    model = _SCORERS[type(cfg)]
+    if build == "fused":
+        return model
+    if not isinstance(model, _Climber):
+        raise ConfigError(
+            f"executors.build: {build} is for Climber alone; {type(cfg).__name__} is served fused"
+        )
+    return _Climber(build)
 
 
-def keeping(cfg: ScorerConfig) -> Keeping | None:
+def as_built(params: Any, build: Build) -> Any:
+    """The parameters as the functions of a build take them."""
+    return climber.by_layer(params) if build == "op_by_op" else params
+
+
+def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candidates) -> jax.Array:
+    """What `score` gives behind `read`, for a program that does both. Climber has one pass for it (FLAME-11)."""
+    if isinstance(model, _Climber):
+        return model.rank(params, cfg, users, candidates)
+    return model.score(params, cfg, model.read(params, cfg, users), candidates)
+
+
+def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
     """How a scorer's users are kept where a part of their state depends on `now`.
 
     None: a state of `read` is kept as it is, since none of it does, or all that is worth keeping (`Needs.dated`).
@@ -275,7 +306,7 @@ def keeping(cfg: ScorerConfig) -> Keeping | None:
         return _GrowingHstu()
     if isinstance(cfg, StuScorerConfig) and not cfg.time_rows:
         return _GrowingStu()
-    return _KeptClimber() if isinstance(cfg, ClimberConfig) and cfg.timed else None
+    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) and cfg.timed else None
 
 
 def growing(cfg: ScorerConfig) -> Growing:

@@ -35,8 +35,10 @@ from jgr.cache.entries import Stored
 from jgr.cache.pool import StatePool
 from jgr.features import numa
 from jgr.features.schema import Schema
+from jgr.models import scorers
+from jgr.models.climber_layers import Build
 from jgr.models.params import PyTree
-from jgr.models.scorers import Needs, ScorerConfig, growing, keeping, scorer
+from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.threads import Calls
@@ -47,6 +49,8 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 Share = Literal["part", "request", "cache"]
+Program = Callable[..., Any]
+"""Compiled, or a plain function that dispatches its operations one by one."""
 
 TIMED_RUNS = 3
 """Of each size at warm-up; the fastest is what it costs."""
@@ -129,10 +133,12 @@ class PartExecutors(Protocol):
 
 
 class Programs:
-    """The compiled programs of a ranker, for any number of executors; made by `compile`.
+    """The programs of a scorer, for any number of executors; made by `compile`.
 
     sizes: ascending. schema: of the features' records; None: the model reads none. growth: events by which a kept user
-    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot.
+    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot. build: see there (FLAME-7);
+    op_by_op's programs are plain functions, which dispatch one operation after the other. ConfigError where the model
+    has no such build.
     """
 
     def __init__(
@@ -143,8 +149,10 @@ class Programs:
         share: Share,
         schema: Schema | None,
         growth: int = 0,
+        build: Build = "fused",
     ) -> None:
-        self._model, self._cfg, self.params = scorer(cfg), cfg, params
+        self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
+        self.params = params = scorers.as_built(params, build)
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.user = user_layout(self.needs)
@@ -153,17 +161,17 @@ class Programs:
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
-        kept = keeping(cfg) if share == "cache" else None
+        kept = keeping(cfg, build) if share == "cache" else None
         self.growth, self._keeping = growth, growing(cfg) if growth else kept
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)
         self._state: PyTree = self.kept  # shapes, as those of what is kept
         if self._keeping is not None:
             self._state = jax.eval_shape(self._renewed, words, params, self.kept)
-        self._compiled: dict[int, jax.stages.Compiled] = {}
-        self._whole: dict[int, jax.stages.Compiled] = {}
-        self._grow: jax.stages.Compiled
-        self.renew: jax.stages.Compiled | None = None
+        self._compiled: dict[int, Program] = {}
+        self._whole: dict[int, Program] = {}
+        self._grow: Program
+        self.renew: Program | None = None
         """renew(words, params, kept) -> state, compiled with READS; kept is given for good. None: they are the same."""
 
     @property
@@ -171,16 +179,16 @@ class Programs:
         """Sizes without a program."""
         return len(self.layouts) - len(self._compiled)
 
-    def __getitem__(self, size: int) -> jax.stages.Compiled:
+    def __getitem__(self, size: int) -> Program:
         """program(words, params, state, out) -> scores [1, m, P]; of READS: program(words, params) -> kept."""
         return self._compiled[size]
 
-    def whole(self, size: int) -> jax.stages.Compiled:
+    def whole(self, size: int) -> Program:
         """program(words, params, None, out) -> scores, of parts that compute the user too; compiled with the size."""
         return self._whole[size]
 
     @property
-    def grow(self) -> jax.stages.Compiled:
+    def grow(self) -> Program:
         """grow(words, params, kept) -> kept; where there is growth, compiled with READS."""
         return self._grow
 
@@ -193,20 +201,19 @@ class Programs:
         """Of the scores."""
         return 1, size, len(self.needs.tasks)
 
-    def compile(self, size: int) -> jax.stages.Compiled:
-        """The program of a size, compiled once; its memory_analysis shows that the scores are written in place."""
+    def compile(self, size: int) -> Program:
+        """The program of a size, made once; its memory_analysis shows that the scores are written in place."""
         if size in self._compiled:
             return self._compiled[size]
         if size == READS:
             words = Staging(self.user).example
-            program = jax.jit(self._read).lower(words, self.params).compile()
+            program = self._make(self._read, words, self.params)
             if self.growth:
-                self._grow = jax.jit(self._grown).lower(words, self.params, self.kept).compile()
+                self._grow = self._make(self._grown, words, self.params, self.kept)
             if self._keeping is not None:
                 # Keys and values are most of either, or are not in the state at all.
-                again = _shapes(self.kept) <= _shapes(self._state)
-                renew = jax.jit(self._renewed, donate_argnums=2 if again else ())
-                self.renew = renew.lower(words, self.params, self.kept).compile()
+                given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
+                self.renew = self._make(self._renewed, words, self.params, self.kept, donate=given)
         else:
             state = None if self.share == "part" else self._state
             program = self._compile(size, state)
@@ -215,12 +222,16 @@ class Programs:
         self._compiled[size] = program
         return program
 
-    def _compile(self, size: int, state: PyTree) -> jax.stages.Compiled:
+    def _compile(self, size: int, state: PyTree) -> Program:
         """A part's program; without a state it computes the user."""
         layout = self.layouts[size]
         words, out = Staging(layout).example, jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
-        call = jax.jit(partial(self._score, layout), donate_argnums=3, keep_unused=True)
-        return call.lower(words, self.params, state, out).compile()
+        return self._make(partial(self._score, layout), words, self.params, state, out, donate=(3,))
+
+    def _make(self, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
+        if self._build == "op_by_op":
+            return call
+        return jax.jit(call, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
@@ -239,9 +250,10 @@ class Programs:
         self, layout: Layout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
     ) -> jax.Array:
         inputs = layout.unpack(words)
-        if state is None:
-            state = self._read(inputs["user"], params)
         asked = read_candidates(inputs, self.needs, self.schema)
+        if state is None:
+            users = read_users(self.user, self.needs, inputs["user"])
+            return scorers.rank(self._model, params, self._cfg, users, asked)
         return self._model.score(params, self._cfg, state, asked)
 
 

@@ -81,7 +81,13 @@ def make_scorer_engine(
     else:
         try:
             programs = Programs(
-                model.cfg, model.params, settings.sizes, settings.share_user, schema, settings.growth
+                model.cfg,
+                model.params,
+                settings.sizes,
+                settings.share_user,
+                schema,
+                settings.growth,
+                settings.build,
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
