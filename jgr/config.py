@@ -139,6 +139,9 @@ class ExecutorsConfig:
     # Most new events that are computed on top of a cached user, for models whose events do not depend on later ones.
     # The cached state takes more memory for it. 0: a history that grew is computed whole.
     growth: int = 0
+    # How Climber is computed, with the same scores (FLAME-7): each operation a program of its own, dispatched by the
+    # host; one program; one program with the fused ops. For comparisons: other models have the last alone.
+    build: Literal["op_by_op", "xla", "fused"] = "fused"
 
     def __post_init__(self) -> None:
         check(self, number=1, streams=1, growth=0)
@@ -162,6 +165,9 @@ class CacheConfig:
     item_share: float | None = None
     page_tokens: int = 16  # tokens in a page; a user's entry takes whole pages
     item_cells: int = 4  # parts of a page; an item's entry is short and takes whole parts
+    # With hotness, which user goes first. priced: BAT-10, but a user is admitted, or read from the cache, only where that
+    # computes less than the items first would; published: by how often the user comes alone.
+    rule: Literal["priced", "published"] = "priced"
     window_s: float = 300.0  # length of the sliding window in which accesses are counted, in seconds
     # How much more often than the least used cached user another must be asked for to take its place; 0.1: 10 %.
     hysteresis: float = 0.1
@@ -194,7 +200,8 @@ class FeaturesConfig:
     # When a request waits for the store. asynchronous: never; sync_missing: for records that are not cached;
     # synchronous: for those and for records older than ttl_s.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
-    cache_mb: float = 64.0  # memory of the cache, in MiB
+    # Memory of the cache, in MiB. 0: no cache, every request asks the store; a mode that never waits needs some.
+    cache_mb: float = 64.0
     buckets: int = 64  # parts of the cache; a full one drops its least recently used record
     ttl_s: float = 60.0  # age in seconds at which a record is fetched again; +-10 %, drawn for each record
     absent_ttl_s: float = 5.0  # the same for an item that the store does not have

@@ -194,14 +194,15 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
     users: Any = (events, events, events, _ints(1), _ints(1, 0), _ints(1))
     users, rows = scorers.Users(*users), _ints(1, candidates)
 
-    def scores(weights: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
-        return model.score(weights, cfg, growing.state(kept), scorers.Candidates(rows, {})), kept
+    def scores(weights: Any, users: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
+        state = growing.state(weights, cfg, kept, users)
+        return model.score(weights, cfg, state, scorers.Candidates(rows, {})), kept
 
     def whole(weights: Any, users: Any, rows: Any) -> tuple[jax.Array, Any]:
-        return scores(weights, growing.begin(weights, cfg, users), rows)
+        return scores(weights, users, growing.begin(weights, cfg, users), rows)
 
     def grown(weights: Any, users: Any, kept: Any, rows: Any) -> tuple[jax.Array, Any]:
-        return scores(weights, growing.grow(weights, cfg, kept, users, growth), rows)
+        return scores(weights, users, growing.grow(weights, cfg, kept, users, growth), rows)
 
     _, kept = jax.eval_shape(whole, weights, users, rows)
     yield Program("hstu", f"whole_c{candidates}", whole, (weights, users, rows))

@@ -7,7 +7,8 @@ trip, together with those of other requests that wait for a free thread.
 
 Invariants: each item is fetched once at a time (single flight); every fetch that starts ends in a commit, whatever the
 store does; a get never waits beyond its deadline, and serves what is there then. Values that are not records of the
-schema are counted and never served.
+schema are counted and never served. In the modes that wait, how much memory there is decides how often the store is
+asked, never what a request is given; without any, it is asked for every item of every request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.config import FeaturesConfig
+from jgr.config import ConfigError, FeaturesConfig
 from jgr.features import numa
 from jgr.features.memory import FAILED, FRESH, MISSING, End, Failed, Got, Memory
 from jgr.features.schema import Schema
@@ -110,7 +111,8 @@ class FeatureCache:
     """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
 
     item_ids: of the catalog, whose rows are asked for and whose ids the store knows. config.store and config.schema are
-    not read here. clock: nanoseconds that never go back. seed: of the jitter.
+    not read here. clock: nanoseconds that never go back. seed: of the jitter. ConfigError where the mode serves only
+    what is cached (asynchronous) and there is no room for a record in every bucket.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class FeatureCache:
     ) -> None:
         self.schema, self._store, self._clock, self._item_ids = schema, store, clock, item_ids
         self._max_wait_ns = round(config.max_wait_ms * 1e6)
+        self._waits = WAITS[config.mode]
         self._memory = Memory(
             schema.default,
             items=len(item_ids),
@@ -132,8 +135,13 @@ class FeatureCache:
             capacity=round(config.cache_mb * 2**20),
             ttl_ns=round(config.ttl_s * 1e9),
             absent_ttl_ns=round(config.absent_ttl_s * 1e9),
+            passes=bool(self._waits),
         )
-        self._waits = WAITS[config.mode]
+        if not (self._waits or self._memory.slots):
+            raise ConfigError(
+                f"features.cache_mb: {config.cache_mb} MB have no room for a record of {schema.record_bytes} bytes in "
+                f"each of {config.buckets} buckets, and features.mode=asynchronous serves only what is cached"
+            )
         self._waiting: dict[int, list[tuple[_Wait, int]]] = {}  # by slot: who, and for which place
         # Where nobody waits, requests that follow one another share a round trip.
         self._linger_s = 0.0 if self._waits else config.linger_ms / 1e3

@@ -9,6 +9,9 @@ long, and slots in a dict of item ids twice as long.)
 Slots belong to buckets, as rows do, and each bucket drops what was used longest ago. All records have the same length,
 so that a capacity in bytes is one in slots. Slot 0 is nobody's: it stands for what has no slot.
 
+A get may need more rows than its buckets have slots. Where gets wait for fetches, such a row is fetched for those who
+wait, and not kept: it passes through. Until its fetch ends it is named by -1 - row in the place of a slot.
+
 Invariants (`check`): a row has one slot, in its bucket; a slot without a found record holds the default one; what is
 pending keeps its slot.
 """
@@ -49,7 +52,8 @@ class Got(NamedTuple):
     """What a get found, and what it started.
 
     seen: [n] FRESH, STALE or MISSING. old: [o] places in the request of what is not fresh, with their slots and their
-    states now. fetch: slots that must be fetched and committed. joined, held: items; see `states`.
+    states now. fetch: slots that must be fetched and committed. joined, held: items; see `states`. What passes through
+    is -1 - row among the slots, and PENDING.
     """
 
     seen: UInt8
@@ -73,10 +77,19 @@ class _Bucket:
 
 class Memory:
     """default: the record of an item without features. items: of the catalog. capacity: bytes. ttl_ns: of records,
-    absent_ttl_ns: of the knowledge that there is none."""
+    absent_ttl_ns: of the knowledge that there is none. passes: rows without a slot pass through, see above; else they
+    are MISSING, and nothing is fetched for them."""
 
     def __init__(
-        self, default: bytes, *, items: int, buckets: int, capacity: int, ttl_ns: int, absent_ttl_ns: int
+        self,
+        default: bytes,
+        *,
+        items: int,
+        buckets: int,
+        capacity: int,
+        ttl_ns: int,
+        absent_ttl_ns: int,
+        passes: bool = False,
     ) -> None:
         self._default = np.frombuffer(default, np.uint8)
         self.slot_bytes = len(default) + SLOT_BYTES
@@ -92,12 +105,21 @@ class Memory:
         self._failures, self._retry_ns = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self._retry_ns[0] = _NEVER
         self._buckets = [_Bucket(1 + each * k, 1 + each * (k + 1)) for k in range(buckets)]
+        self._passes, self._passing = passes, set[int]()  # -1 - row of what is being fetched and has no slot
+        self._pass_failures, self._pass_retry_ns = 0, -_NEVER
         self._tick = 0  # of gets and commits
         self._last_retry_ns = -_NEVER  # the last time at which something that failed may be tried again
         self.entries = self.evicted = 0
 
+    @property
+    def slots(self) -> int:
+        """Records that there is room for."""
+        return len(self._rows) - 1
+
     def rows(self, slots: Sequence[int]) -> list[int]:
-        found: list[int] = self._rows[np.array(slots, np.int64)].tolist()
+        """The rows of slots, and of what passes through."""
+        at = np.array(slots, np.int64)
+        found: list[int] = np.where(at > 0, self._rows[np.maximum(at, 0)], -1 - at).tolist()
         return found
 
     def get(self, rows: Int32, now_ns: int, may_fetch: bool, out: UInt8) -> Got:
@@ -108,7 +130,7 @@ class Memory:
         slots = self._slots[rows]
         self._tick += 1
         self._used[slots] = self._tick
-        if may_fetch and not slots.all():
+        if may_fetch and self.slots and not slots.all():
             self._admit(list(dict.fromkeys(rows[slots == 0].tolist())))
             slots = self._slots[rows]
         np.take(self._records, slots, axis=0, out=out, mode="clip")  # the other modes copy out first
@@ -128,12 +150,42 @@ class Memory:
         action = ACTION[state, held]
         _, starts, joined, kept_back = np.bincount(action, minlength=4).tolist()
         fetch = list(dict.fromkeys(slots[action == FETCH].tolist())) if starts else []
-        return Got(seen, old, slots, after, fetch, joined + starts - len(fetch), kept_back)
+        got = Got(seen, old, slots, after, fetch, joined + starts - len(fetch), kept_back)
+        passes = self._passes and may_fetch and now_ns >= self._pass_retry_ns
+        return got if not passes or slots.all() else self._pass_through(got, rows)
+
+    def _pass_through(self, got: Got, rows: Int32) -> Got:
+        """With what has no slot: each row is fetched once, however many gets wait for it."""
+        places = np.flatnonzero(got.slots == 0)
+        slots, states = got.slots.copy(), got.states.copy()
+        slots[places] = named = -1 - rows[got.old[places]]
+        states[places] = State.PENDING
+        new = [name for name in dict.fromkeys(named.tolist()) if name not in self._passing]
+        self._passing.update(new)
+        joined, held = got.joined + len(places) - len(new), got.held - len(places)
+        return got._replace(slots=slots, states=states, fetch=got.fetch + new, joined=joined, held=held)
+
+    def _passed(self, names: Sequence[int], ends: Sequence[End], now_ns: int) -> None:
+        """Fetches of what passes through ended. After a failure all of it is left alone for a while."""
+        self._passing.difference_update(names)
+        failed = any(isinstance(end, Failed) for end in ends)
+        if failed:
+            wait_ns = int(BACK_OFF_NS[min(self._pass_failures, len(BACK_OFF_NS) - 1)])
+            self._pass_retry_ns = now_ns + wait_ns
+        self._pass_failures = self._pass_failures + 1 if failed else 0
 
     def commit(
         self, slots: Sequence[int], ends: Sequence[End], now_ns: int, jitter: npt.NDArray[np.float64]
     ) -> None:
         """Fetches ended, each slot once. jitter: [n], so much of the time to live is added."""
+        if passed := [place for place, slot in enumerate(slots) if slot < 0]:
+            self._passed([slots[place] for place in passed], [ends[place] for place in passed], now_ns)
+            kept = [place for place, slot in enumerate(slots) if slot > 0]
+            slots, ends, jitter = (
+                [slots[place] for place in kept],
+                [ends[place] for place in kept],
+                jitter[kept],
+            )
         at = np.array(slots, np.int64)
         self._tick += 1
         self._used[at] = self._tick

@@ -25,9 +25,8 @@ h = D / H, F width of an MLP, R scenarios, X experts, P tasks. A group is a bloc
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,8 +34,9 @@ import jax
 import jax.numpy as jnp
 
 from jgr.config import UserError
+from jgr.models.climber_heads import Fusion, Heads, fuse, tasks
 from jgr.models.climber_layers import Build, all_layers, candidate_layers, history_layers, layer_spec
-from jgr.models.hstu import BUCKETS, standard
+from jgr.models.hstu import BUCKETS
 from jgr.models.params import Spec
 from jgr.ops.biased_attention import Bias, Places, spread
 
@@ -133,33 +133,6 @@ class Temperature:
     w1: Any  # [32, 16]
     w2: Any  # [16]
     bias: Any  # []
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Fusion:
-    """Bit-wise gating fusion of the blocks' outputs."""
-
-    norm: Any  # [2, D]: scale less 1, bias
-    qkv: Any  # [D, 3 D]
-    out: Any  # [D, D]
-    gate1: Any  # [N_b, D, D], of vec(F)
-    gate2: Any  # [N_b, D, D], to vec(F)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Heads:
-    """Experts that the tasks share, the tasks' gates over them, and towers."""
-
-    expert1: Any  # [X, D, F]
-    expert1_bias: Any  # [X, F]
-    expert2: Any  # [X, F, D]
-    gates: Any  # [P, D, X]
-    tower1: Any  # [P, D, D]
-    tower1_bias: Any  # [P, D]
-    tower2: Any  # [P, D]
-    tower2_bias: Any  # [P]
 
 
 @jax.tree_util.register_dataclass
@@ -375,24 +348,31 @@ class Prepared(NamedTuple):
 
 def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepared:
     """What the layers need to know, all that does not depend on a layer."""
-    rows = events.rows
-    parts = _divide(cfg, rows, events.actions if cfg.actions else rows, events.times if cfg.timed else rows)
-    groups = cfg.blocks * len(rows)
-    lengths = (parts.rows >= 0).sum(axis=2, dtype=jnp.int32).reshape(groups)
+    parts, lengths = _groups(cfg, events)
+    happened, following, asked = _places(cfg, parts, lengths, events.now)
     scenario = jnp.clip(events.scenario, 0, cfg.scenarios - 1)
     tables = _tables(params.bases, scenario)
-    happened, following, asked = _places(
-        cfg, parts.times.reshape(groups, -1), lengths, jnp.tile(events.now, cfg.blocks)
-    )
-    seen = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), happened, asked)
+    habits = _habits(params, cfg, events.rows, events.actions) if cfg.actions else 0
     return Prepared(
         _events(params, cfg, parts.rows, parts.actions),
         lengths,
         spread(tables, following, happened),
-        spread(tables, asked, seen),
+        spread(tables, asked, _with(happened, asked)),
         _scale(params.temperature, cfg, scenario),
-        params.question[scenario] + (_habits(params, cfg, rows, events.actions) if cfg.actions else 0),
+        params.question[scenario] + habits,
     )
+
+
+def _groups(cfg: ClimberConfig, events: Events) -> tuple[_Parts, jax.Array]:
+    """The sub-sequences, and how many events each has, [G] int32."""
+    rows = events.rows
+    parts = _divide(cfg, rows, events.actions if cfg.actions else rows, events.times if cfg.timed else rows)
+    return parts, (parts.rows >= 0).sum(axis=2, dtype=jnp.int32).reshape(-1)
+
+
+def _with(places: Places, others: Places) -> Places:
+    both: Places = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), places, others)
+    return both
 
 
 def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Build = "fused") -> User:
@@ -402,10 +382,41 @@ def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Bu
     return User(k, v, given.lengths, given.of_candidates, given.scale, given.question)
 
 
+def renew(
+    params: ClimberParams, cfg: ClimberConfig, k: Any, v: Any, events: Events, *, build: Build = "fused"
+) -> User:
+    """What `read` of the events gives, from the keys and values that it gave for the same events and another `now`.
+
+    Of these, `now` is in the bias of each group's last event alone, so that event is computed again: it stands to the
+    events before it as a candidate does. The bias of the candidates is looked up again.
+    """
+    parts, lengths = _groups(cfg, events)
+    given = prepare(
+        params, cfg, events
+    )  # of its bias nothing is read, so none of it is computed in a program
+    last = jnp.maximum(lengths - 1, 0)[:, None]  # an empty group's is never seen
+    happened, _, asked = _places(cfg, parts, lengths, events.now)
+    own = Places(*(jnp.take_along_axis(x, last, axis=1) for x in happened))  # type: ignore[arg-type]
+    tables = _tables(params.bases, jnp.clip(events.scenario, 0, cfg.scenarios - 1))
+    bias = spread(tables, Places(last, asked.time), _with(happened, own))
+    x = jnp.take_along_axis(given.x, last.reshape(*given.x.shape[:2], 1, 1), axis=2)
+    _, new = candidate_layers(
+        build, params.layers, x, cfg.heads, k, v, jnp.maximum(lengths - 1, 0), bias, given.scale
+    )
+    group = jnp.arange(len(lengths))
+
+    def replaced(old: jax.Array, new: jax.Array) -> jax.Array:  # [L, G, H, s, h], or a layer's
+        return old.at[..., group, :, last[:, 0], :].set(jnp.moveaxis(new[..., 0, :], -3, 0))
+
+    k, v = jax.tree.map(replaced, (k, v), new)
+    return User(k, v, lengths, given.of_candidates, given.scale, given.question)
+
+
 def _places(
-    cfg: ClimberConfig, times: jax.Array, lengths: jax.Array, now: jax.Array
+    cfg: ClimberConfig, parts: _Parts, lengths: jax.Array, asked: jax.Array
 ) -> tuple[Places, Places, Places]:
     """Of events [G, s] as keys; as queries, whose time is that of the next event (MODEL-7); of candidates [G, 1]."""
+    times, now = parts.times.reshape(len(lengths), -1), jnp.tile(asked, cfg.blocks)
     place = jnp.broadcast_to(jnp.arange(cfg.part), times.shape)
     if not cfg.timed:
         return Places(place), Places(place), Places(lengths[:, None])
@@ -428,7 +439,7 @@ def score(
     rows: [B, m] int32, -1: none. features: by name [B, m, width], numbers or hashed categories from 1 on.
     """
     asked = _asked(params, cfg, user.question, rows, features)
-    out = candidate_layers(
+    out, _ = candidate_layers(
         build, params.layers, asked, cfg.heads, user.k, user.v, user.lengths, user.bias, user.scale
     )
     return answer(params, cfg, out, rows)
@@ -456,42 +467,5 @@ def rank(
 def answer(params: ClimberParams, cfg: ClimberConfig, out: jax.Array, rows: jax.Array) -> jax.Array:
     """[B, m, P] of the candidates [N_b, B, m, D] behind the layers."""
     out = out.reshape(cfg.blocks, -1, cfg.hidden).astype(jnp.float32)
-    found = _tasks(params.heads, _fuse(params.fusion, out, cfg.heads)).reshape(*rows.shape, -1)
+    found = tasks(params.heads, fuse(params.fusion, out, cfg.heads)).reshape(*rows.shape, -1)
     return jnp.where(rows[..., None] >= 0, found, 0.0)
-
-
-def _shares(logits: Sequence[jax.Array]) -> list[jax.Array]:
-    """A softmax over the arrays of a list, which is short: XLA:CPU is slow to reduce an axis that is not the last."""
-    top = functools.reduce(jnp.maximum, logits)
-    weights = [jnp.exp(x - top) for x in logits]
-    total = sum(weights[1:], weights[0])
-    return [x / total for x in weights]
-
-
-def _fuse(weights: Fusion, x: jax.Array, heads: int) -> jax.Array:
-    """z [n, D] of E [N_b, n, D]. Matrices sum and spread a head's numbers."""
-    hidden = x.shape[-1]
-    of_head = jnp.repeat(jnp.eye(heads, dtype=x.dtype), hidden // heads, axis=0)  # [D, H]
-    projected = (standard(x) * (1 + weights.norm[0]) + weights.norm[1]) @ weights.qkv
-    q, k, v = jnp.split(projected, 3, axis=-1)
-    attended = []
-    for asking in q:
-        shares = _shares([(asking * key) @ of_head * (hidden // heads) ** -0.5 for key in k])
-        attended.append(sum(share @ of_head.T * value for share, value in zip(shares, v, strict=True)))
-    x = x + jnp.stack(attended) @ weights.out
-    inner = jax.nn.relu(sum(block @ part for block, part in zip(x, weights.gate1, strict=True)))
-    gate = jax.nn.sigmoid(inner @ weights.gate2)
-    out: jax.Array = sum(y * block for y, block in zip(gate, x, strict=True))
-    return out
-
-
-def _tasks(weights: Heads, z: jax.Array) -> jax.Array:
-    """[n, P] of z [n, D]: experts that the tasks mix, each by a gate of its own (MMoE)."""
-    inner = jax.nn.relu(z @ weights.expert1 + weights.expert1_bias[:, None])
-    experts = inner @ weights.expert2  # [X, n, D]
-    mixed = []
-    for gate in weights.gates:
-        shares = jax.nn.softmax(z @ gate)[..., None]
-        mixed.append(sum(shares[:, at] * expert for at, expert in enumerate(experts)))
-    inner = jax.nn.relu(jnp.stack(mixed) @ weights.tower1 + weights.tower1_bias[:, None])
-    return jax.nn.sigmoid((inner @ weights.tower2[..., None])[..., 0] + weights.tower2_bias[:, None]).T

@@ -22,7 +22,7 @@ from jgr.ops.biased_attention import Causal, Context, Targets, biased_attention
 from jgr.ops.fused_linear import Activation, fused_linear
 
 Build = Literal["op_by_op", "xla", "fused"]
-"""How it is computed, with the same result.
+"""How it is computed, with the same result; `executors.build` of a server.
 
 op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
     and a user's keys and values are tuples (`by_layer`).
@@ -231,17 +231,18 @@ def candidate_layers(
     lengths: jax.Array,
     bias: jax.Array,
     scale: jax.Array,
-) -> jax.Array:
-    """[N_b, B, m, D] of candidates h, each of which sees the history and itself. bias: [G, 1, 1, s + 1], the last of
-    itself. The rest as given to `history_layers`, and as it gave them.
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    """[N_b, B, m, D] of candidates h, each of which sees the history and itself, and their own keys and values.
+
+    bias: [G, 1, 1, s + 1], the last of itself. The rest as given to `history_layers`, and as it gave them.
     """
     attend_to = _attend_to_user(build, lengths, bias, scale)
 
-    def step(h: jax.Array, xs: tuple[Layer, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+    def step(h: jax.Array, xs: tuple[Layer, jax.Array, jax.Array]) -> Any:
         layer, cached_k, cached_v = xs
-        return _layer(build, layer, h, heads, attend_to(cached_k, cached_v))[0], None
+        return _layer(build, layer, h, heads, attend_to(cached_k, cached_v))
 
-    out: jax.Array = _each(build, step, h, (layers, k, v))[0]
+    out: tuple[jax.Array, tuple[Any, Any]] = _each(build, step, h, (layers, k, v))
     return out
 
 

@@ -6,8 +6,9 @@ The one idea: `read` turns a user into a state whose shapes depend on the config
 the candidates. So the state may be computed once for all parts of a request, or kept between requests, and which of
 them was done cannot change a score; nor can the other candidates (MODEL-13).
 
-Where a user's events do not depend on later ones, what is kept of a user can also take further events (`growing`,
-MODEL-14), at their cost alone.
+What is kept of a user between requests does not depend on when the user asks, wherever the model allows that
+(`keeping`): what the moment does change is computed again for each request. Where a user's events do not depend on
+later ones, what is kept can also take further events (`growing`, MODEL-14), at their cost alone.
 
 Letters: B users, S = max_items places of a history, C contextual slots, m candidates, P tasks.
 """
@@ -25,8 +26,10 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
+from jgr.config import ConfigError
 from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
+from jgr.models.climber_layers import Build
 from jgr.models.hstu import HstuConfig
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
@@ -60,11 +63,13 @@ class Needs:
     """What a model reads of a user and of candidates, besides the items. tasks: what a candidate's scores are.
 
     actions: bits. slots: number of values of each contextual slot. scenarios: their number. features: name and width.
+    dated: whether all that can be kept of a user depends on `now`, so that a kept user serves that second alone.
     """
 
     max_items: int
     tasks: tuple[str, ...] = ("score",)
     timed: bool = False
+    dated: bool = False
     actions: int = 0
     slots: tuple[int, ...] = ()
     scenarios: int = 1
@@ -87,17 +92,21 @@ class Scorer(Protocol):
         """[B, m, P] float32, higher is better; 0 where there is no candidate."""
 
 
-class Growing(Protocol):
-    """The functions of a family whose users take further events; what they keep of a user holds a state of `read`."""
+class Keeping(Protocol):
+    """How a family keeps users: what does not depend on `now`, and how a state is made of it."""
 
     def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
-        """Users whose events are all new."""
+        """What is kept of users whose events are all new."""
+
+    def state(self, params: Any, cfg: Any, kept: Any, users: Users) -> PyTree:
+        """What `read` of the users gives, from what was kept of them at any `now`."""
+
+
+class Growing(Keeping, Protocol):
+    """A family whose kept users take further events."""
 
     def grow(self, params: Any, cfg: Any, kept: Any, users: Users, most: int) -> PyTree:
         """What `begin` of `users` gives, from what was kept of them when they had 0 to `most` of the events less."""
-
-    def state(self, kept: Any) -> PyTree:
-        """For `score`."""
 
 
 def _times(users: Users) -> jax.Array:
@@ -139,24 +148,25 @@ class _Retriever:
 
 
 class _GrowingHstu:
-    """Kept: what `read` gives, and the keys and values. The newest event is computed again, for its bias (MODEL-12)."""
+    """Kept: keys and values. The newest event's are computed again each time, for its bias (MODEL-12)."""
 
-    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> tuple[jax.Array, hstu.History]:
-        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)
+    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> hstu.History:
+        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1]
 
-    def grow(
-        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, hstu.History], users: Users, most: int
+    def grow(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int) -> hstu.History:
+        return self._append(params, cfg, kept, users, most)[1]
+
+    def state(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users) -> jax.Array:
+        return self._append(params, cfg, kept, users, 0)[0]
+
+    def _append(
+        self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int
     ) -> tuple[jax.Array, hstu.History]:
-        history = kept[1]
-        known = (history.rows >= 0).sum(axis=1)
+        known = (kept.rows >= 0).sum(axis=1)
         times = _latest(_times(users), known, most + 1, 0)
-        grown: tuple[jax.Array, hstu.History] = hstu.append(
-            params, history, _latest(users.rows, known, most, -1), times, cfg=cfg
-        )
-        return grown
-
-    def state(self, kept: tuple[jax.Array, hstu.History]) -> jax.Array:
-        return kept[0]
+        rows = _latest(users.rows, known, most, -1)
+        found: tuple[jax.Array, hstu.History] = hstu.append(params, kept, rows, times, cfg=cfg)
+        return found
 
 
 class _Stu:
@@ -166,7 +176,8 @@ class _Stu:
         return stu_scorer.spec(cfg)
 
     def needs(self, cfg: StuScorerConfig) -> Needs:
-        return Needs(cfg.max_items, cfg.tasks, timed=True, actions=cfg.actions, slots=cfg.slots)
+        dated = bool(cfg.time_rows)  # every event's input depends on how long before now it was
+        return Needs(cfg.max_items, cfg.tasks, timed=True, dated=dated, actions=cfg.actions, slots=cfg.slots)
 
     def read(self, params: Any, cfg: StuScorerConfig, users: Users) -> stu_scorer.User:
         events = stu_scorer.Events(users.rows, users.actions, users.times)
@@ -182,22 +193,31 @@ class _Stu:
 
 
 class _GrowingStu:
-    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> stu_scorer.User:
-        return _Stu().read(params, cfg, users)
+    """Kept: keys and values, and how many there are. `now` is for the candidates alone."""
+
+    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[Any, jax.Array]:
+        user = _Stu().read(params, cfg, users)
+        return user.past, user.ends
 
     def grow(
-        self, params: Any, cfg: StuScorerConfig, kept: stu_scorer.User, users: Users, most: int
-    ) -> stu_scorer.User:
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users, most: int
+    ) -> tuple[Any, jax.Array]:
+        user = self.state(params, cfg, kept, users)
         given = (users.rows, -1), (users.actions, 0), (users.times, 0)
-        events = stu_scorer.Events(*(_latest(x, kept.ends, most, fill) for x, fill in given))
-        grown: stu_scorer.User = stu_scorer.append(params, kept, events, users.now, cfg=cfg)
-        return grown
+        events = stu_scorer.Events(*(_latest(x, user.ends, most, fill) for x, fill in given))
+        grown: stu_scorer.User = stu_scorer.append(params, user, events, users.now, cfg=cfg)
+        return grown.past, grown.ends
 
-    def state(self, kept: stu_scorer.User) -> stu_scorer.User:
-        return kept
+    def state(
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users
+    ) -> stu_scorer.User:
+        return stu_scorer.User(*kept, users.now)
 
 
+@dataclass(frozen=True)
 class _Climber:
+    build: Build = "fused"
+
     def spec(self, cfg: ClimberConfig) -> PyTree:
         return climber.spec(cfg)
 
@@ -209,13 +229,34 @@ class _Climber:
         )  # fmt: skip
 
     def read(self, params: Any, cfg: ClimberConfig, users: Users) -> climber.User:
-        events = climber.Events(users.rows, users.actions, users.times, users.now, users.scenario)
-        return climber.read(params, cfg, events)
+        return climber.read(params, cfg, _climber_events(users), build=self.build)
 
     def score(
         self, params: Any, cfg: ClimberConfig, state: climber.User, candidates: Candidates
     ) -> jax.Array:
-        return climber.score(params, cfg, state, candidates.rows, candidates.features)
+        return climber.score(params, cfg, state, candidates.rows, candidates.features, build=self.build)
+
+    def rank(self, params: Any, cfg: ClimberConfig, users: Users, candidates: Candidates) -> jax.Array:
+        events = _climber_events(users)
+        return climber.rank(params, cfg, events, candidates.rows, candidates.features, build=self.build)
+
+
+@dataclass(frozen=True)
+class _KeptClimber:
+    """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias."""
+
+    build: Build
+
+    def begin(self, params: Any, cfg: ClimberConfig, users: Users) -> tuple[Any, Any]:
+        user = climber.read(params, cfg, _climber_events(users), build=self.build)
+        return user.k, user.v
+
+    def state(self, params: Any, cfg: ClimberConfig, kept: tuple[Any, Any], users: Users) -> climber.User:
+        return climber.renew(params, cfg, *kept, _climber_events(users), build=self.build)
+
+
+def _climber_events(users: Users) -> climber.Events:
+    return climber.Events(users.rows, users.actions, users.times, users.now, users.scenario)
 
 
 ScorerConfig = RetrieverConfig | StuScorerConfig | ClimberConfig
@@ -232,9 +273,40 @@ _TYPES: dict[str, type[StuScorerConfig | ClimberConfig]] = {
 MODELS = tuple(_TYPES)
 
 
-def scorer(cfg: ScorerConfig) -> Scorer:
-    """The functions of the model that a config describes."""
-    return _SCORERS[type(cfg)]
+def scorer(cfg: ScorerConfig, build: Build = "fused") -> Scorer:
+    """The functions of the model that a config describes. build: see there; ConfigError where the model has it not."""
+    model = _SCORERS[type(cfg)]
+    if build == "fused":
+        return model
+    if not isinstance(model, _Climber):
+        raise ConfigError(
+            f"executors.build: {build} is for Climber alone; {type(cfg).__name__} is served fused"
+        )
+    return _Climber(build)
+
+
+def as_built(params: Any, build: Build) -> Any:
+    """The parameters as the functions of a build take them."""
+    return climber.by_layer(params) if build == "op_by_op" else params
+
+
+def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candidates) -> jax.Array:
+    """What `score` gives behind `read`, for a program that does both. Climber has one pass for it (FLAME-11)."""
+    if isinstance(model, _Climber):
+        return model.rank(params, cfg, users, candidates)
+    return model.score(params, cfg, model.read(params, cfg, users), candidates)
+
+
+def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
+    """How a scorer's users are kept where a part of their state depends on `now`.
+
+    None: a state of `read` is kept as it is, since none of it does, or all that is worth keeping (`Needs.dated`).
+    """
+    if isinstance(cfg, HstuConfig) and cfg.timed:
+        return _GrowingHstu()
+    if isinstance(cfg, StuScorerConfig) and not cfg.time_rows:
+        return _GrowingStu()
+    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) and cfg.timed else None
 
 
 def growing(cfg: ScorerConfig) -> Growing:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jgr.config import FeaturesConfig
+from jgr.config import ConfigError, FeaturesConfig
 from jgr.features.cache import FeatureCache, Features
 from jgr.features.memory import FRESH, MISSING, STALE
 from jgr.features.schema import Schema
@@ -278,3 +278,45 @@ def test_records_are_written_where_the_caller_says() -> None:
         store.open.set()
         assert served(cache.get_many(rows("a"))) == [(5, FRESH)]
         assert words[:1].tobytes() == record(1)
+
+
+def test_what_passes_through_is_fetched_once_at_a_time_and_left_alone_after_a_failure() -> None:
+    store, clock = FakeStore({item: record(row) for item, row in ROWS.items()}), Clock()
+    begun = threading.Semaphore(0)
+
+    def ticking() -> int:
+        begun.release()
+        return clock.now
+
+    with (
+        cached(store, "sync_missing", ticking, cache_mb=0) as cache,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        store.open.clear()
+        gets = [threads.submit(cache.get_many, rows("a", "b", "a")) for _ in range(8)]
+        for _ in gets:
+            assert begun.acquire(timeout=PATIENCE_S)
+        store.open.set()
+        assert all(served(get.result(PATIENCE_S)) == [(0, FRESH), (1, FRESH), (0, FRESH)] for get in gets)
+        assert store.asked == [["a", "b"]] and cache.counts().joined == 8 * 3 - 2
+        store.error = StoreError("down")
+        assert cache.get_many(rows("a")).missing == 1
+        assert cache.get_many(rows("b")).missing == 1  # held
+        assert (len(store.asked), cache.counts().held) == (2, 1)
+        clock.now, store.error = S, None
+        assert served(cache.get_many(rows("b"))) == [(1, FRESH)]
+
+
+def test_a_mode_that_never_waits_counts_what_has_no_room_and_needs_some() -> None:
+    items = [str(n) for n in range(100)]
+    store = FakeStore({item: record(int(item)) for item in items})
+    with cached(store, "asynchronous", cache_mb=0.001, buckets=4) as cache:
+        assert cache.get_many(rows(*items)).missing == 100
+        cache.close(PATIENCE_S)
+        features = cache.get_many(rows(*items))
+        assert all(one in ((row, FRESH), (0, MISSING)) for row, one in enumerate(served(features)))
+        assert (features.missing, cache.counts().entries, cache.counts().fetched) == (88, 12, 12)
+    with pytest.raises(
+        ConfigError, match=r"features\.cache_mb: 0 MB have no room.*features\.mode=asynchronous"
+    ):
+        FeatureCache(store, SCHEMA, ITEMS, FeaturesConfig(mode="asynchronous", cache_mb=0))

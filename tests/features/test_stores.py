@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -236,3 +237,24 @@ def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "sync_missing"])
+@pytest.mark.parametrize("cache_mb", [0.0, 0.001])  # none, and twelve of three hundred records
+def test_a_cache_that_is_too_small_costs_round_trips_and_no_features(
+    store: FeatureStore, mode: str, cache_mb: float
+) -> None:
+    store.put_many(ITEMS[:300], RECORDS)
+    settings: Any = {"mode": mode, "cache_mb": cache_mb, "buckets": 4, "max_wait_ms": PATIENCE_S * 1e3}
+    cache = FeatureCache(store, SCHEMA, ITEMS, FeaturesConfig(**settings), clock=lambda: 0)
+    asked = rows(*range(300, -1, -1), 7)
+    for _ in range(2):
+        features = cache.get_many(asked)
+        assert features.records["x"][:, 0].tolist() == [0, *range(299, -1, -1), 7]
+        assert features.states.tolist() == [MISSING] + [FRESH] * 301
+        assert (features.missing, features.stale) == (1, 0)
+    counts = cache.counts()
+    assert counts.entries == (12 if cache_mb else 0)
+    assert 2 * 301 - counts.entries <= counts.fetched <= 2 * 301
+    assert (counts.held, counts.late) == (0, 0)
+    assert cache.close(PATIENCE_S)

@@ -359,3 +359,18 @@ def test_flames_sizes(
     weights += parameters([*rest, heads.expert1, heads.expert2, heads.gates, heads.tower1, heads.tower2])
     assert cost.bytes == 4 * (weights + cfg.blocks * cfg.hidden * work.tokens)
     assert climber_costs.exponentials(cfg, work, cfg.heads) == 2 * 12 * 4 * work.pairs
+
+
+@pytest.mark.parametrize(("cfg", "build"), [(CFG, "fused"), (BY_BEHAVIOUR, "xla"), (CFG, "op_by_op")])
+def test_keys_and_values_of_another_now_are_renewed(cfg: ClimberConfig, build: Build) -> None:
+    """As for a user who asks again later: only the last events depend on now, and are computed again."""
+    weights = draw(cfg) if build != "op_by_op" else climber.by_layer(draw(cfg))
+    later = EVENTS._replace(now=EVENTS.now + np.array([1, 10**6, 90_000, 10**6], np.int32))
+    kept = climber.read(weights, cfg, EVENTS, build=build)
+    user = climber.renew(weights, cfg, kept.k, kept.v, later, build=build)
+    found = climber.score(weights, cfg, user, ROWS, FEATURES, build=build)
+    np.testing.assert_allclose(found, scores(cfg, events=later), atol=1e-5)
+    old = climber.score(weights, cfg, kept, ROWS, FEATURES, build=build)
+    assert np.abs(old - found).max(axis=(1, 2))[[1, 3]].min() > 1e-4
+    stale = user._replace(k=kept.k, v=kept.v)  # the last events as they were
+    assert np.abs(climber.score(weights, cfg, stale, ROWS, FEATURES, build=build) - found).max() > 1e-5

@@ -46,7 +46,9 @@ ITEMS = [f"B{row:03}" for row in range(N_ITEMS)]
 CATALOG = Catalog.build(
     ITEMS, [(f"<a_{row}>",) for row in range(N_ITEMS)], [{"title": f"Item {row}"} for row in range(N_ITEMS)]
 )
-NEEDS = Needs(5, ("click", "like"), timed=True, actions=3, slots=(4, 2), scenarios=3, features=(("x", 1),))
+NEEDS = Needs(
+    5, ("click", "like"), timed=True, dated=True, actions=3, slots=(4, 2), scenarios=3, features=(("x", 1),)
+)
 MONDAY = 1_700_438_400  # 2023-11-20 00:00 UTC
 DAY = 86_400
 

@@ -100,6 +100,7 @@ def make_caching(
             max_tokens=config.batching.max_tokens,
             policy=cache.policy,
             hysteresis=cache.hysteresis,
+            rule=cache.rule,
         )
         for kind in {profile.kind: None for profile in profiles}
     }

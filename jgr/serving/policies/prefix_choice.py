@@ -4,9 +4,10 @@
 The choice decides what is admitted to the cache too: a user who comes too rarely to be kept is not admitted and then
 thrown out, but read behind the items, which are there for everybody.
 
-Beyond the paper, which compares frequencies alone: putting a new user first computes items that are cached, now, so as
-to save the user's tokens later. A user is admitted where that pays, and one whose cached tokens are fewer than those
-of the items is read behind them.
+The rule `published` is the paper's: a user that is not shorter than the items goes first where it is cached, where
+there is room for it, or where it comes more often than the coldest cached user. The rule `priced` goes beyond: putting
+a new user first computes items that are cached, now, so as to save the user's tokens later. A user is admitted where
+that pays, and one whose cached tokens are fewer than those of the items is read behind them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Policy = Literal["none", "user", "item", "cache_agnostic", "hotness"]
+Rule = Literal["priced", "published"]
 LayoutName = Literal["user_prefix", "item_prefix"]
 
 
@@ -28,7 +30,7 @@ class Situation:
     0 where none is.
 
     cached_user, cached_items: tokens that need not be computed with the user, or the items, in front. room: there is
-    plenty for users, so that none has to go for this one or for the next.
+    enough for users, so that none has to go for this one; where users are priced, nor for the next.
     """
 
     user_tokens: int
@@ -40,14 +42,18 @@ class Situation:
     coldest: float = 0.0
 
 
-def choose(policy: Policy, at: Situation, hysteresis: float = 0.1) -> LayoutName:
-    """The layout of a request. hysteresis: how much more often than the coldest user another must come."""
+def choose(policy: Policy, at: Situation, hysteresis: float = 0.1, rule: Rule = "priced") -> LayoutName:
+    """The layout of a request. rule: of hotness. hysteresis: how much more often than the coldest cached user another
+    must come, where users are priced."""
     if policy in ("none", "user"):
         return "user_prefix"
     if policy == "item" or at.user_tokens < at.item_tokens:
         return "item_prefix"
     if policy == "cache_agnostic":
         return "user_prefix"
+    if rule == "published":
+        admitted = at.cached_user or at.room or at.frequency > at.coldest
+        return "user_prefix" if admitted else "item_prefix"
     if at.cached_user:
         return "user_prefix" if at.cached_user >= at.cached_items else "item_prefix"
     hot = at.frequency > (1 + hysteresis) * at.coldest

@@ -27,7 +27,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.config import CacheConfig
 from jgr.serving.policies.batching import Group
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prefix_choice import LayoutName, Policy, Situation, choose
+from jgr.serving.policies.prefix_choice import LayoutName, Policy, Rule, Situation, choose
 
 Int32 = npt.NDArray[np.int32]
 _NO_CELLS = np.zeros(0, np.int32)
@@ -136,8 +136,8 @@ class PlannedPrompt:
 class PromptScheduler:
     """Plans batches over packed profiles.
 
-    profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy: see prefix_choice; "none"
-    neither reads nor writes the cache.
+    profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and
+    rule: see prefix_choice; "none" neither reads nor writes the cache.
     """
 
     def __init__(
@@ -148,9 +148,11 @@ class PromptScheduler:
         max_tokens: int,
         policy: Policy,
         hysteresis: float = 0.1,
+        rule: Rule = "priced",
     ) -> None:
         self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
-        self._meta, self._max_tokens, self._policy, self._hysteresis = meta, max_tokens, policy, hysteresis
+        self._meta, self._max_tokens = meta, max_tokens
+        self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
         self._pinned: dict[tuple[int, ...], list[tuple[list[Entry], list[Entry]]]] = {}
 
@@ -270,11 +272,11 @@ class PromptScheduler:
                 at,
                 cached_user=meta.valid_tokens(name, history),
                 cached_items=sum(meta.valid_tokens(*item) for item in parts.items),
-                room=meta.has_room("user", PLENTY * len(history)),
+                room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * len(history)),
                 frequency=frequency,
                 coldest=meta.coldest_frequency(now_ns),
             )
-        return choose(self._policy, at, self._hysteresis)
+        return choose(self._policy, at, self._hysteresis, self._rule)
 
     def _source(
         self,

@@ -2,10 +2,10 @@
 """Users' parts kept between requests, on pages of one device array (DESIGN idea 3, MODEL-13).
 
 The one idea: a user's state has the same shapes whoever the user is, so it is so many words on so many pages, and a
-block (`user_block`) says all that it depends on. An entry's content is the block: another history, time, context or
-scenario is other content, which finds the entry stale and frees it; where users can grow, what is new is computed from
-it first, to other pages, since who reads the old ones is not to see more events. Entries belong to an engine, so
-another model or catalog never finds them.
+block (`user_block.known_by`) says all that it depends on. An entry's content is the block: another history, context or
+scenario, or time where what is kept depends on it, is other content, which finds the entry stale and frees it; where
+users can grow, what is new is computed from it first, to other pages, since who reads the old ones is not to see more
+events. Entries belong to an engine, so another model or catalog never finds them.
 
 `cache.pool.StatePool` has the array; `UserCache` does the bookkeeping, on the event loop.
 """

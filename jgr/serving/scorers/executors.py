@@ -10,7 +10,8 @@ What a user's part is computed for decides which programs there are. `part`: eve
 published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
 or a part does that is all of its request, which saves the arrays' way through memory.
 `cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
-is there of the user when the history was shorter.
+is there of the user when the history was shorter. What depends on the moment of the request is never kept: where there
+is any, another program makes the state of what is kept (`scorers.keeping`).
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -34,8 +35,10 @@ from jgr.cache.entries import Stored
 from jgr.cache.pool import StatePool
 from jgr.features import numa
 from jgr.features.schema import Schema
+from jgr.models import scorers
+from jgr.models.climber_layers import Build
 from jgr.models.params import PyTree
-from jgr.models.scorers import Needs, ScorerConfig, growing, scorer
+from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
@@ -46,6 +49,8 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 Share = Literal["part", "request", "cache"]
+Program = Callable[..., Any]
+"""Compiled, or a plain function that dispatches its operations one by one."""
 
 TIMED_RUNS = 3
 """Of each size at warm-up; the fastest is what it costs."""
@@ -102,10 +107,12 @@ class PartExecutors(Executors, Protocol):
 
 
 class Programs:
-    """The compiled programs of a ranker, for any number of executors; made by `compile`.
+    """The programs of a scorer, for any number of executors; made by `compile`.
 
     sizes: ascending. schema: of the features' records; None: the model reads none. growth: events by which a kept user
-    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot.
+    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot. build: see there (FLAME-7);
+    op_by_op's programs are plain functions, which dispatch one operation after the other. ConfigError where the model
+    has no such build.
     """
 
     def __init__(
@@ -116,8 +123,10 @@ class Programs:
         share: Share,
         schema: Schema | None,
         growth: int = 0,
+        build: Build = "fused",
     ) -> None:
-        self._model, self._cfg, self.params = scorer(cfg), cfg, params
+        self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
+        self.params = params = scorers.as_built(params, build)
         self.needs: Needs = self._model.needs(cfg)
         self.sizes, self.share, self.schema = tuple(sizes), share, schema
         self.user = user_layout(self.needs)
@@ -126,34 +135,36 @@ class Programs:
         self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
         # A part with its user in it, of executors that share users otherwise.
         self.may_be_whole = share == "request"
-        self.growth, self._growing = growth, growing(cfg) if growth else None
+        kept = keeping(cfg, build) if share == "cache" else None
+        self.growth, self._keeping = growth, growing(cfg) if growth else kept
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)
-        self._compiled: dict[int, jax.stages.Compiled] = {}
-        self._whole: dict[int, jax.stages.Compiled] = {}
-        self._grow: jax.stages.Compiled
+        self._state: PyTree = self.kept  # shapes, as those of what is kept
+        if self._keeping is not None:
+            self._state = jax.eval_shape(self._renewed, words, params, self.kept)
+        self._compiled: dict[int, Program] = {}
+        self._whole: dict[int, Program] = {}
+        self._grow: Program
+        self.renew: Program | None = None
+        """renew(words, params, kept) -> state, compiled with USER_PART; kept is given for good. None: they are the same."""
 
     @property
     def to_compile(self) -> int:
         """Sizes without a program."""
         return len(self.layouts) - len(self._compiled)
 
-    def __getitem__(self, size: int) -> jax.stages.Compiled:
+    def __getitem__(self, size: int) -> Program:
         """program(words, params, state, out) -> scores [1, m, P]; of USER_PART: program(words, params) -> kept."""
         return self._compiled[size]
 
-    def whole(self, size: int) -> jax.stages.Compiled:
+    def whole(self, size: int) -> Program:
         """program(words, params, None, out) -> scores, of parts that compute the user too; compiled with the size."""
         return self._whole[size]
 
     @property
-    def grow(self) -> jax.stages.Compiled:
+    def grow(self) -> Program:
         """grow(words, params, kept) -> kept; where there is growth, compiled with USER_PART."""
         return self._grow
-
-    def state(self, kept: PyTree) -> PyTree:
-        """What parts are given of what is kept of a user, on the device or as shapes."""
-        return kept if self._growing is None else self._growing.state(kept)
 
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
         """[count] records of items whose features are not there; None where the model reads none."""
@@ -164,47 +175,59 @@ class Programs:
         """Of the scores."""
         return 1, size, len(self.needs.tasks)
 
-    def compile(self, size: int) -> jax.stages.Compiled:
-        """The program of a size, compiled once; its memory_analysis shows that the scores are written in place."""
+    def compile(self, size: int) -> Program:
+        """The program of a size, made once; its memory_analysis shows that the scores are written in place."""
         if size in self._compiled:
             return self._compiled[size]
         if size == USER_PART:
             words = Staging(self.user).example
-            program = jax.jit(self._read).lower(words, self.params).compile()
-            if self._growing is not None:
-                self._grow = jax.jit(self._grown).lower(words, self.params, self.kept).compile()
+            program = self._make(self._read, words, self.params)
+            if self.growth:
+                self._grow = self._make(self._grown, words, self.params, self.kept)
+            if self._keeping is not None:
+                # Keys and values are most of either, or are not in the state at all.
+                given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
+                self.renew = self._make(self._renewed, words, self.params, self.kept, donate=given)
         else:
-            state = None if self.share == "part" else self.state(self.kept)
+            state = None if self.share == "part" else self._state
             program = self._compile(size, state)
             if self.may_be_whole:
                 self._whole[size] = self._compile(size, None)
         self._compiled[size] = program
         return program
 
-    def _compile(self, size: int, state: PyTree) -> jax.stages.Compiled:
+    def _compile(self, size: int, state: PyTree) -> Program:
         """A part's program; without a state it computes the user."""
         layout = self.layouts[size]
         words, out = Staging(layout).example, jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
-        call = jax.jit(partial(self._score, layout), donate_argnums=3, keep_unused=True)
-        return call.lower(words, self.params, state, out).compile()
+        return self._make(partial(self._score, layout), words, self.params, state, out, donate=(3,))
+
+    def _make(self, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
+        if self._build == "op_by_op":
+            return call
+        return jax.jit(call, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
-        model = self._model.read if self._growing is None else self._growing.begin
+        model = self._model.read if self._keeping is None else self._keeping.begin
         return model(params, self._cfg, users)
 
     def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
-        assert self._growing is not None
         users = read_users(self.user, self.needs, words)
-        return self._growing.grow(params, self._cfg, kept, users, self.growth)
+        return growing(self._cfg).grow(params, self._cfg, kept, users, self.growth)
+
+    def _renewed(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        assert self._keeping is not None
+        return self._keeping.state(params, self._cfg, kept, read_users(self.user, self.needs, words))
 
     def _score(
         self, layout: BufferLayout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
     ) -> jax.Array:
         inputs = layout.unpack(words)
-        if state is None:
-            state = self._read(inputs["user"], params)
         asked = read_candidates(inputs, self.needs, self.schema)
+        if state is None:
+            users = read_users(self.user, self.needs, inputs["user"])
+            return scorers.rank(self._model, params, self._cfg, users, asked)
         return self._model.score(params, self._cfg, state, asked)
 
 
@@ -245,21 +268,23 @@ class Executor:
 
     def _read(self, work: ReadWork) -> Read:
         place, pool, programs = work.place, self._pool, self._programs
-        found = None
+        new, found = place is not None and place.new, None
         if pool is not None and place is not None:
-            at = work.before if place.new else place
+            at = work.before if new else place
             found = None if at is None else pool.load(at)
-            if found is not None and not place.new:
-                return Read(programs.state(found), "all", True)
         views, given = self._staging.views(), programs.user.views(work.block)
         for name, view in views.items():
             view[:] = given[name]
+        cached: Literal["all", "before", "nothing"] = "before" if new else "all"
         if found is None:
-            kept = self._staging.run(programs[USER_PART], programs.params)
+            kept, cached = self._staging.run(programs[USER_PART], programs.params), "nothing"
         else:
-            kept = self._staging.run(programs.grow, programs.params, found)
-        stored = place is not None and pool is not None and place.new and pool.store(kept, place)
-        return Read(programs.state(kept), "nothing" if found is None else "before", stored)
+            kept = self._staging.run(programs.grow, programs.params, found) if new else found
+        stored = cached == "all"
+        if new and pool is not None and place is not None:
+            stored = pool.store(kept, place)
+        state = kept if programs.renew is None else self._staging.run(programs.renew, programs.params, kept)
+        return Read(state, cached, stored)
 
     def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
@@ -339,6 +364,10 @@ class ScorerExecutors:
     def collect(self, start: Start, pending: tuple[ReadWork | PartWork, Any]) -> list[Any]:
         """See jgr.serving.engine.contract.Executors."""
         return [self._executors[start.lane].collect(*pending)]
+
+
+def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
+    return {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
 def _cost(executors: Sequence[Executor], work: ReadWork | PartWork, smaller: Mapping[int, float]) -> float:

@@ -81,13 +81,24 @@ def make_scorer_engine(
     else:
         try:
             programs = Programs(
-                model.cfg, model.params, settings.sizes, settings.share_user, schema, settings.growth
+                model.cfg,
+                model.params,
+                settings.sizes,
+                settings.share_user,
+                schema,
+                settings.growth,
+                settings.build,
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
     pool = cache = None
     if settings.share_user == "cache":
         pool = StatePool(programs.kept, config.cache.device_mb, None if like is None else like.pool)
+        if needs.dated:
+            _log.warning(
+                "executors.share_user=cache: every event of this model depends on how long before the request it was, "
+                "so what is kept of a user serves requests of the same second alone"
+            )
         growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
         cache = UserCache(pool, programs.user.size, growth)
     executors = ScorerExecutors(programs, settings.number, pool, bind=config.features.bind_threads)
@@ -147,7 +158,7 @@ def _open_features(config: Config, needs: scorers.Needs, catalog: Catalog) -> Fe
         for name, width in needs.features:
             if widths.get(name) != width:
                 raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
+        return FeatureCache(store, schema, catalog.item_ids, settings)
     except Exception:
         store.close()
         raise
-    return FeatureCache(store, schema, catalog.item_ids, settings)

@@ -87,7 +87,7 @@ class ServedScorer:
         count = len(task.rows)
         task.usage.parts = len(self._orchestrator.parts(count, self.reads)[1])
         task.ready_ns = self.clock()
-        user = UserPart(task.user, task.block if self.cache is not None else None) if self.reads else None
+        user = UserPart(task.user, task.key if self.cache is not None else None) if self.reads else None
         return Job(
             job_id, "rank", 0, count, arrival_ns, deadline_ns, user=user, waits=self.features is not None
         )

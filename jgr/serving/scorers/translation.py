@@ -6,7 +6,8 @@ and a field that the model has no use for is refused rather than ignored. The us
 the candidates become rows of the catalog.
 
 Times of a user count from the start of the week, in UTC, of the oldest event that is kept: small numbers for 32 bits
-that keep the hour of the day and the day of the week.
+that keep the hour of the day and the day of the week. That start moves only when the oldest event goes, and then every
+place of the history moves too, so that nothing that is kept could be used.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from jgr.serving.known_items import (
     user_entry,
 )
 from jgr.serving.policies.jobs import Kind
-from jgr.serving.scorers.user_block import new_block
+from jgr.serving.scorers.user_block import known_by, new_block
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -62,6 +63,7 @@ MAX_WEIGHT = 1e6
 class ScorerTask:
     """A validated request. rows: [n] int32, the candidates. block: the user. user: what its cache entry is called.
 
+    key: what is kept of the user is known by (`user_block.known_by`).
     weights: [P] float32, by which the tasks are summed for the order. scores: [n, P] float32, filled by its parts.
     state: what its parts are given of the user. records: the candidates' features, once they are there. ready_ns: since
     when its next run waits for executors only. kept: the user's part is in the cache.
@@ -70,6 +72,7 @@ class ScorerTask:
     request: RankRequest
     rows: Int32
     block: UInt8
+    key: UInt8
     user: str
     weights: Float32
     usage: Usage
@@ -134,7 +137,8 @@ class ScorerTranslator:
         rows = known_candidates(request, self.catalog, self.info.max_candidates)
         block, kept, unknown = self._user(request)
         given = request.user_id is not None
-        digest = hashlib.sha256(block.tobytes()).hexdigest()
+        key = known_by(self._layout, self._needs, block)
+        digest = hashlib.sha256(key.tobytes()).hexdigest()
         user = user_entry(str(request.user_id)) if given else f"history:{digest}"
         tokens = kept + len(self._needs.slots)
         usage = Usage(
@@ -145,7 +149,7 @@ class ScorerTranslator:
             unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
             candidates=len(rows),
         )
-        return ScorerTask(request, rows, block, user, self._weights(request.task_weights), usage)
+        return ScorerTask(request, rows, block, key, user, self._weights(request.task_weights), usage)
 
     def items(self, task: ScorerTask, scores: Float32) -> list[Item]:
         """The answer's items, best first. scores: [n, P]. ValueError for one that is not finite, a fault."""

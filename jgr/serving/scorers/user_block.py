@@ -3,7 +3,8 @@
 
 The one idea: all that a request says of its user is one block of fixed size, assembled once. It is copied into the
 buffers of the request's parts in one piece, and its bytes are what a cached user is known by: whatever a model reads of
-a user is in there, and what it does not read is not.
+a user is in there, and what it does not read is not; but for the time of the request, where what is kept of a user does
+not depend on it (`known_by`).
 
 Letters: S history places, C contextual slots, m candidates of a part; one user to a program.
 """
@@ -57,6 +58,15 @@ def new_block(layout: BufferLayout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]
     for name in views.keys() & {"rows", "context"}:
         views[name][:] = -1
     return block, views
+
+
+def known_by(layout: BufferLayout, needs: Needs, block: UInt8) -> UInt8:
+    """What a kept user is known by: its block, without `now` unless what is kept depends on that (`Needs.dated`)."""
+    if needs.dated or not needs.timed:
+        return block
+    key = block.copy()
+    layout.views(key)["now"][:] = 0
+    return key
 
 
 def grown_by(layout: BufferLayout, most: int, old: UInt8, new: UInt8) -> int | None:

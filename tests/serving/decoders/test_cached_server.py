@@ -260,3 +260,20 @@ def test_another_catalog_shares_the_programs_and_has_a_pool_of_its_own(server: S
     assert other.to_compile == 0
     assert ours.paged is not None and other.paged is not None and ours.paged._pool is not other.paged._pool
     assert rebuilt.served.caching is not None and rebuilt.served.caching.meta.number("item") == 0
+
+
+@pytest.mark.parametrize(("rule", "layout"), [("priced", "item_prefix"), ("published", "user_prefix")])
+def test_the_published_rule_of_hotness_is_served(tmp_path: Path, rule: str, layout: str) -> None:
+    """A cached user goes first by it, where more tokens of the items are cached too; scores do not depend on that."""
+    served = Served(make_config(tmp_path / "model", f"cache.rule={rule}"))
+    try:
+        candidates = ids(20, 21, 22, 23, 24)
+        served.rank("other", ids(3), candidates, layout="item_prefix")
+        assert served.rank("u", ids(0, 1, 2), ids(20))["usage"]["layout"] == "user_prefix"
+        answer = served.rank("u", ids(*range(12)), candidates)
+        usage = answer["usage"]
+        assert (usage["layout"], usage["cached_tokens"]) == (layout, 4 if layout == "user_prefix" else 10)
+        whole = served.rank("v", ids(*range(12)), candidates, layout=layout)
+        assert scores(answer) == pytest.approx(scores(whole), abs=1e-4)
+    finally:
+        served.stop()

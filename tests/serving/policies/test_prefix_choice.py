@@ -52,3 +52,18 @@ def test_each_policy(policy: Policy, long: str, short: str) -> None:
 def test_hotness_admits_who_is_hotter_than_the_coldest(change: dict, hysteresis: float, layout: str) -> None:
     """The cache is full of users with frequencies of 5 and 3."""
     assert choose("hotness", replace(LONG, **change), hysteresis) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "layout"),
+    [
+        ({"frequency": 3.0}, "item_prefix"),
+        ({"frequency": 3.1}, "user_prefix"),  # without a margin
+        ({"frequency": 3.1, "cached_items": 60}, "user_prefix"),  # and without a price
+        ({"frequency": 0.0, "room": True, "cached_items": 60}, "user_prefix"),
+        ({"frequency": 0.0, "cached_user": 1, "cached_items": 60}, "user_prefix"),
+        ({"user_tokens": 59, "cached_user": 59, "room": True, "frequency": 9.0}, "item_prefix"),
+    ],
+)
+def test_the_published_rule_compares_frequencies_alone(change: dict, layout: str) -> None:
+    assert choose("hotness", replace(LONG, **change), 0.5, "published") == layout

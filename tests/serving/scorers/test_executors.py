@@ -216,6 +216,21 @@ def test_redis_slow_and_dead_costs_features_and_no_answers(tmp_path: Path) -> No
             assert server.metric('jgr_feature_events_total{event="failures"}') >= 1
 
 
+@pytest.mark.parametrize("cache_mb", ["0", "0.001"])
+def test_a_server_whose_feature_cache_is_too_small_scores_with_the_stores_values(
+    tmp_path: Path, cache_mb: str
+) -> None:
+    path = str(tmp_path / "features.sqlite")
+    fill(path)
+    config, made = engine(path, f"features.cache_mb={cache_mb}", "features.buckets=2")
+    with ScorerServer(config, made) as server:
+        for _ in range(2):
+            answer = server.rank(history=["B001"], context={"slot0": 1}, candidates=ITEMS[:35])
+            found = {item["item_id"]: item["score"] for item in answer["items"]}
+            assert found == {ITEMS[row]: 101 + row + 1000 * row * (row < 30) for row in range(35)}
+            assert answer["usage"]["feature_missing"] == 5
+
+
 class RedisProcessAt:
     """A Redis server, and a proxy before it."""
 

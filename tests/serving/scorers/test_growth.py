@@ -60,7 +60,7 @@ def test_a_user_that_grew_is_the_user_computed_whole(cfg: ScorerConfig) -> None:
         counts = counts + more
         users = draw_users(counts, 7 * DAY + 60 * int(counts.sum()))
         kept = grow(kept, users)
-        scores = model.score(params, cfg, growing.state(kept), CANDIDATES)
+        scores = model.score(params, cfg, growing.state(params, cfg, kept, users), CANDIDATES)
         np.testing.assert_allclose(scores, whole(users), atol=2e-5)
     assert np.abs(scores - whole(draw_users(counts - [1, 1, 1], 8 * DAY))).max() > 1e-3
 
