@@ -23,7 +23,7 @@ from jgr.serving.policies.jobs import Start
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """How a run ended. outcomes: one for each of the start's work; empty where `error` is set. Times: the clock's, ns."""
+    """How a run ended. outcomes: one for each work of the start; empty where `error` is set. Times are in ns."""
 
     outcomes: Sequence[Any]
     error: Exception | None

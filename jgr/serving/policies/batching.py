@@ -43,8 +43,10 @@ def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
 
 
 class Group(NamedTuple):
-    """Jobs for one batch, in order, and their shape. prompts: where the segments of each come from. moves: cached entries
-    to be moved before."""
+    """Jobs for one batch, in order, and their shape.
+
+    prompts: where the segments of each come from. moves: cached entries to be moved before.
+    """
 
     jobs: tuple[int, ...]
     profile: Profile

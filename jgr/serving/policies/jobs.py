@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a job, and the words in which every serving policy speaks of it (DESIGN idea 6).
 
-A policy is told what happens (`submit`, `cancel`, `ready`, `commit`, `drain`) and asked what to do (`plan`). A plan is a
-list of `Start`: run this work, in this compiled shape, on this lane (a device thread). Plans, jobs and events are
+A policy is told what happens (`submit`, `cancel`, `ready`, `commit`, `drain`) and asked what to do (`plan`). A plan is
+a list of `Start`: run this work, in this compiled shape, on this lane (a device thread). Plans, jobs and events are
 frozen plain data: equal plans compare equal, and all of them can be written as JSON and read back.
 
 A job's life is the table `TRANSITIONS`; an event that the table does not list raises and changes nothing. Jobs that

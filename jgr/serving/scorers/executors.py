@@ -7,8 +7,8 @@ parts run at once, and nobody waits for a device under a lock. Scores go to an a
 good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
 
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
-published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
-or a part does that is all of its request, which saves the arrays' way through memory.
+published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
+MODEL-13); or a part does that is all of its request, which saves the arrays' way through memory.
 `cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
 is there of the user when the history was shorter. What depends on the moment of the request is never kept: where there
 is any, another program makes the state of what is kept (`scorers.keeping`).
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -146,7 +146,7 @@ class Programs:
         self._whole: dict[int, Program] = {}
         self._grow: Program
         self.renew: Program | None = None
-        """renew(words, params, kept) -> state, compiled with USER_PART; kept is given for good. None: they are the same."""
+        """renew(words, params, kept) -> state, compiled with USER_PART; it takes `kept` for good. None: state is kept."""
 
     @property
     def to_compile(self) -> int:
