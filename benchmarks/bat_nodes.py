@@ -42,7 +42,8 @@ from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies import costs
 from jgr.serving.policies.batching import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PromptScheduler
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import PlannedPrompt
 from jgr.traffic.workloads import BOOKS, Access, Traffic, Workload
 
 Float64 = npt.NDArray[np.float64]
@@ -277,7 +278,7 @@ class Device:
         assert caching is not None and caching.segments is not None
         self._executor = executors.paged
         self._executor.profiles = tuple(p for p in self._executor.profiles if p.kind == "rank")
-        self._contents = [Content(caching.segments.item(row)) for row in range(workload.items)]
+        self._contents = [caching.segments.content(row) for row in range(workload.items)]
 
     def warm_up(self) -> None:
         self._executor.warm_up(lambda done, total, what: harness.note(f"{done} of {total} compiled: {what}"))
@@ -309,7 +310,7 @@ class Device:
         histories = Histories(traffic)
         for number, access in enumerate(accesses):
             task = self._engine.translator.prepare(histories.request(access))
-            job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.parts)
+            job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.prompt)
             for system, cluster in zip(systems, clusters, strict=True):
                 planned = cluster.plan(job, access)
                 if number >= before:

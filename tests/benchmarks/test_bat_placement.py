@@ -10,17 +10,16 @@ import pytest
 
 from benchmarks import bat_placement as bench
 from benchmarks.bat_nodes import NODES, Cluster, System, TokenBucket
-from jgr.cache.entries import Content
 from jgr.placement.items import Items, Workers, hash_items, replicate
-from jgr.placement.worker import item_name
+from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.decoders.paged_executor import PoolShape
 from jgr.serving.policies.batching import Job, Profile
-from jgr.serving.policies.prompt_scheduling import Parts
+from jgr.serving.policies.sources import UnplannedPrompt
 from jgr.traffic.workloads import Access
 
 SHAPE = PoolShape(pages=80, page_tokens=4, cells=2)
 PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)
-CONTENTS = [Content(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
+CONTENTS = [Content.of(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
 ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), bytes_per_token=8, cell_tokens=2)
 
 
@@ -34,10 +33,11 @@ def test_a_bucket_passes_its_burst_at_once_and_the_rest_at_its_rate() -> None:
 
 
 def _job(number: int, user: int, history: int, rows: list[int]) -> Job:
-    items = [(item_name(row), CONTENTS[row]) for row in rows]
-    parts = Parts(f"id:{user}", Content(np.full(history, user, np.int32)), items, 1)
+    items = [(row, CONTENTS[row]) for row in rows]
+    known = Content.of(np.full(history, user, np.int32))
+    prompt = UnplannedPrompt(make_prompt(known, np.zeros(1, np.int32), items, key=f"id:{user}", room=4))
     tokens = history + sum(len(CONTENTS[row]) for row in rows) + 1
-    return Job(number, "rank", tokens, len(rows), number * 10**9, None, parts)
+    return Job(number, "rank", tokens, len(rows), number * 10**9, None, prompt)
 
 
 @pytest.mark.parametrize("place", [replicate, hash_items])

@@ -38,8 +38,8 @@ from jgr.prompt.layouts import (
     Layout,
     Tokens,
     describe,
-    single_user,
 )
+from tests.ops.model_14 import single_user
 
 FORMS = ("reference", "xla", "pallas_interpret")
 CASES = {case.name: case for case in OP.tagged("ci")}

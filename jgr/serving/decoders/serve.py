@@ -37,7 +37,7 @@ from jgr.serving.engine.contract import Progress, Rebuild
 from jgr.serving.engine.engine import BaseTicket, Driver, Policy, refusal
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import Batch, Batcher, Job, Rejected
-from jgr.serving.policies.prompt_scheduling import ALL_ITEM_TOKENS
+from jgr.serving.policies.sources import ALL_ITEM_TOKENS
 
 
 class Shadow(NamedTuple):
@@ -135,7 +135,7 @@ class Engine(Driver[Ticket]):
         task = self.translator.prepare(request)
         now_ns = self.clock()
         job = Job(
-            next(self._job_ids), task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.parts
+            next(self._job_ids), task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.prompt
         )
         verdict = self._batcher.submit(job, now_ns)
         if isinstance(verdict, Rejected):
@@ -248,7 +248,7 @@ class Engine(Driver[Ticket]):
             shadows.append(Shadow(causal, outcome.scores, self.metrics.repair_drift))
         for shadow in shadows:
             again = shadow.task
-            job = Job(next(self._job_ids), again.kind, again.tokens, again.width, now_ns, None, again.parts)
+            job = Job(next(self._job_ids), again.kind, again.tokens, again.width, now_ns, None, again.prompt)
             if not isinstance(self._batcher.submit(job, now_ns), Rejected):
                 self._shadows[job.id] = shadow
                 self._pump_soon()

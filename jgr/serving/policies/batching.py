@@ -88,7 +88,7 @@ def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
 class Job:
     """One request's size and times. tokens: prompt length; width: beam width or number of candidates.
 
-    parts: what a Grouping must know besides, such as prompt_scheduling.Parts.
+    parts: what a Grouping must know besides, such as sources.UnplannedPrompt.
     """
 
     id: int

@@ -2,11 +2,11 @@
 """Which of user and items comes first in a prompt (BAT-10): what comes first can be reused.
 
 The choice decides what is admitted to the cache too: a user who comes too rarely to be kept is not admitted and then
-thrown out, but read behind the items, which are there for everybody.
+thrown out, but stands after the items, which are cached for everybody.
 
 Beyond the paper, which compares frequencies alone: putting a new user first computes items that are cached, now, so as
-to save the user's tokens later. A user is admitted where that pays, and one whose cached tokens are fewer than those
-of the items is read behind them.
+to save the user's tokens later. A user is admitted where that pays; one with fewer cached tokens than the items have
+stands after them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Policy = Literal["none", "user", "item", "cache_agnostic", "hotness"]
-LayoutName = Literal["user_prefix", "item_prefix"]
-
+PrefixLayout = Literal["user_prefix", "item_prefix"]
 
 RETURNS = 0.5
 """How often a user who is admitted will come while it is cached, for each time that it came in the last window."""
@@ -24,11 +23,12 @@ RETURNS = 0.5
 
 @dataclass(frozen=True)
 class Situation:
-    """Of a request. frequency: accesses of its user in the last window; coldest: the least one of a cached user,
-    0 where none is.
+    """What the choice for a request depends on.
 
-    cached_user, cached_items: tokens that need not be computed with the user, or the items, in front. room: there is
-    plenty for users, so that none has to go for this one or for the next.
+    user_tokens, item_tokens: tokens of the history, and of all candidates. cached_user, cached_items: how many of them
+    need not be computed where the user, or the items, come first. room: there is so much for users that none has to go
+    for this one or for the next. frequency: how often the user came in the last window; coldest: the lowest frequency
+    of a cached user, 0 where no user is cached.
     """
 
     user_tokens: int
@@ -40,8 +40,8 @@ class Situation:
     coldest: float = 0.0
 
 
-def choose(policy: Policy, at: Situation, hysteresis: float = 0.1) -> LayoutName:
-    """The layout of a request. hysteresis: how much more often than the coldest user another must come."""
+def choose(policy: Policy, at: Situation, hysteresis: float = 0.1) -> PrefixLayout:
+    """The layout for a request. hysteresis: by which share another user must come more often than the coldest one."""
     if policy in ("none", "user"):
         return "user_prefix"
     if policy == "item" or at.user_tokens < at.item_tokens:

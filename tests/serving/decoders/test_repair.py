@@ -17,25 +17,26 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 
-from jgr.cache.entries import Content, Name
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import UserError
 from jgr.models import beam, decoder, params
-from jgr.prompt.layouts import ITEM_PREFIX, Kind, SegmentedPrompt
+from jgr.prompt.layouts import ITEM_PREFIX, Kind
+from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.policies.batching import Job, Profile
-from jgr.serving.policies.prompt_scheduling import (
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import (
     ALL_ITEM_TOKENS,
     NO_REPAIR,
-    Parts,
     PlannedPrompt,
-    PromptScheduler,
     Repair,
+    UnplannedPrompt,
 )
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
 
@@ -113,25 +114,25 @@ DENSE = Dense()
 class Request:
     def __init__(self, user: str, history: Sequence[int], rows: Sequence[int], probe: bool = False) -> None:
         self.user, self.rows = user, list(rows)
-        self.prompt = SegmentedPrompt(
-            np.array(history, np.int32), INSTRUCTION, [ITEMS[row] for row in rows], PROBE[: int(probe)], SPAN
+        known, items = (
+            Content.of(np.array(history, np.int32)),
+            [(row, Content.of(ITEMS[row])) for row in rows],
         )
+        self.prompt = make_prompt(known, INSTRUCTION, items, PROBE if probe else None, key=user, room=SPAN)
         columns = np.array([30 + row for row in rows], np.int32)
         self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None)
 
-    def parts(self, repair: Repair, fresh: bool = False) -> Parts:
-        items = [(Name("item", row, "item_prefix"), Content(ITEMS[row])) for row in self.rows]
-        behind = len(INSTRUCTION) + len(self.prompt.probe) * len(items)
-        return Parts(self.user, Content(self.prompt.user), items, behind, "item_prefix", fresh, repair)
+    def unplanned(self, repair: Repair, fresh: bool = False) -> UnplannedPrompt:
+        return UnplannedPrompt(self.prompt, "item_prefix", fresh, repair)
 
     def dense(self, repair: Repair) -> Float64:
         """The scores as docs/cache.md says: every item token's KV is that of the item alone, but for the repaired."""
-        prompt = self.prompt.arrange(ITEM_PREFIX)
+        prompt = arrange(self.prompt, ITEM_PREFIX)
         lengths = [len(segment.tokens) for segment in prompt]
         of = np.repeat(np.arange(len(prompt)), lengths)
         within = np.concatenate([np.arange(n) for n in lengths])
         kind = np.array([segment.kind for segment in prompt])[of]
-        position = np.array([segment.position for segment in prompt])[of] + within
+        position = np.array([segment.offset for segment in prompt])[of] + within
         tokens = np.concatenate([segment.tokens for segment in prompt])
         number = np.array([segment.number for segment in prompt])[of]
 
@@ -157,13 +158,11 @@ class Request:
             k, v = (x.copy() for x in kv[layer])
             k[rows], v[rows] = own
             h = DENSE.step(layer, h, q, k, v, causal[rows])
-        ends = (
-            np.flatnonzero(probe) if len(self.prompt.probe) else np.flatnonzero(kind == Kind.INSTRUCTION)[-1:]
-        )
+        ends = np.flatnonzero(probe) if probe.any() else np.flatnonzero(kind == Kind.INSTRUCTION)[-1:]
         found = DENSE.logits(h[np.searchsorted(rows, ends)])
         columns = self.work.columns
-        of_probe = np.arange(len(columns)) if len(self.prompt.probe) else 0
-        out: Float64 = found[of_probe, columns] - (0 if self.work.less is None else found[:, 12])
+        of_probe = np.arange(len(columns)) if probe.any() else 0
+        out: Float64 = found[of_probe, columns] - (0 if self.work.negative_columns is None else found[:, 12])
         return out
 
 
@@ -202,9 +201,9 @@ class Server:
         """Plans and scores; all are queued at once."""
         repair = self.repair if repair is None else repair
         jobs = [
-            Job(at, "rank", parts.computed_at_most, len(request.rows), at, None, parts)
+            Job(at, "rank", unplanned.computed_at_most, len(request.rows), at, None, unplanned)
             for at, request in enumerate(requests)
-            for parts in [request.parts(repair, fresh)]
+            for unplanned in [request.unplanned(repair, fresh)]
         ]
         found: list[tuple[PlannedPrompt, Float64]] = []
         while jobs:
@@ -314,24 +313,24 @@ def test_the_more_is_repaired_the_less_it_drifts(repairs: Sequence[Repair]) -> N
 
 
 def test_what_it_costs() -> None:
-    total, items = A.prompt.tokens, [len(ITEMS[row]) for row in A.rows]
+    total, items = count_tokens(A.prompt), [len(ITEMS[row]) for row in A.rows]
     assert items == [4, 2, 3, 4]
     server = Server(FIRST)
     cold, warm = (server.serve(A)[0][0] for _ in range(2))
     # Two tokens each of the items behind the first. Of the second, that is all: it is neither read nor kept.
     assert [item.repaired for item in warm.items] == [0, 2, 2, 2]
-    assert [item.reused for item in warm.items] == [4, 0, 1, 2]
+    assert [item.cached for item in warm.items] == [4, 0, 1, 2]
     assert (cold.computed_tokens, cold.cached_tokens, cold.repaired_tokens) == (total + 2 + 2, 0, 6)
     assert (warm.computed_tokens, warm.cached_tokens, warm.repaired_tokens) == (total - 7, 7, 6)
-    assert A.parts(FIRST).computed_at_most == cold.computed_tokens
+    assert A.unplanned(FIRST).computed_at_most == cold.computed_tokens
 
     server = Server(SHARE)
     cold, warm = (server.serve(A)[0][0] for _ in range(2))
     assert (cold.computed_tokens, cold.cached_tokens, cold.repaired_tokens) == (total + 4, 0, 4)
     assert (warm.computed_tokens, warm.cached_tokens, warm.repaired_tokens) == (total - 13 + 4, 13, 4)
-    assert A.parts(SHARE).computed_at_most == cold.computed_tokens
+    assert A.unplanned(SHARE).computed_at_most == cold.computed_tokens
 
-    by_user = replace(A.parts(SHARE), layout="user_prefix")
+    by_user = structs.replace(A.unplanned(SHARE), layout="user_prefix")
     group = server.scheduler.group([Job(9, "rank", 40, 4, 0, None, by_user)], True, 0)
     assert group is not None and group.prompts[0].repaired_tokens is None
     server.scheduler.finished(group.jobs, True)

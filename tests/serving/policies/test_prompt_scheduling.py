@@ -10,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.cache.entries import Content, Name
+from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
+from jgr.prompt.layouts import LayoutName
+from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.policies.batching import Batcher, Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
-from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import Reuse, UnplannedPrompt
 
 PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
 ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
@@ -30,13 +33,14 @@ def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptSchedule
     return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)
 
 
-def job(number: int, user: str, history: list[int], items: list[int]) -> Job:
-    contents = [
-        (Name("item", row, "item_prefix"), Content(np.full(ITEM_TOKENS[row], row, np.int32))) for row in items
-    ]
-    parts = Parts(user, Content(np.array(history, np.int32)), contents, behind=1)
+def job(
+    number: int, user: str, history: list[int], items: list[int], layout: LayoutName | None = None
+) -> Job:
+    contents = [(row, Content.of(np.full(ITEM_TOKENS[row], row, np.int32))) for row in items]
+    known = Content.of(np.array(history, np.int32))
+    prompt = make_prompt(known, np.zeros(1, np.int32), contents, key=user, room=4)
     tokens = len(history) + sum(ITEM_TOKENS[row] for row in items) + 1
-    return Job(number, "rank", tokens, len(items), number, None, parts)
+    return Job(number, "rank", tokens, len(items), number, None, UnplannedPrompt(prompt, layout))
 
 
 def plan(scheduler: PromptScheduler, *jobs: Job) -> Any:
@@ -55,7 +59,7 @@ def test_what_a_batch_writes_is_reused_by_the_next() -> None:
     scheduler.finished(first.jobs, well=True)
     (warm,) = plan(scheduler, job(2, "c", [3] * 4, [3, 0])).prompts
     assert (warm.cached_tokens, warm.computed_tokens) == (5, 5)
-    assert warm.items[0].read.tolist() == cold.items[1].write.tolist()
+    assert warm.items[0].spans == (Reuse(4, cold.items[1].write),)
     scheduler.finished((2,), well=True)
     scheduler.check()
 
