@@ -62,9 +62,7 @@ _TEXT = (Kind.PREAMBLE, Kind.CONTEXT, Kind.USER, Kind.ITEM, Kind.INSTRUCTION)
 _ASKS = (Kind.PROBE, (Kind.PREAMBLE, Kind.USER, Kind.INSTRUCTION))
 """A probe asks about one item: it sees that item, which stands in its segment, and no other one."""
 
-CAUSAL = Layout(
-    "causal", (*((kind, tuple(Kind)) for kind in _TEXT), _ASKS), ranked=_TEXT, overlaid=(Kind.PROBE,)
-)
+CAUSAL = Layout("causal", (*((kind, _TEXT) for kind in _TEXT), _ASKS), ranked=_TEXT, overlaid=(Kind.PROBE,))
 """Plain language model order: a segment sees all that stands before it. Items stand one after the other (RcLLM)."""
 
 USER_PREFIX = Layout(

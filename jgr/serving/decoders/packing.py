@@ -120,7 +120,7 @@ def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
         of = request, segment.number, segment.kind
         if repaired:
             yield _Span(request, *of, offset, REPAIRED_ITEM, 0, False, 0, text[:repaired], _NOWHERE)
-        at = len(text) - sum(span.tokens for span in planned.spans)
+        at = 0 if planned.alone else repaired
         computed_in, hidden = (alone, repaired) if planned.alone else (request, 0)
         for span in planned.spans:
             if isinstance(span, Approximate):
@@ -188,10 +188,9 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
     if not probing:
         places = np.repeat(places, [len(work.columns) for work in works])
     columns = np.concatenate([work.columns for work in works])
-    none = [np.full(len(work.columns), -1, np.int32) for work in works]
     negative = [
-        x if work.negative_columns is None else work.negative_columns
-        for x, work in zip(none, works, strict=True)
+        np.full(len(work.columns), -1) if work.negative_columns is None else work.negative_columns
+        for work in works
     ]
     return Asked(*(_fill(profile.width, 0, x) for x in (places, columns, np.concatenate(negative))))
 

@@ -166,7 +166,8 @@ class PromptScheduler:
             repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0)
             alone = repairs and spans == (Compute(length),)
             segments.append(PlannedSegment(segment.kind, spans, write, first, alone))
-            cached += segments[-1].cached
+            if spans and not isinstance(spans[0], Compute):
+                cached += spans[0].tokens
         repaired = sum(firsts) + chosen if repair else None
         return PlannedPrompt.of(ITEMS_FIRST, segments, chosen, repaired)
 

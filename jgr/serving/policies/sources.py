@@ -101,10 +101,10 @@ class UnplannedPrompt(Struct, frozen=True):
 class PlannedSegment(Struct, frozen=True):
     """The sources of one segment.
 
-    spans: where its tokens come from, in order, up to its end. They are all of its tokens but for the `repaired` first
-    ones of an item that is not computed alone. write: cells for the whole segment, which keep what is computed; None:
-    nothing is kept. repaired: tokens at the start of an item that are computed seeing the items before it, instead of
-    those in the spans (BAT-15). alone: the item is computed as if no other one stood in the prompt, as it is cached.
+    spans: where its tokens come from, in order; without the `repaired` ones where those are not computed alone too.
+    write: cells for the whole segment, which keep what is computed; None: nothing is kept. repaired: so many first
+    tokens of an item are computed seeing the items before it (BAT-15). alone: the item is computed as if no other one
+    stood in the prompt, which is how it is cached; the prompt sees that but for the repaired tokens.
     """
 
     kind: Kind
@@ -117,11 +117,6 @@ class PlannedSegment(Struct, frozen=True):
     def cached(self) -> int:
         """Tokens that are read from the cache."""
         return sum(span.tokens for span in self.spans if not isinstance(span, Compute))
-
-    @property
-    def computed(self) -> int:
-        """Tokens that are computed, repaired ones included."""
-        return self.repaired + sum(span.tokens for span in self.spans if isinstance(span, Compute))
 
 
 class PlannedPrompt(Struct, frozen=True):
@@ -147,8 +142,14 @@ class PlannedPrompt(Struct, frozen=True):
         repaired: int | None = None,
     ) -> PlannedPrompt:
         """With the tokens counted."""
-        computed = sum(segment.computed for segment in segments) + chosen
-        cached = sum(segment.cached for segment in segments)
+        computed, cached = chosen, 0
+        for segment in segments:
+            computed += segment.repaired
+            for span in segment.spans:
+                if isinstance(span, Compute):
+                    computed += span.tokens
+                else:
+                    cached += span.tokens
         return cls(layout, tuple(segments), computed, cached, chosen, repaired)
 
     @property

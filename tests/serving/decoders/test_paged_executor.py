@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 
 from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
@@ -20,13 +21,14 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, packed, params
 from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
+from jgr.serving.decoders.packing import UnservedSource
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape, _smallest_work
 from jgr.serving.decoders.work import RankOutcome, RecommendOutcome, SegmentsWork
 from jgr.serving.engine.compilation import CompilationCounter
 from jgr.serving.policies.batching import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
-from jgr.serving.policies.sources import UnplannedPrompt
+from jgr.serving.policies.sources import Approximate, PlannedPrompt, UnplannedPrompt
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 2, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
 PARAMS = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(CFG), jax.random.key(0)))
@@ -244,6 +246,42 @@ def test_the_order_of_candidates_changes_nothing(layout: Layout, probe: bool) ->
     np.testing.assert_allclose(second, first[[3, 1, 0, 2]], atol=2e-5)
     server.serve(one)
     server.serve(other, one)
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_causal_order_cold_warm_and_beside_other_layouts(probe: bool) -> None:
+    server = Server("user")
+    one = Request("c", range(15, 27), [0, 1, 2, 3], probe, "causal")
+    other = Request("c", range(15, 30), [3, 6, 1], probe, "causal")
+    first = Request("d", range(15, 20), [1, 3], probe)
+    server.serve(one)
+    plans = server.serve(other, first, one)
+    assert [(plan.layout, plan.cached_tokens) for plan in plans] == [
+        ("causal", 12),
+        ("user_prefix", 0),
+        ("causal", 12),
+    ]
+
+
+def test_causal_order_is_the_plain_decoder() -> None:
+    """By a forward that knows of no segments."""
+    request = Request("c", range(15, 27), [3, 0, 2], layout="causal")
+    text = np.concatenate([segment.tokens for segment in request.prompt])
+    out = decoder.prefill(PARAMS, CFG, text[None], tokens(len(text)))
+    plain = np.asarray(out.hidden)[0, -1] @ np.asarray(PARAMS.output_rows)[request.work.columns].T
+    np.testing.assert_allclose(wanted(request, "causal"), plain, atol=2e-5)
+    server = Server("user")
+    for _ in range(2):
+        server.serve(request)
+
+
+def test_moved_keys_are_refused() -> None:
+    server = Server("none")
+    plan = server.serve(A)[0]
+    moved = structs.replace(plan.user, spans=(Approximate(20, (0, 1, 2), shift=3),))
+    work = replace(A.work, plan=PlannedPrompt.of("user_prefix", (moved, *plan.segments[1:])))
+    with pytest.raises(UnservedSource, match="moves cached tokens by 3 positions"):
+        server.executor.run(PROFILES[0], [work])
 
 
 def test_a_grown_history_computes_its_new_tokens_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.policies.batching import Batcher, Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
-from jgr.serving.policies.sources import Reuse, UnplannedPrompt
+from jgr.serving.policies.sources import Compute, PlannedPrompt, Reuse, UnplannedPrompt
 
 PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
 ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
@@ -100,6 +101,30 @@ def test_no_more_is_reused_than_the_shapes_take() -> None:
     assert group.prompts[0].user.write is None
 
 
+def test_causal_order_reuses_the_users_part_and_computes_the_items() -> None:
+    scheduler = make("user")
+    cold = plan(scheduler, job(0, "a", [1] * 4, [3, 0]))
+    assert cold.prompts[0].layout == "user_prefix" and cold.prompts[0].user.write is not None
+    scheduler.finished(cold.jobs, well=True)
+    (warm,) = plan(scheduler, job(1, "a", [1] * 4, [3, 0], "causal")).prompts
+    cells = cold.prompts[0].user.write
+    assert warm.layout == "causal"
+    assert warm.user.spans == (Reuse(4, cells),), "it stands at the same positions and sees the same"
+    assert [item.spans for item in warm.items] == [(Compute(4),), (Compute(1),)]
+    assert (warm.cached_tokens, warm.computed_tokens) == (4, 6)
+    scheduler.finished((1,), well=True)
+
+
+@pytest.mark.parametrize("policy", ["none", "item"])
+def test_causal_order_is_computed_whole_where_users_are_not_cached(policy: Policy) -> None:
+    scheduler = make(policy)
+    for number in range(2):
+        group = plan(scheduler, job(number, "a", [1] * 4, [3, 0], "causal"))
+        assert (group.prompts[0].cached_tokens, group.prompts[0].computed_tokens) == (0, 10)
+        assert not any(segment.write for segment in group.prompts[0].segments)
+        scheduler.finished(group.jobs, well=True)
+
+
 @pytest.mark.parametrize("policy", ["none", "user", "item", "cache_agnostic", "hotness"])
 @given(data=st.data())
 def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
@@ -114,13 +139,16 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
         if event == "submit":
             history = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
             items = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
-            batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items), now)
+            layout = data.draw(st.sampled_from([None, None, "causal"]))
+            batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items, layout), now)
         elif event == "plan":
             while (batch := batcher.plan(now).batch) is not None:
                 running.append(batch)
                 used = sum(prompt.computed_tokens for prompt in batch.prompts)
                 assert used <= batch.profile.tokens and (len(batch.jobs) == 1 or used <= 30)
                 assert sum(prompt.cached_tokens for prompt in batch.prompts) <= batch.profile.context
+                for prompt in batch.prompts:
+                    assert msgspec.json.decode(msgspec.json.encode(prompt), type=PlannedPrompt) == prompt
         elif event == "commit" and running:
             batch = running.pop(data.draw(st.integers(0, len(running) - 1)))
             batcher.commit(batch.id, now, well=data.draw(st.booleans()))
