@@ -9,7 +9,7 @@ BAT-3, RcLLM):
     causal        user at 0                    items, one after the other     instruction after the last item
 
 Probes come last, all at one position after the instruction. `room` is the number of positions that overlaid items take,
-whatever their lengths, so that neither a segment's tokens nor its position depend on the other items of a list, and its
+however short they are, so that neither a segment's tokens nor its position depend on the other items of a list, and its
 keys and values can be reused.
 
 Frozen plain data: equal prompts compare equal, and msgspec writes them as JSON and reads them back.

@@ -160,7 +160,7 @@ def _describe(works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int,
 def _picks(
     works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_], profile: Profile
 ) -> Picks:
-    """The places behind the new tokens, which the program fills with as many of each prompt's items as were planned."""
+    """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
     request = np.where(cached_items, tokens.described.request, tokens.seen_by)
     items = np.bincount(request[request >= 0], minlength=len(works))

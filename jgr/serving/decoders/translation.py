@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a request to an executor's work, and from its outcome to an answer.
 
-The one idea: everything that knows item ids stands here, and everything behind it knows rows, leaves and
-tokens only. Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
+The one idea: everything that knows item ids stands here; what follows knows rows, leaves and tokens only.
+Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
 
 Items that share a semantic id share a leaf. So the search enters a leaf as long as one of its items may be returned;
 the others are dropped here, when leaves become items again.
