@@ -26,7 +26,6 @@ import numpy.typing as npt
 from benchmarks import harness
 from benchmarks.bat_world import World
 from benchmarks.harness import Quiet, Row
-from jgr.cache.entries import Content
 from jgr.evaluation import bootstrap
 from jgr.placement.items import ItemPlacement, Items, Workers, hrcs
 from jgr.serving.decoders.loading import load_engine
@@ -154,7 +153,7 @@ class Device:
         assert caching is not None and caching.segments is not None
         self._executor = executors.paged
         self._executor.profiles = tuple(p for p in self._executor.profiles if p.kind == "rank")
-        self._contents = [Content(caching.segments.item(row)) for row in range(workload.items)]
+        self._contents = [caching.segments.content(row) for row in range(workload.items)]
 
     def warm_up(self) -> None:
         self._executor.warm_up(lambda done, total, what: harness.note(f"{done} of {total} compiled: {what}"))
@@ -189,7 +188,7 @@ class Device:
         histories = Histories(traffic)
         for number, access in enumerate(accesses):
             task = self._engine.served.translator.prepare(histories.request(access))
-            job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.parts)
+            job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.prompt)
             for system, cluster in zip(systems, clusters, strict=True):
                 planned = cluster.plan(job, access)
                 if number >= before:

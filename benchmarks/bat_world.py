@@ -152,7 +152,7 @@ class System:
         for number, access in enumerate(ahead):
             task = self.engine.served.translator.prepare(self._world.request(access))
             now_ns = start_ns + access.time_ns
-            job = Job(number, "rank", task.tokens, task.width, now_ns, None, task.parts)
+            job = Job(number, "rank", task.tokens, task.width, now_ns, None, task.prompt)
             group = grouping.group([job], True, now_ns)
             assert group is not None
             grouping.finished(group.jobs, True)

@@ -165,8 +165,8 @@ class CacheConfig:
     item_share: float | None = None
     page_tokens: int = 16  # tokens in a page; a user's entry takes whole pages
     item_cells: int = 4  # parts of a page; an item's entry is short and takes whole parts
-    # With hotness, which user goes first. priced: BAT-10, but a user is admitted, or read from the cache, only where that
-    # computes less than the items first would; published: by how often the user comes alone.
+    # With hotness, which user goes first. priced: as BAT-10, but a user is admitted, or read from the cache, only where
+    # that computes less than the items first would; published: by how often the user comes alone.
     rule: Literal["priced", "published"] = "priced"
     window_s: float = 300.0  # length of the sliding window in which accesses are counted, in seconds
     # How much more often than the least used cached user another must be asked for to take its place; 0.1: 10 %.

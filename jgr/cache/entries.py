@@ -8,13 +8,13 @@ extended and one that changed is a miss. Nobody overwrites a valid token: who ex
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from jgr.prompt.segments import Content as Content
 
 Int32 = npt.NDArray[np.int32]
 EntryKind = Literal["user", "item"]
@@ -26,25 +26,6 @@ class Name(NamedTuple):
     kind: EntryKind
     id: str | int
     layout: str
-
-
-class Content:
-    """A segment's tokens, [t] int32, and their hashes."""
-
-    def __init__(self, tokens: Int32) -> None:
-        self.tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """16 bytes: the hash of all tokens."""
-        return self.prefix(len(self.tokens))
-
-    def prefix(self, count: int) -> bytes:
-        """16 bytes: the hash of the first `count` tokens."""
-        return hashlib.blake2b(np.ascontiguousarray(self.tokens[:count]).tobytes(), digest_size=16).digest()
 
 
 @dataclass(eq=False, slots=True)

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with candidates in them, as segments that stand in either order (BAT-1, BAT-2, BAT-3).
+"""Prompts with candidates in them, from templates (BAT-1).
 
-    user_prefix:  user at 0       items, all at len(user)    instruction at len(user) + item_span
-    item_prefix:  items, all at 0    user at item_span       instruction behind the user
-
-A segment's tokens and first position never depend on another request's, and an item's not on its place in the list, so
-that keys and values can be reused. The user's segment is the prompt's text up to the end of the history, which is what
-`recommend` reads too. A probe is a question about one item, behind everything, in the item's segment.
+The user's segment is the prompt's text up to the end of the history, which is what `recommend` reads too. A candidate's
+tokens never depend on its place in the list, so that its keys and values can be reused. A probe is a question about one
+candidate.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
 from jgr.config import RankConfig
-from jgr.prompt.layouts import SegmentedPrompt
+from jgr.prompt.segments import Content, Prompt, make_prompt
 from jgr.prompt.tokens import (
     PromptError,
     Tokenizer,
@@ -34,10 +31,11 @@ LAST = -1
 
 
 class SegmentPrompts:
-    """The segments of a catalog's candidates, and where they stand.
+    """The prompts of a catalog's candidates.
 
-    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where the scorer asks none.
-    PromptError names the field that does not fit the tokenizer or the catalog.
+    instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked.
+    max_position: positions that the model was made for. PromptError names the field that does not fit the tokenizer or
+    the catalog.
     """
 
     def __init__(
@@ -45,7 +43,10 @@ class SegmentPrompts:
         rank: RankConfig,
         tokenizer: Tokenizer | None,
         catalog: Catalog,
+        max_position: int = 2**30,
     ) -> None:
+        self.max_position = max_position
+        self._contents: dict[int, Content] = {}
         self._span, self._method = rank.item_span, rank.method
         if rank.method == "item_token" and catalog.depth != 1:
             raise PromptError(
@@ -77,14 +78,22 @@ class SegmentPrompts:
         """[n]: tokens of each item of the catalog."""
         return np.minimum(self._lengths, self._span)
 
-    def prompt(self, user: Int32, rows: Int32, last: int) -> SegmentedPrompt:
-        """The prompt of a history's tokens and candidates. rows: [c] int32; last: the history's last row."""
-        items = [self.item(row) for row in rows.tolist()]
+    def content(self, row: int) -> Content:
+        """The item's tokens, made and hashed once."""
+        content = self._contents.get(row)
+        if content is None:
+            content = self._contents[row] = Content.of(self.item(row))
+        return content
+
+    def prompt(self, user: Content, rows: Int32, last: int, key: str | None = None) -> Prompt:
+        """The prompt of a history and candidates. rows: [c] int32; last: the history's last row; key: of the user."""
         instruction = self.instruction
         if self._ids is not None:
             instruction = instruction.copy()
             instruction[instruction == LAST] = self._ids[last]
-        return SegmentedPrompt(user, instruction, items, self.probe, self._span)
+        items = ((row, self.content(row)) for row in rows.tolist())
+        probe = self.probe if len(self.probe) else None
+        return make_prompt(user, instruction, items, probe, key=key, room=self._span)
 
     def columns(self, rows: Int32) -> tuple[Int32, Int32 | None]:
         """The tokens whose logits score candidates, [c] int32, and those that count against them."""

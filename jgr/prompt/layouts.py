@@ -3,21 +3,21 @@
 
 One rule serves all of them. A query token sees a key token iff both belong to the same request and
   - they stand in the same segment, the key not later (`order`), or
-  - the layout lets the query's kind see the key's (where it is ranked: and the key's segment is an earlier one),
+  - the layout lets the query's kind see the key's (where the kind is ranked: and the key's segment is an earlier one),
 optionally narrowed by a window, or widened for a repaired token. A layout is data only; nothing here needs jax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
+LayoutName = Literal["causal", "user_prefix", "item_prefix", "single_user_multi_item"]
 
 EARLIER = 16
 """Layout.bits holds kinds seen wherever they stand in its low half, kinds seen in earlier segments from this bit on."""
@@ -36,28 +36,34 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """sees: every kind that may occur, in the order of the prompt, and the kinds it sees beyond its own segment.
+    """Where the segments of a prompt stand, and what they see; `jgr.prompt.segments.arrange` follows it.
 
-    ranked: only in segments with a smaller number than its own.
+    sees: every kind that may occur, in the order in which the kinds stand in the prompt, each with the kinds that its
+    tokens see beyond their own segment. ranked: the kinds that see only segments of a smaller number than their own.
+    overlaid: the kinds whose segments all begin at one position; other segments follow each other.
     """
 
-    name: str
+    name: LayoutName
     sees: tuple[tuple[Kind, tuple[Kind, ...]], ...]
-    ranked: bool = False
+    ranked: tuple[Kind, ...] = ()
+    overlaid: tuple[Kind, ...] = ()
 
     @property
     def bits(self) -> npt.NDArray[np.int32]:
         """[len(Kind)] int32: what each kind sees, as one integer; `segment_attention` computes with bits[kind]."""
         table = np.zeros(len(Kind), np.int32)
         for kind, seen in self.sees:
-            table[kind] = sum(1 << other for other in set(seen)) << (EARLIER if self.ranked else 0)
+            table[kind] = sum(1 << other for other in set(seen)) << (EARLIER if kind in self.ranked else 0)
         return table
 
 
 _PREAMBLE = (Kind.PREAMBLE, ())
+_TEXT = (Kind.PREAMBLE, Kind.CONTEXT, Kind.USER, Kind.ITEM, Kind.INSTRUCTION)
+_ASKS = (Kind.PROBE, (Kind.PREAMBLE, Kind.USER, Kind.INSTRUCTION))
+"""A probe asks about one item: it sees that item, which stands in its segment, and no other one."""
 
-CAUSAL = Layout("causal", tuple((kind, tuple(Kind)) for kind in Kind), ranked=True)
-"""Plain language model order, of any kinds."""
+CAUSAL = Layout("causal", (*((kind, _TEXT) for kind in _TEXT), _ASKS), ranked=_TEXT, overlaid=(Kind.PROBE,))
+"""Plain language model order: a segment sees all that stands before it. Items stand one after the other (RcLLM)."""
 
 USER_PREFIX = Layout(
     "user_prefix",
@@ -66,8 +72,9 @@ USER_PREFIX = Layout(
         (Kind.USER, (Kind.PREAMBLE,)),
         (Kind.ITEM, (Kind.PREAMBLE, Kind.USER)),
         (Kind.INSTRUCTION, (Kind.PREAMBLE, Kind.USER, Kind.ITEM)),
-        (Kind.PROBE, (Kind.PREAMBLE, Kind.USER, Kind.INSTRUCTION)),
+        _ASKS,
     ),
+    overlaid=(Kind.ITEM, Kind.PROBE),
 )
 ITEM_PREFIX = Layout(
     "item_prefix",
@@ -76,8 +83,9 @@ ITEM_PREFIX = Layout(
         (Kind.ITEM, (Kind.PREAMBLE,)),
         (Kind.USER, (Kind.PREAMBLE, Kind.ITEM)),
         (Kind.INSTRUCTION, (Kind.PREAMBLE, Kind.ITEM, Kind.USER)),
-        (Kind.PROBE, (Kind.PREAMBLE, Kind.USER, Kind.INSTRUCTION)),
+        _ASKS,
     ),
+    overlaid=(Kind.ITEM, Kind.PROBE),
 )
 SINGLE_USER_MULTI_ITEM = Layout(
     "single_user_multi_item",
@@ -86,58 +94,12 @@ SINGLE_USER_MULTI_ITEM = Layout(
         (Kind.USER, (Kind.CONTEXT,)),
         (Kind.ITEM, (Kind.CONTEXT, Kind.USER)),
     ),
+    overlaid=(Kind.ITEM,),
 )
 REPAIRED_ITEM = int(ITEM_PREFIX.bits[Kind.ITEM]) | 1 << Kind.ITEM + EARLIER
 """What a repaired item token of ITEM_PREFIX sees: besides, the items before its own (BAT-15)."""
 
-LAYOUTS = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREFIX, SINGLE_USER_MULTI_ITEM)}
-
-
-class Segment(NamedTuple):
-    """tokens: [t] int32; number: of the segment in its prompt; position: of the first token."""
-
-    kind: Kind
-    number: int
-    position: int
-    tokens: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentedPrompt:
-    """A prompt in any layout. user, behind, probe and each of items: [t] int32 tokens; probe may be empty.
-
-    span: positions that the items take, whatever their lengths; 0 where there are none.
-    """
-
-    user: Int32
-    behind: Int32
-    items: Sequence[Int32] = ()
-    probe: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    span: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Of the whole prompt."""
-        items = sum(len(item) for item in self.items)
-        return len(self.user) + items + len(self.behind) + len(self.probe) * len(self.items)
-
-    def arrange(self, layout: Layout) -> list[Segment]:
-        """The segments in the layout's order. The user's is number 0, the i-th item's and its probe's i + 1."""
-        behind = len(self.user) + self.span
-        at_items, at_user = (len(self.user), 0) if layout == USER_PREFIX else (0, self.span)
-        user = Segment(Kind.USER, 0, at_user, self.user)
-        items = [Segment(Kind.ITEM, 1 + i, at_items, item) for i, item in enumerate(self.items)]
-        if layout == USER_PREFIX:
-            prompt = [user, *items]
-        elif layout == ITEM_PREFIX:
-            prompt = [*items, user]
-        else:
-            raise ValueError(f"candidates have no place in layout {layout.name}")
-        prompt.append(Segment(Kind.INSTRUCTION, len(items) + 1, behind, self.behind))
-        if len(self.probe):
-            asked = behind + len(self.behind)
-            prompt += [Segment(Kind.PROBE, 1 + i, asked, self.probe) for i in range(len(items))]
-        return prompt
+LAYOUTS: dict[str, Layout] = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREFIX, SINGLE_USER_MULTI_ITEM)}
 
 
 class Tokens(NamedTuple):
@@ -170,30 +132,3 @@ def describe(
     segment = np.repeat(np.arange(len(kinds), dtype=np.int32), lengths)
     kind = np.asarray(kinds, np.int32)[segment]
     return Tokens(np.full_like(order, request), segment, kind, order, begin[segment] + order - first[segment])
-
-
-def single_user(
-    contextual: int,
-    history: int,
-    targets: int,
-    *,
-    max_attention: int = 0,
-    full_rows: int = 0,
-    request: int = 0,
-) -> tuple[Tokens, npt.NDArray[np.int32] | None]:
-    """MODEL-14: contextual slots, a history, and one token per target, each in a segment of its own.
-
-    Returns the tokens, and where max_attention > 0 the window of each: rows see at most that far back, but for the last
-    `full_rows` of the history, and targets where there are such rows.
-    """
-    kinds = [Kind.CONTEXT, Kind.USER, *[Kind.ITEM] * targets]
-    tokens = describe(kinds, [contextual, history, *[1] * targets], request=request)
-    target_id = history + 1 if contextual else history
-    ids = np.clip(tokens.order - contextual + 1 if contextual else tokens.order, 0, target_id).astype(
-        np.int32
-    )
-    tokens = tokens._replace(order=ids)
-    if max_attention == 0:
-        return tokens, None
-    full = (full_rows > 0) & (ids >= target_id - full_rows)
-    return tokens, np.where(full, np.int32(2**30), np.int32(max_attention))

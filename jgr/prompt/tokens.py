@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to tokens: the tokenizer, the tokens of the catalog's codes, and the prompt of a history.
 
-The one idea: a prompt is a list of segments (prefix, one per item, suffix) that are tokenised one by one, so
+The one idea: a template's prefix, each item and the suffix are tokenised one by one, so
 the tokens of an item never depend on its neighbours. Everything is tokenised at construction into one flat
 array; building the prompt of a request is a gather.
 
@@ -66,7 +66,7 @@ class Tokenizer:
         content = read_whole(path, PromptError)
         try:
             inner = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as cause:  # the library raises bare Exception for whatever it cannot parse
+        except Exception as cause:  # the library raises bare Exception for any text that it cannot parse
             raise PromptError(f"{path}: not a tokenizer.json: {cause}") from None
         return cls(inner)
 
@@ -76,7 +76,7 @@ class Tokenizer:
             stream.write(self._inner.to_str(pretty=True).encode())
 
     def with_tokens(self, names: Sequence[str]) -> Tokenizer:
-        """The same tokenizer with further tokens, in order behind all others."""
+        """The same tokenizer with further tokens, in order after all others."""
         inner = tokenizers.Tokenizer.from_str(self._inner.to_str())
         inner.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in names])
         return Tokenizer(inner)
@@ -172,11 +172,11 @@ class PromptBuilder:
         self.prefix = encode_template("prompt.template", before, tokenizer)
         self.suffix = encode_template("prompt.template", after, tokenizer)
         self._max_items, self._stride = config.max_items, config.stride
-        # Every item's tokens are stored with the separator behind them, which `build` takes off the last one.
+        # Every item's tokens are stored with the separator after them, which `user` takes off the last one.
         separator = encode_fixed("prompt.separator", config.separator, tokenizer)
         items, lengths = encode_items("prompt.item", config.item, tokenizer, catalog)
-        behind = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
-        self._tokens, self._lengths = _interleave([(items, lengths), behind], catalog.n_items)
+        separators = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
+        self._tokens, self._lengths = _interleave([(items, lengths), separators], catalog.n_items)
         self._separator = len(separator)
         self.min_item_tokens = int(self._lengths.min()) - self._separator
         self._starts = np.cumsum(self._lengths) - self._lengths
@@ -186,7 +186,7 @@ class PromptBuilder:
         self.largest_token = max(int(part.max(initial=0)) for part in parts)
 
     def item_tokens(self, row: int) -> Int32:
-        """The segment of one item: [t] int32, a view."""
+        """The tokens of one item: [t] int32, a view."""
         return self._tokens[self._starts[row] : self._starts[row] + self._lengths[row] - self._separator]
 
     def build(self, rows: Int32) -> Int32:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from jgr.catalog.catalog import MAX_NAME_CHARS
+from jgr.prompt.layouts import LayoutName
 
 ErrorType = Literal[
     "invalid_http",
@@ -164,10 +165,12 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         Meta(description="Leave out the candidates that are in the history; the answer may then be shorter."),
     ] = False
     layout: Annotated[
-        Literal["user_prefix", "item_prefix"] | None,
+        Literal["user_prefix", "item_prefix", "causal"] | None,
         Meta(
-            description="Whether the user or the candidates come first in the prompt, which changes scores slightly. "
-            "null: the server's cache policy decides. For servers whose rank.method puts candidates into the prompt."
+            description="How the prompt is laid out. user_prefix: the user comes first, and candidates do not see each "
+            "other. item_prefix: the candidates come first. causal: plain order of a language model, in which a "
+            "candidate sees the user and the candidates before it. Layouts give different scores. null: the server's "
+            "cache policy chooses one of the first two. Only where rank.method puts candidates into the prompt."
         ),
     ] = None
     history_times: Annotated[
@@ -239,9 +242,13 @@ class Usage(Struct, kw_only=True):
         ),
     ] = UNSET
     layout: Annotated[
-        Literal["causal", "user_prefix", "item_prefix"],
-        Meta(description="The order of the prompt's parts. Scores of different layouts cannot be compared."),
-    ] = "causal"
+        LayoutName,
+        Meta(
+            description="What was computed; scores of different layouts do not compare. causal: each token saw all "
+            "before it. user_prefix, item_prefix: the user, or the candidates, came first in the prompt. "
+            "single_user_multi_item: each candidate saw the user alone (models that score in one pass)."
+        ),
+    ]
     history_items: Annotated[int, Meta(description="Items of the history that are in the prompt.")]
     unknown_items: Annotated[int, Meta(description="Items of the history that the catalog does not have.")]
     unknown_item_ids: Annotated[

@@ -12,8 +12,9 @@ import pytest
 from benchmarks import bat_ablation as bench
 from benchmarks.bat_nodes import NODES, System, link_tokens, place_hot, returning
 from jgr.placement.items import Items, Workers
+from jgr.prompt.layouts import Kind
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
+from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment
 from jgr.simulation.node import Key, Planned
 from jgr.traffic.workloads import BOOKS
 
@@ -53,7 +54,7 @@ def test_without_hrcs_items_are_everywhere_or_hashed_where_they_do_not_fit(
 
 
 def _planned(number: int, node: int, cached: int, computed: int) -> Planned:
-    prompt = PlannedPrompt("item_prefix", PlannedSegment(0), (), computed, cached)
+    prompt = PlannedPrompt("item_prefix", (PlannedSegment(Kind.USER, ()),), computed, cached)
     return Planned(number, node, PROFILE, prompt, np.zeros(0, np.int32))
 
 

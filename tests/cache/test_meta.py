@@ -17,7 +17,7 @@ CELL_TOKENS, CELLS = 2, 3
 
 
 def content(*tokens: int) -> Content:
-    return Content(np.array(tokens, np.int32))
+    return Content.of(np.array(tokens, np.int32))
 
 
 def user(name: str) -> Name:

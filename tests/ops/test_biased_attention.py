@@ -20,7 +20,8 @@ from jgr.ops.biased_attention import Bias, Causal, Context, biased_attention, pa
 from jgr.ops.biased_attention.bias import Problem, bucket, prepare
 from jgr.ops.biased_attention.cases import OP
 from jgr.ops.testing import assert_as_close_as_naive
-from jgr.prompt.layouts import LAYOUTS, SINGLE_USER_MULTI_ITEM, Kind, Tokens, single_user
+from jgr.prompt.layouts import LAYOUTS, SINGLE_USER_MULTI_ITEM, Kind, Tokens
+from tests.ops.model_14 import single_user
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hstu"
 FORMS = ("reference", "xla", "pallas_interpret")

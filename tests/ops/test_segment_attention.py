@@ -38,8 +38,8 @@ from jgr.prompt.layouts import (
     Layout,
     Tokens,
     describe,
-    single_user,
 )
+from tests.ops.model_14 import single_user
 
 FORMS = ("reference", "xla", "pallas_interpret")
 CASES = {case.name: case for case in OP.tagged("ci")}
@@ -182,7 +182,8 @@ def test_the_masks_of_model_14(contextual: int, window: int, full: int, form: st
     np.testing.assert_allclose(got, loop(*arrays, mask[None]), atol=2e-6)
 
 
-def test_a_probe_sees_its_item_the_user_and_the_instruction() -> None:
+@pytest.mark.parametrize("layout", [USER_PREFIX, CAUSAL])
+def test_a_probe_sees_its_item_the_user_and_the_instruction(layout: Layout) -> None:
     tokens = describe(
         [Kind.USER, Kind.ITEM, Kind.ITEM, Kind.INSTRUCTION, Kind.PROBE, Kind.PROBE], [2, 1, 1, 1, 1, 1]
     )
@@ -193,7 +194,9 @@ def test_a_probe_sees_its_item_the_user_and_the_instruction() -> None:
         [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 3, 4], [0, 1, 2, 4, 5], [0, 1, 3, 4, 6]]
     ):
         mask[0, query, seen] = True
-    got = attend("xla", arrays, tokens, USER_PREFIX.bits[tokens.kind])
+    if layout == CAUSAL:
+        mask[0, 3, 2] = True  # an item sees those before it; probes see the same in both
+    got = attend("xla", arrays, tokens, layout.bits[tokens.kind])
     np.testing.assert_allclose(got, loop(*arrays, mask), atol=2e-6)
 
 

@@ -26,7 +26,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def content(row: int) -> Content:
-    return Content(np.arange(1 + row * 7 % 5, dtype=np.int32) + 1000 * row)
+    return Content.of(np.arange(1 + row * 7 % 5, dtype=np.int32) + 1000 * row)
 
 
 class Reading(NamedTuple):

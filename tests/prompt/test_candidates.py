@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the segments of a prompt stand: the table of BAT-19 (3), by hand."""
+"""Prompts with candidates from templates: the instruction's last item, and templates that cannot be."""
 
 from __future__ import annotations
 
@@ -9,54 +9,16 @@ import pytest
 from jgr.catalog.catalog import Catalog
 from jgr.config import PromptConfig, RankConfig
 from jgr.prompt.candidates import SegmentPrompts
-from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, USER_PREFIX, Kind, Layout, SegmentedPrompt
+from jgr.prompt.layouts import Kind
+from jgr.prompt.segments import Content, Prompt, of_kind
 from jgr.prompt.tokens import PromptBuilder, PromptError, semantic_id_tokenizer
 
-USER, A, B = np.arange(3, dtype=np.int32), np.array([10, 11], np.int32), np.array([20, 21, 22], np.int32)
-INSTRUCTION, PROBE = np.array([30, 31], np.int32), np.array([40], np.int32)
+USER = Content.of(np.arange(3, dtype=np.int32))
 
 
-def places(prompt: SegmentedPrompt, layout: Layout) -> list[tuple[Kind, int, list[int]]]:
-    return [
-        (segment.kind, segment.number, list(range(segment.position, segment.position + len(segment.tokens))))
-        for segment in prompt.arrange(layout)
-    ]
-
-
-def test_the_papers_positions() -> None:
-    prompt = SegmentedPrompt(USER, INSTRUCTION, [A, B], span=4)
-    assert prompt.tokens == 10
-    assert places(prompt, ITEM_PREFIX) == [
-        (Kind.ITEM, 1, [0, 1]),
-        (Kind.ITEM, 2, [0, 1, 2]),
-        (Kind.USER, 0, [4, 5, 6]),
-        (Kind.INSTRUCTION, 3, [7, 8]),
-    ]
-    assert places(prompt, USER_PREFIX) == [
-        (Kind.USER, 0, [0, 1, 2]),
-        (Kind.ITEM, 1, [3, 4]),
-        (Kind.ITEM, 2, [3, 4, 5]),
-        (Kind.INSTRUCTION, 3, [7, 8]),
-    ]
-
-
-def test_probes_stand_behind_everything_in_their_items_segments() -> None:
-    prompt = SegmentedPrompt(USER, INSTRUCTION, [A, B], PROBE, span=4)
-    assert prompt.tokens == 12
-    for layout in (ITEM_PREFIX, USER_PREFIX):
-        assert places(prompt, layout)[-2:] == [(Kind.PROBE, 1, [9]), (Kind.PROBE, 2, [9])]
-
-
-def test_a_prompt_without_items_is_plain_text() -> None:
-    assert places(SegmentedPrompt(USER, INSTRUCTION), USER_PREFIX) == [
-        (Kind.USER, 0, [0, 1, 2]),
-        (Kind.INSTRUCTION, 1, [3, 4]),
-    ]
-
-
-def test_candidates_have_no_place_in_another_layout() -> None:
-    with pytest.raises(ValueError, match="causal"):
-        SegmentedPrompt(USER, INSTRUCTION, [A]).arrange(CAUSAL)
+def last_text(prompt: Prompt) -> list[int]:
+    (instruction,) = of_kind(prompt, Kind.INSTRUCTION)
+    return instruction.tokens.tolist()
 
 
 CATALOG = Catalog.build("xyz", [["<a>", "<p>"], ["<b>", "<p>"], ["<b>", "<q>"]], [{} for _ in "xyz"])
@@ -74,14 +36,13 @@ def test_an_instruction_may_name_the_last_item(last: int) -> None:
     tokenizer = semantic_id_tokenizer(CATALOG)
     built = segments("<sid>{last}<bos>").prompt(USER, np.array([1, 0], np.int32), last)
     names = {0: ["<a>", "<p>"], 1: ["<b>", "<p>"], 2: ["<b>", "<q>"]}[last]
-    assert built.behind.tolist() == [tokenizer.token_id(name) for name in ("<sid>", *names, "<bos>")]
+    assert last_text(built) == [tokenizer.token_id(name) for name in ("<sid>", *names, "<bos>")]
 
 
 def test_an_instruction_that_names_no_item_is_the_same_for_all() -> None:
     rows = np.array([2], np.int32)
-    assert (
-        segments("<sid>").prompt(USER, rows, 1).behind == segments("<sid>").prompt(USER, rows, 2).behind
-    ).all()
+    texts = [last_text(segments("<sid>").prompt(USER, rows, last)) for last in (1, 2)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from jgr.models import checkpoint, decoder, params
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX
+from jgr.prompt.segments import Content, arrange
 from jgr.prompt.tokens import PromptBuilder, Tokenizer
 from jgr.serving.api import RankRequest
 from jgr.serving.decoders.loading import load_engine
@@ -81,9 +82,9 @@ def test_what_is_trained_on_is_what_the_server_would_build(tmp_path: Path, instr
     history, candidates = np.array([3, 1, 4], np.int32), np.array([7, 2, 9, 5], np.int32)
     for layout in (USER_PREFIX, ITEM_PREFIX):
         wanted = {
-            (token, segment.number, int(segment.kind), segment.position + i, int(layout.bits[segment.kind]))
-            for segment in segments.prompt(prompts.user(history), candidates, int(history[-1])).arrange(
-                layout
+            (token, segment.number, int(segment.kind), segment.offset + i, int(layout.bits[segment.kind]))
+            for segment in arrange(
+                segments.prompt(Content.of(prompts.user(history)), candidates, int(history[-1])), layout
             )
             for i, token in enumerate(segment.tokens.tolist())
         }

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jgr.ops.segment_attention import segment_attention
 from jgr.ops.segment_attention.visibility import Causal, Context
 from jgr.ops.testing import Case, OpCases, Work
-from jgr.prompt.layouts import LAYOUTS, Kind, Tokens, describe
+from jgr.prompt.layouts import EARLIER, LAYOUTS, Kind, Tokens, describe
 
 _BENCH, _COMPILE = frozenset({"bench"}), frozenset({"compile"})
 _QWEN3 = dict(heads=16, kv_heads=8, dim=128)  # of 0.6 and 1.7 billion parameters
@@ -232,7 +232,7 @@ def _work(case: Case, dtype: Any) -> Work:
     for packed in s["prompts"]:
         starts = np.cumsum([0, *(sum(n for _, n in prompt) for prompt in packed)])
         pairs += sum(
-            _seen(prompt, layout.bits, layout.ranked, max(0, cached - start))
+            _seen(prompt, layout.bits, max(0, cached - start))
             for prompt, start in zip(packed, starts, strict=False)
         )
     shapes = _shapes(case, dtype)
@@ -241,17 +241,16 @@ def _work(case: Case, dtype: Any) -> Work:
     return Work(4.0 * s["heads"] * s["dim"] * pairs, float(size * (moved + queries)))
 
 
-def _seen(prompt: Prompt, bits: npt.NDArray[np.int32], ranked: bool, cached: int) -> float:
+def _seen(prompt: Prompt, bits: npt.NDArray[np.int32], cached: int) -> float:
     """Pairs of a query at or behind `cached` and a key that it sees."""
     kinds = np.array([kind for kind, _ in prompt])
     lengths = np.array([n for _, n in prompt], np.float64)
     ends = np.cumsum(lengths)
     new = np.clip(ends - cached, 0, lengths)  # queries of each segment
-    table = (bits[kinds][:, None] >> (16 if ranked else 0)) >> kinds & 1 == 1
-    whole = np.diag(table) & (not ranked)  # segments of a kind that sees all of its own
+    table = bits[kinds][:, None] >> kinds & 1 == 1
+    whole = np.diag(table).copy()  # segments of a kind that sees all of its own
+    table |= np.tril(bits[kinds][:, None] >> EARLIER >> kinds & 1 == 1, -1)
     np.fill_diagonal(table, False)
-    if ranked:
-        table = np.tril(table, -1)
     own = np.where(whole, new * lengths, new * (lengths - new) + new * (new + 1) / 2)
     return float(own.sum() + new @ (table @ lengths))
 

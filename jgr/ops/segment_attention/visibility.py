@@ -119,8 +119,11 @@ def prepare(
     if needs_kinds:
         bits = jnp.asarray(layout.bits)[own.kind] if isinstance(layout, Layout) else layout
         result = result._replace(sees=bits & ((1 << EARLIER) - 1), earlier=bits >> EARLIER)
-        if isinstance(layout, Layout):  # one of the two is empty
-            result = result._replace(sees=None) if layout.ranked else result._replace(earlier=None)
+        if isinstance(layout, Layout):  # what no kind sees is not computed
+            low, high = layout.bits & ((1 << EARLIER) - 1), layout.bits >> EARLIER
+            result = result._replace(
+                sees=result.sees if low.any() else None, earlier=result.earlier if high.any() else None
+            )
     return Problem(result, tuple(sources))
 
 

@@ -38,7 +38,7 @@ from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.prompt_scheduling import Repair
+from jgr.serving.policies.sources import Repair
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
     if config.cache.repair_share and model.cfg.layers < 2:
         raise ConfigError("cache.repair_share: a model of one layer has nothing to repair")
     if config.rank.method != "likelihood":
-        segments = SegmentPrompts(config.rank, model.tokenizer, catalog)
+        segments = SegmentPrompts(config.rank, model.tokenizer, catalog, model.cfg.max_position)
         if segments.largest_token >= model.cfg.vocab_size:
             raise ConfigError(
                 f"rank: token {segments.largest_token} is not in the vocabulary of {model.cfg.vocab_size}"

@@ -4,29 +4,32 @@
 Every token of a batch is described once, prompt after prompt, and then dealt to the two halves of the row. Padding has
 request -1, and a new token that is not kept is written to a slot that the pool does not have.
 
-Of an item with repaired tokens (BAT-15) the row has these, which stand in the prompt's request, and behind them those
-that are as the cache has them: read from it without the repaired ones; or all of them, computed in a request of their
-own, as if the item were alone, which the prompt's request sees but for the repaired ones.
+An item with repaired tokens (BAT-15) stands in the row as these, in the prompt's request, followed by the tokens that
+are as the cache has them. They are read from it without the repaired ones; or all of the item is computed in a request
+of its own, as if it were alone, and the prompt's request sees it but for the repaired ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.models.packed import Asked, Picks, Row, Whole
-from jgr.prompt.layouts import ITEM_PREFIX, REPAIRED_ITEM, USER_PREFIX, Kind, Layout, Tokens
+from jgr.prompt.layouts import LAYOUTS, REPAIRED_ITEM, Kind, Tokens
+from jgr.prompt.segments import arrange
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.prompt_scheduling import PlannedSegment, Repair
+from jgr.serving.policies.sources import Approximate, Compute, Repair
 
 Int32 = npt.NDArray[np.int32]
-_COMPUTED = PlannedSegment(0)
-_NO_CELLS = np.zeros(0, np.int32)
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (USER_PREFIX, ITEM_PREFIX)}
+_NOWHERE: tuple[int, ...] = ()
+
+
+class UnservedSource(ValueError):
+    """A plan has a source that the compiled programs cannot read: they do not rotate cached keys to other positions."""
 
 
 class Packed(NamedTuple):
@@ -41,15 +44,38 @@ class Packed(NamedTuple):
 class _Tokens(NamedTuple):
     """All tokens of a batch, in order, [n] each. place: in the row's cached tokens, or from C on in its new ones.
 
-    also: the request that sees a token computed in another, else -1.
+    sees: the bits of what each one sees. seen_by: the request that sees a token computed in another request, else -1.
+    slot: the slot of the pool that it is read from or written to; none of the pool's where it is neither.
     """
 
     described: Tokens
     sees: Int32
-    also: Int32
+    seen_by: Int32
     token: Int32
     slot: Int32
     place: Int32
+
+
+class _Span(NamedTuple):
+    """Tokens of one segment that have one source. All but `text` and `cells` are integers, which become columns.
+
+    request: in which they are computed; own: the prompt's request. number, kind: of the segment. position: of the first
+    token. sees: the bits of what they see. hidden: where the request is not the prompt's own, so many of the first
+    tokens are not seen by the prompt's. first: the first token's place in its entry, whose cells are `cells`; where
+    there are no cells, the tokens are neither read nor kept. text: [t] int32 tokens.
+    """
+
+    request: int
+    own: int
+    number: int
+    kind: int
+    position: int
+    sees: int
+    hidden: int
+    cached: bool
+    first: int
+    text: Int32
+    cells: tuple[int, ...]
 
 
 def pack(
@@ -61,7 +87,11 @@ def pack(
     longest: int,
     repair: Repair,
 ) -> Packed:
-    """slots: of the pool. longest: tokens of a whole prompt (recommend); others: 0. repair: what the program is for."""
+    """The arrays of a batch. UnservedSource for a plan with approximate sources.
+
+    slots: how many the pool has. longest: tokens of a whole prompt at most (recommend), 0 for rank. repair: what the
+    program repairs.
+    """
     tokens = _describe(works, profile, cell_tokens, slots)
     new = tokens.place >= profile.context
     row = Row(
@@ -72,85 +102,67 @@ def pack(
         _take(tokens.described, ~new, profile.context),
     )
     if repair:
-        row = row._replace(also=_fill(profile.tokens, -1, tokens.also[new]))
+        row = row._replace(also=_fill(profile.tokens, -1, tokens.seen_by[new]))
     if repair.share:
         row = row._replace(picks=_picks(works, tokens, new, profile))
     keep = _fill(profile.tokens, slots, tokens.slot[new])
     return Packed(row, keep, _asked(works, tokens, profile), _whole(tokens, len(works), profile, longest))
 
 
-def _pieces(works: Sequence[SegmentsWork]) -> tuple[list[tuple[int, ...]], list[Int32], list[Int32]]:
-    """Of each piece of a segment eleven integers, its tokens, and the segment's cells.
-
-    Request, segment, kind, the segment's position, what the kind sees; tokens, and the first of them within the
-    segment; the segment's cached tokens, and its cells, below 0 where nothing is kept; whether it is computed alone,
-    and from which token on others see it then.
-    """
-    columns: list[tuple[int, ...]] = []
-    texts: list[Int32] = []
-    cells: list[Int32] = []
-    for request, work in enumerate(works):
-        plan = work.plan
-        assert plan is not None
-        layout = LAYOUTS[plan.layout]
-        bits = layout.bits.tolist()
-        for segment in work.prompt.arrange(layout):
-            kind, tokens = segment.kind, segment.tokens
-            if kind == Kind.USER:
-                source = plan.user
-            else:
-                source = plan.items[segment.number - 1] if kind == Kind.ITEM else _COMPUTED
-            of = request, segment.number, kind, segment.position
-            skipped, hidden, alone = 0, 0, kind == Kind.ITEM and plan.chosen > 0 and not source.cached
-            if source.repaired:
-                columns.append((*of, REPAIRED_ITEM, source.repaired, 0, 0, 0, 0, 0))
-                texts.append(tokens[: source.repaired])
-                cells.append(_NO_CELLS)
-                alone = source.alone(len(tokens))
-                hidden, skipped = (source.repaired, 0) if alone else (0, source.repaired)
-                tokens = tokens[skipped:]
-            own = source.read if source.write is None else source.write
-            n_cells = -len(own) if source.write is None else len(own)
-            columns.append((*of, bits[kind], len(tokens), skipped, source.cached, n_cells, alone, hidden))
-            texts.append(tokens)
-            cells.append(own)
-    return columns, texts, cells
+def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
+    """A prompt in the layout's order. request: its number in the batch; alone: the request of items computed alone."""
+    plan = work.plan
+    assert plan is not None
+    layout = LAYOUTS[plan.layout]
+    bits = layout.bits.tolist()
+    for segment, planned in zip(arrange(work.prompt, layout), plan.segments, strict=True):
+        text, offset, repaired = segment.tokens, segment.offset, planned.repaired
+        of = request, segment.number, segment.kind
+        if repaired:
+            yield _Span(request, *of, offset, REPAIRED_ITEM, 0, False, 0, text[:repaired], _NOWHERE)
+        at = 0 if planned.alone else repaired
+        computed_in, hidden = (alone, repaired) if planned.alone else (request, 0)
+        for span in planned.spans:
+            if isinstance(span, Approximate):
+                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
+            cached, first, cells = False, at, planned.write or _NOWHERE
+            if not isinstance(span, Compute):
+                cached, first, cells = True, span.first, span.cells
+            some = text[at : at + span.tokens]
+            yield _Span(computed_in, *of, offset + at, bits[segment.kind], hidden, cached, first, some, cells)
+            at += span.tokens
 
 
-def _describe(
-    works: Sequence[SegmentsWork],
-    profile: Profile,
-    cell_tokens: int,
-    slots: int,
-) -> _Tokens:
-    columns, texts, cells = _pieces(works)
-    of = np.array(columns, np.int32).T
-    request, number, kind, position, sees, length, begin, cached, with_cells, alone, hidden = of
-    at = np.repeat(np.arange(len(texts), dtype=np.int32), length)
+def _describe(works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int, slots: int) -> _Tokens:
+    spans = [
+        span for request, work in enumerate(works) for span in _spans(request, request + profile.batch, work)
+    ]
+    columns = np.array([span[:9] for span in spans], np.int32).T
+    length = np.array([len(span.text) for span in spans], np.int32)
+    at = np.repeat(np.arange(len(spans), dtype=np.int32), length)
+    request, own, number, kind, position, sees, hidden, cached, first = columns[:, at]
     place = np.arange(len(at), dtype=np.int32)
-    within = place - np.repeat(np.cumsum(length) - length - begin, length).astype(np.int32)
-    first = np.cumsum(np.bincount(request, weights=length, minlength=len(works))).astype(np.int32)
-    order = place - np.concatenate([[0], first[:-1]])[request[at]].astype(np.int32)
-    computed_as = (request + profile.batch * alone)[at]
-    described = Tokens(computed_as, number[at], kind[at], order, position[at] + within)
-    also = np.where((alone[at] > 0) & (within >= hidden[at]), request[at], -1).astype(np.int32)
+    within = place - (np.cumsum(length) - length).astype(np.int32)[at]
+    begin = np.searchsorted(own, np.arange(len(works))).astype(np.int32)  # own requests stand in order
+    described = Tokens(request, number, kind, place - begin[own], position + within)
+    seen_by = np.where((request != own) & (within >= hidden), own, -1).astype(np.int32)
 
-    is_cached = within < cached[at]
-    has_slot = is_cached | (with_cells[at] > 0)
-    count = np.abs(with_cells)
-    flat = np.concatenate([*cells, np.zeros(1, np.int32)])
-    cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + within // cell_tokens, -1)]
-    slot = np.where(has_slot, cell * cell_tokens + within % cell_tokens, slots).astype(np.int32)
-    in_row = np.where(is_cached, np.cumsum(is_cached) - 1, profile.context + np.cumsum(~is_cached) - 1)
-    return _Tokens(described, sees[at], also, np.concatenate(texts), slot, in_row.astype(np.int32))
+    flat = np.array([cell for span in spans for cell in span.cells] or [0], np.int32)
+    count = np.array([len(span.cells) for span in spans], np.int32)
+    has_slot, entry = count[at] > 0, first + within
+    cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + entry // cell_tokens, 0)]
+    slot = np.where(has_slot, cell * cell_tokens + entry % cell_tokens, slots).astype(np.int32)
+    in_row = np.where(cached, np.cumsum(cached) - 1, profile.context + np.cumsum(1 - cached) - 1)
+    text = np.concatenate([span.text for span in spans])
+    return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
 
 
 def _picks(
     works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_], profile: Profile
 ) -> Picks:
-    """The places behind the new tokens, which the program fills with as many of each prompt's items as were planned."""
+    """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
-    request = np.where(cached_items, tokens.described.request, tokens.also)
+    request = np.where(cached_items, tokens.described.request, tokens.seen_by)
     items = np.bincount(request[request >= 0], minlength=len(works))
     chosen = [0 if work.plan is None else work.plan.chosen for work in works]
     places = [
@@ -167,7 +179,7 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
         nothing = np.zeros(profile.width, np.int32)
         return Asked(nothing, nothing, nothing)
     described, place = tokens.described, tokens.place - profile.context
-    probing = len(works[0].prompt.probe) > 0
+    probing = any(segment.kind == Kind.PROBE for segment in works[0].prompt)
     kind = Kind.PROBE if probing else Kind.INSTRUCTION
     ends = np.flatnonzero(described.kind == kind)
     following = np.append(described.segment[ends][1:] != described.segment[ends][:-1], True)
@@ -175,11 +187,12 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
     places = place[ends[following]]
     if not probing:
         places = np.repeat(places, [len(work.columns) for work in works])
-    columns = [work.columns for work in works]
-    less = [np.full(len(work.columns), -1) if work.less is None else work.less for work in works]
-    return Asked(
-        *(_fill(profile.width, 0, x) for x in (places, np.concatenate(columns), np.concatenate(less)))
-    )
+    columns = np.concatenate([work.columns for work in works])
+    negative = [
+        np.full(len(work.columns), -1) if work.negative_columns is None else work.negative_columns
+        for work in works
+    ]
+    return Asked(*(_fill(profile.width, 0, x) for x in (places, columns, np.concatenate(negative))))
 
 
 def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Whole:

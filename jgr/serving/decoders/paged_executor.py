@@ -27,15 +27,16 @@ from jgr.cache.meta import Move
 from jgr.models import packed
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
-from jgr.prompt.layouts import SegmentedPrompt
+from jgr.prompt.layouts import USER_PREFIX
+from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.packing import Packed, pack
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import Outcome, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.jobs import Profile, Start
-from jgr.serving.policies.prompt_scheduling import NO_REPAIR, PlannedPrompt, PlannedSegment, Repair
+from jgr.serving.policies.jobs import Profile
+from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 
 MOVED_CELLS = 64
 """Cells that one program moves between the device and the host."""
@@ -334,7 +335,8 @@ def _pinned_host(pool: jax.Array) -> jax.sharding.Sharding:
 
 def _smallest_work(profile: Profile) -> SegmentsWork:
     token = np.zeros(1, np.int32)
-    items = [token] if profile.kind == "rank" else []
-    plan = PlannedPrompt("user_prefix", PlannedSegment(0), (PlannedSegment(0),) * len(items), 3, 0)
-    work = SegmentsWork(SegmentedPrompt(token, token, items, span=1), beam_width=1, plan=plan)
+    items = [(0, Content.of(token))] if profile.kind == "rank" else []
+    prompt = make_prompt(Content.of(token), token, items)
+    computed = [PlannedSegment(x.kind, (Compute(1),)) for x in arrange(prompt, USER_PREFIX)]
+    work = SegmentsWork(prompt, beam_width=1, plan=PlannedPrompt.of("user_prefix", computed))
     return work if profile.kind == "recommend" else replace(work, columns=token)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jgr.prompt.layouts import SegmentedPrompt
+from jgr.prompt.layouts import Kind
+from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PlannedSegment
+from jgr.serving.policies.sources import Compute, PlannedPrompt, PlannedSegment, Reuse
 
 Point = tuple[float, float, float]
 
@@ -39,17 +40,13 @@ def measure(
 
 def _work(executor: PagedExecutor, profile: Profile, cached: int) -> SegmentsWork:
     token = np.zeros(1, np.int32)
-    items = [token] if profile.kind == "rank" else []
+    items = [(0, Content.of(token))] if profile.kind == "rank" else []
     new = profile.tokens - 1 - len(items)
-    cells = np.arange(-(-cached // executor.shape.cell_tokens), dtype=np.int32)
-    plan = PlannedPrompt(
-        "user_prefix",
-        PlannedSegment(cached, cells),
-        (PlannedSegment(0),) * len(items),
-        profile.tokens,
-        cached,
-    )
-    prompt = SegmentedPrompt(np.zeros(cached + new, np.int32), token, items, span=1)
+    cells = tuple(range(-(-cached // executor.shape.cell_tokens)))
+    prompt = make_prompt(Content.of(np.zeros(cached + new, np.int32)), token, items)
+    user = PlannedSegment(Kind.USER, (Reuse(cached, cells), Compute(new)))
+    others = [PlannedSegment(segment.kind, (Compute(1),)) for segment in prompt[1:]]
+    plan = PlannedPrompt.of("user_prefix", [user, *others])
     if items:
         return SegmentsWork(prompt, columns=token, plan=plan)
     return SegmentsWork(prompt, beam_width=1, plan=plan)

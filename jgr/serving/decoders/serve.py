@@ -26,7 +26,7 @@ from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile, Start
-from jgr.serving.policies.prompt_scheduling import ALL_ITEM_TOKENS
+from jgr.serving.policies.sources import ALL_ITEM_TOKENS
 
 
 class ProfiledExecutors(Executors, Protocol):
@@ -68,7 +68,7 @@ class ServedDecoder:
         return self.translator.prepare(request)
 
     def job(self, task: Task, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
-        return Job(job_id, task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.parts)
+        return Job(job_id, task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.prompt)
 
     def too_large(self, task: Task) -> RequestError:
         size = f"{task.tokens} tokens with a width of {task.width}"

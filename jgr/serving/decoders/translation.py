@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a request to an executor's work, and from its outcome to an answer.
 
-The one idea: everything that knows item ids stands here, and everything behind it knows rows, leaves and
-tokens only. Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
+The one idea: everything that knows item ids stands here; what follows knows rows, leaves and tokens only.
+Pure functions of the request, the catalog and the configuration: no clock, no queue, no device.
 
 Items that share a semantic id share a leaf. So the search enters a leaf as long as one of its items may be returned;
 the others are dropped here, when leaves become items again.
@@ -10,25 +10,23 @@ the others are dropped here, when leaves become items again.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import itertools
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
-from jgr.cache.entries import Content, Name
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
-from jgr.prompt.layouts import SegmentedPrompt
+from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
+from jgr.prompt.segments import Content, Prompt, arrange, make_prompt
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     Filters,
@@ -52,14 +50,8 @@ from jgr.serving.decoders.work import (
     Work,
 )
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
-from jgr.serving.policies.jobs import Kind
-from jgr.serving.policies.prompt_scheduling import (
-    NO_REPAIR,
-    Parts,
-    PlannedPrompt,
-    PlannedSegment,
-    Repair,
-)
+from jgr.serving.policies.jobs import Kind as RequestKind
+from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, UnplannedPrompt
 
 Int32 = npt.NDArray[np.int32]
 
@@ -68,7 +60,7 @@ SCORER_FIELDS = ("history_times", "time", "history_actions", "context", "scenari
 
 
 class Prompts(Protocol):
-    """Makes prompts; jgr.prompt.tokens.PromptBuilder is one. suffix: what stands behind the history."""
+    """Makes prompts; jgr.prompt.tokens.PromptBuilder is one. suffix: [t] int32 tokens that follow the history."""
 
     suffix: Int32
 
@@ -76,26 +68,27 @@ class Prompts(Protocol):
         """rows: [h] int32, oldest first. Returns [t] int32 tokens."""
 
     def user(self, rows: Int32) -> Int32:
-        """Its tokens without the suffix."""
+        """The tokens of `build` without the suffix."""
 
 
 @dataclass(eq=False)
 class Task:
     """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank).
 
-    parts: of the prompt, where it may be cached; plan: since its batch started; outcome: since its batch ended.
+    prompt: what is planned, where the prompt may be cached. plan: what came of it, once the task's batch started;
+    outcome: once it ended.
     """
 
     request: Request
     work: Work
     usage: Usage
     rows: Int32
-    parts: Parts | None = None
+    prompt: UnplannedPrompt | None = None
     plan: PlannedPrompt | None = None
     outcome: Outcome | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> RequestKind:
         return "recommend" if isinstance(self.request, RecommendRequest) else "rank"
 
     @property
@@ -105,8 +98,8 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """That the device computes at most."""
-        return self.work.tokens if self.parts is None else self.parts.computed_at_most
+        """Tokens that the device computes at most."""
+        return self.work.tokens if self.prompt is None else self.prompt.computed_at_most
 
 
 class Translator:
@@ -137,7 +130,6 @@ class Translator:
         self.catalog = catalog
         self._tree = tree
         self._prompts, self._segments, self._cached = prompts, segments, cached
-        self._item_names = LazyNames(segments)
         self._repair = Repair.of(config.cache)
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
@@ -171,17 +163,17 @@ class Translator:
         return self._ranked(task, outcome)
 
     def explain(self, task: Task) -> list[Reuse]:
-        """Where the prompt's parts came from, once its batch was planned; empty where nothing is cached."""
-        work, parts = task.work, task.parts
-        if not isinstance(work, SegmentsWork) or parts is None or task.plan is None:
+        """The sources of the prompt's parts, once its batch was planned; empty where the prompt is not planned."""
+        if task.prompt is None or task.plan is None:
             return []
-        plan = task.plan
-        user = [_reuse("user", len(parts.history), plan.user)]
-        items = [
-            _reuse("item", len(content), source, self.catalog.item_ids[row])
-            for row, (_, content), source in zip(task.rows.tolist(), parts.items, plan.items, strict=False)
-        ]
-        return user + items if plan.layout == "user_prefix" else items + user
+        placed = arrange(task.prompt.prompt, LAYOUTS[task.plan.layout])
+        told: list[Reuse] = []
+        for segment, planned in zip(placed, task.plan.segments, strict=True):
+            if segment.kind == Kind.USER:
+                told.append(_reuse("user", len(segment), planned))
+            elif segment.kind == Kind.ITEM and isinstance(segment.key, int):
+                told.append(_reuse("item", len(segment), planned, self.catalog.item_ids[segment.key]))
+        return told
 
     def _recommend(self, request: RecommendRequest) -> Task:
         info = self.info
@@ -195,18 +187,19 @@ class Translator:
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         chosen, unknown_filtered = self._filter(request, rows)
         work: Work
-        parts = None
+        unplanned = None
         if self._cached:
-            prompt = SegmentedPrompt(self._prompts.user(rows), self._prompts.suffix)
+            user = Content.of(self._prompts.user(rows))
+            prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user))
             work = SegmentsWork(prompt, beam_width=width, filter=chosen)
-            parts = _parts(request, prompt, ())
+            unplanned = UnplannedPrompt(prompt, "user_prefix")
         else:
             work = RecommendWork(self._prompts.build(rows), width, chosen)
         usage = self._usage(work, rows, unknown)
         usage.beam_width = width
         if request.filters is not None:
             usage.unknown_filter_items = unknown_filtered
-        return Task(request, work, usage, rows, parts)
+        return Task(request, work, usage, rows, unplanned)
 
     def _filter(self, request: RecommendRequest, history: Int32) -> tuple[ItemFilter, int]:
         """What may be returned, and how many ids of the request's filters the catalog lacks."""
@@ -249,11 +242,15 @@ class Translator:
         candidates = known_candidates(request, self.catalog, self.info.max_candidates)
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         work: Work
-        parts = None
+        unplanned = None
         if self._segments is not None:
-            prompt = self._segments.prompt(self._prompts.user(rows), candidates, last=int(rows[-1]))
+            user = Content.of(self._prompts.user(rows))
+            key = _user_key(request, user)
+            prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
+            if request.layout == CAUSAL.name:
+                _check_positions(prompt, self._segments.max_position)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
-            parts = _parts(request, prompt, self._item_names.of(candidates), self._repair)
+            unplanned = UnplannedPrompt(prompt, request.layout, repair=self._repair)
         elif request.layout is not None:
             raise invalid(
                 "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
@@ -262,12 +259,13 @@ class Translator:
             work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
         usage = self._usage(work, rows, unknown)
         usage.candidates = len(candidates)
-        return Task(request, work, usage, candidates, parts)
+        return Task(request, work, usage, candidates, unplanned)
 
     def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
         return Usage(
             prompt_tokens=work.tokens,
             computed_tokens=work.tokens,
+            layout="causal",
             history_items=min(len(rows), self.info.max_history_in_prompt),
             unknown_items=len(unknown),
             unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
@@ -300,57 +298,38 @@ class Translator:
         return item
 
 
-class LazyNames:
-    """The cache entries' names and contents of items, made once an item."""
-
-    def __init__(self, segments: SegmentPrompts | None) -> None:
-        self._segments = segments
-        self._known: dict[int, tuple[Name, Content]] = {}
-
-    def of(self, rows: Int32) -> list[tuple[Name, Content]]:
-        """rows: [c] int32."""
-        known, found = self._known, []
-        for row in rows.tolist():
-            entry = known.get(row)
-            if entry is None:
-                assert self._segments is not None
-                content = Content(self._segments.item(row))
-                entry = known[row] = Name("item", row, "item_prefix"), content
-            found.append(entry)
-        return found
-
-
 def shadow(task: Task, repair: Repair | None = None) -> Task:
     """The same task, to be computed without the cache in the layout that it had. repair: another one than it had."""
-    assert task.parts is not None and task.plan is not None
-    repair = task.parts.repair if repair is None else repair
-    parts = dataclasses.replace(task.parts, layout=task.plan.layout, fresh=True, repair=repair)
-    return dataclasses.replace(task, usage=copy(task.usage), parts=parts)
+    assert task.prompt is not None and task.plan is not None
+    repair = task.prompt.repair if repair is None else repair
+    prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair)
+    return replace(task, usage=copy(task.usage), prompt=prompt)
 
 
-def _parts(
-    request: Request,
-    prompt: SegmentedPrompt,
-    items: Sequence[tuple[Name, Content]],
-    repair: Repair = NO_REPAIR,
-) -> Parts:
-    """A user without an id is known by the history."""
-    history = Content(prompt.user)
+def _user_key(request: Request, user: Content) -> str:
+    """What the user's cache entry is called; a user without an id is known by the history."""
     given = request.user_id is not None
-    user = user_entry(str(request.user_id)) if given else f"history:{history.digest.hex()}"
-    behind = len(prompt.behind) + len(prompt.probe) * len(prompt.items)
-    layout = request.layout if isinstance(request, RankRequest) else "user_prefix"
-    return Parts(user, history, items, behind, layout, repair=repair)
+    return user_entry(str(request.user_id)) if given else f"history:{user.digest.hex()}"
+
+
+def _check_positions(prompt: Prompt, limit: int) -> None:
+    """Candidates in causal order take positions of their own, which the check at start-up does not count."""
+    needed = max(segment.offset + len(segment) for segment in arrange(prompt, CAUSAL))
+    if needed > limit:
+        raise invalid(
+            "layout",
+            f"layout: in causal order the prompt needs {needed} positions; the model was made for {limit}",
+        )
 
 
 def _reuse(
-    segment: Literal["user", "item"], tokens: int, source: PlannedSegment, item_id: str | UnsetType = UNSET
+    segment: Literal["user", "item"], tokens: int, planned: PlannedSegment, item_id: str | UnsetType = UNSET
 ) -> Reuse:
     return Reuse(
         segment=segment,
         item_id=item_id,
         tokens=tokens,
-        cached_tokens=source.reused,
-        repaired_tokens=source.repaired or UNSET,
-        kept=source.write is not None,
+        cached_tokens=planned.cached,
+        repaired_tokens=planned.repaired or UNSET,
+        kept=planned.write is not None,
     )

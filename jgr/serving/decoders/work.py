@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from jgr.cache.meta import Move
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
-from jgr.prompt.layouts import SegmentedPrompt
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt
+from jgr.prompt.segments import Prompt, count_tokens
+from jgr.serving.policies.sources import PlannedPrompt
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -46,14 +46,14 @@ class RankWork:
 class SegmentsWork:
     """A prompt whose segments may be cached, to rank its items or to go on from.
 
-    columns, less: [c] int32, of each candidate the token whose logit is its score, and the one that counts against it.
-    beam_width, filter: as in RecommendWork. plan, moves: known when its batch is: where its segments come from, and
-    which entries must be moved before.
+    columns: [c] int32, for each candidate the token whose logit is its score; negative_columns: [c] int32, the token
+    whose logit is taken from it. beam_width, filter: as in RecommendWork. plan: where the segments come from; moves:
+    which entries must be moved first; both are known once the batch is planned.
     """
 
-    prompt: SegmentedPrompt
+    prompt: Prompt
     columns: Int32 = field(default_factory=lambda: np.zeros(0, np.int32))
-    less: Int32 | None = None
+    negative_columns: Int32 | None = None
     beam_width: int = 0
     filter: ItemFilter = NO_FILTER
     plan: PlannedPrompt | None = None
@@ -61,7 +61,7 @@ class SegmentsWork:
 
     @property
     def tokens(self) -> int:
-        return self.prompt.tokens
+        return count_tokens(self.prompt)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 """Which of user and items comes first in a prompt (BAT-10): what comes first can be reused.
 
 The choice decides what is admitted to the cache too: a user who comes too rarely to be kept is not admitted and then
-thrown out, but read behind the items, which are there for everybody.
+thrown out, but stands after the items, which are cached for everybody.
 
 The rule `published` is the paper's: a user that is not shorter than the items goes first where it is cached, where
 there is room for it, or where it comes more often than the coldest cached user. The rule `priced` goes beyond: putting
@@ -17,7 +17,7 @@ from typing import Literal
 
 Policy = Literal["none", "user", "item", "cache_agnostic", "hotness"]
 Rule = Literal["priced", "published"]
-LayoutName = Literal["user_prefix", "item_prefix"]
+PrefixLayout = Literal["user_prefix", "item_prefix"]
 
 
 RETURNS = 0.5
@@ -26,11 +26,12 @@ RETURNS = 0.5
 
 @dataclass(frozen=True)
 class Situation:
-    """Of a request. frequency: accesses of its user in the last window; coldest: the least one of a cached user,
-    0 where none is.
+    """What the choice for a request depends on.
 
-    cached_user, cached_items: tokens that need not be computed with the user, or the items, in front. room: there is
-    enough for users, so that none has to go for this one; where users are priced, nor for the next.
+    user_tokens, item_tokens: tokens of the history, and of all candidates. cached_user, cached_items: how many of them
+    need not be computed where the user, or the items, come first. room: there is so much for users that none has to go
+    for this one; where users are priced, nor for the next. frequency: how often the user came in the last window;
+    coldest: the lowest frequency of a cached user, 0 where no user is cached.
     """
 
     user_tokens: int
@@ -42,9 +43,9 @@ class Situation:
     coldest: float = 0.0
 
 
-def choose(policy: Policy, at: Situation, hysteresis: float = 0.1, rule: Rule = "priced") -> LayoutName:
-    """The layout of a request. rule: of hotness. hysteresis: how much more often than the coldest cached user another
-    must come, where users are priced."""
+def choose(policy: Policy, at: Situation, hysteresis: float = 0.1, rule: Rule = "priced") -> PrefixLayout:
+    """The layout for a request. rule: of hotness. hysteresis: by which share another user must come more often than the
+    coldest one, where users are priced."""
     if policy in ("none", "user"):
         return "user_prefix"
     if policy == "item" or at.user_tokens < at.item_tokens:

@@ -1,136 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From waiting requests to a batch whose every segment has a source (DESIGN idea 2, BAT-13, BAT-14).
+"""From waiting requests to a batch whose every segment has its sources (DESIGN idea 2, BAT-13, BAT-14).
 
 A batch is one packed row. Requests are planned in the order of the queue: the layout is chosen, what is cached is
 pinned, and what is not is given cells to be written to. The first one that would exceed a shape, or the cap on new
 tokens, gives back what it was given and waits; a single request may exceed the cap. What a batch writes is valid from
 its `finished` on. An item that two requests of a batch miss is computed for both and written once.
 
-Repaired item tokens (BAT-15) are planned as computed ones, and never written: an item that is missed is computed alone
-besides, for the cache and for its other tokens.
+Repaired item tokens (BAT-15) are planned as computed ones, and never written: an item that is missed is computed a
+second time, alone, for the cache and for its other tokens.
 
 Pure, as `batching` is, which calls it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
-import numpy as np
-import numpy.typing as npt
-
-from jgr.cache.entries import Content, Entry, Name
+from jgr.cache.entries import Entry, Name
 from jgr.cache.meta import CacheMeta
-from jgr.config import CacheConfig
+from jgr.prompt.layouts import LAYOUTS, Kind
+from jgr.prompt.segments import Segment, arrange, count_tokens, of_kind
 from jgr.serving.policies.batching import Group
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prefix_choice import LayoutName, Policy, Rule, Situation, choose
+from jgr.serving.policies.prefix_choice import Policy, PrefixLayout, Rule, Situation, choose
+from jgr.serving.policies.sources import (
+    Compute,
+    PlannedPrompt,
+    PlannedSegment,
+    Reuse,
+    Source,
+    UnplannedPrompt,
+)
 
-Int32 = npt.NDArray[np.int32]
-_NO_CELLS = np.zeros(0, np.int32)
 PLENTY = 4
-"""Room for so many users like this one is plenty: what others that went left over, in a full cache, is less."""
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Which item tokens of an item_prefix prompt see the items before theirs (BAT-15), which cached ones do not.
-
-    first: so many of each item but the list's first (PIC-4). share: of a prompt's item tokens, to be chosen by the
-    program (PIC-3). At most one is above 0; both 0: none, and no answer is an approximation.
-    """
-
-    first: int = 0
-    share: float = 0.0
-
-    @classmethod
-    def of(cls, cache: CacheConfig) -> Repair:
-        """As configured."""
-        return cls(cache.repair_tokens, cache.repair_share)
-
-    def __bool__(self) -> bool:
-        return self.first > 0 or self.share > 0
-
-    def firsts(self, lengths: Sequence[int]) -> list[int]:
-        """Of each item, the number of its first tokens that are repaired."""
-        return [min(self.first, length) if i else 0 for i, length in enumerate(lengths)]
-
-    def chosen(self, lengths: Sequence[int]) -> int:
-        """How many tokens the program chooses."""
-        return math.ceil(self.share * sum(lengths))
-
-
-NO_REPAIR = Repair()
-ALL_ITEM_TOKENS = Repair(first=2**30)
-"""Plain causal order among the items: what a repair is measured against."""
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What a prompt is made of. user: its entry's id; behind: tokens of the instruction and of all probes.
-
-    layout: where the caller insists on one. fresh: compute all of it, for comparison. repair: where items come first.
-    """
-
-    user: str
-    history: Content
-    items: Sequence[tuple[Name, Content]]
-    behind: int
-    layout: LayoutName | None = None
-    fresh: bool = False
-    repair: Repair = NO_REPAIR
-
-    @property
-    def computed_at_most(self) -> int:
-        """Tokens, with nothing cached: of the prompt, and second copies of those that are repaired."""
-        lengths = [len(content) for _, content in self.items]
-        firsts = self.repair.firsts(lengths)
-        copies = sum(n for n, length in zip(firsts, lengths, strict=True) if n < length)
-        return len(self.history) + sum(lengths) + self.behind + copies + self.repair.chosen(lengths)
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedSegment:
-    """The first `cached` tokens stand in the cells `read`; the others are computed, and kept where there are `write`
-    cells, which are those of the whole segment. All int32.
-
-    repaired: so many first tokens of an item are computed seeing the items before it, and nobody else sees those that
-    are computed or cached in their place. Such an item is cached wholly or not at all.
-    """
-
-    cached: int
-    read: Int32 = field(default_factory=lambda: _NO_CELLS)
-    write: Int32 | None = None
-    repaired: int = 0
-
-    @property
-    def reused(self) -> int:
-        """Cached tokens that the row reads."""
-        return max(0, self.cached - self.repaired)
-
-    def alone(self, tokens: int) -> bool:
-        """Whether a repaired item of so many tokens is computed as it is cached besides."""
-        return not self.cached and 0 < self.repaired < tokens
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedPrompt:
-    """The source of each segment; what stands behind them is computed.
-
-    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are; None: it is no repaired
-    prompt.
-    """
-
-    layout: LayoutName
-    user: PlannedSegment
-    items: tuple[PlannedSegment, ...]
-    computed_tokens: int
-    cached_tokens: int
-    chosen: int = 0
-    repaired_tokens: int | None = None
+"""Users like this one that must still find room before the cache counts as having room for it."""
+ITEMS_FIRST: PrefixLayout = "item_prefix"
+"""The layout whose items can be reused. In the others the user stands first, and the user's part can be."""
 
 
 class PromptScheduler:
@@ -176,7 +83,7 @@ class PromptScheduler:
         used = [0, 0, 0]
         profile = None
         for job in jobs:
-            prompt, read, written = self._plan(_parts(job), now_ns)
+            prompt, read, written = self._plan(_unplanned(job), now_ns)
             width = used[2] + job.width if job.kind == "rank" else max(used[2], job.width)
             need = [used[0] + prompt.computed_tokens, used[1] + prompt.cached_tokens, width]
             fitting = self._first_fit(len(chosen) + 1, *need)
@@ -184,7 +91,7 @@ class PromptScheduler:
                 self._end(read, written, well=False)
                 break
             profile, used = fitting, need
-            self._count(_parts(job), now_ns)
+            self._count(_unplanned(job), now_ns)
             chosen.append(job.id)
             prompts.append(prompt)
             pins.append((read, written))
@@ -210,69 +117,76 @@ class PromptScheduler:
         total = sum(job.tokens for job in jobs)
         return total >= self._max_tokens or self._first_fit(len(jobs) + 1, 0, 0, 0) is None
 
-    def _count(self, parts: Parts, now_ns: int) -> None:
+    def _count(self, unplanned: UnplannedPrompt, now_ns: int) -> None:
         """A request counts once it is planned: whoever comes for the first time would else be as hot as one who came
         a moment ago, and take the place of somebody who came before (BAT-10)."""
-        if self._meta.hotness is not None and not parts.fresh:
-            self._meta.hotness.touch(_user_name(parts), now_ns)
+        if self._meta.hotness is not None and not unplanned.fresh:
+            (user,) = of_kind(unplanned.prompt, Kind.USER)
+            self._meta.hotness.touch(_name(user), now_ns)
 
-    def _plan(self, parts: Parts, now_ns: int) -> tuple[PlannedPrompt, list[Entry], list[Entry]]:
-        name = _user_name(parts)
-        chosen = self._layout(name, parts, now_ns)
-        layout = parts.layout or chosen
+    def _plan(
+        self, unplanned: UnplannedPrompt, now_ns: int
+    ) -> tuple[PlannedPrompt, list[Entry], list[Entry]]:
         read: list[Entry] = []
         written: list[Entry] = []
-        if layout == "item_prefix":
-            return self._items_first(parts, read, written), read, written
-        user = PlannedSegment(0)
-        if not parts.fresh and self._policy in ("user", "cache_agnostic", "hotness"):
-            # What ends the prompt is computed in any case.
-            most = min(self._most_context, len(parts.history) - (parts.behind == 0))
-            user = self._source(name, parts.history, most, chosen == layout, read, written)
-        total = len(parts.history) + sum(len(content) for _, content in parts.items) + parts.behind
-        items = (PlannedSegment(0),) * len(parts.items)
-        return PlannedPrompt(layout, user, items, total - user.cached, user.cached), read, written
+        prompt, chosen = unplanned.prompt, self._choose(unplanned, now_ns)
+        layout = unplanned.layout or chosen
+        if layout == ITEMS_FIRST:
+            return self._plan_items(unplanned, read, written), read, written
+        reads = not unplanned.fresh and self._policy in ("user", "cache_agnostic", "hotness")
+        segments: list[PlannedSegment] = []
+        for segment in arrange(prompt, LAYOUTS[layout]):
+            if segment.kind == Kind.USER and reads:
+                ends = count_tokens(prompt) == len(segment)  # what ends the prompt is computed in any case
+                most, keep = min(self._most_context, len(segment) - ends), chosen != ITEMS_FIRST
+                spans, write = self._source(segment, most, keep, read, written)
+                segments.append(PlannedSegment(segment.kind, spans, write))
+            else:
+                segments.append(PlannedSegment(segment.kind, (Compute(len(segment)),)))
+        return PlannedPrompt.of(layout, segments), read, written
 
-    def _items_first(self, parts: Parts, read: list[Entry], written: list[Entry]) -> PlannedPrompt:
-        lengths = [len(content) for _, content in parts.items]
-        repair, firsts = parts.repair, parts.repair.firsts(lengths)
-        reads = not parts.fresh and self._policy in ("item", "cache_agnostic", "hotness")
-        items: list[PlannedSegment] = []
-        cached = copies = 0
-        for (name, content), length, first in zip(parts.items, lengths, firsts, strict=True):
-            item = PlannedSegment(0, repaired=first)
-            if reads and not 0 < first == length:
+    def _plan_items(
+        self, unplanned: UnplannedPrompt, read: list[Entry], written: list[Entry]
+    ) -> PlannedPrompt:
+        placed, repair = arrange(unplanned.prompt, LAYOUTS[ITEMS_FIRST]), unplanned.repair
+        lengths = [len(item) for item in of_kind(placed, Kind.ITEM)]
+        firsts = repair.firsts(lengths)
+        chosen = repair.chosen(lengths)
+        reads = not unplanned.fresh and self._policy in ("item", "cache_agnostic", "hotness")
+        segments: list[PlannedSegment] = []
+        cached, to_repair = 0, iter(firsts)
+        for segment in placed:
+            length = len(segment)
+            first = next(to_repair) if segment.kind == Kind.ITEM else 0
+            spans: tuple[Source, ...] = (Compute(length),)
+            write = None
+            if 0 < first == length:
+                spans = ()
+            elif segment.kind == Kind.ITEM and reads:
                 most = self._most_context - cached + first
                 most = 0 if repair and most < length else most
-                item = self._source(name, content, most, True, read, written, first)
-                assert not repair or item.cached in (0, length)
-            items.append(item)
-            cached += item.reused
-            copies += first if item.alone(length) else 0
-        chosen = repair.chosen(lengths)
-        total = len(parts.history) + sum(lengths) + parts.behind
-        return PlannedPrompt(
-            "item_prefix",
-            PlannedSegment(0),
-            tuple(items),
-            total - cached + copies + chosen,
-            cached,
-            chosen,
-            sum(firsts) + chosen if repair else None,
-        )
+                spans, write = self._source(segment, most, True, read, written, first)
+            repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0)
+            alone = repairs and spans == (Compute(length),)
+            segments.append(PlannedSegment(segment.kind, spans, write, first, alone))
+            if spans and not isinstance(spans[0], Compute):
+                cached += spans[0].tokens
+        repaired = sum(firsts) + chosen if repair else None
+        return PlannedPrompt.of(ITEMS_FIRST, segments, chosen, repaired)
 
-    def _layout(self, name: Name, parts: Parts, now_ns: int) -> LayoutName:
-        meta, history = self._meta, parts.history
-        at = Situation(len(history), sum(len(content) for _, content in parts.items))
+    def _choose(self, unplanned: UnplannedPrompt, now_ns: int) -> PrefixLayout:
+        meta, prompt = self._meta, unplanned.prompt
+        (user,), items = of_kind(prompt, Kind.USER), of_kind(prompt, Kind.ITEM)
+        at = Situation(len(user), count_tokens(items))
         if self._policy == "hotness":
             frequency = 0.0  # of who can never be cached, and is not put first to be
-            if meta.hotness is not None and meta.can_keep("user", len(history)):
-                frequency = meta.hotness.frequency(name, now_ns)
+            if meta.hotness is not None and meta.can_keep("user", len(user)):
+                frequency = meta.hotness.frequency(_name(user), now_ns)
             at = replace(
                 at,
-                cached_user=meta.valid_tokens(name, history),
-                cached_items=sum(meta.valid_tokens(*item) for item in parts.items),
-                room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * len(history)),
+                cached_user=meta.valid_tokens(_name(user), user.content),
+                cached_items=sum(meta.valid_tokens(_name(item), item.content) for item in items),
+                room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * len(user)),
                 frequency=frequency,
                 coldest=meta.coldest_frequency(now_ns),
             )
@@ -280,30 +194,37 @@ class PromptScheduler:
 
     def _source(
         self,
-        name: Name,
-        content: Content,
+        segment: Segment,
         most: int,
         keep: bool,
         read: list[Entry],
         written: list[Entry],
         repaired: int = 0,
-    ) -> PlannedSegment:
-        """Reuse at most so many tokens, and where it is asked for and possible keep the rest."""
-        meta = self._meta
+    ) -> tuple[tuple[Source, ...], tuple[int, ...] | None]:
+        """Reuse at most so many tokens, and where it is asked for and possible keep the rest: the spans, and the cells.
+
+        repaired: of what is cached so many first tokens are not read.
+        """
+        meta, name, content = self._meta, _name(segment), segment.content
         entry = meta.find(name, content)
-        cached, cells = 0, _NO_CELLS
+        valid = cached = 0
+        spans: tuple[Source, ...] = ()
         if entry is not None:
-            cached = min(entry.tokens, most)
-            cells = entry.cells[: -(-cached // meta.cell_tokens)]
+            valid, cached = entry.tokens, min(entry.tokens, most)
             meta.hold(entry)
             read.append(entry)
+            if cached > repaired:
+                cells = entry.cells[: -(-cached // meta.cell_tokens)]
+                spans = (Reuse(cached - repaired, tuple(cells.tolist()), repaired),)
+        if cached < len(content):
+            spans = (*spans, Compute(len(content) - cached))
         write = None
-        if keep and cached == (0 if entry is None else entry.tokens) and cached < len(content):
+        if keep and cached == valid and cached < len(content):
             writer = meta.extend(name, content)
             if writer is not None:
                 written.append(writer)
-                write = writer.cells
-        return PlannedSegment(cached, cells, write, repaired)
+                write = tuple(writer.cells.tolist())
+        return spans, write
 
     def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:
         for entry in written:
@@ -322,10 +243,14 @@ class PromptScheduler:
         return None
 
 
-def _parts(job: Job) -> Parts:
-    assert isinstance(job.prompt, Parts)
+def _unplanned(job: Job) -> UnplannedPrompt:
+    assert isinstance(job.prompt, UnplannedPrompt)
     return job.prompt
 
 
-def _user_name(parts: Parts) -> Name:
-    return Name("user", parts.user, "user_prefix")
+def _name(segment: Segment) -> Name:
+    """What the segment's entry is called: by the layout in which it is a prefix, which is where its KV is exact."""
+    assert segment.key is not None
+    if segment.kind == Kind.USER:
+        return Name("user", segment.key, "user_prefix")
+    return Name("item", segment.key, "item_prefix")

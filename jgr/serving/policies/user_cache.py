@@ -90,7 +90,7 @@ class UserCache:
         content = np.zeros(self._content_words, np.int32)
         words = block.view(np.int32)
         content[: len(words)] = words
-        name, named = Name("user", user.name, PLACE), Content(content)
+        name, named = Name("user", user.name, PLACE), Content.of(content)
         old, grown = self._before(name, block)
         entry = self.meta.find(name, named)
         if entry is not None:

@@ -27,6 +27,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
+from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     Item,
@@ -142,6 +143,7 @@ class ScorerTranslator:
         user = user_entry(str(request.user_id)) if given else f"history:{digest}"
         tokens = kept + len(self._needs.slots)
         usage = Usage(
+            layout=SINGLE_USER_MULTI_ITEM.name,
             prompt_tokens=tokens,
             computed_tokens=tokens,
             history_items=kept,

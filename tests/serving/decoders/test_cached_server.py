@@ -76,7 +76,7 @@ class Served:
     """A server over an engine, in a thread of this process."""
 
     def __init__(self, config: Config) -> None:
-        self.engine = load_engine(config)
+        self.config, self.engine = config, load_engine(config)
         ready = threading.Event()
         self._listener = Listener(self.engine, config, on_ready=lambda url: ready.set())
         self.port = int(self._listener.url.rpartition(":")[2])

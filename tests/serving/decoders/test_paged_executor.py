@@ -11,21 +11,24 @@ import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 
-from jgr.cache.entries import Content, Name
+from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, packed, params
-from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Layout, SegmentedPrompt, Tokens
-from jgr.serving.decoders.packing import LAYOUTS
+from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
+from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
+from jgr.serving.decoders.packing import UnservedSource
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape, _smallest_work
 from jgr.serving.decoders.work import RankOutcome, RecommendOutcome, SegmentsWork
 from jgr.serving.engine.compilation import CompilationCounter
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prefix_choice import LayoutName, Policy
-from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
+from jgr.serving.policies.prefix_choice import Policy
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import Approximate, PlannedPrompt, UnplannedPrompt
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 2, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
 PARAMS = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(CFG), jax.random.key(0)))
@@ -51,33 +54,37 @@ INSTRUCTION, PROBE = tokens(1, 2), tokens(3)
 
 
 class Request:
-    def __init__(self, user: str, history: Sequence[int], items: Sequence[int], probe: bool = False) -> None:
+    def __init__(
+        self,
+        user: str,
+        history: Sequence[int],
+        items: Sequence[int],
+        probe: bool = False,
+        layout: LayoutName | None = None,
+    ) -> None:
         self.user, self.rows = user, items
-        prompt = [ITEMS[row] for row in items]
-        self.prompt = SegmentedPrompt(
-            tokens(*history), INSTRUCTION, prompt, PROBE if probe else tokens(), SPAN if items else 0
+        known, listed = Content.of(tokens(*history)), [(row, Content.of(ITEMS[row])) for row in items]
+        self.prompt = make_prompt(
+            known, INSTRUCTION, listed, PROBE if probe else None, key=user, room=SPAN if items else 0
         )
         columns = tokens(*(30 + row for row in items))
         self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None, 0 if items else 5)
-        behind = len(INSTRUCTION) + len(self.prompt.probe) * len(items)
-        items_parts = [(Name("item", row, "item_prefix"), Content(ITEMS[row])) for row in items]
-        layout: LayoutName | None = None if items else "user_prefix"
-        self.parts = Parts(user, Content(self.prompt.user), items_parts, behind, layout)
+        self.unplanned = UnplannedPrompt(self.prompt, layout if items else "user_prefix")
 
     @property
     def width(self) -> int:
         return self.work.beam_width or len(self.rows)
 
 
-def whole(prompt: SegmentedPrompt, layout: Layout) -> tuple[Any, list[int], npt.NDArray[np.float32]]:
+def whole(prompt: Prompt, layout: Layout) -> tuple[Any, list[int], npt.NDArray[np.float32]]:
     """The whole prompt's description, where each segment ends, and its hidden states; padded to one length."""
-    segments = prompt.arrange(layout)
+    segments = arrange(prompt, layout)
     lengths = [len(segment.tokens) for segment in segments]
     flat = np.concatenate([segment.tokens for segment in segments])
     fields = [
         np.repeat([getattr(segment, name) for segment in segments], lengths) for name in ("number", "kind")
     ]
-    position = np.concatenate([segment.position + np.arange(len(segment.tokens)) for segment in segments])
+    position = np.concatenate([segment.offset + np.arange(len(segment.tokens)) for segment in segments])
     pad = LONGEST - len(flat)
     described = Tokens(
         *(
@@ -105,22 +112,29 @@ def _by_item(x: Any, described: Tokens) -> Any:
     return decoder.prefill(PARAMS, CFG, x, x, segments=described, layout=ITEM_PREFIX, attention="reference")
 
 
+@jax.jit
+def _causal(x: Any, described: Tokens) -> Any:
+    return decoder.prefill(PARAMS, CFG, x, x, segments=described, layout=CAUSAL, attention="reference")
+
+
 def _prefill(x: Int32, described: Tokens, layout: str) -> Any:
-    return _by_user(x, described) if layout == "user_prefix" else _by_item(x, described)
+    forms = {"user_prefix": _by_user, "item_prefix": _by_item, "causal": _causal}
+    return forms[layout](x, described)
 
 
 def wanted(request: Request, layout: str) -> npt.NDArray[np.float32]:
     prompt = request.prompt
     _, ends, hidden = whole(prompt, LAYOUTS[layout])
     head = np.asarray(PARAMS.output_rows)
-    if not len(prompt.probe):
-        return np.asarray(hidden[ends[len(prompt.items) + 1] - 1] @ head[request.work.columns].T)
-    at = hidden[np.array(ends[-len(prompt.items) :]) - 1]
-    return np.asarray((at * (head[request.work.columns] - head[request.work.less])).sum(-1))
+    if request.work.negative_columns is None:
+        return np.asarray(hidden[ends[len(request.rows) + 1] - 1] @ head[request.work.columns].T)
+    at = hidden[np.array(ends[-len(request.rows) :]) - 1]
+    direction = head[request.work.columns] - head[request.work.negative_columns]
+    return np.asarray((at * direction).sum(-1))
 
 
 def wanted_beams(request: Request) -> tuple[Any, Any]:
-    text = np.concatenate([request.prompt.user, request.prompt.behind])
+    text = np.concatenate([segment.tokens for segment in request.prompt])
     found = beam.recommend(
         PARAMS,
         TABLES,
@@ -166,7 +180,9 @@ class Server:
         jobs = []
         for at, request in enumerate(requests):
             self.now += 1
-            jobs.append(Job(at, kind, request.prompt.tokens, request.width, self.now, None, request.parts))  # type: ignore[arg-type]
+            jobs.append(
+                Job(at, kind, count_tokens(request.prompt), request.width, self.now, None, request.unplanned)
+            )  # type: ignore[arg-type]
         plans: list[Any] = []
         while jobs:
             group = scheduler.group(jobs, True, self.now)
@@ -230,6 +246,42 @@ def test_the_order_of_candidates_changes_nothing(layout: Layout, probe: bool) ->
     np.testing.assert_allclose(second, first[[3, 1, 0, 2]], atol=2e-5)
     server.serve(one)
     server.serve(other, one)
+
+
+@pytest.mark.parametrize("probe", [False, True])
+def test_causal_order_cold_warm_and_beside_other_layouts(probe: bool) -> None:
+    server = Server("user")
+    one = Request("c", range(15, 27), [0, 1, 2, 3], probe, "causal")
+    other = Request("c", range(15, 30), [3, 6, 1], probe, "causal")
+    first = Request("d", range(15, 20), [1, 3], probe)
+    server.serve(one)
+    plans = server.serve(other, first, one)
+    assert [(plan.layout, plan.cached_tokens) for plan in plans] == [
+        ("causal", 12),
+        ("user_prefix", 0),
+        ("causal", 12),
+    ]
+
+
+def test_causal_order_is_the_plain_decoder() -> None:
+    """By a forward that knows of no segments."""
+    request = Request("c", range(15, 27), [3, 0, 2], layout="causal")
+    text = np.concatenate([segment.tokens for segment in request.prompt])
+    out = decoder.prefill(PARAMS, CFG, text[None], tokens(len(text)))
+    plain = np.asarray(out.hidden)[0, -1] @ np.asarray(PARAMS.output_rows)[request.work.columns].T
+    np.testing.assert_allclose(wanted(request, "causal"), plain, atol=2e-5)
+    server = Server("user")
+    for _ in range(2):
+        server.serve(request)
+
+
+def test_moved_keys_are_refused() -> None:
+    server = Server("none")
+    plan = server.serve(A)[0]
+    moved = structs.replace(plan.user, spans=(Approximate(20, (0, 1, 2), shift=3),))
+    work = replace(A.work, plan=PlannedPrompt.of("user_prefix", (moved, *plan.segments[1:])))
+    with pytest.raises(UnservedSource, match="moves cached tokens by 3 positions"):
+        server.executor.run(PROFILES[0], [work])
 
 
 def test_a_grown_history_computes_its_new_tokens_only() -> None:

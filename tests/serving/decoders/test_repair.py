@@ -11,32 +11,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
+from msgspec import structs
 
-from jgr.cache.entries import Content, Name
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import UserError
 from jgr.models import beam, decoder, params
-from jgr.prompt.layouts import ITEM_PREFIX, Kind, SegmentedPrompt
+from jgr.prompt.layouts import ITEM_PREFIX, Kind
+from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import (
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import (
     ALL_ITEM_TOKENS,
     NO_REPAIR,
-    Parts,
     PlannedPrompt,
-    PromptScheduler,
     Repair,
+    UnplannedPrompt,
 )
+from tests.serving.decoders.dense import Dense
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 3, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
@@ -54,84 +55,31 @@ FIRST, SHARE = Repair(first=2), Repair(share=0.3)
 Float64 = npt.NDArray[np.float64]
 
 
-class Dense:
-    """The decoder in float64, one layer at a time: rows of hidden states over given keys and values."""
-
-    def __init__(self) -> None:
-        self.w = jax.tree.map(lambda x: np.asarray(x, np.float64), PARAMS)
-
-    def embed(self, tokens: Any) -> Float64:
-        found: Float64 = self.w.embed[tokens]
-        return found
-
-    def project(self, layer: int, h: Float64, position: Any) -> tuple[Float64, Float64, Float64]:
-        """q, k, v: [T, heads, d], rotated."""
-        w = self.w.layers
-        x = _norm(h, w.attention_norm[layer])
-        q, k, v = ((x @ matrix[layer]).reshape(len(x), -1, CFG.head_dim) for matrix in (w.wq, w.wk, w.wv))
-        return (
-            _rotate(_norm(q, w.q_norm[layer]), position),
-            _rotate(_norm(k, w.k_norm[layer]), position),
-            v,
-        )
-
-    def step(self, layer: int, h: Float64, q: Float64, k: Float64, v: Float64, mask: Any) -> Float64:
-        """The layer's output for the rows; mask: [rows, keys]."""
-        w = self.w.layers
-        k, v = (np.repeat(x, CFG.heads // CFG.kv_heads, axis=1) for x in (k, v))
-        logits = np.where(mask, np.einsum("thd,shd->hts", q, k) / math.sqrt(CFG.head_dim), -np.inf)
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        h = h + np.einsum("hts,shd->thd", weights, v).reshape(len(h), -1) @ w.wo[layer]
-        x = _norm(h, w.mlp_norm[layer])
-        gate = x @ w.gate[layer]
-        out: Float64 = h + (gate / (1 + np.exp(-gate)) * (x @ w.up[layer])) @ w.down[layer]
-        return out
-
-    def logits(self, h: Float64) -> Float64:
-        out: Float64 = _norm(h, self.w.norm) @ self.w.embed.T
-        return out
-
-
-def _norm(x: Float64, weight: Float64) -> Float64:
-    out: Float64 = x / np.sqrt((x * x).mean(-1, keepdims=True) + CFG.norm_eps) * weight
-    return out
-
-
-def _rotate(x: Float64, position: Any) -> Float64:
-    half = CFG.head_dim // 2
-    angle = np.asarray(position)[:, None, None] * CFG.rope_theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate(
-        [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1
-    )
-
-
-DENSE = Dense()
+DENSE = Dense(CFG, PARAMS)
 
 
 class Request:
     def __init__(self, user: str, history: Sequence[int], rows: Sequence[int], probe: bool = False) -> None:
         self.user, self.rows = user, list(rows)
-        self.prompt = SegmentedPrompt(
-            np.array(history, np.int32), INSTRUCTION, [ITEMS[row] for row in rows], PROBE[: int(probe)], SPAN
+        known, items = (
+            Content.of(np.array(history, np.int32)),
+            [(row, Content.of(ITEMS[row])) for row in rows],
         )
+        self.prompt = make_prompt(known, INSTRUCTION, items, PROBE if probe else None, key=user, room=SPAN)
         columns = np.array([30 + row for row in rows], np.int32)
         self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None)
 
-    def parts(self, repair: Repair, fresh: bool = False) -> Parts:
-        items = [(Name("item", row, "item_prefix"), Content(ITEMS[row])) for row in self.rows]
-        behind = len(INSTRUCTION) + len(self.prompt.probe) * len(items)
-        return Parts(self.user, Content(self.prompt.user), items, behind, "item_prefix", fresh, repair)
+    def unplanned(self, repair: Repair, fresh: bool = False) -> UnplannedPrompt:
+        return UnplannedPrompt(self.prompt, "item_prefix", fresh, repair)
 
     def dense(self, repair: Repair) -> Float64:
         """The scores as docs/cache.md says: every item token's KV is that of the item alone, but for the repaired."""
-        prompt = self.prompt.arrange(ITEM_PREFIX)
+        prompt = arrange(self.prompt, ITEM_PREFIX)
         lengths = [len(segment.tokens) for segment in prompt]
         of = np.repeat(np.arange(len(prompt)), lengths)
         within = np.concatenate([np.arange(n) for n in lengths])
         kind = np.array([segment.kind for segment in prompt])[of]
-        position = np.array([segment.position for segment in prompt])[of] + within
+        position = np.array([segment.offset for segment in prompt])[of] + within
         tokens = np.concatenate([segment.tokens for segment in prompt])
         number = np.array([segment.number for segment in prompt])[of]
 
@@ -142,11 +90,11 @@ class Request:
         alone = earlier & same & item[:, None] & item[None, :]
         causal = earlier & np.where((probe[:, None] & item[None, :]) | probe[None, :], same, True)
 
-        kv = _run(tokens, position, alone & item[:, None] | np.eye(len(tokens), dtype=bool))
+        kv = DENSE.run(tokens, position, alone & item[:, None] | np.eye(len(tokens), dtype=bool))
         repaired = item & (within < repair.first) & (of > 0)
         if repair.share:
             n_items = int(item.sum())
-            fresh = _run(tokens[:n_items], position[:n_items], causal[:n_items, :n_items])
+            fresh = DENSE.run(tokens[:n_items], position[:n_items], causal[:n_items, :n_items])
             change = ((fresh[1][1] - kv[1][1][:n_items]) ** 2).sum((1, 2))
             most = np.argsort(-change, kind="stable")[: math.ceil(repair.share * n_items)]
             repaired[most] = True
@@ -157,24 +105,12 @@ class Request:
             k, v = (x.copy() for x in kv[layer])
             k[rows], v[rows] = own
             h = DENSE.step(layer, h, q, k, v, causal[rows])
-        ends = (
-            np.flatnonzero(probe) if len(self.prompt.probe) else np.flatnonzero(kind == Kind.INSTRUCTION)[-1:]
-        )
+        ends = np.flatnonzero(probe) if probe.any() else np.flatnonzero(kind == Kind.INSTRUCTION)[-1:]
         found = DENSE.logits(h[np.searchsorted(rows, ends)])
         columns = self.work.columns
-        of_probe = np.arange(len(columns)) if len(self.prompt.probe) else 0
-        out: Float64 = found[of_probe, columns] - (0 if self.work.less is None else found[:, 12])
+        of_probe = np.arange(len(columns)) if probe.any() else 0
+        out: Float64 = found[of_probe, columns] - (0 if self.work.negative_columns is None else found[:, 12])
         return out
-
-
-def _run(tokens: Any, position: Any, mask: Any) -> list[tuple[Float64, Float64]]:
-    """Keys and values of every layer."""
-    h, found = DENSE.embed(tokens), []
-    for layer in range(CFG.layers):
-        q, k, v = DENSE.project(layer, h, position)
-        found.append((k, v))
-        h = DENSE.step(layer, h, q, k, v, mask)
-    return found
 
 
 @cache
@@ -202,9 +138,9 @@ class Server:
         """Plans and scores; all are queued at once."""
         repair = self.repair if repair is None else repair
         jobs = [
-            Job(at, "rank", parts.computed_at_most, len(request.rows), at, None, parts)
+            Job(at, "rank", unplanned.computed_at_most, len(request.rows), at, None, unplanned)
             for at, request in enumerate(requests)
-            for parts in [request.parts(repair, fresh)]
+            for unplanned in [request.unplanned(repair, fresh)]
         ]
         found: list[tuple[PlannedPrompt, Float64]] = []
         while jobs:
@@ -273,7 +209,9 @@ def test_all_of_it_is_the_causal_order(repair: Repair) -> None:
     right(served, ALL_ITEM_TOKENS, *[request for request in requests for _ in range(2)])
     again = [server.serve(request, repair=ALL_ITEM_TOKENS, fresh=True)[0] for request in requests]
     right(again, ALL_ITEM_TOKENS, *requests)
-    assert again[0][0].computed_tokens == B.prompt.tokens, "nothing is computed twice for the comparison"
+    assert again[0][0].computed_tokens == count_tokens(B.prompt), (
+        "nothing is computed twice for the comparison"
+    )
 
 
 @pytest.mark.parametrize(("repair", "kept"), [(FIRST, [11, 11]), (SHARE, [13, 14])], ids=["first", "share"])
@@ -314,24 +252,24 @@ def test_the_more_is_repaired_the_less_it_drifts(repairs: Sequence[Repair]) -> N
 
 
 def test_what_it_costs() -> None:
-    total, items = A.prompt.tokens, [len(ITEMS[row]) for row in A.rows]
+    total, items = count_tokens(A.prompt), [len(ITEMS[row]) for row in A.rows]
     assert items == [4, 2, 3, 4]
     server = Server(FIRST)
     cold, warm = (server.serve(A)[0][0] for _ in range(2))
     # Two tokens each of the items behind the first. Of the second, that is all: it is neither read nor kept.
     assert [item.repaired for item in warm.items] == [0, 2, 2, 2]
-    assert [item.reused for item in warm.items] == [4, 0, 1, 2]
+    assert [item.cached for item in warm.items] == [4, 0, 1, 2]
     assert (cold.computed_tokens, cold.cached_tokens, cold.repaired_tokens) == (total + 2 + 2, 0, 6)
     assert (warm.computed_tokens, warm.cached_tokens, warm.repaired_tokens) == (total - 7, 7, 6)
-    assert A.parts(FIRST).computed_at_most == cold.computed_tokens
+    assert A.unplanned(FIRST).computed_at_most == cold.computed_tokens
 
     server = Server(SHARE)
     cold, warm = (server.serve(A)[0][0] for _ in range(2))
     assert (cold.computed_tokens, cold.cached_tokens, cold.repaired_tokens) == (total + 4, 0, 4)
     assert (warm.computed_tokens, warm.cached_tokens, warm.repaired_tokens) == (total - 13 + 4, 13, 4)
-    assert A.parts(SHARE).computed_at_most == cold.computed_tokens
+    assert A.unplanned(SHARE).computed_at_most == cold.computed_tokens
 
-    by_user = replace(A.parts(SHARE), layout="user_prefix")
+    by_user = structs.replace(A.unplanned(SHARE), layout="user_prefix")
     group = server.scheduler.group([Job(9, "rank", 40, 4, 0, None, by_user)], True, 0)
     assert group is not None and group.prompts[0].repaired_tokens is None
     server.scheduler.finished(group.jobs, True)

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.cache.entries import Content, Name
+from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.meta import SPLITS, CacheMeta
 from jgr.cache.pages import Pages
+from jgr.prompt.layouts import LayoutName
+from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
-from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import Compute, PlannedPrompt, Reuse, UnplannedPrompt
 
 PROFILES = [Profile("rank", 3, tokens, 12, packed=True, context=24) for tokens in (16, 40)]
 ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
@@ -31,13 +35,14 @@ def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptSchedule
     return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)
 
 
-def job(number: int, user: str, history: list[int], items: list[int]) -> Job:
-    contents = [
-        (Name("item", row, "item_prefix"), Content(np.full(ITEM_TOKENS[row], row, np.int32))) for row in items
-    ]
-    parts = Parts(user, Content(np.array(history, np.int32)), contents, behind=1)
+def job(
+    number: int, user: str, history: list[int], items: list[int], layout: LayoutName | None = None
+) -> Job:
+    contents = [(row, Content.of(np.full(ITEM_TOKENS[row], row, np.int32))) for row in items]
+    known = Content.of(np.array(history, np.int32))
+    prompt = make_prompt(known, np.zeros(1, np.int32), contents, key=user, room=4)
     tokens = len(history) + sum(ITEM_TOKENS[row] for row in items) + 1
-    return Job(number, "rank", tokens, len(items), number, None, parts)
+    return Job(number, "rank", tokens, len(items), number, None, UnplannedPrompt(prompt, layout))
 
 
 def plan(scheduler: PromptScheduler, *jobs: Job) -> Any:
@@ -56,7 +61,7 @@ def test_what_a_batch_writes_is_reused_by_the_next() -> None:
     scheduler.finished(first.jobs, well=True)
     (warm,) = plan(scheduler, job(2, "c", [3] * 4, [3, 0])).prompts
     assert (warm.cached_tokens, warm.computed_tokens) == (5, 5)
-    assert warm.items[0].read.tolist() == cold.items[1].write.tolist()
+    assert warm.items[0].spans == (Reuse(4, cold.items[1].write),)
     scheduler.finished((2,), well=True)
     scheduler.check()
 
@@ -97,6 +102,30 @@ def test_no_more_is_reused_than_the_shapes_take() -> None:
     assert group.prompts[0].user.write is None
 
 
+def test_causal_order_reuses_the_users_part_and_computes_the_items() -> None:
+    scheduler = make("user")
+    cold = plan(scheduler, job(0, "a", [1] * 4, [3, 0]))
+    assert cold.prompts[0].layout == "user_prefix" and cold.prompts[0].user.write is not None
+    scheduler.finished(cold.jobs, well=True)
+    (warm,) = plan(scheduler, job(1, "a", [1] * 4, [3, 0], "causal")).prompts
+    cells = cold.prompts[0].user.write
+    assert warm.layout == "causal"
+    assert warm.user.spans == (Reuse(4, cells),), "it stands at the same positions and sees the same"
+    assert [item.spans for item in warm.items] == [(Compute(4),), (Compute(1),)]
+    assert (warm.cached_tokens, warm.computed_tokens) == (4, 6)
+    scheduler.finished((1,), well=True)
+
+
+@pytest.mark.parametrize("policy", ["none", "item"])
+def test_causal_order_is_computed_whole_where_users_are_not_cached(policy: Policy) -> None:
+    scheduler = make(policy)
+    for number in range(2):
+        group = plan(scheduler, job(number, "a", [1] * 4, [3, 0], "causal"))
+        assert (group.prompts[0].cached_tokens, group.prompts[0].computed_tokens) == (0, 10)
+        assert not any(segment.write for segment in group.prompts[0].segments)
+        scheduler.finished(group.jobs, well=True)
+
+
 @pytest.mark.parametrize("policy", ["none", "user", "item", "cache_agnostic", "hotness"])
 @given(data=st.data())
 def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
@@ -111,13 +140,16 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
         if event == "submit":
             history = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
             items = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True))
-            batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items), now)
+            layout = data.draw(st.sampled_from([None, None, "causal"]))
+            batcher.submit(job(now, data.draw(st.sampled_from("abc")), history, items, layout), now)
         elif event == "plan":
             for start in batcher.plan(now).starts:
                 running.append(start)
-                used = sum(request.plan.computed_tokens for request in start.work)
+                prompts = [request.plan for request in start.work]
+                used = sum(prompt.computed_tokens for prompt in prompts)
                 assert used <= start.shape.tokens and (len(start.jobs) == 1 or used <= 30)
-                assert sum(request.plan.cached_tokens for request in start.work) <= start.shape.context
+                assert sum(prompt.cached_tokens for prompt in prompts) <= start.shape.context
+                assert msgspec.json.decode(msgspec.json.encode(prompts), type=list[PlannedPrompt]) == prompts
         elif event == "commit" and running:
             start = running.pop(data.draw(st.integers(0, len(running) - 1)))
             batcher.commit(start.run, data.draw(st.sampled_from(("well", "failed", "lost"))), now)

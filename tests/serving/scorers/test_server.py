@@ -125,6 +125,7 @@ def test_hstus_scores_are_the_models(hstu: ScorerServer) -> None:
         assert list(found.values()) == sorted(found.values(), reverse=True)
         assert "scores" not in answer["items"][0] and "normalize" not in answer
         assert "feature_missing" not in answer["usage"]
+        assert answer["usage"]["layout"] == "single_user_multi_item"
 
 
 def test_the_stus_scores_are_the_models_by_task_and_cached_ones_too(stu: ScorerServer) -> None:

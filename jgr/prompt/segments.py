@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt is a tuple of segments: what it is made of, from the request's translation to the packed row.
+
+A segment does not know its neighbours. `arrange` puts the segments of a prompt where a layout wants them (BAT-1 to
+BAT-3, RcLLM):
+
+    user_prefix   user at 0                    items, all at len(user)        instruction at len(user) + room
+    item_prefix   items, all at 0              user at room                   instruction after the user
+    causal        user at 0                    items, one after the other     instruction after the last item
+
+Probes come last, all at one position after the instruction. `room` is the number of positions that overlaid items take,
+however short they are, so that neither a segment's tokens nor its position depend on the other items of a list, and its
+keys and values can be reused.
+
+Frozen plain data: equal prompts compare equal, and msgspec writes them as JSON and reads them back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from jgr.prompt.layouts import Kind, Layout
+
+Int32 = npt.NDArray[np.int32]
+_TOKEN = np.dtype("<i4")
+
+
+class Content(Struct, frozen=True, dict=True):
+    """The tokens of a segment and their hashes. raw: the tokens as little-endian int32."""
+
+    raw: bytes
+
+    @classmethod
+    def of(cls, tokens: Int32) -> Content:
+        """tokens: [t] int32."""
+        return cls(tokens.astype(_TOKEN, copy=False).tobytes())
+
+    def __len__(self) -> int:
+        return len(self.raw) // _TOKEN.itemsize
+
+    @cached_property
+    def tokens(self) -> Int32:
+        """[t] int32, read-only."""
+        return np.frombuffer(self.raw, _TOKEN)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes: the hash of all tokens."""
+        return self.prefix(len(self))
+
+    def prefix(self, count: int) -> bytes:
+        """16 bytes: the hash of the first `count` tokens."""
+        return hashlib.blake2b(self.raw[: count * _TOKEN.itemsize], digest_size=16).digest()
+
+
+class Segment(Struct, frozen=True):
+    """A part of a prompt whose keys and values may have a source of their own.
+
+    key: who it is for the cache: a user's entry, an item's row; None: nobody. number: what "the same segment" and "an
+    earlier one" mean to a layout; a probe has its item's. room: positions that it takes where segments are overlaid,
+    if they are more than its tokens. offset: the position of its first token, once it is arranged.
+    """
+
+    kind: Kind
+    key: str | int | None
+    content: Content
+    number: int
+    room: int = 0
+    offset: int = 0
+
+    @property
+    def tokens(self) -> Int32:
+        """[t] int32."""
+        return self.content.tokens
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+Prompt = tuple[Segment, ...]
+
+
+def make_prompt(
+    user: Content,
+    instruction: Int32,
+    items: Iterable[tuple[int, Content]] = (),
+    probe: Int32 | None = None,
+    *,
+    key: str | None = None,
+    room: int = 0,
+) -> Prompt:
+    """A history, candidates in the caller's order, the instruction, and where there is a probe one for each candidate.
+
+    instruction, probe: [t] int32, the probe not empty. items: catalog row and content of each candidate. key: of the
+    user. room: positions that the candidates take where they are overlaid.
+    """
+    listed = [Segment(Kind.ITEM, row, content, i, room) for i, (row, content) in enumerate(items, 1)]
+    last = Segment(Kind.INSTRUCTION, None, Content.of(instruction), len(listed) + 1)
+    probes: list[Segment] = []
+    if probe is not None:
+        asked = Content.of(probe)
+        probes = [Segment(Kind.PROBE, None, asked, item.number) for item in listed]
+    return (Segment(Kind.USER, key, user, 0), *listed, last, *probes)
+
+
+def of_kind(prompt: Prompt, kind: Kind) -> Prompt:
+    """The segments of one kind, in order."""
+    return tuple(segment for segment in prompt if segment.kind == kind)
+
+
+def count_tokens(prompt: Prompt) -> int:
+    """Tokens of the whole prompt."""
+    return sum(map(len, prompt))
+
+
+def arrange(prompt: Prompt, layout: Layout) -> Prompt:
+    """The segments in the layout's order, with their offsets. ValueError for a kind that has no place in the layout."""
+    by_kind: dict[Kind, list[Segment]] = {kind: [] for kind, _ in layout.sees}
+    for segment in prompt:
+        if segment.kind not in by_kind:
+            raise ValueError(f"a segment of kind {segment.kind.name} has no place in layout {layout.name}")
+        by_kind[segment.kind].append(segment)
+    placed: list[Segment] = []
+    at = 0
+    for kind, segments in by_kind.items():
+        overlaid = kind in layout.overlaid
+        for x in segments:
+            placed.append(Segment(kind, x.key, x.content, x.number, x.room, at))
+            at += 0 if overlaid else len(x)
+        if overlaid:
+            at += max((max(x.room, len(x)) for x in segments), default=0)
+    return tuple(placed)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the keys and values of a prompt's tokens come from (DESIGN idea 2): what a planner decides and packing follows.
+
+All of it is frozen plain data: equal plans compare equal, and msgspec writes them as JSON and reads them back. A cell
+is a number in the pool of pages; an entry's n-th token stands in its cell n // cell_tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from jgr.config import CacheConfig
+from jgr.prompt.layouts import Kind, LayoutName
+from jgr.prompt.segments import Prompt, count_tokens, of_kind
+
+
+class Compute(Struct, frozen=True, tag=True):
+    """So many tokens are computed."""
+
+    tokens: int
+
+
+class Reuse(Struct, frozen=True, tag=True):
+    """So many tokens are read from an entry's cells, from its token `first` on: they are exactly what is needed."""
+
+    tokens: int
+    cells: tuple[int, ...]
+    first: int = 0
+
+
+class Approximate(Struct, frozen=True, tag=True):
+    """So many tokens are read from an entry that is not exactly what is needed, such as a block that was computed at
+    another place. shift: by how many positions its keys must be rotated on (PIC-1, RCLLM-12).
+    """
+
+    tokens: int
+    cells: tuple[int, ...]
+    shift: int
+    first: int = 0
+
+
+Source = Compute | Reuse | Approximate
+
+
+class Repair(Struct, frozen=True):
+    """Which item tokens of an item_prefix prompt see the items before theirs (BAT-15), which cached ones do not.
+
+    first: the number of repaired tokens at the start of each item but the list's first (PIC-4). share: the share of a
+    prompt's item tokens that the program chooses to repair (PIC-3). At most one is above 0; where both are 0 nothing is
+    repaired, and no answer is an approximation.
+    """
+
+    first: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def of(cls, cache: CacheConfig) -> Repair:
+        """As configured."""
+        return cls(cache.repair_tokens, cache.repair_share)
+
+    def __bool__(self) -> bool:
+        return self.first > 0 or self.share > 0
+
+    def firsts(self, lengths: Sequence[int]) -> list[int]:
+        """For each item, how many of its first tokens are repaired. lengths: tokens of the items."""
+        return [min(self.first, length) if i else 0 for i, length in enumerate(lengths)]
+
+    def chosen(self, lengths: Sequence[int]) -> int:
+        """How many tokens the program chooses. lengths: tokens of the items."""
+        return math.ceil(self.share * sum(lengths))
+
+
+NO_REPAIR = Repair()
+ALL_ITEM_TOKENS = Repair(first=2**30)
+"""Plain causal order among the items: what a repair is measured against."""
+
+
+class UnplannedPrompt(Struct, frozen=True):
+    """A prompt and how it may be planned. layout: the one that the caller insists on; None: the planner chooses.
+
+    fresh: compute all of it, for a comparison. repair: what is repaired where the items stand first.
+    """
+
+    prompt: Prompt
+    layout: LayoutName | None = None
+    fresh: bool = False
+    repair: Repair = NO_REPAIR
+
+    @property
+    def computed_at_most(self) -> int:
+        """Tokens that are computed where nothing is cached: the prompt's, and second copies of repaired ones."""
+        lengths = [len(item) for item in of_kind(self.prompt, Kind.ITEM)]
+        firsts = self.repair.firsts(lengths)
+        copies = sum(n for n, length in zip(firsts, lengths, strict=True) if n < length)
+        return count_tokens(self.prompt) + copies + self.repair.chosen(lengths)
+
+
+class PlannedSegment(Struct, frozen=True):
+    """The sources of one segment.
+
+    spans: where its tokens come from, in order; without the `repaired` ones where those are not computed alone too.
+    write: cells for the whole segment, which keep what is computed; None: nothing is kept. repaired: so many first
+    tokens of an item are computed seeing the items before it (BAT-15). alone: the item is computed as if no other one
+    stood in the prompt, which is how it is cached; the prompt sees that but for the repaired tokens.
+    """
+
+    kind: Kind
+    spans: tuple[Source, ...]
+    write: tuple[int, ...] | None = None
+    repaired: int = 0
+    alone: bool = False
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are read from the cache."""
+        return sum(span.tokens for span in self.spans if not isinstance(span, Compute))
+
+
+class PlannedPrompt(Struct, frozen=True):
+    """The sources of a prompt's segments, in the order in which its layout has them.
+
+    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: the prompt is
+    none of those that are.
+    """
+
+    layout: LayoutName
+    segments: tuple[PlannedSegment, ...]
+    computed_tokens: int
+    cached_tokens: int
+    chosen: int = 0
+    repaired_tokens: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layout: LayoutName,
+        segments: Sequence[PlannedSegment],
+        chosen: int = 0,
+        repaired: int | None = None,
+    ) -> PlannedPrompt:
+        """With the tokens counted."""
+        computed, cached = chosen, 0
+        for segment in segments:
+            computed += segment.repaired
+            for span in segment.spans:
+                if isinstance(span, Compute):
+                    computed += span.tokens
+                else:
+                    cached += span.tokens
+        return cls(layout, tuple(segments), computed, cached, chosen, repaired)
+
+    @property
+    def user(self) -> PlannedSegment:
+        """The history's sources."""
+        return next(segment for segment in self.segments if segment.kind == Kind.USER)
+
+    @property
+    def items(self) -> tuple[PlannedSegment, ...]:
+        """The candidates' sources, in the caller's order."""
+        return tuple(segment for segment in self.segments if segment.kind == Kind.ITEM)
