@@ -24,7 +24,8 @@ from jgr.placement.lifecycle import Lifecycle
 from jgr.placement.worker import CacheWorker, item_name
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
-from jgr.serving.policies.prompt_scheduling import PlannedPrompt, PromptScheduler
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import PlannedPrompt
 from jgr.traffic.workloads import Access
 
 Int32 = npt.NDArray[np.int32]

@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Content
 from jgr.placement.items import ItemPlacement, Items, Workers
-from jgr.placement.worker import item_name
+from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import Parts
+from jgr.serving.policies.sources import UnplannedPrompt
 from jgr.simulation.node import Cluster, NodeMemory, Planned
 from jgr.traffic.workloads import Access
 
 NODES, NODE_BYTES = 4, 768
 MEMORY = NodeMemory(pages=80, page_tokens=4, cells=2)
 PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)
-CONTENTS = [Content(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
+CONTENTS = [Content.of(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
 ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), bytes_per_token=8, cell_tokens=2)
 
 
@@ -33,10 +32,11 @@ class Planning(NamedTuple):
 
 
 def job(number: int, user: int, history: int, rows: list[int]) -> Job:
-    items = [(item_name(row), CONTENTS[row]) for row in rows]
-    parts = Parts(f"id:{user}", Content(np.full(history, user, np.int32)), items, 1)
+    items = [(row, CONTENTS[row]) for row in rows]
+    known = Content.of(np.full(history, user, np.int32))
+    prompt = UnplannedPrompt(make_prompt(known, np.zeros(1, np.int32), items, key=f"id:{user}", room=4))
     tokens = history + sum(len(CONTENTS[row]) for row in rows) + 1
-    return Job(number, "rank", tokens, len(rows), number * 10**9, None, parts)
+    return Job(number, "rank", tokens, len(rows), number * 10**9, None, prompt)
 
 
 def plan_requests(place: Any) -> Planning:

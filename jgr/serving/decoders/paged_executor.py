@@ -35,7 +35,7 @@ from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.work import Outcome, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.jobs import Profile
+from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 
 MOVED_CELLS = 64

@@ -146,7 +146,7 @@ class Programs:
         self._whole: dict[int, Program] = {}
         self._grow: Program
         self.renew: Program | None = None
-        """renew(words, params, kept) -> state, compiled with USER_PART; it takes `kept` for good. None: state is kept."""
+        """renew(words, params, kept) -> state, compiled with USER_PART; takes `kept` for good. None: state is kept."""
 
     @property
     def to_compile(self) -> int:

@@ -24,7 +24,7 @@ HISTORY, ROWS = list(range(12)), [20, 21, 3, 22]
 
 @pytest.fixture(scope="module", params=METHODS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    settings = (f"rank.scorer={request.param}", *METHODS[request.param])
+    settings = (f"rank.method={request.param}", *METHODS[request.param])
     server = Served(make_config(tmp_path_factory.mktemp("model"), *settings))
     server.method, server.tokenizer = request.param, _tokenizer(server)  # type: ignore[attr-defined]
     yield server
