@@ -101,10 +101,8 @@ def quality_table(results: Sequence[Result]) -> str:
         rows.append((words, "yes" if excluded.pop() else "no", *found, others))
         if RULES in ours and any(a > b for a, b in zip(ours[RULES], ours[OURS], strict=True)):
             below.append(words)
-    noted = (
-        f"Sequential rules, which only count, have a higher HR@10 or NDCG@10 than jgr on: {', '.join(below)}."
-    )
-    return "\n\n".join([_markdown(rows), *([noted] if below else [])])
+    noted = f"Sequential rules, which only count, beat jgr in HR@10 or NDCG@10 on: {', '.join(below)}."
+    return "\n\n".join([_markdown(rows), *([textwrap.fill(noted, 120)] if below else [])])
 
 
 def _quality_rows(results: Sequence[Result]) -> dict[str, list[Mapping[str, Any]]]:
