@@ -43,6 +43,7 @@ from jgr.models.generators import generator, with_layers_apart
 from jgr.models.hstu import HstuConfig
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
+from jgr.ops.beam_attention.arguments import Arguments as BeamArguments
 from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
@@ -130,6 +131,10 @@ def _by_name(op: Callable[..., Any], names: Sequence[str], options: dict[str, An
     return op(**dict(zip(names, arrays, strict=True)), **options)
 
 
+def _beam_attention(names: Sequence[str], config: Config, *arrays: Any) -> jax.Array:
+    return pallas_triton.run(BeamArguments(**dict(zip(names, arrays, strict=True))), config)
+
+
 def controls() -> Iterator[Program]:
     """Tiles of the beam attention kernel that cannot be right, and a loop over a stack of layers."""
     case = next(case for case in beam_cases.OP.cases if case.name == "qwen3_0.6b_1k_w512")
@@ -138,7 +143,7 @@ def controls() -> Iterator[Program]:
         ("shared_memory", Config(256, 256, warps=8, stages=4), "Shared memory size limit exceeded"),
         ("registers", Config(128, 128, warps=4, stages=2), "register spilling"),
     ):
-        call = functools.partial(_by_name, pallas_triton.run, tuple(shapes), {"config": config})
+        call = functools.partial(_beam_attention, tuple(shapes), config)
         yield Program("control", name, call, tuple(shapes.values()), error)
     stacked = _packed("qwen3-1.7b", tokens=1024, context=1024, candidates=64, apart=False)
     yield stacked._replace(name="control", case="copies", refused="above 10 MB")

@@ -184,8 +184,9 @@ def _visible(
     tokens: Tokens | Causal, rows: int, window: Any, layout: Layout = SINGLE_USER_MULTI_ITEM
 ) -> jax.Array:
     """[B, rows, rows]: who sees whom."""
-    unused = jnp.zeros((1, 1, rows, 1))
-    queries, (source,) = visibility.prepare(unused, unused, rows, tokens, layout, None, None, window, None)
+    q, unused = jnp.zeros((1, rows, 1, 1)), jnp.zeros((1, 1, rows, 1))
+    call = visibility.Arguments(q, unused, unused, tokens, layout, window=window)
+    queries, (source,) = visibility.prepare(call)
     rows_of = jax.tree.map(lambda x: x[:, :, None], queries)
     return visibility.visible(rows_of, jax.tree.map(lambda x: x[:, None], source.keys))
 

@@ -30,6 +30,7 @@ import numpy as np
 from jgr.ops import segment_attention, tuning
 from jgr.ops.beam_attention import config as beam_config
 from jgr.ops.beam_attention import pallas_triton as beam_kernel
+from jgr.ops.beam_attention.arguments import Arguments as BeamArguments
 from jgr.ops.beam_attention.cases import OP as BEAM_ATTENTION
 from jgr.ops.roofline import seconds_per_call
 from jgr.ops.segment_attention import xla as segment_xla
@@ -96,9 +97,14 @@ def _draw_beam_attention(rng: np.random.Generator) -> tuple[beam_config.Shape, C
 
 def _segment_call(blocks: segment_xla.Blocks) -> Callable[..., jax.Array]:
     def call(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-        return segment_xla.run(q, k, v, segment_attention.Causal(lengths), blocks=blocks)
+        tokens = segment_attention.Causal(lengths)
+        return segment_xla.run(segment_attention.Arguments(q, k, v, tokens), blocks)
 
     return call
+
+
+def _beam_call(config: beam_config.Config) -> Callable[..., jax.Array]:
+    return lambda **arrays: beam_kernel.run(BeamArguments(**arrays), config)
 
 
 TUNABLES: Mapping[str, Tunable] = {
@@ -117,7 +123,7 @@ TUNABLES: Mapping[str, Tunable] = {
         BEAM_ATTENTION,
         beam_config.candidates,
         beam_config.heuristic,
-        lambda config: functools.partial(beam_kernel.run, config=config),
+        _beam_call,
     ),
 }
 DTYPES = {"segment_attention": jnp.float32, "beam_attention": jnp.bfloat16}

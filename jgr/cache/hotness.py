@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -111,48 +111,6 @@ class ExponentialWindow:
     def _forget(self) -> None:
         while len(self._others) > self._remembered:
             self._others.popitem(last=False)
-
-
-class ExactWindow:
-    """Counters of equal parts of the window; `coldest` sorts all cached users, for studies rather than for service."""
-
-    def __init__(self, window_ns: int, parts: int = 5) -> None:
-        self._part_ns, self._parts = max(1, window_ns // parts), parts
-        self._counts: Counter[Name] = Counter()
-        self._past: deque[tuple[int, Counter[Name]]] = deque()
-        self._cached: set[Name] = set()
-
-    def touch(self, user: Name, now_ns: int) -> None:
-        self._advance(now_ns)
-        part = now_ns // self._part_ns
-        if not self._past or self._past[-1][0] != part:
-            self._past.append((part, Counter()))
-        self._past[-1][1][user] += 1
-        self._counts[user] += 1
-
-    def frequency(self, user: Name, now_ns: int) -> float:
-        self._advance(now_ns)
-        return float(self._counts.get(user, 0))
-
-    def hold(self, user: Name) -> None:
-        self._cached.add(user)
-
-    def let_go(self, user: Name) -> None:
-        self._cached.remove(user)
-
-    def forget(self, user: Name) -> None:
-        for counts in [self._counts, *(counts for _, counts in self._past)]:
-            counts.pop(user, None)
-
-    def coldest(self) -> Iterator[Name]:
-        return iter(sorted(self._cached, key=lambda user: (self._counts.get(user, 0), user)))
-
-    def check(self) -> None:
-        assert sum((counts for _, counts in self._past), Counter()) == self._counts, "the counters disagree"
-
-    def _advance(self, now_ns: int) -> None:
-        while self._past and self._past[0][0] <= now_ns // self._part_ns - self._parts:
-            self._counts -= self._past.popleft()[1]
 
 
 def _plus_one(key: float, now: float) -> float:

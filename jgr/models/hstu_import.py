@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Meta's generative-recommenders: HSTU's research form (MODEL-9), and the layers of an STU (MODEL-15).
+"""Checkpoints of Meta's generative-recommenders: HSTU's research form (MODEL-9).
 
 They are published as files of torch.save, which hold Python objects and are not read here. Written again as arrays,
 
@@ -25,26 +25,17 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from jgr.models import hstu, stu
+from jgr.models import hstu
 from jgr.models.hstu import BEHIND, HstuConfig, HstuLayer, HstuParams
 from jgr.models.params import CheckpointError, check
-from jgr.models.stu import StuConfig, StuLayer
 
 State = Mapping[str, npt.NDArray[Any]]
 
 _ITEMS, _POSITIONS = "_embedding_module._item_emb.weight", "_input_features_preproc._pos_emb.weight"
-_LAYER, _STU_LAYER = "_hstu._attention_layers.", "_stu_layers."
+_LAYER = "_hstu._attention_layers."
 _UVQK, _OUT, _OUT_BIAS = "_uvqk", "_o.weight", "_o.bias"
 _BIAS_POSITIONS, _BIAS_TIMES = "_rel_attn_bias._pos_w", "_rel_attn_bias._ts_w"
 _MASK = "_attn_mask"  # a buffer; what it says follows from N
-_ENCODER = "_positional_encoder."
-_STU_NAMES = tuple(
-    f"_{name}"
-    for name in (
-        "input_norm_weight", "input_norm_bias", "uvqk_weight", "uvqk_beta", "output_norm_weight", "output_norm_bias",
-        "output_weight",
-    )
-)  # fmt: skip
 
 
 def read_state(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -101,28 +92,6 @@ def research(
     layer = HstuLayer(uvqk, out, of(_OUT_BIAS)[:, None], positions, times)
     params: HstuParams = _checked(hstu.spec(cfg), HstuParams(embed, found[_POSITIONS], layer))
     return cfg, params
-
-
-def stu_layers(state: State, cfg: StuConfig) -> StuLayer:
-    """The layers of a state dict, `..._stu_layers.{i}.…`; keys of other modules are not looked at. CheckpointError."""
-    found = {name[at:]: x for name, x in state.items() if (at := name.find(_STU_LAYER)) >= 0}
-    _refuse_other_keys(found, {f"{_STU_LAYER}{i}.{name}" for i in range(cfg.layers) for name in _STU_NAMES})
-
-    def of(name: str) -> npt.NDArray[Any]:
-        return _stack([found[f"{_STU_LAYER}{i}.{name}"] for i in range(cfg.layers)], name)
-
-    in_scale, in_bias, uvqk, beta, out_scale, out_bias, out = map(of, _STU_NAMES)
-    input_norm, output_norm = np.stack([in_scale - 1, in_bias], 1), np.stack([out_scale - 1, out_bias], 1)
-    layers: StuLayer = _checked(stu.spec(cfg), StuLayer(input_norm, uvqk, beta[:, None], output_norm, out))
-    return layers
-
-
-def positional_tables(state: State) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The tables of positions and of times of an STU's positional encoder (MODEL-17). CheckpointError."""
-    found = {name[at:]: x for name, x in state.items() if (at := name.find(_ENCODER)) >= 0}
-    names = [f"{_ENCODER}_{table}_embeddings_weight" for table in ("position", "timestamp")]
-    _refuse_other_keys(found, set(names))
-    return found[names[0]], found[names[1]]
 
 
 def _count(state: State, prefix: str) -> int:

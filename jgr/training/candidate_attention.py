@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jgr.models.decoder import Attention
 from jgr.ops.segment_attention import Causal, segment_attention
-from jgr.ops.segment_attention.visibility import prepare, visible
+from jgr.ops.segment_attention.visibility import Arguments, prepare, visible
 from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
 
 
@@ -79,8 +79,11 @@ def candidate_attention(user: int, candidates: int, span: int, layouts: str = "b
 
 def _visible(queries: Tokens, bits: jax.Array, keys: Tokens) -> jax.Array:
     """Which of the keys [.., S] the queries [.., T] see, whose layouts are `bits`: [.., T, S] bool."""
-    none = jnp.zeros(())  # the rule asks nothing of keys and values themselves
-    rows, (columns,) = prepare(none, none, queries.order.shape[-1], queries, bits, keys, None, None, None)
+    q, none = (
+        jnp.zeros((1, queries.order.shape[-1])),
+        jnp.zeros(()),
+    )  # the rule asks nothing of the arrays themselves
+    rows, (columns,) = prepare(Arguments(q, none, none, queries, bits, keys))
     return visible(
         jax.tree.map(lambda x: x[..., :, None], rows), jax.tree.map(lambda x: x[..., None, :], columns.keys)
     )

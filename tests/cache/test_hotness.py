@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both estimates against sums over all accesses that ever were."""
+"""The estimate against sums over all accesses that ever were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.cache.entries import Name
-from jgr.cache.hotness import ExactWindow, ExponentialWindow, Hotness
+from jgr.cache.hotness import ExponentialWindow, Hotness
 
 WINDOW = 100
 STEPS = st.lists(
@@ -29,17 +29,9 @@ def exponential(past: list[tuple[int, str]], name: str, now: int) -> float:
     return sum(math.exp(-(now - t) / WINDOW) for t, who in past if who == name)
 
 
-def exact(past: list[tuple[int, str]], name: str, now: int) -> float:
-    return float(sum(who == name and t // 20 > now // 20 - 5 for t, who in past))
-
-
-@pytest.mark.parametrize("kind", ["exponential", "exact"])
 @given(steps=STEPS)
-def test_estimates_are_sums_over_the_past(kind: str, steps: list[tuple[int, str, str]]) -> None:
-    hotness: Hotness = (
-        ExponentialWindow(WINDOW, remembered=9) if kind == "exponential" else ExactWindow(WINDOW)
-    )
-    want = exponential if kind == "exponential" else exact
+def test_estimates_are_sums_over_the_past(steps: list[tuple[int, str, str]]) -> None:
+    hotness: Hotness = ExponentialWindow(WINDOW, remembered=9)
     now, past, cached = 0, list[tuple[int, str]](), set[str]()
     for wait, name, verb in steps:
         now += wait
@@ -56,10 +48,10 @@ def test_estimates_are_sums_over_the_past(kind: str, steps: list[tuple[int, str,
             hotness.forget(user(name))
         hotness.check()
         for other in "abcde":
-            assert hotness.frequency(user(other), now) == pytest.approx(want(past, other, now))
+            assert hotness.frequency(user(other), now) == pytest.approx(exponential(past, other, now))
         order = [name.id for name in hotness.coldest()]
         assert set(order) == cached and order == [name.id for name in hotness.coldest()]
-        frequencies = [want(past, str(name), now) for name in order]
+        frequencies = [exponential(past, str(name), now) for name in order]
         assert frequencies == pytest.approx(sorted(frequencies))
 
 

@@ -10,14 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from jgr.models import hstu_import, stu_scorer
+from jgr.models import stu_scorer
 from jgr.models.hstu import WindowSlides
 from jgr.models.hstu_costs import cost, of_candidates, of_history
-from jgr.models.params import CheckpointError, Spec
+from jgr.models.params import Spec
 from jgr.models.stu import StuConfig
 from jgr.models.stu_scorer import Events, HistoryIsWhole, Mlp, StuScorerConfig, StuScorerParams
 from tests.models.test_hstu import assert_reproduced
-from tools.hstu_golden import golden, golden_stack
 from tools.hstu_parity import FILES
 
 
@@ -162,28 +161,6 @@ def test_a_history_grows_where_no_row_depends_on_its_end() -> None:
 def test_a_history_whose_rows_depend_on_its_end_does_not_grow(change: dict[str, Any], words: str) -> None:
     with pytest.raises(HistoryIsWhole, match=words):
         stu_scorer.refuse_growth(dataclasses.replace(GROWING, **change))
-
-
-def test_the_authors_layers_and_tables_are_imported() -> None:
-    z = golden("stu_stack_contextual")
-    cfg, want = golden_stack(z)
-    prefix = "module._hstu_transducer._stu_module._stu_layers."
-    state = {
-        f"{prefix}{name[5]}._{name[7:]}": x for name, x in z.items()
-        if name.startswith("layer") and name.endswith(("_weight", "_bias", "_beta"))
-    }  # fmt: skip
-    encoder = "_hstu_transducer._positional_encoder."
-    state |= {
-        f"{encoder}_position_embeddings_weight": z["x"][0],
-        f"{encoder}_timestamp_embeddings_weight": z["x"][1],
-    }
-    state["_item_embedding.weight"] = np.zeros(1)
-    jax.tree.map(np.testing.assert_array_equal, hstu_import.stu_layers(state, cfg), want)
-    for got, table in zip(hstu_import.positional_tables(state), z["x"], strict=False):
-        np.testing.assert_array_equal(got, table)
-    state[f"{prefix}1._extra"] = state.pop(f"{prefix}0._uvqk_beta")
-    with pytest.raises(CheckpointError, match=r"missing \S+0\._uvqk_beta; unexpected \S+1\._extra"):
-        hstu_import.stu_layers(state, cfg)
 
 
 def test_the_candidates_cost_does_not_hold_the_history_again() -> None:

@@ -5,6 +5,7 @@ moving beam keys and values in place, and the order of parents without which tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from typing import Any
@@ -17,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgr.ops import beam_attention as op
-from jgr.ops.beam_attention import beam_attention, pallas_triton, parent_major, reorder, reorder_beam_kv
+from jgr.ops.beam_attention import beam_attention, pallas_triton, reorder, reorder_beam_kv
+from jgr.ops.beam_attention.arguments import Arguments
 from jgr.ops.beam_attention.cases import OP, REORDER
 from jgr.ops.beam_attention.config import Config, Shape, choose_config
-from jgr.ops.testing import Case, assert_as_close_as_naive
+from jgr.ops.testing import Case
+from tests.ops.closeness import assert_as_close_as_naive
 
 FORMS = ("reference", "xla", "auto", "pallas_interpret")
 CASES = {case.name: case for case in OP.tagged("ci")}
@@ -29,7 +32,9 @@ Arrays = dict[str, Any]
 # Compiled once a shape; interpreted kernels are slow to compile.
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 attend = jax.jit(beam_attention, static_argnames="implementation", compiler_options=CHEAP)
-run = jax.jit(pallas_triton.run, static_argnames=("config", "interpret"), compiler_options=CHEAP)
+run = jax.jit(
+    functools.partial(pallas_triton.run, interpret=True), static_argnames="config", compiler_options=CHEAP
+)
 move = jax.jit(reorder_beam_kv, static_argnames="implementation", compiler_options=CHEAP)
 
 
@@ -127,7 +132,7 @@ def calls(draw: st.DrawFn) -> tuple[Case, Config]:
 def test_the_kernel_equals_the_loop_whatever_the_tiles(call: tuple[Case, Config], seed: int) -> None:
     case, config = call
     arrays = OP.draw(case, jnp.float32, seed)
-    got = run(**arrays, config=config, interpret=True)
+    got = run(Arguments(**arrays), config=config)
     assert_as_close_as_naive(got, loop(arrays), attend(**arrays, implementation="reference"))
 
 
@@ -135,7 +140,7 @@ def test_the_kernel_equals_the_loop_whatever_the_tiles(call: tuple[Case, Config]
 def test_padding_and_dead_beams_have_no_effect(form: str) -> None:
     def call(arrays: Arrays) -> np.ndarray:
         if form == "split":
-            return widened(run(**arrays, config=Config(16, 16, splits=3), interpret=True))
+            return widened(run(Arguments(**arrays), config=Config(16, 16, splits=3)))
         return widened(attend(**arrays, implementation=form))
 
     arrays = OP.draw(CASES["widths"], jnp.float32)
@@ -168,14 +173,16 @@ def test_no_table_means_that_rows_stand_in_place(form: str) -> None:
     np.testing.assert_array_equal(attend(**arrays, implementation=form), want)
 
 
-def test_the_signatures_are_the_same() -> None:
-    for public, implementations in (
-        (beam_attention, op.IMPLEMENTATIONS),
-        (reorder_beam_kv, reorder.IMPLEMENTATIONS),
-    ):
-        want = [p for p in inspect.signature(public).parameters if p != "implementation"]
-        for implementation in implementations:
-            assert list(inspect.signature(implementation.call).parameters) == want
+def test_every_form_takes_all_arguments() -> None:
+    def parameters(call: Any) -> dict[str, Any]:
+        found = inspect.signature(call, eval_str=True).parameters.values()
+        return {p.name: p.annotation for p in found if p.name != "implementation"}
+
+    assert list(Arguments._fields) == list(parameters(beam_attention))
+    for implementation in op.IMPLEMENTATIONS:
+        assert list(parameters(implementation.call).values()) == [Arguments]
+    for implementation in reorder.IMPLEMENTATIONS:
+        assert list(parameters(implementation.call)) == list(parameters(reorder_beam_kv))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +282,7 @@ def test_both_variants_attend_to_the_same_tokens() -> None:
     )  # slot 0 written before the selection, slot 1 after
     by_table = attend(**arrays)
 
-    order = parent_major(parents)  # place p holds the beam of rank order[p]
+    order = jnp.argsort(parents, axis=-1, stable=True)  # place p holds the beam of rank order[p]
     in_order = jnp.take_along_axis(parents, order, axis=1)
     assert (np.diff(np.asarray(in_order), axis=1) >= 0).all()
 

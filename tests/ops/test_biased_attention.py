@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from jgr.ops.biased_attention import Bias, Causal, Context, biased_attention, pallas_triton, reference, xla
 from jgr.ops.biased_attention.bias import Problem, bucket, prepare
 from jgr.ops.biased_attention.cases import OP
-from jgr.ops.testing import assert_as_close_as_naive
 from jgr.prompt.layouts import LAYOUTS, SINGLE_USER_MULTI_ITEM, Kind, Tokens
+from tests.ops.closeness import assert_as_close_as_naive
 from tests.ops.model_14 import single_user
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "hstu"

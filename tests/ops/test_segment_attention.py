@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from jgr.ops import segment_attention as op
 from jgr.ops.segment_attention import (
+    Arguments,
     Causal,
     Context,
     pallas_triton,
@@ -27,11 +28,11 @@ from jgr.ops.segment_attention import (
     xla,
 )
 from jgr.ops.segment_attention.cases import OP, Prompt, batch, items_first, row, user_first
-from jgr.ops.testing import assert_as_close_as_naive
 from jgr.prompt.layouts import (
     CAUSAL,
     ITEM_PREFIX,
     LAYOUTS,
+    REPAIRED_ITEM,
     SINGLE_USER_MULTI_ITEM,
     USER_PREFIX,
     Kind,
@@ -39,6 +40,7 @@ from jgr.prompt.layouts import (
     Tokens,
     describe,
 )
+from tests.ops.closeness import assert_as_close_as_naive
 from tests.ops.model_14 import single_user
 
 FORMS = ("reference", "xla", "pallas_interpret")
@@ -65,19 +67,16 @@ def attend(
     sees: Array,
     keys: Tokens | None = None,
     window: Array | None = None,
-    override: Array | None = None,
 ) -> Array:
     """In small blocks, with every option in use, so that one program serves all tests of a shape."""
-    return np.asarray(
-        COMPILED[form](
-            *arrays,
-            tokens,
-            np.asarray(sees, np.int32),
-            keys=tokens if keys is None else keys,
-            window=np.full(sees.shape, 2**30, np.int32) if window is None else window,
-            override=np.full(sees.shape, -1, np.int32) if override is None else override,
-        )
+    given = Arguments(
+        *arrays,
+        tokens,
+        np.asarray(sees, np.int32),
+        keys=tokens if keys is None else keys,
+        window=np.full(sees.shape, 2**30, np.int32) if window is None else window,
     )
+    return np.asarray(COMPILED[form](given))
 
 
 @functools.cache
@@ -233,8 +232,8 @@ def test_16_bits(implementation: str, dtype: Any) -> None:
 
 
 @st.composite
-def anything(draw: st.DrawFn) -> tuple[Tokens, Tokens, Array, Array, Array]:
-    """Tokens of queries and of keys without any order, what each query sees, windows, repaired tokens."""
+def anything(draw: st.DrawFn) -> tuple[Tokens, Tokens, Array, Array]:
+    """Tokens of queries and of keys without any order, what each query sees (some are repaired), and windows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     requests, segments, orders = (draw(st.integers(1, n)) for n in (3, 8, 60))
     layouts = np.stack([x.bits for x in LAYOUTS.values()])
@@ -251,13 +250,11 @@ def anything(draw: st.DrawFn) -> tuple[Tokens, Tokens, Array, Array, Array]:
     queries, keys = tokens(), tokens()
     sees = layouts[rng.integers(0, len(layouts), queries.kind.shape), queries.kind]
     window = np.where(rng.random(sees.shape) < draw(st.floats(0, 1)), 2**30, rng.integers(0, 30, sees.shape))
-    override = np.where(
-        rng.random(sees.shape) < draw(st.floats(0, 1)), rng.integers(0, orders, sees.shape), -1
-    )
-    return queries, keys, sees, window.astype(np.int32), override.astype(np.int32)
+    repaired = (queries.kind == Kind.ITEM) & (rng.random(sees.shape) < draw(st.floats(0, 1)))
+    return queries, keys, np.where(repaired, REPAIRED_ITEM, sees), window.astype(np.int32)
 
 
-def rule(queries: Tokens, keys: Tokens, sees: Array, window: Array, override: Array) -> Array:
+def rule(queries: Tokens, keys: Tokens, sees: Array, window: Array) -> Array:
     """[B, T, S], pair by pair."""
     mask = np.zeros((1, SIZE, SIZE), bool)
     for b, i, j in np.ndindex(mask.shape):
@@ -266,37 +263,41 @@ def rule(queries: Tokens, keys: Tokens, sees: Array, window: Array, override: Ar
         anywhere = sees[b, i] >> k.kind & 1
         earlier = sees[b, i] >> (16 + k.kind) & 1 and k.segment < q.segment
         near = q.order - k.order <= window[b, i]
-        mask[b, i, j] = (
-            q.request == k.request >= 0 and near and (own or anywhere or earlier or k.order <= override[b, i])
-        )
+        mask[b, i, j] = q.request == k.request >= 0 and near and (own or anywhere or earlier)
     return mask
 
 
 @settings(max_examples=15, deadline=None)
 @given(anything())
-def test_any_vectors(drawn: tuple[Tokens, Tokens, Array, Array, Array]) -> None:
+def test_any_vectors(drawn: tuple[Tokens, Tokens, Array, Array]) -> None:
     arrays = values(drawn[0])
     want = loop(*arrays, rule(*drawn))
     for form in FORMS:
         np.testing.assert_allclose(
-            attend(form, arrays, drawn[0], drawn[2], drawn[1], *drawn[3:]), want, atol=3e-6
+            attend(form, arrays, drawn[0], drawn[2], drawn[1], drawn[3]), want, atol=3e-6
         )
 
 
+def vectors_only(tokens: Tokens, layout: Any, **given: Any) -> Arguments:
+    """A call whose queries, keys and values are not looked at."""
+    rows, count = tokens.request.shape
+    unused = jnp.zeros((rows, 1, count, 1))
+    return Arguments(jnp.zeros((rows, count, 1, 1)), unused, unused, tokens, layout, **given)
+
+
 @jax.jit
-def relate(queries: Tokens, sees: Any, keys: Tokens, window: Any, override: Any) -> jax.Array:
-    none = jnp.zeros((1, 1, SIZE, 1))
-    prepared, (source,) = visibility.prepare(none, none, SIZE, queries, sees, keys, None, window, override)
+def relate(queries: Tokens, sees: Any, keys: Tokens, window: Any) -> jax.Array:
+    prepared, (source,) = visibility.prepare(vectors_only(queries, sees, keys=keys, window=window))
     return visibility.relation(prepared, source.keys, 8, 4)
 
 
 @settings(max_examples=25, deadline=None)
 @given(anything())
 def test_blocks_are_left_out_only_where_nothing_is_seen(
-    drawn: tuple[Tokens, Tokens, Array, Array, Array],
+    drawn: tuple[Tokens, Tokens, Array, Array],
 ) -> None:
-    queries, keys, sees, window, override = drawn
-    related = np.asarray(relate(queries, sees, keys, window, override))
+    queries, keys, sees, window = drawn
+    related = np.asarray(relate(queries, sees, keys, window))
     mask = rule(*drawn)
     for b, i, j in np.ndindex(related.shape):
         rows = mask[b, 8 * i : 8 * i + 8, 4 * j : 4 * j + 4][queries.request[b, 8 * i : 8 * i + 8] >= 0]
@@ -309,10 +310,7 @@ def test_blocks_are_left_out_only_where_nothing_is_seen(
 def blocks_of(tokens: Tokens, layout: Layout, size: int) -> Array:
     @jax.jit
     def related(tokens: Tokens) -> jax.Array:
-        none = jnp.zeros((1, 1, tokens.request.shape[1], 1))
-        prepared, (source,) = visibility.prepare(
-            none, none, none.shape[2], tokens, layout, None, None, None, None
-        )
+        prepared, (source,) = visibility.prepare(vectors_only(tokens, layout))
         return visibility.relation(prepared, source.keys, size, size)
 
     return np.asarray(related(tokens))[0]
@@ -375,7 +373,7 @@ def test_a_cached_context_changes_nothing(cut: int, layout: str) -> None:
     new = (part(q, 1, cut, size), part(k, 2, cut, size), part(v, 2, cut, size))
     sees = LAYOUTS[layout].bits[some(cut, size).kind]
     for form in ("xla", "pallas_interpret"):
-        got = COMPILED[form](*new, some(cut, size), sees, context=context)
+        got = COMPILED[form](Arguments(*new, some(cut, size), sees, context=context))
         np.testing.assert_allclose(got[:, : size - cut], whole[:, cut:], atol=2e-6)
 
 
@@ -406,8 +404,8 @@ def test_a_repaired_token_sees_the_earlier_items_too(form: str) -> None:
     arrays, place = values(tokens), np.arange(SIZE, dtype=np.int32)
     mask = written_out("item_prefix", [prompt], SIZE)
     mask[4, :5], mask[8, :9] = True, True
-    repaired = np.where(np.isin(place, [4, 8]), place, -1)[None]
-    got = attend(form, arrays, tokens, ITEM_PREFIX.bits[tokens.kind], override=repaired)
+    sees = np.where(np.isin(place, [4, 8])[None], REPAIRED_ITEM, ITEM_PREFIX.bits[tokens.kind])
+    got = attend(form, arrays, tokens, sees)
     np.testing.assert_allclose(got, loop(*arrays, mask[None]), atol=2e-6)
 
 
@@ -418,7 +416,8 @@ def test_memory_grows_with_tokens_not_with_their_square() -> None:
             for s in ((count, 4, 64), (4, count, 64), (4, count, 64))
         ]
         lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-        compiled = jax.jit(lambda q, k, v, n: xla.run(q, k, v, Causal(n))).lower(*shapes, lengths).compile()
+        call = jax.jit(lambda q, k, v, n: xla.run(Arguments(q, k, v, Causal(n))))
+        compiled = call.lower(*shapes, lengths).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
     small, large = temporary(2048), temporary(8192)
@@ -432,10 +431,10 @@ def test_gradients_of_causal_prompts() -> None:
     lengths, weight = Causal(jnp.array([37])), jnp.asarray(np.random.default_rng(1).random((1, 40, 4, 16)))
 
     def loss(form: Any, *arrays: jax.Array) -> jax.Array:
-        return (form(*arrays, lengths) * weight).sum()
+        return (form(Arguments(*arrays, lengths)) * weight).sum()
 
-    def blocks_of_16(*arrays: Any) -> jax.Array:
-        return xla.run(*arrays, blocks=xla.Blocks(16))
+    def blocks_of_16(given: Arguments) -> jax.Array:
+        return xla.run(given, xla.Blocks(16))
 
     def gradients(form: Any) -> Any:
         return jax.jit(jax.grad(functools.partial(loss, form), (0, 1, 2)), compiler_options=CHEAP)(q, k, v)
@@ -461,19 +460,18 @@ def test_what_is_refused() -> None:
         describe([Kind.USER, Kind.ITEM], [3])
 
 
-def test_signatures_are_the_same() -> None:
+def test_every_form_takes_all_arguments() -> None:
     want = [p for p in inspect.signature(segment_attention).parameters if p != "implementation"]
+    assert list(Arguments._fields) == want
     for implementation in op.IMPLEMENTATIONS:
-        assert list(inspect.signature(implementation.call).parameters) == want
+        (call,) = inspect.signature(implementation.call, eval_str=True).parameters.values()
+        assert call.annotation is Arguments
 
 
 def test_work_counts_the_pairs_that_see_each_other() -> None:
     @functools.partial(jax.jit, static_argnames="layout", compiler_options=CHEAP)
     def seen_pairs(tokens: Tokens, layout: Layout) -> jax.Array:
-        none = jnp.zeros((tokens.request.shape[0], 1, tokens.request.shape[1], 1))
-        queries, (source,) = visibility.prepare(
-            none, none, none.shape[2], tokens, layout, None, None, None, None
-        )
+        queries, (source,) = visibility.prepare(vectors_only(tokens, layout))
         rows, columns = (jax.tree.map(lambda x: x[:, :, None], queries), source.keys)
         return visibility.visible(rows, jax.tree.map(lambda x: x[:, None], columns))
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import jax
 
 from jgr.ops.beam_attention import pallas_triton, reference, xla
-from jgr.ops.beam_attention.reorder import parent_major, reorder_beam_kv
+from jgr.ops.beam_attention.arguments import Arguments
+from jgr.ops.beam_attention.reorder import reorder_beam_kv
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 
-__all__ = ["beam_attention", "parent_major", "reorder_beam_kv"]
+__all__ = ["beam_attention", "reorder_beam_kv"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.beam_attention, pallas_triton.interpreted, pallas_triton.supports),
@@ -45,17 +46,6 @@ def beam_attention(
     Returns:
         [B, W, H, d] in q's dtype; zeros in dead rows.
     """
-    out: jax.Array = dispatch(
-        "beam_attention",
-        IMPLEMENTATIONS,
-        implementation,
-        q,
-        context_k,
-        context_v,
-        lengths,
-        beam_k,
-        beam_v,
-        ancestors,
-        widths,
-    )
+    call = Arguments(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths)
+    out: jax.Array = dispatch("beam_attention", IMPLEMENTATIONS, implementation, call)
     return out

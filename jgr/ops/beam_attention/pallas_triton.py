@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jgr.ops.beam_attention.arguments import Arguments
 from jgr.ops.beam_attention.config import Config, Shape, choose_config
 
 _NOTHING = -1e30  # a running maximum before the first score; finite, so that differences are never NaN
@@ -41,23 +42,15 @@ def chunks(dim: int) -> Chunks:
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
-def supports(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-) -> str | None:
+def supports(call: Arguments) -> str | None:
     """Why the kernel cannot run, or None."""
+    q, context_k, beam_k = call.q, call.context_k, call.beam_k
     dim = q.shape[-1]
     if dim % 16 or dim > 256:
         return f"the head size is {dim}, not a multiple of 16 up to 256"
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"queries are {q.dtype}"
-    if not all(x.dtype == q.dtype for x in (context_k, context_v, beam_k, beam_v)):
+    if not all(x.dtype == q.dtype for x in (context_k, call.context_v, beam_k, call.beam_v)):
         return f"keys and values are not all {q.dtype}, as the queries are"
     if context_k.shape[2] == 0:
         return "the prompt has room for no token"
@@ -280,24 +273,13 @@ def _merge(
     _store(out_ref, rows, (top, total, out), rows.beam < widths_ref[request], pieces)
 
 
-def run(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-    *,
-    config: Config | None = None,
-    interpret: bool = False,
-) -> jax.Array:
+def run(call: Arguments, config: Config | None = None, interpret: bool = False) -> jax.Array:
     """See jgr.ops.beam_attention. config: default the heuristic's. interpret: on any platform, slowly."""
+    q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths = call
     batch, width, heads, dim = q.shape
     kv_heads, tokens = context_k.shape[1:3]
     slots = beam_k.shape[1]
-    rows = width * heads // kv_heads
+    rows = width * call.groups
     if config is None:
         config = choose_config(Shape(batch, kv_heads, rows, tokens, dim, q.dtype.itemsize))
     if tokens < config.block_tokens:  # a prompt shorter than a block: the loop loads whole blocks
@@ -353,29 +335,11 @@ def run(
     return result.reshape(batch, width, heads, dim)  # type: ignore[no-any-return]
 
 
-def beam_attention(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-) -> jax.Array:
+def beam_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.beam_attention."""
-    return run(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths)
+    return run(call)
 
 
-def interpreted(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-) -> jax.Array:
+def interpreted(call: Arguments) -> jax.Array:
     """See jgr.ops.beam_attention; the kernel step by step."""
-    return run(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths, interpret=True)
+    return run(call, interpret=True)

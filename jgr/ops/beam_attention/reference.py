@@ -6,19 +6,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jgr.ops.beam_attention.arguments import Arguments
 
-def beam_attention(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-) -> jax.Array:
+
+def beam_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.beam_attention."""
-    batch, width, heads, dim = q.shape
+    q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths = call
+    batch, width, _, dim = q.shape
     _, kv_heads, tokens, _ = context_k.shape
     slots = beam_k.shape[1]
 
@@ -28,9 +22,7 @@ def beam_attention(
     def whole(context: jax.Array, own: jax.Array) -> jax.Array:  # [B, W, H, T + S, d]
         rows = jnp.take_along_axis(own, ancestors[:, :, :, None, None], axis=2).transpose(0, 2, 3, 1, 4)
         shared = jnp.broadcast_to(context[:, None], (batch, width, kv_heads, tokens, dim))
-        return jnp.repeat(jnp.concatenate([shared, rows], axis=3), heads // kv_heads, axis=2).astype(
-            jnp.float32
-        )
+        return jnp.repeat(jnp.concatenate([shared, rows], axis=3), call.groups, axis=2).astype(jnp.float32)
 
     visible = (jnp.arange(tokens + slots) < lengths[:, None]) | (jnp.arange(tokens + slots) >= tokens)
     scores = jnp.einsum("bwhd,bwhsd->bwhs", q.astype(jnp.float32), whole(context_k, beam_k))

@@ -2,10 +2,11 @@
 """Beam keys and values moved in place after a selection (XGR-4, direct indices): row w then holds row parents[w].
 
 The alternative to a table of ancestors: attention reads row w and nothing else, at the price of copying the slots in
-every step. The kernel needs no second buffer. Of one buffer it makes two passes: ascending over the rows whose parent
-stands above them, then descending over those whose parent stands below. No row is overwritten before it is read if
-`parents` never decreases, so beams must be put in parent-major order first (`parent_major`), and in order of score at
-the end only. Other orders give wrong values, and none is checked: parents are known on the device alone.
+every step. The kernel needs no second buffer: it goes over the one buffer twice, upwards over the rows whose parent
+stands above them, then downwards over those whose parent stands below. No row is overwritten before it is read if
+`parents` never decreases. So the beams must first be put in the order of their parents (a stable argsort), and in the
+order of their scores at the end only. Other orders give wrong values, and nothing checks it, since the parents are
+known on the device alone.
 """
 
 from __future__ import annotations
@@ -23,11 +24,6 @@ from jgr.ops.dispatch import Implementation, dispatch, kernel
 
 _ROWS_IN_FLIGHT = 8  # loads before the first store: the loop is bound by latency
 _COLUMNS = 512
-
-
-def parent_major(parents: jax.Array) -> jax.Array:
-    """The order [B, W] int32 of selected beams in which their parents [B, W] never decrease; ties as they stand."""
-    return jnp.argsort(parents, axis=-1, stable=True).astype(jnp.int32)
 
 
 def _supports(kv: jax.Array, parents: jax.Array) -> str | None:

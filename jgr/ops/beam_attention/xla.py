@@ -10,23 +10,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jgr.ops.beam_attention.arguments import Arguments
+
 MASKED = -1e30  # finite, so that a row that sees nothing is not a row of not-a-numbers
 
 
-def beam_attention(
-    q: jax.Array,
-    context_k: jax.Array,
-    context_v: jax.Array,
-    lengths: jax.Array,
-    beam_k: jax.Array,
-    beam_v: jax.Array,
-    ancestors: jax.Array | None,
-    widths: jax.Array | None = None,
-) -> jax.Array:
+def beam_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.beam_attention."""
+    q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths = call
     batch, width, heads, dim = q.shape
     _, kv_heads, tokens, _ = context_k.shape
-    groups = heads // kv_heads
+    groups = call.groups
     q5 = (q * jnp.asarray(dim**-0.5, q.dtype)).reshape(batch, width, kv_heads, groups, dim)
 
     # Shared stage: [B, K, W * G, d] x [B, K, T, d].

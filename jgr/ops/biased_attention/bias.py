@@ -163,7 +163,8 @@ def prepare(
             raise ValueError("what Targets see is known: they have no keys, window or layout of their own")
     if isinstance(tokens, Causal) and isinstance(layout, Layout) and layout == SINGLE_USER_MULTI_ITEM:
         layout = CAUSAL  # the same, of a history alone
-    queries, sources = visibility.prepare(k, v, q.shape[1], tokens, layout, keys, context, window, None)
+    call = visibility.Arguments(q, k, v, tokens, layout, keys, context, window)
+    queries, sources = visibility.prepare(call)
     before = context.tokens.lengths if context is not None and isinstance(context.tokens, Causal) else 0
     own = spell_out(tokens, q.shape[1], before).position
     positions = [own if keys is None else spell_out(keys, k.shape[2], 0).position]
@@ -179,7 +180,7 @@ def prepare(
         bias = _batched(bias)
     elif bias is not None:
         bias = _checked(bias, q, sum(x.shape[1] for x in positions), targets)
-    triangle = not targets and visibility.is_triangle(tokens, context, window, None)
+    triangle = not targets and call.triangle
     if triangle and isinstance(tokens, Causal):
         lengths = tokens.lengths, tokens.lengths
     factor = jnp.asarray(scale, jnp.float32)

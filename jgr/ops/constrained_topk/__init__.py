@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jgr.ops.constrained_topk import reference, xla
-from jgr.ops.constrained_topk.children import StepFilter, TreeLevel
+from jgr.ops.constrained_topk.children import Arguments, StepFilter, TreeLevel
 from jgr.ops.dispatch import Implementation, dispatch
 
 __all__ = ["BeamStep", "StepFilter", "TreeLevel", "constrained_topk", "packed_capacity"]
@@ -70,19 +70,5 @@ def constrained_topk(
     Returns:
         A BeamStep. Equal scores: the lower beam first, then the lower child.
     """
-    step = dispatch(
-        "constrained_topk",
-        IMPLEMENTATIONS,
-        implementation,
-        hidden,
-        head,
-        beam_scores,
-        nodes,
-        level,
-        width=width,
-        normalizer=normalizer,
-        filters=filters,
-        packed=packed,
-        approximate=approximate,
-    )
-    return BeamStep(*step)
+    call = Arguments(hidden, head, beam_scores, nodes, level, width, normalizer, filters, packed, approximate)
+    return BeamStep(*dispatch("constrained_topk", IMPLEMENTATIONS, implementation, call))

@@ -58,6 +58,21 @@ class StepFilter(NamedTuple):
         return jnp.any((self.counts > 0) | self.only | (self.segment > 0))
 
 
+class Arguments(NamedTuple):
+    """A call of constrained_topk, as all forms of the op take it; what the fields are is said there."""
+
+    hidden: jax.Array
+    head: jax.Array
+    beam_scores: jax.Array
+    nodes: jax.Array
+    level: TreeLevel
+    width: int
+    normalizer: jax.Array | None = None
+    filters: StepFilter | None = None
+    packed: int = 0
+    approximate: int = 0
+
+
 class Nodes(NamedTuple):
     """The beams' nodes [B, W], clamped to the table, their first child, and their degree, 0 for dead beams."""
 

@@ -6,25 +6,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jgr.ops.constrained_topk.children import StepFilter, TreeLevel
+from jgr.ops.constrained_topk.children import Arguments, StepFilter
 
 Step = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-def constrained_topk(
-    hidden: jax.Array,
-    head: jax.Array,
-    beam_scores: jax.Array,
-    nodes: jax.Array,
-    level: TreeLevel,
-    *,
-    width: int,
-    normalizer: jax.Array | None = None,
-    filters: StepFilter | None = None,
-    packed: int = 0,
-    approximate: int = 0,
-) -> Step:
+def constrained_topk(call: Arguments) -> Step:
     """See jgr.ops.constrained_topk."""
+    hidden, head, beam_scores, nodes, level, width, normalizer, filters, _, approximate = call
     logits = jnp.einsum("bwd,vd->bwv", hidden, head, preferred_element_type=jnp.float32)
     children = level.codes.shape[0]
     nodes = jnp.clip(nodes, 0, level.offsets.shape[0] - 2)[..., None]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jgr.ops.constrained_topk import children, select
-from jgr.ops.constrained_topk.children import WORD, Nodes, StepFilter, TreeLevel
+from jgr.ops.constrained_topk.children import WORD, Arguments, Nodes, StepFilter, TreeLevel
 from jgr.ops.constrained_topk.reference import Step
 
 _PACKED_CHUNK = 2048
@@ -26,20 +26,9 @@ def columns(vocabulary: int) -> int:
     return -(-vocabulary // unit) * unit
 
 
-def constrained_topk(
-    hidden: jax.Array,
-    head: jax.Array,
-    beam_scores: jax.Array,
-    nodes: jax.Array,
-    level: TreeLevel,
-    *,
-    width: int,
-    normalizer: jax.Array | None = None,
-    filters: StepFilter | None = None,
-    packed: int = 0,
-    approximate: int = 0,
-) -> Step:
+def constrained_topk(call: Arguments) -> Step:
     """See jgr.ops.constrained_topk."""
+    hidden, head, beam_scores, nodes, level, width, normalizer, filters, packed, approximate = call
     vocabulary = head.shape[0]
     head = jnp.pad(head, ((0, columns(vocabulary) - vocabulary), (0, 0)))
     beams = _Beams(beam_scores, children.nodes_of(level, nodes, ~jnp.isneginf(beam_scores)), normalizer)

@@ -26,12 +26,11 @@ def fused_linear(
     normalize: bool = True,
     scale: jax.Array | None = None,
     shift: jax.Array | None = None,
-    eps: float = 1e-6,
     activation: Activation = "none",
     residual: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """activation(norm(x) @ w + bias) + residual, where norm(x) = (x - mean) / sqrt(variance + eps) * scale + shift.
+    """activation(norm(x) @ w + bias) + residual, where norm(x) = (x - mean) / sqrt(variance + 1e-6) * scale + shift.
 
     Statistics, sums, activation and residual are in float32; the product's factors are in the arrays' dtype. The forms
     "xla" and "reference" have gradients.
@@ -68,6 +67,6 @@ def fused_linear(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, not one of {sorted(ACTIVATIONS)}")
     rows = None if residual is None else residual.reshape(-1, width)
-    layer = Layer(x.reshape(-1, inner), w, bias, scale, shift, rows, normalize, eps, activation)
+    layer = Layer(x.reshape(-1, inner), w, bias, scale, shift, rows, normalize, activation)
     out: jax.Array = dispatch("fused_linear", IMPLEMENTATIONS, implementation, layer)
     return out.reshape(*x.shape[:-1], width)

@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+EPS = 1e-6
+"""Added to the variance, so that a row of equal values has a norm."""
+
 Activation = Literal["none", "silu", "gelu", "relu"]
 
 
@@ -49,7 +52,6 @@ class Layer(NamedTuple):
     shift: jax.Array | None
     residual: jax.Array | None
     normalize: bool
-    eps: float
     activation: Activation
 
 
@@ -59,7 +61,7 @@ def normalized(layer: Layer) -> jax.Array:
     if not layer.normalize:
         return x
     x = x - x.mean(-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + layer.eps)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS)
     if layer.scale is not None:
         x = x * layer.scale.astype(jnp.float32)
     return x if layer.shift is None else x + layer.shift.astype(jnp.float32)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jgr.ops.fused_linear.arguments import ACTIVATIONS, Activation, Layer, gelu_by_series
+from jgr.ops.fused_linear.arguments import ACTIVATIONS, EPS, Activation, Layer, gelu_by_series
 from jgr.ops.segment_attention.pallas_triton import dot, fill
 
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
@@ -74,7 +74,6 @@ class _Static:
     tiles: Tiles
     given: tuple[str, ...]
     normalize: bool
-    eps: float
     activation: Activation
     interpret: bool
 
@@ -100,7 +99,7 @@ def _statistics(x_ref: Any, static: _Static) -> tuple[jax.Array, jax.Array]:
 
     zeros = jnp.zeros((static.tiles.rows,), jnp.float32)
     mean, squares = jax.lax.fori_loop(0, static.inner // size, merge, (zeros, zeros))
-    return mean, jax.lax.rsqrt(squares / static.inner + static.eps)
+    return mean, jax.lax.rsqrt(squares / static.inner + EPS)
 
 
 def _kernel(x_ref: Any, w_ref: Any, *refs: Any, static: _Static) -> None:
@@ -144,7 +143,7 @@ def run(layer: Layer, tiles: Tiles | None = None, interpret: bool = False) -> ja
     }
     given = {name: (array, spec) for name, (array, spec) in optional.items() if array is not None}
     x = fill(layer.x, 0, tiles.rows)
-    static = _Static(inner, tiles, tuple(given), layer.normalize, layer.eps, layer.activation, interpret)
+    static = _Static(inner, tiles, tuple(given), layer.normalize, layer.activation, interpret)
     out = pl.pallas_call(
         functools.partial(_kernel, static=static),
         # Programs that run at the same time share rows of x, which each of them reads twice.

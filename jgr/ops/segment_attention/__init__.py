@@ -7,10 +7,10 @@ import jax
 
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention import pallas_triton, reference, xla
-from jgr.ops.segment_attention.visibility import Causal, Context
+from jgr.ops.segment_attention.visibility import Arguments, Causal, Context
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
-__all__ = ["IMPLEMENTATIONS", "Causal", "Context", "segment_attention"]
+__all__ = ["IMPLEMENTATIONS", "Arguments", "Causal", "Context", "segment_attention"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.segment_attention, pallas_triton.interpreted, pallas_triton.supports),
@@ -29,7 +29,6 @@ def segment_attention(
     keys: Tokens | None = None,
     context: Context | None = None,
     window: jax.Array | None = None,
-    override: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
     """softmax(q k^T / sqrt(d)) v over the keys that each query sees, with grouped key/value heads; softmax in float32.
@@ -46,24 +45,10 @@ def segment_attention(
         keys: the tokens of k and v, [B, S], where they are not the queries' own.
         context: keys and values in front of the new ones; with Causal tokens, its tokens are Causal too.
         window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
-        override: [B, T] int32; a query sees besides every key of its request whose order is at most this (a repaired
-            token); below every order for none. The window still applies.
 
     Returns:
         [B, T, H, d] in q's dtype; 0 for padding and for queries that see nothing.
     """
-    out: jax.Array = dispatch(
-        "segment_attention",
-        IMPLEMENTATIONS,
-        implementation,
-        q,
-        k,
-        v,
-        tokens,
-        layout,
-        keys=keys,
-        context=context,
-        window=window,
-        override=override,
-    )
+    call = Arguments(q, k, v, tokens, layout, keys, context, window)
+    out: jax.Array = dispatch("segment_attention", IMPLEMENTATIONS, implementation, call)
     return out

@@ -3,7 +3,7 @@
 
 prompts: of each row, the prompts packed into it, each a list of (kind, tokens). cached: tokens of every row that are
 cached context in front; they stand at the beginning of the row. tokens: room for tokens that are not, default the
-longest row's. causal: plain prompts, by lengths alone. window, repaired: draw those vectors.
+longest row's. causal: plain prompts, by lengths alone. window: draw that vector.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ CASES = (
             layout="item_prefix",
             prompts=((items_first(9, (3, 1, 4), 2), items_first(20, (5,) * 9, 3)),),
             cached=17,
-            repaired=True,
             **_SMALL,
         ),
     ),
@@ -92,7 +91,6 @@ CASES = (
             heads=12,
             kv_heads=2,
             dim=128,
-            repaired=True,
             window=True,
         ),
         _BENCH | _COMPILE,
@@ -158,8 +156,6 @@ def _integers(case: Case, rng: np.random.Generator) -> dict[str, npt.NDArray[Any
         given["window"] = np.where(rng.random(shape) < 0.5, 2**30, rng.integers(0, 40, shape)).astype(
             np.int32
         )
-    if case.shape.get("repaired"):
-        given["override"] = np.where(rng.random(shape) < 0.2, given["order"], -1).astype(np.int32)
     return given
 
 
@@ -203,7 +199,6 @@ def flat(
     context_k: jax.Array | None = None,
     context_v: jax.Array | None = None,
     window: jax.Array | None = None,
-    override: jax.Array | None = None,
     implementation: str = "auto",
     **vectors: jax.Array,
 ) -> jax.Array:
@@ -219,13 +214,12 @@ def flat(
         LAYOUTS[layout],
         context=context,
         window=window,
-        override=override,
         implementation=implementation,
     )
 
 
 def _work(case: Case, dtype: Any) -> Work:
-    """Of the prompts themselves; windows and repaired tokens, which change little, left out."""
+    """Of the prompts themselves; windows, which change little, left out."""
     s, size = case.shape, jnp.dtype(dtype).itemsize
     layout, cached = LAYOUTS[s["layout"]], s.get("cached", 0)
     pairs = 0.0

@@ -24,17 +24,15 @@ from jax.experimental.pallas import triton as plt
 from jgr.ops.segment_attention.visibility import (
     ALL,
     NOTHING,
+    Arguments,
     Causal,
-    Context,
     Keys,
     Queries,
-    is_triangle,
     pad_tokens,
     prepare,
     relation,
     visible,
 )
-from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 _MASKED = -1e30  # finite, so that differences are never NaN
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
@@ -75,19 +73,9 @@ def chunks(dim: int, most: int) -> Chunks:
     return tuple(pieces)
 
 
-def supports(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-) -> str | None:
+def supports(call: Arguments) -> str | None:
     """Why the kernel cannot run, or None."""
+    q, k, v, context = call.q, call.k, call.v, call.context
     dim = q.shape[-1]
     if dim % 16 or dim > 256:
         return f"the head size is {dim}, not a multiple of 16 up to 256"
@@ -218,29 +206,16 @@ def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
     return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
 
 
-def run(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-    tiles: Tiles | None = None,
-    interpret: bool = False,
-) -> jax.Array:
+def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """See jgr.ops.segment_attention. tiles: default the heuristic's. interpret: on any platform, slowly."""
-    batch, count, heads, dim = q.shape
-    groups = heads // k.shape[1]
-    prepared, sources = prepare(k, v, count, tokens, layout, keys, context, window, override)
+    batch, count, heads, dim = call.q.shape
+    groups = heads // call.k.shape[1]
+    prepared, sources = prepare(call)
     if tiles is None:
         longest = max(s.k.shape[2] for s in sources)
-        tiles = choose_tiles(count, longest, dim, q.dtype.itemsize)
+        tiles = choose_tiles(count, longest, dim, call.q.dtype.itemsize)
     queries = pad_tokens(prepared, tiles.queries)
-    q = fill(q, 1, tiles.queries)
+    q = fill(call.q, 1, tiles.queries)
     blocks = q.shape[1] // tiles.queries
 
     # Later blocks of a causal prompt see more: they start first.
@@ -257,8 +232,8 @@ def run(
         key_fields, key_vectors = _stacked(padded)
         source_k, source_v = (fill(x, 2, tiles.keys) for x in (source.k, source.v))
         span = source_k.shape[2]
-        if is_triangle(tokens, context, window, override):
-            order, counts = causal_lists(tokens.lengths, blocks, span // tiles.keys, tiles)
+        if call.triangle and isinstance(call.tokens, Causal):
+            order, counts = causal_lists(call.tokens.lengths, blocks, span // tiles.keys, tiles)
         else:
             order, counts = lists(queries, padded, tiles)
         operands += [source_k, source_v, key_vectors, order, counts]
@@ -287,35 +262,11 @@ def run(
     return out[:, :count]  # type: ignore[no-any-return]
 
 
-def segment_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-) -> jax.Array:
+def segment_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.segment_attention."""
-    return run(q, k, v, tokens, layout, keys=keys, context=context, window=window, override=override)
+    return run(call)
 
 
-def interpreted(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-) -> jax.Array:
+def interpreted(call: Arguments) -> jax.Array:
     """See jgr.ops.segment_attention; the kernel step by step."""
-    return run(
-        q, k, v, tokens, layout, keys=keys, context=context, window=window, override=override, interpret=True
-    )
+    return run(call, interpret=True)

@@ -6,28 +6,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jgr.ops.segment_attention.visibility import Causal, Context, prepare, visible
-from jgr.prompt.layouts import CAUSAL, Layout, Tokens
+from jgr.ops.segment_attention.visibility import Arguments, prepare, visible
 
 
-def segment_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-) -> jax.Array:
+def segment_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.segment_attention."""
-    queries, sources = prepare(k, v, q.shape[1], tokens, layout, keys, context, window, override)
+    q = call.q
+    queries, sources = prepare(call)
     rows = jax.tree.map(lambda x: x[:, :, None], queries)
     mask = jnp.concatenate([visible(rows, jax.tree.map(lambda x: x[:, None], s.keys)) for s in sources], 2)
     real = jnp.concatenate([s.keys.request >= 0 for s in sources], 1)[:, None, :, None]
-    groups = q.shape[2] // k.shape[1]
+    groups = q.shape[2] // call.k.shape[1]
     k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
     # Not-a-number in padding times a weight of zero would still be one.
     k, v = (jnp.repeat(jnp.where(real, x, 0), groups, 1).astype(jnp.float32) for x in (k, v))

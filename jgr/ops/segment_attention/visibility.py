@@ -8,7 +8,7 @@ knows the least and greatest values of a block, so it may say "something" too of
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ class Queries(NamedTuple):
     sees: jax.Array | None = None
     earlier: jax.Array | None = None
     lowest: jax.Array | None = None
-    override: jax.Array | None = None
 
 
 class Keys(NamedTuple):
@@ -76,26 +75,28 @@ class Problem(NamedTuple):
     sources: tuple[Source, ...]
 
 
-def is_triangle(
-    tokens: Tokens | Causal, context: Context | None, window: jax.Array | None, override: jax.Array | None
-) -> TypeGuard[Causal]:
-    """Whether key blocks at and before a query's block are all that it sees, whatever the values."""
-    return isinstance(tokens, Causal) and context is None and window is None and override is None
+class Arguments(NamedTuple):
+    """A call of segment_attention, as all forms of the op take it; what the fields are is said there."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    tokens: Tokens | Causal
+    layout: Layout | jax.Array = CAUSAL
+    keys: Tokens | None = None
+    context: Context | None = None
+    window: jax.Array | None = None
+
+    @property
+    def triangle(self) -> bool:
+        """Whether key blocks at and before a query's block are all that it sees, whatever the values."""
+        return isinstance(self.tokens, Causal) and self.context is None and self.window is None
 
 
-def prepare(
-    k: jax.Array,
-    v: jax.Array,
-    queries: int,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array,
-    keys: Tokens | None,
-    context: Context | None,
-    window: jax.Array | None,
-    override: jax.Array | None,
-) -> Problem:
-    """The arguments of segment_attention as vectors; `queries` is their number."""
-    plain = isinstance(tokens, Causal)
+def prepare(call: Arguments) -> Problem:
+    """The arguments as vectors. ValueError where they do not fit together."""
+    tokens, layout, keys, context, window = call.tokens, call.layout, call.keys, call.context, call.window
+    plain, queries = isinstance(tokens, Causal), call.q.shape[1]
     if context is not None and isinstance(context.tokens, Causal) != plain:
         raise ValueError("tokens and context.tokens must both be Causal, or neither")
     if plain and (keys is not None or layout != CAUSAL):
@@ -104,7 +105,7 @@ def prepare(
     own = spell_out(tokens, queries, before)
     needs_kinds = not plain
     new = own if keys is None else keys
-    sources = [Source(k, v, _keys(new, needs_kinds))]
+    sources = [Source(call.k, call.v, _keys(new, needs_kinds))]
     if context is not None:
         known = spell_out(context.tokens, context.k.shape[2], 0)
         sources.insert(0, Source(context.k, context.v, _keys(known, needs_kinds)))
@@ -114,7 +115,6 @@ def prepare(
         own.segment,
         order,
         lowest=None if window is None else order - jnp.minimum(window, _FAR),
-        override=override,
     )
     if needs_kinds:
         bits = jnp.asarray(layout.bits)[own.kind] if isinstance(layout, Layout) else layout
@@ -152,8 +152,6 @@ def visible(q: Queries, k: Keys) -> jax.Array:
         seen |= (q.sees & k.kind) != 0
     if q.earlier is not None and k.kind is not None:
         seen |= ((q.earlier & k.kind) != 0) & (k.segment < q.segment)
-    if q.override is not None:
-        seen |= k.order <= q.override
     if q.lowest is not None:
         seen &= k.order >= q.lowest
     return seen & (q.request == k.request)
@@ -197,9 +195,6 @@ def relation(queries: Queries, keys: Keys, query_block: int, key_block: int) -> 
             )
             seen = (kinds & ~q.common(queries.earlier)) == 0
             every |= seen & (k_high(keys.segment) < q_low(queries.segment))
-    if queries.override is not None:
-        some |= k_low(keys.order) <= q_high(queries.override)
-        every |= k_high(keys.order) <= q_low(queries.override)
     if queries.lowest is not None:
         some &= k_high(keys.order) >= q_low(queries.lowest)
         every &= k_low(keys.order) >= q_high(queries.lowest)

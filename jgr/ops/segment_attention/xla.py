@@ -20,17 +20,14 @@ from jgr.ops import tuning
 from jgr.ops.segment_attention.visibility import (
     ALL,
     NOTHING,
-    Causal,
-    Context,
+    Arguments,
     Keys,
     Queries,
-    is_triangle,
     pad_tokens,
     prepare,
     relation,
     visible,
 )
-from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 MOST_SCORE_BYTES = 8 << 20
 _MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weight instead of not-a-number
@@ -145,30 +142,18 @@ def _visit(
     return step
 
 
-def run(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-    blocks: Blocks | None = None,
-) -> jax.Array:
+def run(call: Arguments, blocks: Blocks | None = None) -> jax.Array:
     """See jgr.ops.segment_attention. blocks: default what was measured or the heuristic says."""
+    q = call.q
     batch, count, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    queries, sources = prepare(k, v, count, tokens, layout, keys, context, window, override)
+    kv_heads = call.k.shape[1]
+    queries, sources = prepare(call)
     all_keys: Any = jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(s.keys for s in sources))
     k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
     v = jnp.where(all_keys.request[:, None, :, None] >= 0, v, jnp.zeros((), v.dtype))
-    triangle = is_triangle(tokens, context, window, override)
     if blocks is None:
         shape = Shape(
-            batch, kv_heads, heads // kv_heads, count, k.shape[2], dim, q.dtype.itemsize, int(triangle)
+            batch, kv_heads, heads // kv_heads, count, k.shape[2], dim, q.dtype.itemsize, int(call.triangle)
         )
         blocks = tuning.choose("segment_attention", shape, candidates(shape), heuristic(shape), features)
     query_block, key_block = blocks.of(count), blocks.of(k.shape[2])
@@ -183,7 +168,7 @@ def run(
     step = _visit(q, k, v, queries, all_keys, query_block, key_block)
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     running = Running(jnp.zeros(q.shape, jnp.float32), zeros + _MASKED, zeros)
-    if triangle:
+    if call.triangle:
         running, _ = jax.lax.scan(lambda r, pair: (step(r, pair), None), running, causal_pairs(query_blocks))
     else:
         pairs, number = seen_pairs(queries, all_keys, query_block, key_block)
@@ -198,17 +183,6 @@ def run(
     return jnp.where(real[:, :, None, None], out, jnp.zeros((), out.dtype))[:, :count]
 
 
-def segment_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal,
-    layout: Layout | jax.Array = CAUSAL,
-    *,
-    keys: Tokens | None = None,
-    context: Context | None = None,
-    window: jax.Array | None = None,
-    override: jax.Array | None = None,
-) -> jax.Array:
+def segment_attention(call: Arguments) -> jax.Array:
     """See jgr.ops.segment_attention."""
-    return run(q, k, v, tokens, layout, keys=keys, context=context, window=window, override=override)
+    return run(call)
