@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr bench`: measurements that a user makes of their own system.
+"""`jgr bench`: measurements that users make of their own system.
 
 `jgr bench ops` times the ops on this device against its own roofline. `jgr bench serve` sends requests to a running
-server at a rate, or as a trace file says, without waiting for answers, and reports goodput and latencies. People read
-the lines; the last line of stdout is one JSON document.
+server at a rate, or at the times of a trace file, without waiting for answers, and reports goodput and latencies. The
+lines are for people; the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import Config, UserError
 
-HELP = "measure a system: jgr bench serve is an open-loop load client, jgr bench ops times the kernels"
+HELP = "serve: load a server and measure its latencies; ops: time the ops on this device"
 
 DEFAULT_DURATION_S = 10.0
 MAX_CONNECTIONS = 512
@@ -26,20 +26,22 @@ TIMEOUT_S = 30.0
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("url", None, "the server; default: server.host and server.port of the configuration")
-    flags.DEFINE_string("api_key", None, "sent as 'Authorization: Bearer ...'; default: server.api_key")
+    flags.DEFINE_string("url", None, "the server's URL; default: server.host and server.port of the config")
+    flags.DEFINE_string(
+        "api_key", None, "key to send as 'Authorization: Bearer ...'; default: server.api_key"
+    )
     flags.DEFINE_bool("allow_remote", False, "also load servers that are not on this machine")
-    flags.DEFINE_string("trace", None, "JSON lines of {at_ms, path, body}, in place of requests at a rate")
-    flags.DEFINE_float("rate", 10.0, "requests per second", lower_bound=1e-3)
-    flags.DEFINE_float("duration", None, "seconds; default 10, or the whole trace", lower_bound=0.0)
-    flags.DEFINE_integer("max_requests", 100_000, "refuse to make a longer run", lower_bound=1)
-    flags.DEFINE_enum("arrivals", "poisson", ("poisson", "constant"), "when requests at a rate are sent")
-    flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "what is asked for")
-    flags.DEFINE_integer("history_length", 50, "items; drawn from the catalog of catalog.path", lower_bound=1)
-    flags.DEFINE_integer("candidates", 100, "items to rank", lower_bound=1)
-    flags.DEFINE_integer("top_k", 10, "items wanted", lower_bound=1)
-    flags.DEFINE_bool("timed", False, "histories have times, for models that read them")
-    flags.DEFINE_integer("seed", 0, "of arrivals, histories and candidates", lower_bound=0)
+    flags.DEFINE_string("trace", None, "file of JSON lines {at_ms, path, body} to send, instead of --rate")
+    flags.DEFINE_float("rate", 10.0, "requests to send per second", lower_bound=1e-3)
+    flags.DEFINE_float("duration", None, "seconds to send; default: 10, or the whole trace", lower_bound=0.0)
+    flags.DEFINE_integer("max_requests", 100_000, "refuse runs with more requests", lower_bound=1)
+    flags.DEFINE_enum("arrivals", "poisson", ("poisson", "constant"), "how requests at a rate are spaced")
+    flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "which endpoint to ask")
+    flags.DEFINE_integer("history_length", 50, "items in a history, drawn from catalog.path", lower_bound=1)
+    flags.DEFINE_integer("candidates", 100, "candidates in a rank request", lower_bound=1)
+    flags.DEFINE_integer("top_k", 10, "items that a request asks for", lower_bound=1)
+    flags.DEFINE_bool("timed", False, "give histories times, for models that read them")
+    flags.DEFINE_integer("seed", 0, "seed of arrivals, histories and candidates", lower_bound=0)
     flags.DEFINE_float("slo_ms", 100.0, "answers within this time count as goodput", lower_bound=0.0)
 
     flags.DEFINE_string("op", "", "jgr bench ops: only ops and cases whose 'name case' contains this")
@@ -81,12 +83,12 @@ def _serve(values: flags.FlagValues) -> None:
     if "200" not in report["answered"]:
         raise UserError(
             "no request was answered 200: try one by hand, the server's answer says why "
-            "(a model that reads times wants --timed; one that reads more, a --trace)"
+            "(a model that reads times needs --timed; one that reads more needs a --trace)"
         )
 
 
 def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
-    """The schedule that the flags ask for."""
+    """The requests and their times, as the flags say."""
     from pathlib import Path
 
     import numpy as np
@@ -121,7 +123,7 @@ def _arrivals(values: flags.FlagValues, config: Config) -> Sequence[Any]:
 
 
 def _describe(values: flags.FlagValues) -> dict[str, Any]:
-    """The flags that made the load."""
+    """The flags that determine the load, for the report."""
     if values.trace:
         return {"trace": values.trace, "duration_s": values.duration}
     names = ("kind", "arrivals", "rate", "history_length", "candidates", "top_k", "timed", "seed")
@@ -131,7 +133,7 @@ def _describe(values: flags.FlagValues) -> dict[str, Any]:
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report as lines for people."""
     ends = [f"{n} answered {status}" for status, n in report["answered"].items()]
     ends += [f"{n} {reason.replace('_', ' ')}" for reason, n in report["failed"].items()]
     share = report["in_time"] / report["sent"]
@@ -140,13 +142,13 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
         f"goodput   {report['goodput_per_s']:.1f}/s answered 200 within {report['slo_ms']:g} ms "
         f"({share:.1%} of the requests)",
     ]
-    for name, note in (
+    for name, meaning in (
         ("latency", "from the scheduled time, status 200"),
         ("lateness", "of sending: the client's own part"),
     ):
         if values := report[f"{name}_ms"]:
             shown = ", ".join(f"{p} {ms:.1f} ms" for p, ms in values.items())
-            lines.append(f"{name:<9} {shown} ({note})")
+            lines.append(f"{name:<9} {shown} ({meaning})")
     latency_ms, lateness_ms = report["latency_ms"], report["lateness_ms"]
     if latency_ms and lateness_ms and lateness_ms["p50"] > latency_ms["p50"] / 2:
         lines.append(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr catalog`: a catalog's file as arrays that are mapped, for millions of items, and what a catalog holds.
+"""`jgr catalog`: `build` turns a catalog file into memory-mapped arrays, for millions of items; `inspect` shows one.
 
-People read the lines; the last line of stdout is one JSON document.
+The lines are for people; the last line of stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import UserError
 
-HELP = "jgr catalog build: a catalog as mapped arrays, for millions of items; inspect: its tree"
+HELP = "build: turn a catalog into memory-mapped arrays, for millions of items; inspect: show its tree"
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("catalog", "", "the catalog: *.jsonl[.gz], *.index.json[.gz] or *.catalog")
-    flags.DEFINE_string("out", "", "jgr catalog build: the new folder, named *.catalog")
+    flags.DEFINE_string("catalog", "", "the catalog to read: *.jsonl[.gz], *.index.json[.gz] or *.catalog")
+    flags.DEFINE_string("out", "", "for build: the new folder, named *.catalog")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ def _inspect(path: Path) -> None:
 
 
 def _peak_mib() -> int | None:
-    """The most memory that this process had, pages of mapped files included; None where the system does not tell."""
+    """The peak memory of this process in MiB, pages of mapped files included; None if the system does not tell."""
     status = Path("/proc/self/status")
     peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     return int(peak[1]) >> 10 if peak else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr config`: what --config and --set come to."""
+"""`jgr config`: prints the configuration that --config and --set give."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command shares with the terminal: the common flags, logs, and progress bars.
+"""The parts that all commands share: common flags, logs, and progress bars.
 
 Results go to stdout; logs, progress and errors go to stderr. Importing this is cheap: tqdm loads with the
 first bar.
@@ -33,7 +33,7 @@ def define_flags() -> None:
 
 
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
-    """The configuration the flags ask for: the file of --config, else `default`, with every --set applied."""
+    """The configuration by the flags: the file of --config, else `default`, with every --set applied."""
     if len(values.config) > 1:
         raise UserError("--config may be given once; only jgr serve takes a configuration for each model")
     base = load_config(values.config[0]) if values.config else default or Config()
@@ -41,13 +41,13 @@ def load(values: flags.FlagValues, default: Config | None = None) -> Config:
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
-    """Raise UserError where a command that takes flags only was given more."""
+    """Raise UserError if a command that only takes flags got other arguments."""
     if argv:
         raise UserError(f"unexpected argument '{argv[0]}': flags are written --name=value")
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, the call's `extra`, any exception."""
+    """Writes a JSON object per line: time (UTC), level, logger, message, the call's `extra`, any exception."""
 
     _standard = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
@@ -76,23 +76,23 @@ def set_up_logging(log_format: str, log_level: str) -> None:
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield `items` behind a progress bar; no bar where stderr is not a terminal."""
+    """Yield `items` and show a progress bar, if stderr is a terminal."""
     from tqdm import tqdm
 
-    # disable=None is tqdm's way to ask for a bar on terminals only.
+    # disable=None makes tqdm draw the bar on terminals only.
     yield from tqdm(items, desc=label, total=total, disable=None)
 
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar driven by calls of (steps done, steps in all, what is being done); quiet as in `progress`."""
+    """A progress bar that is moved by calls of (steps done, steps in all, status), if stderr is a terminal."""
     from tqdm import tqdm
 
     with tqdm(desc=label, disable=None) as bar:
 
-        def show(done: int, total: int, note: str) -> None:
+        def show(done: int, total: int, status: str) -> None:
             bar.total = total
-            bar.set_postfix_str(note, refresh=False)
+            bar.set_postfix_str(status, refresh=False)
             bar.update(done - bar.n)
 
         yield show

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr convert`: a published generator and its table of items into a folder that `jgr serve` takes.
+"""`jgr convert`: turns a published generator and its table of items into a folder that `jgr serve` takes.
 
-Reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids; every token is resolved
-by its name through the tokenizer file. Writes weights, tokenizer, catalog, and config.py with the family's prompt.
+It reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids, resolves every token
+by its name through the tokenizer file, and writes weights, tokenizer, catalog, and config.py with the family's prompt.
 
-Or, for the family hstu, Meta's research checkpoint (jgr/models/hstu_import.py says in which form) and the catalog of
+For the family hstu it turns Meta's research checkpoint (see jgr/models/hstu_import.py for its form) and the catalog of
 its items into a model that `jgr serve`, `jgr retrieve` and `jgr evaluate --baseline` take.
 """
 
@@ -49,12 +49,12 @@ PROMPTS = {
     ),
 }
 BEAM_WIDTH = 50
-TOKENS_STEP = 64  # the compiled prompt length is a multiple
+TOKENS_STEP = 64  # the compiled prompt length is a multiple of it
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What config.py says beside the prompt. tokens: of the longest prompt, rounded up."""
+    """The sizes that config.py gets. tokens: the longest prompt's, rounded up to TOKENS_STEP."""
 
     tokens: int
     beam_width: int
@@ -64,12 +64,12 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         None,
-        "Hugging Face folder: config.json, *.safetensors, tokenizer.json; of hstu a .npz or .safetensors file",
+        "Hugging Face folder: config.json, *.safetensors, tokenizer.json; for hstu a .npz or .safetensors file",
     )
     flags.DEFINE_string(
         "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"
     )
-    flags.DEFINE_enum("family", None, (*PROMPTS, HSTU), "whose prompt the checkpoint was trained with")
+    flags.DEFINE_enum("family", None, (*PROMPTS, HSTU), "the family, which fixes the prompt of the training")
     flags.DEFINE_integer("heads", 1, "attention heads of an hstu checkpoint", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to write")
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
-    """Write the ranker of the family hstu. UserError."""
+    """Convert a checkpoint of HSTU, a scorer. Raises UserError if it cannot be read."""
     from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hstu_import, retrievers
 
@@ -128,7 +128,7 @@ def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
 
 
 def _refuse_what_is_not_whole(source: Path) -> None:
-    """UserError for folders that look like a checkpoint and cannot be converted as they are."""
+    """Raise UserError for folders that look like a checkpoint but cannot be converted as they are."""
     if not source.is_dir():
         raise UserError(f"--checkpoint: {source} is not a folder")
     if (source / "adapter_config.json").exists():
@@ -153,7 +153,7 @@ def _catalog(path: Path) -> Catalog:
 
 
 def _fit(prompt: PromptConfig, cfg: DecoderConfig, tokenizer: object, catalog: Catalog) -> Fitted:
-    """Check that model, tokenizer, items and prompt belong together. UserError names what does not."""
+    """Check that model, tokenizer, items and prompt fit together. Raises UserError, naming what does not."""
     from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 
     assert isinstance(tokenizer, Tokenizer)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr demo`: the whole of jgr on the synthetic shop. Train, serve, ask over HTTP, measure against the baselines.
+"""`jgr demo`: shows all of jgr on the synthetic shop. Train, serve, ask over HTTP, compare with the baselines.
 
-On a terminal the server stays up until Ctrl-C; otherwise the command ends with it.
+On a terminal the server stays up until Ctrl-C; otherwise it is stopped at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     from jgr.serving.http.listener import bind
     from jgr.training.generator import train_generator
 
-    bind(config.server.host, config.server.port).close()  # before minutes of training, not behind them
+    bind(
+        config.server.host, config.server.port
+    ).close()  # fail now if the port is taken, not after the training
     shop = make_shop()
     dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
-    """A server in a thread: its URL, and an event that is set when it has stopped."""
+    """Run a server in a thread. Yields its URL, and an event that is set when it has stopped."""
     from jgr.serving.decoders.loading import load_engine
     from jgr.serving.http.listener import Listener
 

@@ -2,8 +2,8 @@
 """`jgr evaluate`: recommendation quality through the serving path, beside popularity, item-kNN and sequential rules.
 
 Without --url the configured model is loaded into an engine of this process; with --url a running server is asked
-over HTTP. --sweep measures quality and latency for several values of a field in place of the table; --feedback how
-well a ranker predicts what users did with their impressions. The last line of stdout is the result as one JSON
+over HTTP. With --sweep it measures quality and latency for several values of a field instead; with --feedback how
+well a scorer predicts what users did with their impressions. The last line of stdout is the result as one JSON
 document.
 """
 
@@ -39,7 +39,7 @@ UNCONSTRAINED = "without the catalog"
 
 @dataclass(frozen=True)
 class Options:
-    """The flags. ks: ascending. resamples: of the bootstrap, 0 for none. plot: the PNG of a sweep."""
+    """The values of the flags, which describe them. ks: cut-offs, ascending. plot: the PNG file of a sweep."""
 
     url: str | None = None
     split: str = "test"
@@ -63,7 +63,7 @@ class Options:
         if self.feedback and (self.sweep or self.unconstrained):
             raise UserError("--feedback is a measurement of its own: leave out --sweep and --unconstrained")
         if self.plot and not self.sweep:
-            raise UserError("--plot draws the curve of a --sweep: give one, as in --sweep=beam.width=8,16,32")
+            raise UserError("--plot draws the curve of a --sweep: add one, as in --sweep=beam.width=8,16,32")
         if self.unconstrained and self.url:
             raise UserError("--unconstrained searches with the weights of model.path: leave out --url")
 
@@ -75,15 +75,19 @@ def define_flags() -> None:
     flags.DEFINE_list("k", ["5", "10"], "cut-offs of the metrics")
     flags.DEFINE_bool("exclude_history", False, "never recommend an item of the history")
     flags.DEFINE_integer(
-        "resamples", 1000, "of the bootstrap; 0: no intervals", lower_bound=0, upper_bound=100_000
+        "resamples", 1000, "bootstrap resamples; 0: no intervals", lower_bound=0, upper_bound=100_000
     )
-    flags.DEFINE_integer("seed", 0, "of the bootstrap", lower_bound=0)
-    flags.DEFINE_bool("unconstrained", False, "also search without the catalog, and count what is no item")
-    flags.DEFINE_bool("feedback", False, "AUC and log loss of a ranker's tasks, of what users were shown")
+    flags.DEFINE_integer("seed", 0, "seed of the bootstrap", lower_bound=0)
+    flags.DEFINE_bool(
+        "unconstrained", False, "also search without the catalog; count sequences that are no item"
+    )
+    flags.DEFINE_bool(
+        "feedback", False, "measure AUC and log loss of a scorer's tasks on what users were shown"
+    )
     flags.DEFINE_integer(
         "rules_window",
         5,
-        "sequential rules: items of a history that are read",
+        "sequential rules: number of last items of a history that are read",
         lower_bound=1,
         upper_bound=1000,
     )
@@ -94,13 +98,13 @@ def define_flags() -> None:
         lower_bound=0.0,
         upper_bound=100.0,
     )
-    flags.DEFINE_string("sweep", None, "quality and latency for values of a field, as in beam.width=8,16,32")
+    flags.DEFINE_string("sweep", None, "measure quality and latency for each value, as in beam.width=8,16,32")
     flags.DEFINE_integer(
-        "requests", 200, "of a sweep's latencies, one by one", lower_bound=1, upper_bound=100_000
+        "requests", 200, "requests per value of a sweep, to time them", lower_bound=1, upper_bound=100_000
     )
     flags.DEFINE_string("plot", None, "PNG file for the curve of a sweep")
     flags.DEFINE_multi_string(
-        "baseline", [], "folder of a SASRec, LRURec or HSTU that jgr train made, for a row of its own"
+        "baseline", [], "folder of a SASRec, LRURec or HSTU by jgr train to compare with; may be repeated"
     )
 
 
@@ -117,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[str], dict[str, Any]]:
-    """The lines for people, and the JSON document. UserError says what does not fit."""
+    """The result as lines for people and as a JSON document. Raises UserError, which says what does not fit."""
     examples: Examples = getattr(dataset.interactions, options.split)
     if not len(examples):
         raise UserError(f"--split: the dataset has no {options.split} examples")
@@ -138,7 +142,7 @@ def evaluate(config: Config, dataset: Dataset, options: Options) -> tuple[list[s
 
 
 def or_null(found: Any) -> Any:
-    """JSON has no NaN: what is not defined is null there."""
+    """Replace NaN, which JSON does not have, by null in a result."""
     if isinstance(found, dict):
         return {name: or_null(value) for name, value in found.items()}
     if isinstance(found, list | tuple):
@@ -161,13 +165,13 @@ def _options(values: flags.FlagValues) -> Options:
 def _compare(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
-    """The table of the model and the baselines."""
+    """Compare the model with the baselines: a table, and its values."""
     from jgr.evaluation.report import compare, format_comparison
     from jgr.serving.versions.loading import is_scorer
 
     catalog, ks = dataset.catalog, options.ks
     if not options.url and not is_scorer(Path(config.model.path)):
-        _query(options, catalog, config.beam.width)  # refuses before a model is loaded
+        _query(options, catalog, config.beam.width)  # refuses bad options before a model is loaded
     with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
         query = _query(options, catalog, width)
@@ -189,7 +193,7 @@ def _compare(
 
 
 def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
-    """The ranking of each --baseline; several are told apart by their folders."""
+    """The ranking of each --baseline, by name; baselines of the same kind are told apart by their folders."""
     from jgr.models import retrievers
 
     found = {}
@@ -206,7 +210,7 @@ def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dic
 
 
 def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[str, Int32]:
-    """The rankings that the model is compared with, by name: [n, largest k] rows, -1 where there is none."""
+    """The baselines' rankings by name: [n, largest k] rows, -1 after the last."""
     from jgr.evaluation.report import rank_baselines
 
     n_items, top_k = dataset.catalog.n_items, max(options.ks)
@@ -219,7 +223,7 @@ def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[s
 def _search(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[Int32, dict[str, Any]]:
-    """The ranking without the catalog, and the share of sequences that are no item without it and with it."""
+    """The ranking by search without the catalog, and the share of sequences that are no item, without and with it."""
     from jgr.evaluation.unconstrained import search_all
 
     with _answers("searching", len(examples)) as on_answers:
@@ -251,7 +255,7 @@ def _shares(shares: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 def _sweep(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
-    """The curve: a point for each value."""
+    """Measure a sweep's curve: a point for each value."""
     from jgr.evaluation import sweep
     from jgr.evaluation.plots import plot_sweep
     from jgr.evaluation.report import compare, format_sweep
@@ -300,7 +304,7 @@ def _sweep(
 def _feedback(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
-    """The table of each task. model.path names the model with --url, too: its config says what to ask."""
+    """A scorer's quality for each task. model.path is needed with --url too, since its config says what to ask."""
     from jgr.data.impressions import requests
     from jgr.evaluation import feedback
     from jgr.models import scorers
@@ -336,9 +340,9 @@ def _feedback(
 
 
 def _query(options: Options, catalog: Catalog, width: int, partial: bool = False) -> Query:
-    """What is asked for. width: 0 of a model that only ranks.
+    """What the examples ask for. width: the beam width; 0 for a model that only ranks.
 
-    partial: a narrow beam answers less than the largest k, and the rest of it misses.
+    partial: a beam narrower than the largest k is allowed; the items it does not return count as misses.
     """
     from jgr.evaluation.served import Query
 
@@ -352,7 +356,7 @@ def _query(options: Options, catalog: Catalog, width: int, partial: bool = False
 
 @contextlib.contextmanager
 def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served]:
-    """What answers: the server at `url`, or an engine that is loaded for the purpose."""
+    """The server at `url`, or an engine of this process, to answer the examples."""
     if url:
         from jgr.evaluation.client import Client, RemoteServer
 
@@ -368,7 +372,7 @@ def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served
 
 @contextlib.contextmanager
 def _answers(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar that is told how many more examples are answered."""
+    """A progress bar, moved by calls with the number of further examples that are answered."""
     with console.progress_bar(label) as bar:
         answered = 0
 

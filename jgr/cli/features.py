@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr features`: fills a feature store from the items' metadata of a prepared dataset.
+"""`jgr features load`: fills a feature store with the item metadata of a prepared dataset.
 
-The last line of stdout is what was loaded as one JSON document.
+The last line of stdout is one JSON document that says what was loaded.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import UserError
 
-HELP = "jgr features load: a prepared dataset's item features into a store"
+HELP = "load: fill a feature store with a prepared dataset's item features"
 BATCH = 1000
 
 
 def define_flags() -> None:
     flags.DEFINE_string("data", "", "folder that jgr prepare wrote")
     flags.DEFINE_string(
-        "feature_store", "", "redis://host:port/db or an SQLite file; as --set features.store="
+        "feature_store", "", "redis://host:port/db or an SQLite file; short for --set features.store=..."
     )
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     store.set_schema(str(schema))
     store.close()
     if before not in (None, str(schema)):
-        print(f"the schema was {before}: restart what serves from this store")
+        print(f"the schema was {before}: restart the servers that use this store")
     loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
     # A server's address may hold a password.
     where = "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store

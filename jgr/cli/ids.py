@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr ids`: semantic ids for a prepared dataset, from item vectors that are given or computed, or from a table."""
+"""`jgr ids`: makes semantic ids for a prepared dataset from item vectors, given or computed, or from a table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def define_flags() -> None:
     flags.DEFINE_string("data", None, "folder that jgr prepare wrote; catalog.jsonl is written into it")
     flags.DEFINE_string("vectors", None, ".npy of [items, dimensions] floats in the order of items.jsonl")
     flags.DEFINE_string("table", None, "take the ids of this .tsv[.gz] as they are, with --column")
-    flags.DEFINE_string("column", None, "the column of --table")
+    flags.DEFINE_string("column", None, "the column of --table that holds the ids")
     flags.DEFINE_bool("normalize", False, "scale each row of --vectors to length 1")
     flags.DEFINE_integer("dims", 64, "dimensions of computed vectors (without --vectors)", lower_bound=1)
     flags.DEFINE_integer(
@@ -37,14 +37,14 @@ def define_flags() -> None:
         "method",
         "kmeans",
         ("kmeans", "balanced", "rqvae", "item"),
-        "how vectors become codes; item: none do, each item is one token of its own, as a ranker needs it",
+        "how vectors become codes; item: no vectors, each item is a token of its own, as a ranker needs",
     )
     flags.DEFINE_list("sizes", ["256", "256", "256"], "codes of each level, 1 to 8 levels")
-    flags.DEFINE_integer("steps", 2000, "training steps of rqvae", lower_bound=1)
+    flags.DEFINE_integer("steps", 2000, "training steps of --method=rqvae", lower_bound=1)
     flags.DEFINE_enum(
-        "collisions", "share", ("share", "extra", "reassign"), "what is done about items of the same id"
+        "collisions", "share", ("share", "extra", "reassign"), "what to do with items that get the same id"
     )
-    flags.DEFINE_integer("seed", 0, "of everything random", lower_bound=0, upper_bound=MAX_SEED)
+    flags.DEFINE_integer("seed", 0, "seed of all random numbers", lower_bound=0, upper_bound=MAX_SEED)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         quantized, error = _quantized(values, vectors, sizes)
         codes, raw_codes = semantic_ids.resolve_collisions(quantized, values.collisions), quantized.codes
         described = {"vectors": source, "method": values.method, "seed": values.seed, **error}
-    # A level that --sizes does not describe, as those of a table, is as large as its largest code.
+    # A level that --sizes does not describe, such as one of a table, is as large as its largest code.
     known = () if values.table or values.method == "item" else sizes
     all_sizes = [*known, *map(int, codes.max(axis=0)[len(known) :] + 1)]
     catalog = semantic_ids.id_catalog(prepared.item_ids, codes, prepared.metadata)
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _given(values: flags.FlagValues, prepared: Prepared) -> tuple[Int32, Int32, dict[str, Any]]:
-    """The codes of --table after and before --collisions, and where they are from."""
+    """The codes of --table, after and before --collisions, and their origin for the report."""
     from jgr.data.id_tables import read_id_table
     from jgr.training.semantic_ids import number_duplicates
 
@@ -124,7 +124,7 @@ def _sizes(texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _vectors(values: flags.FlagValues, prepared: Prepared) -> tuple[Float32, dict[str, Any]]:
-    """The item vectors and where they are from, as the report says it."""
+    """The item vectors, and their origin for the report."""
     from jgr.training.item_vectors import co_occurrence_vectors, load_vectors, unit_rows
 
     n = len(prepared.item_ids)

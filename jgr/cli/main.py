@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one console script, `jgr`: finds a command, parses its flags, turns a user's mistake into one line.
+"""The one console script, `jgr`: finds a command, parses its flags, and turns a user's mistake into one line.
 
-A command is a module with `HELP` (one line), `define_flags()` (absl flags beside the shared ones of
-console.py) and `main(argv) -> int | None`, which gets the arguments that are not flags and returns an exit
-code. It is imported when it is called or listed, so it imports jax and other slow modules inside `main` only.
+A command is a module with `HELP` (one line), `define_flags()` (its absl flags; console.py defines the shared
+ones) and `main(argv) -> int | None`, which gets the arguments that are not flags and returns an exit code. A
+command is imported when it is called or listed, so it imports jax and other slow modules only inside `main`.
 
-Exit codes: 0 done, 1 a defect of ours (with its traceback), 2 a user's mistake, 130 interrupted, 141 nobody
+Exit codes: 0 done, 1 a defect of jgr (with its traceback), 2 a user's mistake, 130 interrupted, 141 nobody
 reads the output.
 """
 
@@ -42,7 +42,7 @@ COMMANDS = {
 
 
 class Command(Protocol):
-    """What a command's module holds."""
+    """The members of a command's module."""
 
     __name__: str
     HELP: str
@@ -64,7 +64,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read stdout has left, as in `jgr config | head -1`. What is still buffered goes nowhere: the
+        # The reader of stdout has ended, as in `jgr config | head -1`. The buffered rest is discarded: the
         # interpreter's own flush at exit would fail as this one did.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr prepare`: raw files that others publish, or one's own, into a dataset that `jgr train` takes.
+"""`jgr prepare`: turns raw files, published or your own, into a dataset that `jgr train` takes.
 
 It continues where an interrupted run stopped. The last line of stdout is the counts as one JSON document.
 """
@@ -23,17 +23,17 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "source",
         None,
-        "the raw form: generic for your own files, or a dataset; a wrong one lists all",
+        "the raw format: generic for your own files, or a dataset's name; a wrong name lists all",
     )
     flags.DEFINE_string("raw", None, "the folder with the raw files")
     flags.DEFINE_string("out", None, "the folder to write")
     flags.DEFINE_enum(
-        "split", None, splits, "how valid and test are cut off; without it the source's usual one"
+        "split", None, splits, "how valid and test are split off; default: the source's usual way"
     )
     flags.DEFINE_integer("min_user", None, "drop users with fewer interactions", lower_bound=0)
     flags.DEFINE_integer("min_item", None, "drop items with fewer interactions", lower_bound=0)
     flags.DEFINE_integer("bpe_vocab", 0, "train a tokenizer of so many tokens on the titles", lower_bound=0)
-    flags.DEFINE_bool("allow_counts", False, "only warn where counts differ from those known for a source")
+    flags.DEFINE_bool("allow_counts", False, "only warn if counts differ from those known for a source")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr profile`: where a generator's time goes, by stage and by operation, over real requests.
+"""`jgr profile`: shows where a generator's time goes, by stage and by operation, over real requests.
 
-Requests are the histories of the configured dataset, or the lines of --requests. The engine is that of `jgr serve`,
-warmed up before the trace. The last line of stdout is the profile as one JSON document.
+The requests are histories of the configured dataset, or the lines of --requests_file. The engine is that of `jgr
+serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HELP = "show where a generator's time goes, by stage and by operation"
 def define_flags() -> None:
     flags.DEFINE_integer("requests", 100, "requests to trace", lower_bound=1, upper_bound=10_000)
     flags.DEFINE_string(
-        "requests_file", None, "JSONL bodies of /v1/recommend, or of /v1/rank, instead of the dataset's"
+        "requests_file", None, "JSONL file with bodies of /v1/recommend or /v1/rank, instead of the dataset"
     )
     flags.DEFINE_integer("concurrency", 1, "requests in flight", lower_bound=1, upper_bound=1024)
     flags.DEFINE_integer("top", 20, "operations to show", lower_bound=1)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
     config = console.load(flags.FLAGS)
     values = flags.FLAGS
-    _refuse_ranker(config)
+    _refuse_scorer(config)
     if values.costs:
         return _costs(config, Path(values.costs))
     from jgr.evaluation import profiling
@@ -63,18 +63,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _refuse_ranker(config: Config) -> None:
-    """UserError for a model whose requests run in other programs than are traced here."""
+def _refuse_scorer(config: Config) -> None:
+    """Raise UserError for a scorer, whose requests run in other programs than the ones traced here."""
     from jgr.serving.versions.loading import is_scorer
 
     if config.model.path and is_scorer(Path(config.model.path)):
         raise UserError(
-            "jgr profile takes generators; a ranker's times are in timing_ms of its answers and in /metrics"
+            "jgr profile takes decoders; a scorer's times are in timing_ms of its answers and in /metrics"
         )
 
 
 def _costs(config: Config, path: Path) -> int:
-    """Fit the prefill time of prompts with cached segments, and store it for the placement of items."""
+    """Fit the prefill time to prompts with cached segments, and write it to a file for the placement of items."""
     from jgr.files import writing
     from jgr.serving.decoders import prefill_costs
     from jgr.serving.decoders.loading import load_engine
@@ -101,7 +101,7 @@ def _costs(config: Config, path: Path) -> int:
 
 
 def _requests(config: Config, count: int, path: str | None) -> list[Request]:
-    """`count` requests; those of the source again from the first where it has fewer."""
+    """`count` requests; if the source has fewer, they start again from its first."""
     from msgspec.json import Decoder
 
     from jgr.serving.api import RankRequest, RecommendRequest, RequestError
@@ -141,7 +141,7 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
 async def _trace(
     config: Config, requests: Sequence[Request], concurrency: int, folder: Path
 ) -> tuple[float, list[str]]:
-    """Answer the requests under the profiler: wall seconds, and the texts of the compiled programs."""
+    """Answer the requests under the profiler. Returns wall seconds, and the texts of the compiled programs."""
     import jax
 
     from jgr.serving.api import RequestError

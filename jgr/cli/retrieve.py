@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr retrieve`: the candidates of a split's users by a retriever that `jgr train` made, and how many it finds.
+"""`jgr retrieve`: finds candidates for a split's users by a retriever that `jgr train` made, and counts the targets
+among them.
 
 The last line of stdout is the result as one JSON document.
 """
@@ -15,17 +16,17 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import UserError
 
-HELP = "name a ranker's candidates for the users of a dataset"
+HELP = "find candidates for the users of a dataset, which a ranker then orders"
 
 
 def define_flags() -> None:
     flags.DEFINE_string(
         "retriever", None, "folder of a LRURec, SASRec or HSTU that jgr train made; default: train.out"
     )
-    flags.DEFINE_enum("split", "test", ("valid", "test"), "whose users, and which targets to look for")
-    flags.DEFINE_integer("k", 100, "candidates of a user", lower_bound=1, upper_bound=10_000)
+    flags.DEFINE_enum("split", "test", ("valid", "test"), "the split whose users and targets are taken")
+    flags.DEFINE_integer("k", 100, "candidates per user", lower_bound=1, upper_bound=10_000)
     flags.DEFINE_bool("exclude_history", False, "never name an item of the history")
-    flags.DEFINE_string("out", None, ".npz file for the candidates; none: only count")
+    flags.DEFINE_string("out", None, ".npz file for the candidates; default: only count targets")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr serve`: engines behind HTTP, until SIGTERM or Ctrl-C.
+"""`jgr serve`: serves one or several models over HTTP, until SIGTERM or Ctrl-C.
 
 Each --config is a model. The URL is printed to stdout once requests are served; everything else goes to stderr. SIGHUP
-reads the models' folders again. Exit codes: 0 after a drain or a stop before there was a model, 1 where a warm-up
-failed, 2 for a configuration that cannot be served.
+reads the models' folders again. Exit codes: 0 after a drain, or after a stop before a model was loaded; 1 after a
+failed warm-up; 2 for a configuration that cannot be served.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 
 def define_flags() -> None:
     flags.DEFINE_string(
-        "api_key", None, "what clients must send as 'Authorization: Bearer ...'; sets server.api_key"
+        "api_key", None, "key that clients must send as 'Authorization: Bearer ...'; sets server.api_key"
     )
-    flags.DEFINE_integer("port", None, "port to listen on, 0 for any; sets server.port")
+    flags.DEFINE_integer("port", None, "port to listen on, 0 for any free one; sets server.port")
     flags.DEFINE_string(
         "feature_store", None, "redis://host:port/db or an SQLite file; sets features.store of every model"
     )
@@ -62,10 +62,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Config]:
-    """One for each model: what the files say, or the defaults where there is none, overridden.
+    """The configuration of each model: its file's, or the defaults if there is no file, with the assignments applied.
 
-    An assignment is for all of them, or as `name:section.field=value` for the one whose file calls its model `name`.
-    The section `server` of the first is everybody's. ConfigError for a name that is not there, or there twice.
+    An assignment `section.field=value` is for all models, `name:section.field=value` for the one whose file calls its
+    model `name`. The first configuration's section `server` is used for all. Raises ConfigError for an unknown or
+    repeated name.
     """
     files = [load_config(path) for path in paths] or [Config()]
     names = [file.model.name for file in files]
@@ -90,7 +91,7 @@ def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Con
 
 
 def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load | None]:
-    """`make_engine`, whose errors name the model where there are several."""
+    """Call `make_engine`; if there are several models, its errors name the model."""
     try:
         return make_engine(config, null)
     except UserError as error:
@@ -100,7 +101,7 @@ def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load |
 
 
 def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
-    """The engine of a configuration, and what makes the next one. What is slow to import is imported here."""
+    """Make a model's engine, and the function that makes the next one for a reload. Slow imports happen here."""
     if null:
         from jgr.serving.decoders.null import null_engine
 
@@ -111,7 +112,7 @@ def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
 
 
 def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
-    """Serve until a signal. The exit code."""
+    """Serve until a signal, and return the exit code."""
     from jgr.serving.http.listener import Listener
     from jgr.serving.versions.deployment import Deployment
 
@@ -129,7 +130,7 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
             signal.signal(number, listener.handle_exit)
         code = listener.serve_until_stopped()
     if not listener.models.join(JOIN_TIMEOUT_S):
-        # The device cannot be interrupted, and Python must not be torn down under a thread that is inside it.
+        # A running device program cannot be interrupted, and Python must not exit while a thread is inside one.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
@@ -137,6 +138,6 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # Nothing was accepted, so nothing is lost; and no thread that is loading is waited for.
+    # No request was accepted, so none is lost; a thread that is still loading is not waited for.
     print("jgr: stopped before the model was loaded", file=sys.stderr, flush=True)
     os._exit(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr train`: a model from a dataset; a generator's folder is one that `jgr serve` takes."""
+"""`jgr train`: trains a model on a dataset, and writes a folder that `jgr serve` takes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from absl import flags
 
 from jgr.cli import console
 
-HELP = "train a generator, a baseline, a retriever or a ranker on a dataset"
+HELP = "train a generator, a ranker or a scorer on a dataset"
 
 
 def define_flags() -> None:
-    """None of its own: everything is in the configuration."""
+    """Define no flags: the configuration says everything."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests look like: workloads, traces, an open-loop client; for the live server and for simulation."""
+"""Traffic for the live server and for simulation: workloads, traces, and an open-loop client."""

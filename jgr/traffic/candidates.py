@@ -2,10 +2,10 @@
 """Candidates of a request: c distinct items, drawn one after another by popularity.
 
 The one idea: drawing without repeats is a race. If item i arrives after an exponential time of rate p_i, the first c
-arrivals are such a draw, and an item is among them with probability 1 - exp(-L p_i), L being the time at which c are
-expected. So what share of all *accesses* falls on the most popular items is known without drawing, and the exponent
-of a Zipf law can be solved for it. Repeats being refused flattens a law: what 90 % of the draws hit gets fewer than
-90 % of the accesses, and with few items it cannot get more than each of them in every request.
+arrivals are such a draw, and an item is among them with probability 1 - exp(-L p_i), where L is the time by which c
+are expected. So the share of all *accesses* that the most popular items get is known without drawing, and the exponent
+of a Zipf law can be solved for it. Refusing repeats flattens a law: items that 90 % of the draws hit get fewer than
+90 % of the accesses, and no item can be in a request more than once.
 
 Letters: n items, c candidates, r requests. p_i adds up to 1.
 """
@@ -24,7 +24,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-TOP = 0.1  # "the top items" are this part of all
+TOP = 0.1  # the share of all items that are called the top items
 _EXACT_RANKS = 2048
 _MAX_EXPONENT = 8.0
 # Racing all items costs about as much as sorting this many times fewer draws.
@@ -33,21 +33,21 @@ _BLOCK = 1 << 20
 
 
 def top_count(n_items: int) -> int:
-    """How many items the top 10 % are, at least one."""
+    """The number of items in the top 10 %, at least one."""
     return max(1, math.ceil(TOP * n_items))
 
 
 def zipf(n_items: int, exponent: float) -> Float64:
-    """[n] popularity of the items in order of popularity; it adds up to 1."""
+    """The popularity of n items under a Zipf law, [n], most popular first; it adds up to 1."""
     weights: Float64 = np.arange(1, n_items + 1, dtype=np.float64) ** -exponent
     weights /= weights.sum()
     return weights
 
 
 def solve_exponent(n_items: int, candidates: int, share: float) -> float:
-    """The Zipf exponent at which the top 10 % of n items get `share` of the accesses, c distinct ones a request.
+    """The Zipf exponent at which the top 10 % of n items get `share` of the accesses, with c distinct ones per request.
 
-    DataError where no law does: the top items can be accessed once a request each.
+    Raises DataError if no exponent does, since a request can access each top item only once.
     """
     most, least = min(1.0, top_count(n_items) / candidates), top_count(n_items) / n_items
     if n_items < candidates or not least < share < most:
@@ -68,7 +68,7 @@ def solve_exponent(n_items: int, candidates: int, share: float) -> float:
 
 
 def _grid(n_items: int) -> tuple[Float64, Float64]:
-    """Ranks and how many ranks each stands for: the first ones, then ever longer blocks up to the top and the end."""
+    """A grid of ranks, and how many ranks each point stands for: single ones first, then ever longer blocks."""
     top = top_count(n_items)
     bounds = np.arange(1, min(_EXACT_RANKS, n_items) + 2, dtype=np.float64)
     if n_items > _EXACT_RANKS:
@@ -88,7 +88,7 @@ def zipf_share(ranks: Float64, counts: Float64, exponent: float, candidates: int
 
 
 def race_length(weights: Float64, counts: Float64 | float, candidates: int) -> float:
-    """L above: as many draws with repeats give `candidates` distinct items, in expectation."""
+    """L of the file's docstring: the number of draws with repeats that gives `candidates` distinct items on average."""
     total = float((np.ones_like(weights) * counts)[weights > 0].sum())
     if candidates >= total:
         return math.inf
@@ -100,7 +100,7 @@ def race_length(weights: Float64, counts: Float64 | float, candidates: int) -> f
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function crosses 0, by halving."""
+    """Find by bisection where a rising function crosses 0."""
     while high - low > 1e-9 * max(1.0, abs(high)):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)
@@ -108,9 +108,9 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 class CandidateDraw:
-    """Draws c distinct items by weight, in the order of the draws. DataError if fewer have any weight.
+    """Draws c distinct items by weight, in the order of the draws. Raises DataError if fewer have a weight above 0.
 
-    weights: [n], 0 or more. inclusion: [n] the expected accesses of each item per request.
+    weights: [n], 0 or more. inclusion: [n], the probability that a request accesses each item.
     """
 
     def __init__(self, weights: npt.ArrayLike, candidates: int) -> None:
@@ -133,7 +133,7 @@ class CandidateDraw:
         return float(top.sum() / inclusion.sum())
 
     def draw(self, requests: int, rng: np.random.Generator) -> Int32:
-        """[r, c] int32 rows, distinct within a request."""
+        """Draw the candidates of r requests, [r, c] int32 rows, distinct within a request."""
         width = len(self._popularity) if self._races else math.ceil(1.25 * self._length) + 8
         block = max(1, _BLOCK // width)
         parts = []
@@ -165,7 +165,7 @@ class CandidateDraw:
 
 
 def _first_distinct(drawn: Int64, candidates: int) -> tuple[Int32, npt.NDArray[np.bool_]]:
-    """The first distinct values of each line, in order, and which lines hold enough of them."""
+    """The first `candidates` distinct values of each line, in order, and which lines hold that many."""
     width = drawn.shape[1]
     keys = np.sort(drawn * width + np.arange(width), axis=1)
     values, places = keys // width, keys % width

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An open-loop load client: requests go out at their times, whether or not earlier ones were answered.
+"""An open-loop load client: requests are sent at their times, whether or not earlier ones were answered.
 
 The one idea: latency counts from the time a request was *scheduled*, so that a server that stalls is charged for
 everything that should have been sent meanwhile (no coordinated omission). A request that finds all connections busy
-waits, and its wait counts; `lateness` shows how much of the latency was the client's.
+waits, and its wait counts; `lateness` shows how much of the latency is the client's own.
 
 A schedule is plain data, made from a rate or read from a trace file, and bounded in length; times are seconds from
 the start of the run.
@@ -32,16 +32,16 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Kind
 
 N_USERS = 1000
-"""Distinct requests of a schedule that is made from a rate; each stands for one user, who asks again and again."""
+"""How many distinct requests a schedule with a rate has; each stands for one user, who asks again and again."""
 FIRST_TIME_S = 1_700_000_000
-"""Of a history with times."""
+"""The time of the first item in a history with times, in seconds."""
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 26
 MAX_TRACE_MS = 24 * 3600 * 1000
 
 
 class LoadError(UserError):
-    """A load that cannot be made: a bad trace, too many requests, nobody at the address."""
+    """A load that cannot be made: a bad trace, too many requests, or no server at the address."""
 
 
 class Request(NamedTuple):
@@ -52,14 +52,14 @@ class Request(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A request and when it is due."""
+    """A request, and when it is to be sent, in seconds from the start."""
 
     at_s: float
     request: Request
 
 
 class Result(NamedTuple):
-    """How a request ended. verdict: the HTTP status in decimal, or "timeout", "disconnected", "bad_response"."""
+    """How and when a request ended. verdict: the HTTP status as text, or "timeout", "disconnected", "bad_response"."""
 
     verdict: str
     due_s: float
@@ -70,7 +70,7 @@ class Result(NamedTuple):
 def arrival_times(
     process: Literal["poisson", "constant"], rate: float, duration_s: float, rng: np.random.Generator
 ) -> list[float]:
-    """Times in [0, duration_s), ascending: every 1 / rate, or those of a Poisson process."""
+    """The times of requests in [0, duration_s), ascending: every 1 / rate seconds, or a Poisson process."""
     expected = rate * duration_s
     if process == "constant":
         return [i / rate for i in range(math.ceil(expected))]
@@ -89,9 +89,9 @@ def make_requests(
     rng: np.random.Generator,
     timed: bool = False,
 ) -> list[Request]:
-    """One request for each of N_USERS users: a history drawn with repetition; for rank, distinct candidates.
+    """Make a request for each of N_USERS users: a history drawn with repeats; for rank, distinct candidates.
 
-    timed: the history's items are an hour apart, and it is an hour after the last one.
+    timed: add times: the history's items are an hour apart, and the request comes an hour after the last one.
     """
     if kind == "rank" and candidates > len(item_ids):
         raise LoadError(f"{candidates} candidates were asked for; the catalog has {len(item_ids)} items")
@@ -115,7 +115,7 @@ def make_requests(
 
 
 def schedule(times: Sequence[float], requests: Sequence[Request], rng: np.random.Generator) -> list[Arrival]:
-    """At each time a request drawn at random."""
+    """Draw a request at random for each time."""
     drawn = rng.integers(0, len(requests), len(times)).tolist()
     return [Arrival(at_s, requests[i]) for at_s, i in zip(times, drawn, strict=True)]
 
@@ -129,7 +129,7 @@ class _TraceLine(msgspec.Struct, forbid_unknown_fields=True):
 def read_trace(path: Path, *, duration_s: float | None, max_requests: int) -> list[Arrival]:
     """Read JSON lines of {at_ms, path, body}, in any order; those due at duration_s or later are left out.
 
-    LoadError names the line that cannot be used, or says that more than max_requests remain.
+    Raises LoadError, naming the line that cannot be used, or if more than max_requests remain.
     """
     decode = msgspec.json.Decoder(_TraceLine).decode
     arrivals = []
@@ -151,7 +151,8 @@ class Connection(Protocol):
     @property
     def usable(self) -> bool: ...
     async def post(self, request: Request) -> int:
-        """The status of the answer. OSError, EOFError where the connection breaks, ValueError where HTTP does."""
+        """Send a request; returns the status. Raises OSError or EOFError if the connection breaks, ValueError if the
+        answer is not valid HTTP."""
 
     def close(self) -> None: ...
 
@@ -164,9 +165,9 @@ async def drive(
     timeout_s: float,
     progress: Progress,
 ) -> list[Result]:
-    """Send every request at its time, and wait for all answers. The results, in the order of their ends.
+    """Send every request at its time, and wait for all answers. Returns the results, those that end first first.
 
-    timeout_s: of one request, from when it was sent. Connections are opened as they are needed and kept.
+    timeout_s: how long a request may take from when it was sent. Connections are opened when needed, and kept.
     """
     loop = asyncio.get_running_loop()
     slots = asyncio.Semaphore(max_connections)
@@ -225,7 +226,7 @@ def _verdict(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A server. api_key: empty where none is sent."""
+    """The address of a server. api_key: the key to send; empty: none."""
 
     host: str
     port: int
@@ -233,7 +234,7 @@ class Target:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is this machine for certain; no name but localhost is looked up."""
+        """Whether the host is certainly this machine: a loopback address or localhost. No other name is looked up."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -241,7 +242,7 @@ class Target:
 
 
 def parse_url(url: str, api_key: str = "") -> Target:
-    """The target of an http:// URL without a path. LoadError says what is wrong with any other."""
+    """Parse an http:// URL without a path. Raises LoadError, which says what is wrong with any other."""
     try:
         parts = urlsplit(url)
         port = parts.port or 80
@@ -255,7 +256,7 @@ def parse_url(url: str, api_key: str = "") -> Target:
 
 
 class HttpConnection:
-    """HTTP/1.1 with keep-alive; answers need a Content-Length."""
+    """A connection by HTTP/1.1 with keep-alive. Answers must have a Content-Length."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target) -> None:
         self._reader, self._writer = reader, writer
@@ -267,7 +268,7 @@ class HttpConnection:
 
     @classmethod
     async def open(cls, target: Target) -> HttpConnection:
-        """OSError where nobody answers."""
+        """Connect to a server. Raises OSError if none answers."""
         streams = await asyncio.open_connection(target.host, target.port, limit=MAX_HEAD_BYTES)
         return cls(*streams, target)
 
@@ -303,7 +304,7 @@ def run(
     timeout_s: float,
     progress: Progress,
 ) -> list[Result]:
-    """`drive` against a server, on an event loop of its own. LoadError where the server cannot be reached at all."""
+    """Run `drive` against a server, on a new event loop. Raises LoadError if the server cannot be reached at all."""
 
     async def main() -> list[Result]:
         try:
@@ -324,7 +325,7 @@ def run(
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 (the least value that this share does not exceed) and max, in ms; None of nothing."""
+    """p50, p90, p99 (the least value that this share does not exceed) and max, in ms; None if there are no values."""
     if not seconds:
         return None
     ranked = sorted(seconds)
@@ -335,7 +336,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
 def summarize(results: Sequence[Result], slo_ms: float) -> dict[str, Any]:
     """The report of a run, as JSON values. results: at least one.
 
-    latency_ms is that of the answers with status 200. Goodput counts those that came within slo_ms, and divides by
+    latency_ms covers the answers with status 200. goodput is the number of these that came within slo_ms, divided by
     elapsed_s, the time from the start until the last request ended.
     """
     statuses = Counter(r.verdict for r in results if r.verdict.isdigit())

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay of a prepared dataset as ranking traffic: every event of the log is a request of its user at its time.
+"""Replay of a prepared dataset as ranking traffic: every event of the log is a request by its user at its time.
 
-The one idea: what is real and what is made up is told apart (`parameters["made_up"]` lists the latter).
+The one idea: real and invented properties are kept apart (`parameters["made_up"]` lists the invented ones).
 
-Real: who comes when, how long the user's history is at that moment (the events before this one, so it grows with each
-return), the item that the event is about, which is one of the candidates, and how popular the items are.
+Real: which user comes when, the length of the user's history at that moment (the events before this one, so it grows
+with each return), the event's item, which is one of the candidates, and the items' popularity.
 
-Made up:
-- The other candidates: distinct items by their number of events in the whole log, later ones included. No log says
-  what its recommender had retrieved. They stand in the order drawn, the event's item at a random place.
-- Tokens. Public histories are short; as BAT does, they are stretched: an event has as many tokens, the same for all
-  events and on top of `profile_tokens`, as bring the longest history to the longest prompt, or the mean over all
-  requests to `user_tokens`. A history that is full stays at that length, and what a request of that user sees is then
-  its last events.
-- Times, where the source has none (MovieLens' and Amazon's sequences, Gowalla): each user's events are spread evenly
-  at random over `hours`, in their order. Then the gaps between two requests of a user say nothing about real users;
+Invented:
+- The other candidates: distinct items drawn by their number of events in the whole log, later events included. No log
+  says what its recommender had retrieved. They are in the order drawn, with the event's item at a random position.
+- Tokens. Public histories are short; as in BAT, they are stretched. All events have the same number of tokens, on top
+  of `profile_tokens`: the number that brings the longest history to the longest prompt, or the mean over all requests
+  to `user_tokens`. A history at the longest prompt stays at that length; a request then holds only its last events.
+- Times, if the source has none (MovieLens' and Amazon's sequences, Gowalla): each user's events are spread uniformly
+  at random over `hours`, in their order. Then the gaps between a user's requests say nothing about real users;
   and Gowalla's events have no order either.
 
 KuaiRand-Pure keeps a fraction of the app's videos, so its real gaps are longer than the app's. How many events its
@@ -51,17 +50,17 @@ from jgr.traffic.workloads import HOUR, SECOND, Access
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
-# The unit of a source's times in ns, where it is not the second.
+# The unit of a source's times in ns, for sources whose unit is not the second.
 TICKS = {"kuairand": 1_000_000}
 _BLOCK = 512
 
 
 class Replay:
-    """The events of a folder that `jgr prepare` wrote, in order of time; a Trace.
+    """A Trace of the events in a folder that `jgr prepare` wrote, in order of time.
 
-    item_tokens: [n] int32, or one number for all items. hours: the time that a source without times shall span.
-    earlier: [u] events of each user before the log begins. user_tokens: mean over the requests; None: see above.
-    DataError names what does not fit.
+    item_tokens: [n] int32, or one number for all items. hours: the time that a source without times is spread over.
+    earlier: [u], events of each user before the log begins. user_tokens: mean over the requests; None: the longest
+    history has the longest prompt. Raises DataError, naming what does not fit.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class Replay:
         return len(self._items)
 
     def _times(self, arrays: Arrays, users: Int64, source: str, hours: float | None) -> Int64:
-        """[total] ns since the first event, per user in order."""
+        """The time of each event, [total] ns since the first event, ascending for each user."""
         if arrays.times is not None:
             if hours is not None:
                 raise DataError(f"{source} has real times: leave hours away; accesses(speed) compresses time")
@@ -120,7 +119,7 @@ class Replay:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The skew of the real events and of the candidates made of them, the tokens, and what is not real."""
+        """The skew of the real events and of the candidates, the tokens, and what is invented, as plain data."""
         top = np.sort(self._popularity)[-top_count(len(self._popularity)) :].sum()
         return {
             "events": len(self),
@@ -134,7 +133,7 @@ class Replay:
         }
 
     def accesses(self, speed: float = 1.0) -> Iterator[Access]:
-        """As many as there are events."""
+        """Yield one request for each event, in order of time; see Trace."""
         rng = np.random.default_rng((self._seed, 1))
         for at in range(0, len(self), _BLOCK):
             part = slice(at, at + _BLOCK)
@@ -147,7 +146,7 @@ class Replay:
 
 
 def _event_tokens(history: Int64, profile: int, longest: int, mean: float | None) -> float:
-    """Tokens of an event, so that histories of so many events have what the docstring of the file says."""
+    """The tokens of an event, so that histories of so many events have the lengths that the file's docstring says."""
     if mean is None:
         return (longest - profile) / max(1, int(history.max()))
     most = float(np.where(history > 0, longest, profile).mean())
@@ -162,7 +161,7 @@ def _event_tokens(history: Int64, profile: int, longest: int, mean: float | None
 
 
 def _with_targets(items: Int32, targets: Int32, rng: np.random.Generator) -> Int32:
-    """Put each target at a random place of its line, once; where it was not drawn, the item drawn last leaves."""
+    """Put each target at a random position of its line, once. If it was not drawn, it replaces the last item drawn."""
     lines = np.arange(len(targets))
     holds = items == targets[:, None]
     found = np.where(holds.any(axis=1), holds.argmax(axis=1), items.shape[1] - 1)
@@ -173,9 +172,9 @@ def _with_targets(items: Int32, targets: Int32, rng: np.random.Generator) -> Int
 
 
 def kuairand_earlier(raw: str | Path, folder: str | Path) -> Int64:
-    """[u] events before the log, for the users of `folder`, from `user_history.txt` of the raw data; 0 if not named.
+    """The events before the log of each user of `folder`, [u], from the raw data's `user_history.txt`; 0 if not there.
 
-    Its lines begin with a user and a number of events, separated by tabs. DataError names the line.
+    Lines of that file begin with a user and a number of events, separated by a tab. Raises DataError, naming the line.
     """
     path = find(Path(raw), "user_history.txt")
     counts: dict[str, int] = {}
@@ -188,9 +187,9 @@ def kuairand_earlier(raw: str | Path, folder: str | Path) -> Int64:
 
 
 def title_tokens(folder: str | Path, longest: int) -> Int32:
-    """[n] int32 tokens of the items' titles under the folder's tokenizer, from 1 to `longest`; no title is 1.
+    """The tokens of each item's title by the folder's tokenizer, [n] int32, from 1 to `longest`; 1 for no title.
 
-    DataError where `jgr prepare` made no title tokenizer.
+    Raises DataError if `jgr prepare` made no title tokenizer.
     """
     folder = Path(folder)
     if not (folder / TITLES).exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trace is like, measured on its first requests: the figures that a claim about a cache is to be read with."""
+"""Statistics of a trace's first requests, which a reader needs to judge a claim about a cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RETURNS = (60, 600, 3600)  # seconds
 def report(trace: Trace, requests: int) -> dict[str, Any]:
     """Statistics of the first `requests` requests, or of all if there are fewer, as plain data.
 
-    top10_share: part of the candidates that are among the 10 % of all items that these requests accessed most, which
-    with few accesses per item is above the law's. mean_user_tokens, mean_item_tokens: over requests and candidates.
-    repeats: part of the requests by users seen before; returns: by users whose last request was at most so many
-    seconds ago. once_an_hour: of the users that came in an hour, those who came once, over all whole hours; None if
-    there is none. user_longer: part of the requests with more user tokens than item tokens.
+    top10_share: share of the candidates that are among the 10 % of all items that these requests accessed most; with
+    few accesses per item it is above the workload's. mean_user_tokens, mean_item_tokens: means over requests and over
+    candidates. repeats: share of the requests by users seen before. returns: share of the requests whose user came at
+    most so many seconds before. once_an_hour: share of an hour's users that came once in it, over all whole hours; None
+    if there is no whole hour. user_longer: share of the requests with more user tokens than item tokens.
     """
     accesses = np.zeros(len(trace.item_tokens), np.int64)
     last: dict[int, int] = {}
@@ -61,7 +61,7 @@ def report(trace: Trace, requests: int) -> dict[str, Any]:
 
 
 class _Hours:
-    """Users by how often they came in an hour; the last hour is not counted, since it may go on."""
+    """Counts how often users came in each hour. The last hour is not counted, since it may be cut short."""
 
     def __init__(self) -> None:
         self._hour, self._now = 0, Counter[int]()

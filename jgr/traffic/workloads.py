@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranking traffic as BAT (ASPLOS '26) describes it: who comes when, with how many tokens, for which candidates.
+"""Ranking traffic as BAT (ASPLOS '26) describes it: which user comes when, with how many tokens, for which candidates.
 
-The one idea: all laws are per user and per item, so a workload *scaled* by a factor has that many times fewer users
-and items and requests per second, and everything else as before: token counts, skew, how often a user comes back, and
-how many others came in between relative to all. A cache scaled by the same factor sees the same traffic.
+The one idea: all laws are per user and per item, so a workload *scaled* by a factor has that many times fewer users,
+items and requests per second. The rest stays: token counts, skew, how often a user comes back, and the share of the
+other users that come in between. A cache scaled by the same factor sees the same traffic.
 
 From the paper: users, items and mean tokens of Games, Beauty, Books and Industry; 100 candidates; the longest prompt
 near 8K tokens; 90 % of the item accesses on the top 10 % of the items; users drawn with replacement by how often they
@@ -28,7 +28,7 @@ Inferred, to give these figures:
   Industry. More would break the 55 %, counted here among the users that came in that hour.
 - Off by default: with probability `growth` a user who returns has `growth_tokens` more, until the history is full.
 
-Memory: 20 bytes a user, 24 an item, and one block of requests, however many are drawn.
+Memory: 20 bytes for each user, 24 for each item, and one block of requests, however many are drawn.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Float64 = npt.NDArray[np.float64]
 
 SECOND = 1_000_000_000
 HOUR = 3600
-VISIT_GAP = 30.0  # seconds
-_VISITS = 512  # a block of the stream
+VISIT_GAP = 30.0  # mean seconds between two requests of a visit
+_VISITS = 512  # visits in a block of the stream
 _SAMPLE = 100_000
 
 
@@ -59,8 +59,8 @@ _SAMPLE = 100_000
 class Access:
     """One ranking request.
 
-    time_ns: since the trace began, never falls. user: 0 to users - 1. user_tokens: length of the history now.
-    items: [c] int32 rows, distinct.
+    time_ns: time since the trace began; never falls. user: 0 to users - 1. user_tokens: length of the history now.
+    items: [c] int32 rows of the candidates, distinct.
     """
 
     time_ns: int
@@ -70,28 +70,28 @@ class Access:
 
 
 class Trace(Protocol):
-    """Traffic that can be drawn from its beginning any number of times, always the same."""
+    """Traffic that can be streamed from its beginning any number of times, always the same."""
 
     @property
     def name(self) -> str: ...
     @property
     def item_tokens(self) -> Int32:
-        """[n] tokens of each item."""
+        """The number of tokens of each item, [n]."""
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What was solved or expected, as plain data."""
+        """The trace's parameters, solved or expected, as plain data."""
 
     def accesses(self, speed: float = 1.0) -> Iterator[Access]:
-        """In order of time, which runs `speed` times as fast; nothing else depends on it."""
+        """Yield the requests in order of time. speed: time runs this many times as fast; nothing else changes."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The law of a workload; see above. DataError names the field that is out of range.
+    """The laws of a workload; see the file's docstring. Raises DataError, naming the field that is out of range.
 
     user_tokens, item_tokens: means. hourly: requests per user and hour. visit: mean requests of a visit.
-    max_prompt: user tokens stop at this less the mean of all candidates' tokens.
+    max_prompt: user tokens are at most this minus the mean tokens of all candidates.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Workload:
 
     @property
     def max_item_tokens(self) -> int:
-        """No item has more: an `item_span` that cuts none."""
+        """The most tokens that an item can have: an `item_span` of this size cuts none."""
         return 2 * self.item_tokens - 1
 
     @property
@@ -144,10 +144,10 @@ class Workload:
         return self.users * self.hourly / HOUR
 
     def scaled(self, factor: float) -> Workload:
-        """With `factor` times fewer users and items.
+        """The same workload with `factor` times fewer users and items.
 
-        DataError where so few items cannot have the skew: `items` must be well above
-        10 x top10_share x candidates.
+        Raises DataError if too few items are left for the skew: `items` must be well above 10 x top10_share x
+        candidates.
         """
         if not 1 <= factor < math.inf:
             raise DataError(f"workload {self.name}: cannot be scaled by {factor}, only by 1 or more")
@@ -158,13 +158,13 @@ class Workload:
 
 
 def industry(items: int = 1_000_000, users: int = 10_000_000) -> Workload:
-    """Industry-X: the synthetic workload after the paper's production trace, with X items."""
+    """Industry-X: a synthetic workload like the paper's production trace, with X items."""
     name = "industry" if items == 1_000_000 else f"industry-{items}"
     return Workload(name, users, items, 1500, 10, hourly=0.05, visit=1.4)
 
 
 def books(items: int = 280_000, users: int = 510_000) -> Workload:
-    """Books-X."""
+    """Books-X: the paper's Books workload with X items."""
     name = "books" if items == 280_000 else f"books-{items}"
     return Workload(name, users, items, 1586, 15, hourly=0.5)
 
@@ -179,7 +179,7 @@ WORKLOADS = {workload.name: workload for workload in (GAMES, BEAUTY, BOOKS, INDU
 class Traffic:
     """The users and items of a workload, drawn once; `accesses` streams its requests.
 
-    user_tokens: [users] int32 at the beginning. item_tokens: [items] int32. Equal seeds give equal traffic.
+    user_tokens: [users] int32, when the trace begins. item_tokens: [items] int32. Equal seeds give equal traffic.
     """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
@@ -212,7 +212,7 @@ class Traffic:
         }
 
     def accesses(self, speed: float = 1.0) -> Iterator[Access]:
-        """Endless."""
+        """Yield requests without end, in order of time; see Trace."""
         workload = self.workload
         rng, growing = np.random.default_rng((self._seed, 3)), np.random.default_rng((self._seed, 4))
         grows = workload.growth > 0 and workload.growth_tokens > 0
@@ -230,9 +230,9 @@ class Traffic:
                 yield Access(time_ns, user, int(tokens[user]), items[at])
 
     def _arrivals(self) -> Iterator[tuple[Float64, Int64]]:
-        """Blocks of times in seconds, in order, and users.
+        """Yield blocks of times in seconds, ascending, with their users.
 
-        A block is made of the visits that begin in it; what is left of them when it ends goes to the next one.
+        A block holds the visits that begin in it; requests that come after its end go to the next block.
         """
         rng, workload, now = np.random.default_rng((self._seed, 2)), self.workload, 0.0
         times, users = np.zeros(0), np.zeros(0, np.int64)
@@ -254,14 +254,14 @@ class Traffic:
 
 
 def _firsts(sizes: Int64) -> npt.NDArray[np.bool_]:
-    """True at the first of each run of `sizes` elements: [sum of sizes]."""
+    """True at the first element of each run, [sum of sizes]. sizes: the lengths of the runs."""
     first = np.zeros(sizes.sum(), bool)
     first[np.cumsum(sizes) - sizes] = True
     return first
 
 
 def _user_tokens(workload: Workload, normal: Float64) -> Int32:
-    """[users] lognormal lengths of which the mean is the workload's, although the longest are clipped."""
+    """Lognormal history lengths, [users], with the workload's mean although the longest are clipped."""
     sample = workload.token_spread * normal[:_SAMPLE]
     low, high = -10.0, math.log(workload.max_user_tokens)
     while high - low > 1e-6:

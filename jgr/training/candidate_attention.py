@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the prompts that a ranker learns from: with gradients, and without scores of all pairs.
+"""Attention over the prompts that a ranker is trained on: differentiable, and without scores of all pairs of tokens.
 
-A candidate sees nothing but itself and perhaps the user, who sees no instruction. So of the T x T pairs of a prompt of
-100 candidates a tenth is computed. What of those is seen is the rule of jgr.ops.segment_attention, in any layout.
+A candidate sees only itself and perhaps the user, and the user never sees the instruction. So in a prompt with 100
+candidates only a tenth of the T x T pairs is computed. Which of these are visible is decided by the rule of
+jgr.ops.segment_attention, in any layout.
 
-Letters: B batch, T tokens (U of the user, C candidates of S each, the instruction's), H heads, d head width.
+Letters: B batch, T tokens (U user tokens, C candidates of S tokens, then the instruction), H heads, d head width.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Layout, Tokens
 
 
 def candidate_attention(user: int, candidates: int, span: int, layouts: str = "both") -> Attention:
-    """For prompts whose tokens stand as `jgr.training.ranker.lay_out` has them: U, C times S, the instruction's.
+    """Make the attention for prompts in the order of `jgr.training.ranker.lay_out`: user, candidates, instruction.
 
-    layouts: as train.layouts. Where it is one, neither users nor candidates are compared with what they never see.
+    user: U. candidates: C. span: S. layouts: as train.layouts; if it names one layout, pairs that are invisible in it
+    are not computed.
     """
     of_user, items = slice(0, user), slice(user, user + candidates * span)
-    behind = slice(items.stop, None)
+    instruction = slice(items.stop, None)
     user_sees = of_user if layouts == USER_PREFIX.name else slice(0, items.stop)
     items_see = slice(0, 0) if layouts == ITEM_PREFIX.name else of_user
 
@@ -41,12 +43,12 @@ def candidate_attention(user: int, candidates: int, span: int, layouts: str = "b
             )  # fmt: skip
 
         def each(x: jax.Array, axis: int) -> jax.Array:
-            """The candidates' tokens, one axis in the place of `axis`, as two: [.., C * S, ..] -> [.., C, S, ..]."""
+            """Split the axis of the candidates' tokens in two: [.., C * S, ..] -> [.., C, S, ..]."""
             x = jax.lax.slice_in_dim(x, items.start, items.stop, axis=axis)
             return x.reshape(*x.shape[:axis], candidates, span, *x.shape[axis + 1 :])
 
         def of_items() -> jax.Array:
-            """Two sums of products, over the user's tokens and over the candidate's own, under one softmax."""
+            """The candidates' output: one softmax over the user's tokens and the candidate's own."""
             groups = q.shape[2] // k.shape[1]
             keys, values = (jnp.repeat(x, groups, 1) for x in (k, v))
             sees_user = _visible(_at(tokens, items), layout[:, items], _at(tokens, items_see))
@@ -71,18 +73,15 @@ def candidate_attention(user: int, candidates: int, span: int, layouts: str = "b
             from_self = jnp.einsum("bhcsr,bhcrd->bcshd", own_weights.reshape(to_self.shape), each(values, 2))
             return from_user + from_self.reshape(from_user.shape)
 
-        parts = all_pairs(of_user, user_sees), of_items(), all_pairs(behind, slice(0, None))
+        parts = all_pairs(of_user, user_sees), of_items(), all_pairs(instruction, slice(0, None))
         return jnp.concatenate(parts, axis=1)
 
     return attend
 
 
 def _visible(queries: Tokens, bits: jax.Array, keys: Tokens) -> jax.Array:
-    """Which of the keys [.., S] the queries [.., T] see, whose layouts are `bits`: [.., T, S] bool."""
-    q, none = (
-        jnp.zeros((1, queries.order.shape[-1])),
-        jnp.zeros(()),
-    )  # the rule asks nothing of the arrays themselves
+    """Which keys [.., S] each query [.., T] sees, [.., T, S] bool. bits: the queries' layouts."""
+    q, none = jnp.zeros((1, queries.order.shape[-1])), jnp.zeros(())  # the rule does not read the arrays
     rows, (columns,) = prepare(Arguments(q, none, none, queries, bits, keys))
     return visible(
         jax.tree.map(lambda x: x[..., :, None], rows), jax.tree.map(lambda x: x[..., None, :], columns.keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a training run as a picture: loss of every step, and the metric of every validation."""
+"""Draws the curves of a training run: the loss of every step and the metric of every validation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 SMOOTHED = 50
-"""Steps that the drawn loss is a running mean of."""
+"""The drawn loss is a running mean over this many steps."""
 
 
 def plot_curves(metrics: Path, picture: Path, metric: str) -> None:
-    """Draw metrics.jsonl into a PNG. metric: what was validated."""
+    """Draw metrics.jsonl into a PNG. metric: the name of the validated metric in it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # 0.5 s of import time, and no display
     from matplotlib.figure import Figure
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train Climber (MODEL-18) or DLRMv3's HSTU (MODEL-17) on impressions: what users did with what they were shown.
 
-An example is a request of the past (`jgr.data.impressions`): a history of items, actions and times, and the impressions
-that share it, none of which sees another (SUMI). The loss is the binary cross-entropy of every task, summed over tasks
-with feedback.weights. A score is computed by the two functions that serve it, `read` and `score`.
+An example is a past request (`jgr.data.impressions`): a history of items, actions and times, and the impressions that
+share it, none of which sees another (SUMI). The loss is the binary cross-entropy of every task, summed over the tasks
+with feedback.weights. Scores are computed by the same two functions as in serving, `read` and `score`.
 
-Letters: B batch, S = max_items, M impressions of a window, m candidates, P tasks, n items of the catalog.
+Letters: B batch, S = max_items, M impressions in a window, m candidates, P tasks, n items in the catalog.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Features = Mapping[str, npt.NDArray[Any]]
 """The items' features by name: [n, width] each, float32 numbers or int32 categories."""
 
 METRIC = "auc"
-"""What is validated: the mean of the tasks' areas under the curve."""
-TIME_ROWS = 256  # of stu: square roots of minutes, six weeks
-_LEAST = 1e-6  # of a probability in the loss
+"""The validated metric: the mean over the tasks of the area under the ROC curve."""
+TIME_ROWS = 256  # stu's time buckets: square roots of minutes, up to six weeks
+_LEAST = 1e-6  # probabilities in the loss are clipped to it
 
 
 def make_config(config: Config, dataset: Dataset, features: Features) -> ScorerConfig:
-    """The ranker that config.train and config.feedback describe, for a dataset with feedback. UserError."""
+    """The config of the scorer that config.train and config.feedback describe. Raises UserError if they do not fit."""
     action_bits(dataset.interactions, config.feedback.tasks, "feedback.tasks")
     if config.train.dropout:
         raise ConfigError(f"train.dropout: {config.train.model} has none; set it to 0")
@@ -79,7 +79,7 @@ def _stu_config(config: Config, dataset: Dataset, features: Features, scenarios:
         item_dim=train.hidden,
         actions=len(dataset.interactions.actions),
         action_dim=config.feedback.action_dim,
-        slots=(scenarios,),  # where the request comes from
+        slots=(scenarios,),  # the request's scenario
         mlp=train.mlp,
         position_rows=train.max_items + 2,
         time_rows=TIME_ROWS,
@@ -117,14 +117,14 @@ def _climber_config(config: Config, dataset: Dataset, features: Features, scenar
 
 
 class ImpressionWindows(Batches):
-    """The batches of a split's requests, none of which has more than feedback.candidates impressions."""
+    """Batches of a split's requests, each with at most feedback.candidates impressions."""
 
     def __init__(self, found: Requests, train: TrainConfig, candidates: int) -> None:
         super().__init__(train, np.ones(len(found), np.int64))
         self._requests, self._candidates = found, candidates
 
     def digest(self) -> str:
-        """See Batches: over the events and the requests among them."""
+        """The hash of the events and of the requests among them; see Batches."""
         digest, events = hashlib.sha256(), self._requests.histories
         for array in (events.rows, *feedback_of(events), events.starts, self._requests.offsets):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -132,16 +132,17 @@ class ImpressionWindows(Batches):
         return digest.hexdigest()[:16]
 
     def batch(self, step: int) -> Int32:
-        """See `windows`."""
+        """The windows of a step's requests, as `windows` makes them."""
         return windows(self._requests, self._place(step)[2], self._train.max_items, self._candidates)
 
 
 def windows(
     found: Requests, chosen: npt.NDArray[np.int64], max_items: int, candidates: int
 ) -> npt.NDArray[np.int32]:
-    """[B, S + M, 4] of the chosen requests: row (-1 behind the last), seconds, actions, scenario.
+    """The windows of the chosen requests, [B, S + M, 4] int32: row (-1 for padding), seconds, actions, scenario.
 
-    First the last S events of the history, then the impressions; these all have the request's time and scenario.
+    max_items: S, the last events of a history, which come first. candidates: M, the impressions after them, which all
+    have the request's time and scenario.
     """
     events = found.histories
     actions, scenarios, times = feedback_of(events)
@@ -168,7 +169,7 @@ def windows(
 def scores(
     params: PyTree, cfg: ScorerConfig, windows: jax.Array, features: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The probabilities [B, M, P] of windows' impressions, and what was done with them, [B, M] bits; -1: none there."""
+    """The probabilities of the windows' impressions, [B, M, P], and their actions, [B, M] bits; -1: no impression."""
     model = scorers.scorer(cfg)
     needs = model.needs(cfg)
     history, shown = windows[:, : needs.max_items], windows[:, needs.max_items :]
@@ -184,7 +185,7 @@ def scores(
 def feedback_loss(
     cfg: ScorerConfig, bits: tuple[int, ...], weights: tuple[float, ...], features: Features
 ) -> Loss:
-    """The loss over windows as `windows` makes them. bits: of each task. weights: of the tasks, empty: all 1."""
+    """The loss over windows made by `windows`. bits: the tasks' bits. weights: the tasks' weights; empty: all 1."""
     of_task = jnp.asarray(weights or (1.0,) * len(bits))
     shifts, arrays = jnp.asarray(bits), {name: jnp.asarray(array) for name, array in features.items()}
 
@@ -203,13 +204,13 @@ def train_feedback(
     config: Config,
     dataset: Dataset,
     features: Features,
-    progress: Progress = lambda done, total, note: None,
+    progress: Progress = lambda done, total, status: None,
     validate: Callable[[ScorerConfig, PyTree], float] | None = None,
 ) -> Path:
-    """Train on the requests of the training split and write train.out. Arguments as of `train_generator`.
+    """Train on the requests of the training split and write train.out. See `train_generator` for the other arguments.
 
-    features: those that features.schema names. validate: gives METRIC. UserError where the dataset has no feedback, or
-    not of these tasks.
+    features: the features that features.schema names. validate: computes METRIC. Raises UserError if the dataset has no
+    feedback, or none on these tasks.
     """
     train, feedback = config.train, config.feedback
     if not train.out:

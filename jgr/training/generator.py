@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a semantic-ID generator from a dataset, and leave a model folder that `jgr serve` takes as it is.
+"""Train a generator of semantic ids on a dataset, and write a model folder that `jgr serve` takes as it is.
 
-Next-item language modelling: a decoder learns to continue a history of semantic ids. What it is trained on is the
-prompt that the server would build, over a window of items; every code of every item after the first is predicted from
-what precedes it, so one window supervises all of its items, and at serving time the next item simply follows.
+Next-item language modelling: a decoder learns to continue a history of semantic ids. It is trained on the prompt that
+the server would build for a window of items. Every code of every item after the first is predicted from the tokens
+before it, so one window trains on all of its items; at serving time the next item simply follows.
 
-Letters: B batch, N items of a window, T tokens, V vocabulary.
+Letters: B batch, N items in a window, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def next_item_loss(
     """The loss of a decoder over windows of items.
 
     prefix: [p] int32, the prompt's tokens before the history. item_tokens: [n items, depth] int32, the tokens of every
-    row's semantic id. The prefix and a window's first item are context only. devices: that a batch is spread over.
+    row's semantic id. The prefix and a window's first item are context only. devices: how many share a batch.
     """
     before, of_item = jnp.asarray(prefix, jnp.int32), jnp.asarray(item_tokens, jnp.int32)
     depth = of_item.shape[1]
@@ -84,7 +84,7 @@ def next_item_loss(
             lengths,
             dropout=drop,
             key=None if drop is None else key,
-            attention="xla",  # the form with gradients
+            attention="xla",  # the implementation that has gradients
         ).hidden
         hidden, targets = hidden[:, first_target - 1 : -1], tokens[:, first_target:]
         real = jnp.arange(first_target, tokens.shape[1]) < lengths[:, None]
@@ -97,13 +97,13 @@ def next_item_loss(
 def train_generator(
     config: Config,
     dataset: Dataset,
-    progress: Progress = lambda done, total, note: None,
+    progress: Progress = lambda done, total, status: None,
     validate: Callable[[GeneratorConfig, GeneratorParams], float] | None = None,
 ) -> Path:
     """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, curves.
 
-    validate(config, params) -> recall@10; asked every train.evaluate_every steps. Goes on where an earlier, killed call
-    with the same arguments stopped. Raises ConfigError where prompt and training do not fit.
+    validate(config, params) -> recall@10; called every train.evaluate_every steps. Goes on where an earlier, killed
+    call with the same arguments stopped. Raises ConfigError if prompt and training do not fit together.
     """
     train, prompt = config.train, config.prompt
     if not train.out:
@@ -120,7 +120,7 @@ def train_generator(
     prompts = PromptBuilder(prompt, tokenizer, catalog)
     tokens = level_tokens(catalog, tokenizer, tokenizer.vocab_size)
     item_tokens = np.stack([t[catalog.codes[:, level]] for level, t in enumerate(tokens)], axis=1)
-    # What is trained on is up to max_items + 1 items; what is served is at most the prompt and one item more.
+    # Training sees up to max_items + 1 items; serving at most the longest prompt and one item more.
     trained = len(prompts.prefix) + (train.max_items + 1) * catalog.depth
     model: GeneratorConfig
     begin: Begin = as_drawn

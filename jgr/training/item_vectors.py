@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Item vectors: the user's own, or computed from who was taken near whom.
+"""Item vectors: read from a file, or computed from which items occur near each other.
 
-The one idea of the computed ones: items that stand near the same items in training sequences are alike. The
+The one idea of the computed vectors: items that occur near the same items in training sequences are alike. The
 matrix of shifted positive pointwise mutual information
 
-    M[i, j] = max(0, log(c_ij * sum(c) / (c_i * c_j)) - log(shift)),    c_ij: how often i and j stand near
+    M[i, j] = max(0, log(c_ij * sum(c) / (c_i * c_j)) - log(shift)),    c_ij: how often i and j are near
 
 is symmetric and sparse; its best approximation of rank e is found by a randomised range finder, and item i
-becomes row i of U sqrt|L|, scaled to length 1. Only training sequences are read: vectors that knew the test
-targets' company would leak them into the ids.
+becomes row i of U sqrt|L|, scaled to length 1. Only training sequences are read: with the test targets' neighbours
+the vectors would leak the targets into the ids.
 
 Letters: n items, e dimensions, p pairs.
 """
@@ -31,7 +31,7 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 MAX_DIMENSIONS = 16_384
-MAX_VALUE = 1e15  # squares of it, and their sums, are float32
+MAX_VALUE = 1e15  # its square, and sums of squares, still fit float32
 MAX_BYTES = 1 << 34
 UNPLACED_LENGTH = 0.3
 _NEGLIGIBLE = 1e-3
@@ -46,13 +46,14 @@ class VectorError(UserError):
 
 
 def load_vectors(path: str | Path, n_items: int) -> Float32:
-    """Read a `.npy` of [n_items, e] floats, row i for item i of the dataset. VectorError names what is wrong.
+    """Read a `.npy` of [n_items, e] floats, row i for item i of the dataset, as float32.
 
-    float16, float32 and float64 are read; 1 <= e <= 16,384; every value must be finite in float32.
+    The file may hold float16, float32 or float64; 1 <= e <= 16,384; every value must be finite in float32. Raises
+    VectorError otherwise.
     """
     path = Path(path)
     try:
-        # Mapped, so that shape and size are known before anything is read; a pickle is refused by numpy.
+        # Memory-mapped, so that shape and size are checked before the data is read; numpy refuses pickles.
         mapped = np.load(path, mmap_mode="r")
     except OSError as cause:
         raise VectorError(f"{path}: cannot be read: {cause.strerror or cause}") from None
@@ -87,7 +88,7 @@ def unit_rows(vectors: Float32) -> Float32:
 
 
 class CoOccurrence(NamedTuple):
-    """vectors: [n, e] float32. placed: [n] bool, whether training says where the item belongs."""
+    """vectors: [n, e] float32. placed: [n] bool, whether the training sequences determine the item's vector."""
 
     vectors: Float32
     placed: Bool
@@ -98,13 +99,12 @@ def co_occurrence_vectors(
 ) -> CoOccurrence:
     """Vectors of length 1 from training sequences of rows.
 
-    dims: e, at least 1; beyond what the matrix holds they are zeros. window: two items are near if at most
-    that many steps apart in one sequence; an item is not near itself. shift: more of it keeps only the
-    stronger ties.
+    dims: e, at least 1; dimensions beyond the matrix's rank are zeros. window: two items are near if they are at most
+    this many steps apart in one sequence; an item is not near itself. shift: a larger one keeps only stronger ties.
 
-    An item that was near no other (never taken in training, or always alone), or only near ones that none of
-    the e largest dimensions describes, has nothing to be placed by. It gets seeded noise of length
-    UNPLACED_LENGTH around zero: together with its like, away from the others, and yet not all in one point.
+    An item that is near no other item (it is not in training, or always alone), or only near items that the e largest
+    dimensions do not describe, cannot be placed. It gets seeded noise of length UNPLACED_LENGTH around zero: near
+    other such items, away from all others, but not all in one point.
     """
     if dims < 1 or window < 1 or not shift > 0:
         raise VectorError(
@@ -116,14 +116,14 @@ def co_occurrence_vectors(
     rng = np.random.default_rng(seed)
     vectors = _low_rank(matrix, n_items, dims, rng)
     length = np.sqrt(np.square(vectors).sum(axis=1))
-    # What is left of an item outside the e dimensions is rounding, which must not be scaled up.
+    # A vector shorter than this is rounding, which must not be scaled up to length 1.
     placed = length > _NEGLIGIBLE * length.max(initial=0)
     noise = UNPLACED_LENGTH * unit_rows(rng.standard_normal((n_items, dims)).astype(np.float32))
     return CoOccurrence(np.where(placed[:, None], unit_rows(vectors), noise), placed)
 
 
 def near_pairs(sequences: Ragged, n_items: int, window: int) -> tuple[Int64, Int64]:
-    """Unordered pairs of different items and how often they are near: cells i * n + j with i < j, [p]; times."""
+    """Pairs of different items that are near, as cells i * n + j with i < j, [p], and how often each occurs, [p]."""
     rows, owner = sequences.flatten()
     rows = rows.astype(np.int64)
     cells, times = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -144,7 +144,7 @@ def near_pairs(sequences: Ragged, n_items: int, window: int) -> tuple[Int64, Int
 
 @dataclass(frozen=True, eq=False)
 class _Sparse:
-    """A matrix by rows. offsets: [n + 1]. columns, values: [entries]."""
+    """A sparse matrix by rows (CSR). offsets: [n + 1]. columns, values: [entries]."""
 
     offsets: Int64
     columns: Int64
@@ -155,7 +155,7 @@ class _Sparse:
         filled = np.flatnonzero(np.diff(self.offsets))
         starts = self.offsets[filled]
         ends = self.offsets[filled + 1]
-        # Whole rows at a time, as many as fit the budget of gathered cells, at least one.
+        # As many whole rows at a time as fit the budget of gathered cells, at least one.
         budget = max(1, _CELLS_PER_BATCH // dense.shape[1])
         at = 0
         while at < len(filled):
@@ -186,7 +186,7 @@ def _low_rank(matrix: _Sparse, n: int, dims: int, rng: np.random.Generator) -> F
     rank = min(n, dims + _SPARE)
     basis = rng.standard_normal((n, rank)).astype(np.float32)
     for _ in range(1 + _POWER_ITERATIONS):
-        # A basis of the image, orthonormal again each time: powers alone would all turn to the first one.
+        # Made orthonormal in each round: by powers alone all columns would turn to the first eigenvector.
         basis = np.linalg.qr(matrix @ basis)[0]
     small = (basis.T @ (matrix @ basis)).astype(np.float64)
     values, turned = np.linalg.eigh((small + small.T) / 2)

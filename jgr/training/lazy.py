@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training the lazy decoder: which one a TrainConfig describes, and its loss over windows of items.
+"""Training the lazy decoder: its config from a TrainConfig, and its loss over windows of items.
 
-Every item of a window after the first is a sample of its own, with the items before it as history. The layers run over
-the `depth` places of a sample only, and reading a history is one projection; so nothing is shared between samples, and
-training sees exactly what serving will.
+Every item of a window after the first is a sample of its own, with the items before it as history. The layers run only
+over the `depth` positions of a sample, and reading a history is one projection. So samples share no computation, and
+training computes exactly what serving does.
 
-Letters: B batch, N items of a window.
+Letters: B batch, N items in a window.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jgr.training.trainer import Loss, dropout
 def lazy_config(
     train: TrainConfig, vocab_size: int, level_tokens: Sequence[npt.NDArray[np.int32]], max_items: int
 ) -> LazyConfig:
-    """The lazy decoder of TrainConfig's sizes; train.kv_heads are those of both attentions.
+    """The config of a lazy decoder with TrainConfig's sizes; both attentions have train.kv_heads.
 
-    level_tokens: per level [V_l], one level's tokens behind the other's. ConfigError where two levels share tokens.
+    level_tokens: for each level [V_l], ascending from level to level. Raises ConfigError if two levels share tokens.
     """
     first = tuple(int(tokens[0]) for tokens in level_tokens)
     sizes = tuple(len(tokens) for tokens in level_tokens)
@@ -50,7 +50,7 @@ def lazy_config(
 
 
 def next_item_loss(model: LazyConfig, item_tokens: npt.ArrayLike, dropout_rate: float) -> Loss:
-    """item_tokens: [n items, depth] int32, the tokens of every row's semantic id."""
+    """The loss over windows of items. item_tokens: [n items, depth] int32, the tokens of every row's semantic id."""
     of_item, depth = jnp.asarray(item_tokens, jnp.int32), model.depth
 
     def loss(weights: LazyParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:

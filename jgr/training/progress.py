@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run leaves on disk while it runs, so that kill -9 costs only the steps since the last checkpoint.
+"""The files that a training run writes while it runs, so that kill -9 costs only the steps since the last checkpoint.
 
     FOLDER/run.json         the configuration and data of the run; another run's folder is refused
     FOLDER/checkpoints/N/   the state after N steps, by Orbax: the last two, and the best validated one
     FOLDER/metrics.jsonl    one line per step: step, loss (nats per target); one per validation: step and the metric,
                             recall@10 unless the run names another
 
-Lines beyond the checkpoint that a run goes on from are dropped: they are written again, and equal.
+When a run goes on from a checkpoint, later lines are dropped: they are written again, and are equal.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ RECALL = "recall@10"
 
 
 class RunFolder:
-    """The folder of one run, made or reopened. `run` describes it: equal descriptions, equal runs. metric: validated.
+    """The folder of one run, made or reopened.
 
-    Raises ConfigError where the folder belongs to another run, or another process writes to it.
+    run: describes the run; runs with equal descriptions are equal. metric: the name of the validated metric. Raises
+    ConfigError if the folder belongs to another run, or another process writes to it.
     """
 
     def __init__(self, folder: Path, run: Mapping[str, Any], metric: str = RECALL) -> None:
@@ -73,7 +74,7 @@ class RunFolder:
         return None if step is None else self.restore(step, like)
 
     def restore(self, step: int, like: State) -> State:
-        """The state after `step` steps. Raises CheckpointError where it is damaged."""
+        """Read the state after `step` steps. Raises CheckpointError if it is damaged."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         try:
             state: State = self._manager.restore(step, args=self._args.StandardRestore(shapes))
@@ -86,7 +87,7 @@ class RunFolder:
         return state
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
-        """Orbax's PreservationPolicy. The best is the one by metrics.jsonl, which outlives this process."""
+        """Which checkpoints to keep: Orbax's PreservationPolicy. The best one is found by metrics.jsonl."""
         del context
         validations = self.validations()
         best = best_validation(validations)[0] if validations else None
@@ -99,14 +100,14 @@ class RunFolder:
         return [(line["step"], line[self._metric]) for line in lines if self._metric in line]
 
     def record(self, step: int, loss: jax.Array) -> None:
-        """Keep a step's loss; it is fetched and written with the next `save`."""
+        """Remember a step's loss, which the next `save` fetches and writes."""
         self._pending.append({"step": step, "loss": loss})
 
     def save(self, step: int, state: State, value: float | None = None) -> None:
         """Write losses, state and the step's validation, if there was one.
 
-        Returns when they are on disk: the next step overwrites the state's buffers. Raises CheckpointError where they
-        cannot be written; the checkpoints before are whole.
+        Returns when they are on disk, since the next step overwrites the state's buffers. Raises CheckpointError if
+        they cannot be written; earlier checkpoints stay whole.
         """
         folder = self.metrics.parent
         require_space(folder, state)
@@ -124,7 +125,7 @@ class RunFolder:
 
 
 def _lock(folder: Path) -> int:
-    """Of the folder itself, so that nothing is left behind; the system takes it back from a process that was killed."""
+    """Lock the folder itself, so that no lock file is left; the system unlocks it when the process ends in any way."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,5 +136,5 @@ def _lock(folder: Path) -> int:
 
 
 def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:
-    """(step, value) of the best; the latest of equal ones, which is the one whose checkpoint is kept."""
+    """(step, value) of the best validation; of equal ones the latest, whose checkpoint is the one kept."""
     return max(validations, key=lambda found: (found[1], found[0]))

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a decoder that ranks the candidates in its prompt, in both layouts or in one (BAT-1a, BAT-16).
 
-What it learns from is the prompt that the server would build, token for token, position for position: a history, the
+It is trained on the prompt that the server would build, token for token, position for position: a history, the
 candidates, the instruction. The loss is the softmax over the candidates' own tokens at the instruction's last token.
-Half of the examples, drawn one by one, have the candidates first, unless train.layouts names one layout for all.
+Each example has the candidates first with probability one half, unless train.layouts names one layout for all.
 
-A second loss, of equal weight, is every history item's next one among all items: the history is read anyway, and one
-target a prompt would teach little. The last item has none where the candidates come first: it sees the answer.
+A second loss of equal weight predicts, from every history item, the next one among all items: the history is read
+anyway, and one target per prompt would teach little. If the candidates come first, the history's last item has no such
+target, since it sees the answer.
 
-The candidates of an example are the target and train.negatives others without repetition, none of them of the history:
-half by popularity, half uniform; with train.retriever, half are from its first TOP_K instead. The target is listed
-first, which the model cannot see: all candidates stand at the same position, and none sees another.
+The candidates of an example are the target and train.negatives other items, without repeats and not in the history:
+half drawn by popularity, half uniformly; with train.retriever, half come from the retriever's first TOP_K instead. The
+target is listed first, which the model cannot see: all candidates have the same position, and none sees another.
 
-Letters: B batch, N items of a history, C candidates, S item span, T tokens, n items of the catalog, p prefix, D hidden.
+Letters: B batch, N history items, C candidates, S item span, T tokens, n items in the catalog, p prefix, D hidden.
 """
 
 from __future__ import annotations
@@ -48,15 +49,18 @@ from jgr.training.windows import Windows
 Int32 = npt.NDArray[np.int32]
 
 TOP_K = 100
-"""Candidates of the retriever, among which negatives are drawn."""
+"""How many of the retriever's best items negatives are drawn from."""
 
 LogWeights = Callable[[jax.Array], jax.Array]
-"""Histories [B, N], -1 on the right -> the logarithm of every item's weight as a negative, [n] or [B, n]."""
+"""Maps histories [B, N], -1 on the right, to the logarithm of every item's weight as a negative, [n] or [B, n]."""
 
 
 class Text(NamedTuple):
-    """The tokens that prompts are made of: prefix [p], instruction [i] (LAST for the last item's token), each row's own
-    token [n], and each row as a candidate: items [n, S], lengths [n]."""
+    """The tokens that prompts are made of.
+
+    prefix: [p]. instruction: [i], LAST stands for the last item's token. own: [n], each row's own token. items: [n, S],
+    each row's tokens as a candidate; lengths: [n], how many they are.
+    """
 
     prefix: Any
     instruction: Any
@@ -70,7 +74,7 @@ class Text(NamedTuple):
 
 
 def ranker_tokenizer(config: Config, catalog: Catalog) -> Tokenizer:
-    """The dataset's title tokenizer, where it has one, and the items' tokens; else the items' tokens alone."""
+    """The dataset's title tokenizer, if it has one, with the items' tokens added."""
     path = Path(config.data.path) / TITLES
     if config.data.kind != "prepared" or not path.exists():
         return semantic_id_tokenizer(catalog)
@@ -79,7 +83,7 @@ def ranker_tokenizer(config: Config, catalog: Catalog) -> Tokenizer:
 
 
 def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
-    """ConfigError or PromptError where prompt and rank are not what is trained on."""
+    """The tokens of the configured prompts. Raises ConfigError or PromptError if a ranker cannot be trained on them."""
     prompt, rank = config.prompt, config.rank
     if rank.method != "item_token":
         raise ConfigError(f"train.model=ranker: rank.method must be item_token, not {rank.method}")
@@ -104,11 +108,11 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
 def lay_out(
     text: Text, history: jax.Array, candidates: jax.Array, items_first: jax.Array
 ) -> tuple[jax.Array, Tokens, jax.Array]:
-    """Prompts as `decoder.prefill` takes them: tokens [B, T], what they are part of, and what they see.
+    """Prompts as `decoder.prefill` takes them: the tokens [B, T], their descriptions, and the queries' layouts.
 
-    history: [B, N], -1 on the right, not empty. candidates: [B, C], -1 for none. items_first: [B] bool. The tokens
-    stand in one place whatever the layout (user, candidates, instruction; the last is the one that answers): attention
-    goes by what they are part of and by position, not by place.
+    history: [B, N], -1 on the right, not empty. candidates: [B, C], -1 for none. items_first: [B] bool. In every layout
+    the arrays hold user, candidates, instruction in this order, since attention goes by segment and position, not by
+    index. The last token is the one whose output is read.
     """
     batch, count = candidates.shape
     before, behind, span = len(text.prefix), len(text.instruction), text.span
@@ -164,7 +168,7 @@ def candidate_scores(
     key: jax.Array | None = None,
     attention: str | Attention = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """The candidates' scores [B, C] float32, -inf for none, and the prompts' hidden states [B, T, D]: see `lay_out`."""
+    """The candidates' scores [B, C] float32, -inf for none, and the prompts' hidden states [B, T, D]; see `lay_out`."""
     tokens, described, sees = lay_out(text, history, candidates, items_first)
     hidden = decoder.prefill(
         weights,
@@ -183,14 +187,14 @@ def candidate_scores(
 
 
 def popularity(sequences: Ragged, n_items: int) -> npt.NDArray[np.float32]:
-    """[n], sums to 1: half of it by interactions, half uniform."""
+    """Each item's probability as a negative, [n], sums to 1: half by its interactions, half uniform."""
     counts = sum((np.bincount(rows, minlength=n_items) for rows in sequences), np.zeros(n_items))
     weights: npt.NDArray[np.float32] = ((counts / counts.sum() + 1 / n_items) / 2).astype(np.float32)
     return weights
 
 
 def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
-    """How negatives are drawn. UserError where train.retriever does not fit the dataset."""
+    """The weights by which negatives are drawn. Raises UserError if train.retriever does not fit the dataset."""
     train, catalog = config.train, dataset.catalog
     base = jnp.asarray(popularity(dataset.interactions.sequences, catalog.n_items))
     if not train.retriever:
@@ -214,7 +218,7 @@ def negative_weights(config: Config, dataset: Dataset) -> LogWeights:
 
 
 def without(scores: jax.Array, history: jax.Array) -> jax.Array:
-    """scores [B, n], -inf for the items of histories [B, N]."""
+    """The scores [B, n], with -inf for the items of the histories [B, N]."""
     at = jnp.where(history >= 0, history, scores.shape[1])
     return scores.at[jnp.arange(len(history))[:, None], at].set(-jnp.inf, mode="drop")
 
@@ -222,8 +226,10 @@ def without(scores: jax.Array, history: jax.Array) -> jax.Array:
 def draw_candidates(
     key: jax.Array, log_weights: jax.Array, history: jax.Array, targets: jax.Array, negatives: int
 ) -> jax.Array:
-    """[B, 1 + negatives] rows: the target, then others without repetition (the largest of Gumbel-perturbed weights),
-    and -1 where the catalog has no more."""
+    """Draw candidates, [B, 1 + negatives] rows: the target, then others without repeats; -1 if there are no more.
+
+    The others are those with the largest Gumbel-perturbed weights, which is drawing without replacement.
+    """
     shape = (len(targets), log_weights.shape[-1])
     drawn = without(log_weights + jax.random.gumbel(key, shape), history)
     drawn = drawn.at[jnp.arange(len(targets)), targets].set(jnp.inf)
@@ -232,7 +238,7 @@ def draw_candidates(
 
 
 def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, train: TrainConfig) -> Loss:
-    """The loss over windows [B, N + 1]: each is cut at a random item, the target, sooner behind than at the front."""
+    """The loss over windows [B, N + 1]. Each is cut at a random item, the target; late items are likelier."""
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         cut_key, candidates_key, layout_key, dropout_key = jax.random.split(key, 4)
@@ -276,10 +282,10 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
 def train_ranker(
     config: Config,
     dataset: Dataset,
-    progress: Progress = lambda done, total, note: None,
+    progress: Progress = lambda done, total, status: None,
     validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
 ) -> Path:
-    """Train on the dataset's training sequences and write train.out. Arguments as of `train_generator`."""
+    """Train on the dataset's training sequences and write train.out. For the arguments see `train_generator`."""
     train, catalog = config.train, dataset.catalog
     if not train.out:
         raise ConfigError("train.out: the folder for the model is not set")
@@ -290,7 +296,7 @@ def train_ranker(
     checkpoint.require_writable(Path(train.out))
     tokenizer = ranker_tokenizer(config, catalog)
     text = prompt_text(config, tokenizer, catalog)
-    # Trained are up to max_items; the server asks for what its longest prompt, with its suffix, and candidates need.
+    # Training needs positions for max_items; the server for its longest prompt with its suffix and candidates.
     served = PromptBuilder(config.prompt, tokenizer, catalog).max_tokens
     longest = max(len(text.prefix) + train.max_items, served) + text.span + len(text.instruction)
     model = decoder_config(train, tokenizer.vocab_size, longest)

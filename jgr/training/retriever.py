@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train SASRec, HSTU (MODEL-11) or LRURec (MODEL-29) from a dataset: a baseline of an evaluation, a ranker's retriever.
+"""Train SASRec, HSTU (MODEL-11) or LRURec (MODEL-29), for use as a scorer, as a baseline, or as a ranker's retriever.
 
 The loss is the softmax over all items, or over the target and train.negatives items drawn uniformly for the whole
-batch; a drawn item that is the target itself is left out. HSTU's authors draw for each place of its own.
+batch; a drawn item that is the target itself is left out. HSTU's authors draw anew for each position.
 
-Letters: B batch, N items of a window, n items of the catalog, M negatives, D hidden.
+Letters: B batch, N items in a window, n items in the catalog, M negatives, D hidden.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def softmax_loss(
     weigh_negatives: bool = True,
     devices: int = 1,
 ) -> Loss:
-    """Cross-entropy of every item of a window after the first. Arguments as in TrainConfig."""
+    """The cross-entropy of every item of a window after the first. For the arguments see TrainConfig."""
 
     model = retriever(cfg)
 
@@ -58,7 +58,7 @@ def softmax_loss(
         taken = (hidden * embed[targets]).sum(axis=-1) + (0 if bias is None else bias[targets])
         others = hidden @ embed[drawn].T + (0 if bias is None else bias[drawn])
         others = jnp.where(drawn == targets[..., None], -jnp.inf, others)
-        if weigh_negatives:  # the target stands for itself, the drawn ones for all others
+        if weigh_negatives:  # the target counts once, the drawn items stand for all others
             others = others + jnp.log((cfg.n_items - 1) / negatives)
         scores = jnp.concatenate([taken[..., None], others], axis=-1)
         return jnp.where(real, jax.nn.logsumexp(scores, axis=-1) - taken, 0.0).sum(), count
@@ -67,7 +67,7 @@ def softmax_loss(
 
 
 def training_sequences(interactions: Interactions, learn_valid: bool) -> Ragged:
-    """Per user, what is learnt from: up to the first held-out target, or up to the last of the validation split."""
+    """Each user's events to train on: up to the first held-out target or, with learn_valid, to the validation's end."""
     sequences = interactions.sequences
     if not learn_valid:
         return sequences
@@ -79,10 +79,10 @@ def training_sequences(interactions: Interactions, learn_valid: bool) -> Ragged:
 def train_retriever(
     config: Config,
     dataset: Dataset,
-    progress: Progress = lambda done, total, note: None,
+    progress: Progress = lambda done, total, status: None,
     validate: Callable[[RetrieverConfig, RetrieverParams], float] | None = None,
 ) -> Path:
-    """Train on the dataset's training sequences and write train.out. Arguments as of `train_generator`."""
+    """Train on the dataset's training sequences and write train.out. For the arguments see `train_generator`."""
     train = config.train
     if not train.out:
         raise ConfigError("train.out: the folder for the model is not set")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RQ-VAE: the codebooks of semantic ids learnt together with an encoder and a decoder of the item vectors.
+"""RQ-VAE: the codebooks of semantic ids, learnt together with an encoder and a decoder of the item vectors.
 
 The one idea: an MLP encodes x to a latent z, residual quantisation codes z, and another MLP decodes the sum of
 the codewords z^ back to x. The gradient of the reconstruction passes the quantisation unchanged (straight
-through). With r_l the residual at level l, z without the codewords before, which it passes no gradient to, c_l
-its nearest codeword and sg = stop gradient:
+through). Let r_l be the residual at level l (z minus the codewords before, which get no gradient from it), c_l its
+nearest codeword and sg = stop gradient:
 
     loss = |x - decode(z^)|^2 + sum_l ( |sg(r_l) - c_l|^2 + beta |r_l - sg(c_l)|^2 )
 
 - Codebooks start from a residual k-means of the first batch's latents.
-- A code that nobody took for `reseed_every` steps moves to a residual of the current batch.
+- A code that was not used for `reseed_every` steps moves to a residual of the current batch.
 - Vectors are scaled to unit variance first (one factor for all), so that the settings fit any unit.
 - The batch of step s is a pure function of (seed, s).
 
@@ -37,15 +37,15 @@ Progress = Callable[[int, int, str], None]
 
 _ROWS_AT_ONCE = 1 << 14
 _NOTE_EVERY = 50
-# Streams of the seed; a level's k-means takes the level's number.
+# Random streams of the seed; the k-means of a level uses the level's number.
 _WEIGHTS, _SHUFFLE, _RESEED = 16, 17, 18
 
 
 @dataclass(frozen=True)
 class RqVaeConfig:
-    """sizes: codes per level. latent: z. hidden: the encoder's inner widths; the decoder's are the reverse.
+    """sizes: codes per level. latent: width of z. hidden: the encoder's inner widths; the decoder's are the reverse.
 
-    batch: at most n are taken. steps: of AdamW at a constant learning rate after a short warm-up.
+    batch: vectors per step, at most n. steps: steps of AdamW, at a constant learning rate after a short warm-up.
     """
 
     sizes: tuple[int, ...] = (256, 256, 256)
@@ -66,14 +66,14 @@ class RqVaeConfig:
 
 
 class Layer(NamedTuple):
-    """weight: [in, out]. bias: [out]."""
+    """A dense layer. weight: [in, out]. bias: [out]."""
 
     weight: jax.Array
     bias: jax.Array
 
 
 class RqVaeParams(NamedTuple):
-    """codebooks: per level [K, z]."""
+    """The parameters. codebooks: for each level [K, z]."""
 
     encoder: tuple[Layer, ...]
     decoder: tuple[Layer, ...]
@@ -81,7 +81,7 @@ class RqVaeParams(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Means over the batch, [] float32. taken: per level, how often each code was chosen, [K] int32."""
+    """Means over the batch, [] float32. taken: for each level, how often each code was chosen, [K] int32."""
 
     reconstruction: jax.Array
     quantization: jax.Array
@@ -90,10 +90,10 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RqVae:
-    """What was trained. quantized: latents, codebooks and codes of all items, in row order.
+    """A trained RQ-VAE.
 
-    losses: [steps] float32, the whole loss before each step. error: the items' squared reconstruction error
-    as a share of their variance.
+    quantized: latents, codebooks and codes of all items, in row order. losses: [steps] float32, the whole loss before
+    each step. error: the items' squared reconstruction error as a share of their variance.
     """
 
     params: RqVaeParams
@@ -103,9 +103,9 @@ class RqVae:
 
 
 def train_rq_vae(
-    vectors: Float32, config: RqVaeConfig, progress: Progress = lambda done, total, note: None
+    vectors: Float32, config: RqVaeConfig, progress: Progress = lambda done, total, status: None
 ) -> RqVae:
-    """Train on item vectors [n, e], finite, not all equal. progress(steps done, steps, note) now and then."""
+    """Train on item vectors [n, e], finite, not all equal. progress(steps done, steps, status): called now and then."""
     scaled = _standardised(vectors)
     optimizer = _optimizer(config)
     params = initialize(config, scaled[batch_rows(config, len(scaled), 0)])
@@ -116,7 +116,7 @@ def train_rq_vae(
         params, state, loss, parts = _train_step(params, state, batch, config=config)
         losses.append(loss)
         taken = [before + now for before, now in zip(taken, parts.taken, strict=True)]
-        # Not at the very end: a code that has just moved would be used without being learnt.
+        # Not at the very end: a code that has just moved would be used without any training.
         if (step + 1) % config.reseed_every == 0 and step + config.reseed_every < config.steps:
             params = reseed_dead(params, taken, batch, np.random.default_rng((config.seed, _RESEED, step)))
             taken = _no_counts(params)
@@ -148,7 +148,7 @@ def _standardised(vectors: Float32) -> Float32:
 
 
 def batch_rows(config: RqVaeConfig, n: int, step: int) -> Int64:
-    """The rows of a step's batch, [min(batch, n)]: an epoch is a permutation, its tail is left out."""
+    """The rows of a step's batch, [min(batch, n)]. An epoch is a permutation; its last, incomplete batch is skipped."""
     size = min(config.batch, n)
     epoch, position = divmod(step, n // size)
     order = np.random.default_rng((config.seed, _SHUFFLE, epoch)).permutation(n)
@@ -156,7 +156,7 @@ def batch_rows(config: RqVaeConfig, n: int, step: int) -> Int64:
 
 
 def initialize(config: RqVaeConfig, batch: Float32) -> RqVaeParams:
-    """Random MLPs that keep the variance, and the residual k-means of the batch's latents as codebooks."""
+    """Draw random MLPs that keep the variance; the codebooks are a residual k-means of the batch's latents."""
     widths = (batch.shape[1], *config.hidden, config.latent)
     rng = np.random.default_rng((config.seed, _WEIGHTS))
     encoder, decoder = _mlp(rng, widths), _mlp(rng, widths[::-1])
@@ -166,7 +166,9 @@ def initialize(config: RqVaeConfig, batch: Float32) -> RqVaeParams:
 
 
 def _mlp(rng: np.random.Generator, widths: Sequence[int]) -> tuple[Layer, ...]:
-    gains = [2.0] * (len(widths) - 2) + [1.0]  # half of what a ReLU gets is lost; nothing follows the last
+    gains = [2.0] * (len(widths) - 2) + [
+        1.0
+    ]  # a ReLU, which halves the variance, follows all but the last layer
     layers = []
     for gain, i, o in zip(gains, widths[:-1], widths[1:], strict=True):
         weight = rng.standard_normal((i, o), np.float32) * np.float32((gain / i) ** 0.5)
@@ -191,7 +193,7 @@ def _decode(params: RqVaeParams, z: jax.typing.ArrayLike) -> jax.Array:
 
 
 def rq_vae_loss(params: RqVaeParams, x: jax.Array, beta: float) -> tuple[jax.Array, Losses]:
-    """The loss of a batch [b, e], as a mean over the batch, and its parts."""
+    """The loss of a batch x, [b, e], as a mean over the batch, and its parts."""
     sg = jax.lax.stop_gradient
     z = residual = _apply(params.encoder, x)
     quantization = jnp.zeros(())
@@ -204,7 +206,7 @@ def rq_vae_loss(params: RqVaeParams, x: jax.Array, beta: float) -> tuple[jax.Arr
         quantization = quantization + ours + beta * theirs
         taken.append(jnp.zeros(len(book), jnp.int32).at[codes].add(1))
         residual = residual - sg(word)
-    # z - residual is the sum of the codewords; straight through, its gradient goes to z as a whole.
+    # z - residual is the sum of the codewords; the straight-through estimator gives its gradient to z unchanged.
     decoded = _apply(params.decoder, z + sg(-residual))
     reconstruction = jnp.square(x - decoded).sum(-1).mean()
     return reconstruction + quantization, Losses(reconstruction, quantization, tuple(taken))
@@ -238,9 +240,9 @@ def reseed_dead(
     batch: Float32,
     rng: np.random.Generator,
 ) -> RqVaeParams:
-    """Move codes that were taken 0 times to residuals of the batch, drawn without repetition, level by level.
+    """Move unused codes to residuals of the batch, drawn without repeats, level by level.
 
-    taken: per level [K]. Where there are more dead codes than rows in the batch, the rest stay.
+    taken: for each level [K], how often each code was used. Unused codes beyond the batch's rows stay as they are.
     """
     residual = np.asarray(_encode(params, batch))
     books = []

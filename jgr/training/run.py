@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run from its folder to its best weights: checkpoints, validation, early stopping, curves.
 
-While it trains, train.out + ".training" holds what a killed run goes on from.
+While it trains, the folder train.out + ".training" holds the state from which a killed run goes on.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jgr.training.windows import Batches
 LOG_EVERY = 100  # steps; each log waits for the device
 
 Progress = Callable[[int, int, str], None]
-"""progress(steps done, steps in all, note)."""
+"""Called as progress(steps done, steps in all, status), where status is a short text such as the loss."""
 Validate = Callable[[PyTree], float]
-"""The metric of parameters on validation examples, recall@10 where no other is named; the more the better."""
+"""Computes a metric of parameters on validation examples: recall@10 unless another is named. Higher is better."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ def train_to_best(
     metric: str = RECALL,
     begin: Begin = as_drawn,
 ) -> Path:
-    """Train, and `save` the parameters of the best validation, or of the last step where nothing is validated.
+    """Train, and `save` the parameters of the best validation, or of the last step if nothing is validated.
 
-    described: what else, beside `train` and the windows, makes this run the run it is. save(params, write_beside) must
-    call write_beside(folder), which adds metrics.jsonl and curves.png. Goes on where an earlier, killed call with the
-    same arguments stopped. metric: what `validate` gives, by its name in metrics.jsonl. begin: see Trainer.initial.
-    Gives train.out. Raises ConfigError for a loss that is not finite.
+    described: all that the run depends on besides `train` and the windows. save(params, write_beside) must call
+    write_beside(folder), which adds metrics.jsonl and curves.png. metric: the name in metrics.jsonl of the metric that
+    `validate` computes. begin: see Trainer.initial. Goes on where an earlier, killed call with the same arguments
+    stopped. Returns train.out. Raises ConfigError for a loss that is not finite.
     """
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
@@ -64,7 +64,7 @@ def train_to_best(
         if start is not None:
             _log.info("going on from step %d", int(start.step))
         state = fresh if start is None else trainer.place(start)
-        note = ""
+        quality = ""
 
         def enough() -> bool:
             if not validated or train.patience == 0:
@@ -76,11 +76,11 @@ def train_to_best(
             )
 
         def on_step(done: int, state: State, loss: jax.Array) -> bool:
-            nonlocal note
+            nonlocal quality
             folder.record(done, loss)
             last = done == train.steps
             if done % LOG_EVERY == 0 or last:
-                progress(done, train.steps, f"loss {float(loss):.3f}{note}")
+                progress(done, train.steps, f"loss {float(loss):.3f}{quality}")
                 _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
             to_validate = validated and (done % train.evaluate_every == 0 or last)
             if not to_validate and done % train.checkpoint_every != 0 and not last:
@@ -90,7 +90,7 @@ def train_to_best(
             value = validate(state.params) if validate is not None and to_validate else None
             folder.save(done, state, value)
             if value is not None:
-                note = f", {metric} {value:.4f}"
+                quality = f", {metric} {value:.4f}"
                 _log.info("step %d of %d: validation %s %.4f", done, train.steps, metric, value)
             return to_validate and enough()
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semantic ids: item vectors become short tuples of codes, so that items alike share a prefix.
+"""Semantic ids: item vectors become short tuples of codes, so that similar items share a prefix.
 
-The one idea: each level codes what the levels before it left over. A level's codebook is a k-means of the
-residuals r; an item's code is its nearest codeword, which is then taken off r. So at any time
+The one idea: each level codes the residual that the levels before it left. A level's codebook is a k-means of the
+residuals r; an item's code is its nearest codeword, which is then subtracted from r. So at any time
 
     point = sum of the codewords so far + residual
 
-and everything that follows (collision policies, report) needs only points, codebooks and codes, whether these
-are vectors under residual k-means or latents of an RQ-VAE.
+and all later steps (collision policies, report) need only points, codebooks and codes, whether the points are
+vectors under residual k-means or latents of an RQ-VAE.
 
-Written in numpy and not for the device: ids are made once per catalog, most of the time goes into one float32
+It is written in numpy, not for the device: ids are made once per catalog, most of the time goes into one float32
 matmul per iteration that BLAS does well, and the balanced assignment and k-means++ are sequential by nature.
 
 - Equal inputs and seeds give equal ids on one machine; another BLAS may decide near ties differently.
@@ -50,14 +50,14 @@ _BINS = (1, 2, 3, 4, 5, 10, 50)
 
 
 class SemanticIdError(UserError):
-    """Sizes, vectors or a policy that give no semantic ids; the message says what to change."""
+    """Sizes, vectors or a policy from which no semantic ids can be made; the message says what to change."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """Points and their codes.
 
-    points: [n, e] float32. codebooks: per level [K, e] float32. codes: [n, depth] int32.
+    points: [n, e] float32. codebooks: for each level [K, e] float32. codes: [n, depth] int32.
     """
 
     points: Float32
@@ -65,7 +65,7 @@ class Quantized:
     codes: Int32
 
     def residual(self, levels: int) -> Float32:
-        """What the first `levels` levels leave of each point, [n, e] float32."""
+        """Each point minus its codewords of the first `levels` levels, [n, e] float32."""
         left = self.points
         for codebook, codes in zip(self.codebooks[:levels], self.codes.T, strict=False):
             left = left - codebook[codes]
@@ -80,7 +80,7 @@ class Quantized:
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """SemanticIdError unless there are 1 to MAX_DEPTH sizes of 1 to MAX_SIZE codes."""
+    """Raise SemanticIdError unless there are 1 to MAX_DEPTH sizes of 1 to MAX_SIZE codes."""
     if not 1 <= len(sizes) <= MAX_DEPTH:
         raise SemanticIdError(f"sizes: needs 1 to {MAX_DEPTH} levels, found {len(sizes)}")
     for size in sizes:
@@ -95,11 +95,11 @@ def residual_kmeans(
     seed: int,
     balanced: bool = False,
     iterations: int = 20,
-    progress: Progress = lambda done, total, note: None,
+    progress: Progress = lambda done, total, status: None,
 ) -> Quantized:
-    """A k-means of the residuals for each level. progress(levels done, levels, note) after each.
+    """Quantise points by a k-means of the residuals at each level. progress(levels done, levels, status) after each.
 
-    points: [n, e], n >= 1, finite. balanced: no code of a level is given to more than ceil(n / K) points.
+    points: [n, e], n >= 1, finite. sizes: codes of each level. balanced: a code is given to at most ceil(n / K) points.
     """
     check_sizes(sizes)
     residual = points = np.asarray(points, np.float32)
@@ -115,7 +115,7 @@ def residual_kmeans(
 
 
 def quantize(points: Float32, codebooks: Sequence[Float32]) -> Quantized:
-    """Code points by codebooks that are given: the nearest codeword at each level."""
+    """Code points by given codebooks: the nearest codeword at each level."""
     residual, columns = points, []
     for codebook in codebooks:
         codes = nearest(residual, codebook)
@@ -150,11 +150,11 @@ def kmeans(
 
 
 def nearest(points: Float32, codebook: Float32, allowed: Bool | None = None) -> Int32:
-    """The code of each point's nearest codeword, [n] int32; the smallest of equals.
+    """The code of each point's nearest codeword, [n] int32; of equally near ones the smallest code.
 
-    allowed: [K] bool, the codes to choose from, by default all.
+    allowed: [K] bool, the codes to choose from; None: all.
     """
-    # |x - c|^2 without |x|^2, which is the same for every c, halved.
+    # Half of |x - c|^2, without |x|^2, which is the same for every c.
     half = 0.5 * np.square(codebook).sum(axis=1)
     if allowed is not None:
         half = np.where(allowed, half, np.float32(np.inf))
@@ -166,10 +166,10 @@ def nearest(points: Float32, codebook: Float32, allowed: Bool | None = None) -> 
 
 
 def nearest_balanced(points: Float32, codebook: Float32) -> Int32:
-    """Codes [n] int32 of which none is given to more than ceil(n / K) points.
+    """Give points codes, [n] int32, so that no code is given to more than ceil(n / K) points.
 
-    Points choose one after the other, the one nearest to any codeword first; each takes its nearest codeword
-    that has room.
+    Points choose one after the other, the one nearest to any codeword first. Each takes its nearest codeword that
+    still has room.
     """
     capacity = -(-len(points) // len(codebook))
 
@@ -193,8 +193,8 @@ def _in_turn(
     choice, cost = choose(np.arange(n), room > 0)
     waiting = np.argsort(cost, kind="stable")
     choice = choice[waiting]
-    # Choices only change when a code fills up, so each round seats everybody before the first who comes too
-    # late for theirs: at most K + 1 rounds, and the same codes as one by one.
+    # Choices only change when a code fills up. So each round serves all points before the first one whose code is
+    # full: at most K + 1 rounds, with the same codes as one by one.
     while len(waiting):
         late = _rank(choice) >= room[choice]
         fit = int(np.argmax(late)) if late.any() else n
@@ -208,7 +208,7 @@ def _in_turn(
 
 
 def _rank(groups: npt.NDArray[np.integer[Any]]) -> Int64:
-    """How many earlier elements are equal to each, [n]."""
+    """For each element, how many earlier elements are equal to it, [n]."""
     if groups.max(initial=0) < MAX_SIZE:
         groups = groups.astype(np.uint16)  # numpy sorts these in linear time
     order = np.argsort(groups, kind="stable")
@@ -226,7 +226,7 @@ def _plus_plus(points: Float32, size: int, rng: np.random.Generator) -> Float32:
     weight = _squared(sample, sample[chosen[0]])
     while len(chosen) < size:
         running = np.cumsum(weight, dtype=np.float64)
-        # Where all points are codewords already, u is 0 and the last point is taken once more.
+        # If all points are codewords already, u is 0 and the last point is taken once more.
         u = rng.random() * running[-1]
         chosen.append(min(int(np.searchsorted(running, u, side="right")), wanted - 1))
         weight = np.minimum(weight, _squared(sample, sample[chosen[-1]]))
@@ -250,17 +250,17 @@ def _means(points: Float32, codes: Int32, codebook: Float32) -> Float32:
 
 
 def _squared(a: Float32, b: Float32) -> Float32:
-    """Squared distance of each row of a to its row of b (or to the one b), [n]."""
+    """The squared distance of each row of a to the same row of b, or to the single row b, [n]."""
     difference = a - b
     squared: Float32 = np.einsum("ne,ne->n", difference, difference)
     return squared
 
 
 def resolve_collisions(quantized: Quantized, policy: str) -> Int32:
-    """Codes [n, depth] int32, [n, depth + 1] with "extra", after a policy for items of the same id.
+    """Apply a policy for items with the same id; returns codes [n, depth] int32, or [n, depth + 1] with "extra".
 
-    share: nothing is done; the catalog returns all items of an id, in its own order.
-    extra: one more level numbers the items of each id in row order: no two items share an id.
+    share: they keep it; the catalog returns all items of an id, in its own order.
+    extra: one more level numbers the items of each id in row order, so that no two items share an id.
     reassign: colliding items are given other codes at the last level, see `reassign`.
     """
     if policy == "share":
@@ -273,7 +273,7 @@ def resolve_collisions(quantized: Quantized, policy: str) -> Int32:
 
 
 def number_duplicates(codes: Int32) -> Int32:
-    """One more level: 0 for the first item of an id in row order, 1 for the second, and so on."""
+    """Add a level to the codes: 0 for the first item of an id in row order, 1 for the second, and so on."""
     if codes.shape[1] == MAX_DEPTH:
         raise SemanticIdError(f"collisions: an extra level would make more than {MAX_DEPTH}")
     number = _rank(_groups(codes)).astype(np.int32)
@@ -283,9 +283,9 @@ def number_duplicates(codes: Int32) -> Int32:
 def reassign(quantized: Quantized) -> Int32:
     """Spread items of the same id over the last level's free codes, by optimal transport.
 
-    Of the m items below one prefix (all codes but the last) no code keeps more than ceil(m / K): no items
-    collide where m <= K. Items of codes that hold no more than that stay; the others are given codes with
-    room so that the sum of squared distances is small (Sinkhorn, then rounded one by one).
+    Let m items share one prefix (all codes but the last). Then no code keeps more than ceil(m / K) of them, so that
+    none collide if m <= K. Items of codes that hold no more than that stay. The others are given codes with room so
+    that the sum of squared distances is small (Sinkhorn, then rounded one by one).
     """
     codes, codebook = quantized.codes.copy(), quantized.codebooks[-1]
     residual = quantized.residual(len(quantized.codebooks) - 1)
@@ -303,7 +303,7 @@ def reassign(quantized: Quantized) -> Int32:
 
 
 def _transport(points: Float32, codebook: Float32, room: Int64) -> Int32:
-    """Codes [m] for m points, as many of each code as it has room, of small total squared distance."""
+    """Codes [m] for m points with a small total squared distance; no code is used more often than it has room."""
     free = np.flatnonzero(room)
     if len(points) * len(free) > _MAX_PLAN:
         raise SemanticIdError(
@@ -332,7 +332,7 @@ def sinkhorn(cost: Float64, room: Int64, epsilon: float = _EPSILON) -> Float64:
     gain = -_log_sum_exp(log_kernel, axis=1)
     for _ in range(_SINKHORN_ITERATIONS):
         before = price
-        # A column under its bound costs nothing more; one over it becomes dearer, for everybody.
+        # A column under its bound costs nothing more; one over its bound becomes dearer for all rows.
         price = np.minimum(0.0, np.log(room) - _log_sum_exp(log_kernel + gain[:, None], axis=0))
         gain = -_log_sum_exp(log_kernel + price, axis=1)
         if np.abs(price - before).max() < 1e-4:
@@ -355,7 +355,10 @@ def _groups(codes: Int32) -> Int64:
 
 
 def id_catalog(item_ids: Sequence[str], codes: Int32, metadata: Sequence[dict[str, Any]]) -> Catalog:
-    """A catalog whose level l names code i by its letter: "<a_i>", "<b_i>", ... CatalogError as in build."""
+    """Make a catalog that names code i of the first level "<a_i>", of the second "<b_i>", and so on.
+
+    Raises CatalogError as Catalog.build does.
+    """
     columns = [
         [f"<{chr(ord('a') + level)}_{code}>" for code in column.tolist()]
         for level, column in enumerate(codes.T)
@@ -367,10 +370,9 @@ def report(codes: Int32, sizes: Sequence[int]) -> dict[str, Any]:
     """How well ids use their codes, as plain JSON values.
 
     codes: [n, depth] with codes[:, l] < sizes[l].
-    collision_rate: 1 - distinct ids / items, 0 where every item has its own. shared_items: the share of items
-    that are not alone under their id. items_per_id: how many ids have 1, 2, ... items. Of each level:
-    utilisation, the share of its codes in use, and the entropy in bits of its codes over items, at most
-    log2(size).
+    collision_rate: 1 - distinct ids / items, 0 if every item has its own. shared_items: the share of items whose id is
+    shared. items_per_id: how many ids have 1, 2, ... items. For each level: utilisation, the share of its codes in
+    use, and the entropy of its codes over items, in bits, at most log2(size).
     """
     n = len(codes)
     per_id = np.bincount(_groups(codes))
@@ -395,7 +397,7 @@ def report(codes: Int32, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def format_report(found: dict[str, Any]) -> str:
-    """A `report` as aligned text: a line a level, then collisions and the histogram of items per id."""
+    """Format a `report` as aligned text: a line for each level, then collisions and the histogram of items per id."""
     lines = ["level    size    used    use %  entropy   (max)"]
     for level, row in enumerate(found["levels"]):
         lines.append(

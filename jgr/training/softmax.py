@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax over a whole vocabulary as a loss, without the scores of all places at once.
+"""The softmax over a whole vocabulary as a loss, without holding the scores of all positions at once.
 
-Scores [B, N, V] are most of what a small recommender's training computes and holds, and many places of a batch have no
-target. So places are sorted, those with a target first, and taken CHUNK at a time; a chunk without any is not computed.
-The loss is a sum, whose gradient is known up to one factor before the backward pass begins: each chunk gives it along
-with the value, while its scores are in the cache, and nothing is kept for later but the gradient.
+Scores [B, N, V] take most of the time and memory of a small recommender's training, and many positions of a batch have
+no target. So positions are sorted, those with a target first, and computed CHUNK at a time; chunks without a target are
+skipped. The loss is a sum, so its gradient is known up to one factor before the backward pass begins: each chunk
+computes it together with its value, while its scores are in the cache, and only the gradient is kept.
 
-Letters: B batch, N places of a row, V vocabulary, D hidden, G groups.
+Letters: B batch, N positions of a row, V vocabulary, D hidden, G groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 CHUNK = 512
-"""Places whose scores are held at once, of all groups together."""
+"""Positions whose scores are held at once, in all groups together."""
 
 
 def softmax_nats(
@@ -29,15 +29,15 @@ def softmax_nats(
     bias: jax.Array | None = None,
     groups: int = 1,
 ) -> jax.Array:
-    """The sum over all places of weight * (logsumexp(scores) - score of the target), [] float32.
+    """The sum over all positions of weight * (logsumexp(scores) - score of the target), [] float32.
 
-    hidden: [B, N, D] float32; a place's scores are hidden @ outputs.T + bias. outputs: [V, D]. bias: [V]. targets,
-    weights: [B, N] int32 below V and bool or float32; weights have no gradient. groups: places are sorted within each
-    of so many equal parts of the batch: where it is spread over devices, their number.
+    hidden: [B, N, D] float32; a position's scores are hidden @ outputs.T + bias. outputs: [V, D]. bias: [V]. targets:
+    [B, N] int32 below V. weights: [B, N] bool or float32, without gradient. groups: into how many equal parts the batch
+    is divided for sorting; if it is spread over devices, their number.
     """
 
     def listed(x: jax.Array) -> jax.Array:
-        """[B, N, ..] -> [chunks, G, places, ..], padded with 0."""
+        """Sort and cut x, [B, N, ..], into [chunks, G, positions, ..], padded with 0."""
         x = x.reshape(groups, -1, *x.shape[2:])
         order = first.reshape(first.shape + (1,) * (x.ndim - 2))
         short = -x.shape[1] % places
@@ -60,7 +60,7 @@ def _of_chunk(
 
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
-"""Of the listed hidden states [chunks, G, places, D], of outputs and of bias."""
+"""Gradients with respect to the sorted hidden states [chunks, G, positions, D], the outputs and the bias."""
 
 
 def _value_and_gradients(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Begin a decoder's training from the weights of another: train.start.
+"""Begin a decoder's training from the weights of another decoder: train.start.
 
-The layers are taken as they are. The vocabularies may differ: a token's row is that of the token of the same name, and
-a token that is new keeps the row that was drawn for it. The tokens of semantic ids are matched by the items that both
-catalogs know, for their names mean nothing: `jgr ids` names them by a count or a cluster of its own data.
+The layers are taken as they are. The vocabularies may differ: each token takes the embedding row of the token with the
+same name, and a new token keeps its random row. Tokens of semantic ids are matched by the items that both catalogs
+have, since their names have no meaning: `jgr ids` numbers the items or the clusters of its own data.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, catalog: Catalog) -> Begin:
-    """What a training of `model` begins with: train.start, a model folder, or the drawn parameters where that is empty.
+    """The function that turns drawn parameters into those that a training of `model` begins with.
 
-    Raises ConfigError where there is no such folder or a damaged one, for a model that is no decoder, has other sizes
-    than `model` (but for vocabulary and longest position), shares no token or item with it, or whose semantic ids of
-    the same items are others, and for train.out and what lies in it.
+    If train.start is empty it changes nothing; otherwise it takes the weights of that model folder. Raises ConfigError
+    if the folder is missing or damaged, is train.out or lies in it, is not a decoder's, has other sizes than `model`
+    (vocabulary and longest position apart), shares no token or item with it, or groups the items into other ids.
     """
     if not train.start:
         return as_drawn
@@ -46,7 +46,7 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
             raise ConfigError(f"{folder} is train.out too, or lies in it, which will be replaced")
         found, weights = checkpoint.load(folder)
         its = Tokenizer.from_file(folder / "tokenizer.json")
-        items = folder / "catalog.jsonl"  # a model that was not trained here has none
+        items = folder / "catalog.jsonl"  # only models that jgr trained have one
         symbols = _same_symbols(folder, catalog, load_catalog(items)) if items.exists() else {}
         shared = _same_rows(folder, tokenizer, its, symbols)
     except UserError as error:
@@ -74,8 +74,10 @@ def begin_from(train: TrainConfig, model: DecoderConfig, tokenizer: Tokenizer, c
 
 
 def _same_symbols(folder: Path, catalog: Catalog, its: Catalog) -> dict[Symbol, Symbol | None]:
-    """By symbol of our semantic ids what the other catalog calls it, None for one that it lacks. ConfigError where it
-    would be two of the other's, the semantic ids are of another depth, or no item is in both."""
+    """For each symbol of our semantic ids the other catalog's symbol for the same items, None if it has none.
+
+    Raises ConfigError if one symbol would match two, the ids have another depth, or no item is in both catalogs.
+    """
     if its.depth != catalog.depth:
         raise ConfigError(
             f"{folder}: its semantic ids have {its.depth} symbols, this dataset's {catalog.depth}"
@@ -98,8 +100,10 @@ def _same_symbols(folder: Path, catalog: Catalog, its: Catalog) -> dict[Symbol, 
 def _same_rows(
     folder: Path, tokenizer: Tokenizer, its: Tokenizer, symbols: Mapping[Symbol, Symbol | None]
 ) -> dict[int, int]:
-    """By row of ours the other's of the same token: of the same name, but for semantic ids, whose `symbols` are known.
-    ConfigError where nothing is shared, or a catalog's symbol is no token of its tokenizer."""
+    """For each row of our vocabulary the other's row for the same token: by `symbols` for semantic ids, else by name.
+
+    Raises ConfigError if no token is shared, or a catalog's symbol is not a token of its tokenizer.
+    """
 
     def row(symbol: Symbol, of: Tokenizer) -> int:
         found = symbol if isinstance(symbol, int) else of.vocabulary.get(symbol)
@@ -122,7 +126,7 @@ def _same_rows(
 
 
 def _symbols(catalog: Catalog) -> dict[str, list[Symbol]]:
-    """Every item's symbols."""
+    """The symbols of every item's semantic id, by item id."""
     return {
         item_id: [catalog.symbols[level][code] for level, code in enumerate(codes)]
         for item_id, codes in zip(catalog.item_ids, catalog.codes.tolist(), strict=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: steps of AdamW on any loss over windows of catalog rows, on one device or a data-parallel mesh.
 
-The one idea: a step is a pure function of (state, batch). Whatever is random in it is drawn from (train.seed, step), so
-a run that goes on from a checkpoint is the unbroken run. A loss gives a *sum* of nats and the number of targets, so
-that a batch computed in parts, or spread over devices, has the loss and the gradient of the whole.
+The one idea: a step is a pure function of (state, batch). Its random numbers are drawn from (train.seed, step), so a
+run that goes on from a checkpoint equals the unbroken run. A loss returns a *sum* of nats and the number of targets,
+so that a batch computed in parts, or spread over devices, has the loss and the gradient of the whole.
 
-Letters: B batch, N items of a window.
+Letters: B batch, N items in a window.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from jgr.models.params import PyTree
 Int32 = npt.NDArray[np.int32]
 
 Loss = Callable[[PyTree, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""(params, windows, key) -> sum of nats and number of targets, [] float32 both.
+"""(params, windows, key) -> the sum of nats and the number of targets, both [] float32.
 
-windows: [B, N] int32 rows, -1 on the right; or [B, N, 2], rows and times, as jgr.training.windows gives them; or what
-else the Batches of the run give, [B, ...].
+windows: the output of the run's Batches, [B, ...]; from jgr.training.windows it is [B, N] int32 rows, -1 on the right,
+or [B, N, 2] rows and times.
 """
 
 Begin = Callable[[PyTree], PyTree]
-"""Drawn parameters -> those that a training begins with."""
+"""Turns randomly drawn parameters into those that a training begins with."""
 
 END_OF_SCHEDULE = 0.01
-"""The last learning rate over the peak."""
+"""The last learning rate, as a share of the peak."""
 
 
 def as_drawn(drawn: PyTree) -> PyTree:
-    """The Begin of a training that begins from nothing."""
+    """The Begin of a training from scratch: it keeps the drawn parameters."""
     return drawn
 
 
@@ -77,7 +77,7 @@ def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
-    """x with each value set to 0 with probability `rate`, the others scaled so that the mean stays."""
+    """Set each value of x to 0 with probability `rate`, and scale the others so that the mean stays."""
     if rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros((), x.dtype))
@@ -86,8 +86,8 @@ def dropout(x: jax.Array, key: jax.Array, rate: float) -> jax.Array:
 class Trainer:
     """Compiled steps of one loss.
 
-    specs: the pytree of params.Spec to draw parameters from. Raises ConfigError where batch, micro_batches and
-    devices do not divide, or the machine has fewer devices.
+    specs: the pytree of params.Spec to draw parameters from. Raises ConfigError if train.batch cannot be divided by
+    micro_batches x devices, or the machine has fewer devices.
     """
 
     def __init__(self, train: TrainConfig, specs: PyTree, loss: Loss) -> None:
@@ -102,19 +102,19 @@ class Trainer:
         self._step = jax.jit(self._one_step, donate_argnums=0)
 
     def initial(self, begin: Begin = as_drawn) -> State:
-        """Parameters drawn from train.seed, or what `begin` makes of them."""
+        """The state before the first step: parameters drawn from train.seed, passed through `begin`."""
         weights = begin(params.initialize(self._specs, jax.random.key(self._train.seed)))
         return self.place(State(weights, self._optimizer.init(weights), jnp.zeros((), jnp.int32)))
 
     def place(self, state: State) -> State:
-        """The state on every device of the mesh."""
+        """Copy the state to every device of the mesh."""
         placed: State = jax.device_put(state, self._everywhere)
         return placed
 
     def step(self, state: State, rows: Int32) -> tuple[State, jax.Array]:
-        """One optimizer step; gives the new state, in the buffers of the old one, and the loss before it.
+        """Take one optimizer step; returns the new state, in the buffers of the old one, and the loss before the step.
 
-        rows: [train.batch, ...], see Loss. The loss: mean nats per target, [] float32.
+        rows: [train.batch, ...], see Loss. The loss is the mean over targets, in nats, [] float32.
         """
         parts = rows.reshape(self._train.micro_batches, -1, *rows.shape[1:])
         stepped: tuple[State, jax.Array] = self._step(state, jax.device_put(parts, self._spread))
@@ -148,10 +148,10 @@ def fit(
     batches: Iterable[Int32],
     on_step: Callable[[int, State, jax.Array], bool],
 ) -> State:
-    """Step through the batches until they end or on_step says that it is enough; gives the last state.
+    """Step through the batches until they end or on_step returns True; returns the last state.
 
-    batches: those of step state.step on. on_step(steps done, state, loss) after each; the loss is still on the device,
-    and the state is the next step's to overwrite.
+    batches: the batches from step state.step on. on_step(steps done, state, loss): called after each step; the loss is
+    still on the device, and the next step overwrites the state.
     """
     for done, rows in enumerate(batches, start=int(state.step) + 1):
         state, loss = trainer.step(state, rows)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training windows, of users' item sequences among others, and the batch of any step.
+"""Training windows, and which of them make the batch of each step.
 
 The batch of step s is a pure function of (data, seed, s), so a resumed run needs no state of its input pipeline. Grain
-reads ahead; it does not decide. A window of a sequence is up to max_items + 1 consecutive items: every item after the
-first is a target. Users of like length share a batch, so that little of it is padding.
+only reads ahead. A window of a user's sequence is up to max_items + 1 consecutive items: every item after the first is
+a target. Users of similar length share a batch, so that it has little padding.
 
-With train.times a window has times beside its rows: seconds since its first event.
+With train.times a window holds rows and times, which are seconds since its first event.
 
 Letters: B batch, N max_items.
 """
@@ -27,15 +27,15 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 SORTED_TOGETHER = 8
-"""Batches among which users are sorted by length; more would save more padding, and make batches more alike."""
+"""Users are sorted by length among this many batches; more would save more padding, but make batches less random."""
 WIDTHS = 4
-"""Different widths of batches, hence compiled training programs, at most."""
+"""The most different widths of batches; each needs a compiled training program."""
 READ_AHEAD = 4
-"""Batches."""
+"""How many batches are read ahead."""
 
 
 class Batches(ABC):
-    """The batches of one training set. sizes: of each of its examples, those of like size share a batch."""
+    """The batches of one training set. sizes: the length of each example; examples of similar length share a batch."""
 
     def __init__(self, train: TrainConfig, sizes: Int64) -> None:
         self._train, self._sizes = train, sizes
@@ -49,7 +49,7 @@ class Batches(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """First 16 hex digits of a sha256 over the data: equal data, equal digest."""
+        """The first 16 hex digits of a sha256 over the data: equal data have equal digests."""
 
     @abstractmethod
     def batch(self, step: int) -> Int32:
@@ -64,12 +64,12 @@ class Batches(ABC):
         return iter(rest.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
 
     def _place(self, step: int) -> tuple[int, int, Int64]:
-        """Epoch, position in it, and the B examples of a step."""
+        """A step's epoch, its position in the epoch, and its B examples."""
         epoch, position = divmod(step, self.steps_per_epoch())
         return epoch, position, self._epoch_order(epoch)[position]
 
     def _draw_order(self, epoch: int) -> Int64:
-        """[steps per epoch, B] examples: every one once, the last batch filled up from the front."""
+        """The examples of an epoch, [steps per epoch, B]: each once; the last batch is filled up from the front."""
         rng = np.random.default_rng((self._train.seed, epoch))
         steps, size = self.steps_per_epoch(), self._train.batch
         order = np.resize(rng.permutation(len(self)), steps * size)
@@ -80,9 +80,9 @@ class Batches(ABC):
 
 
 class Windows(Batches):
-    """Batches of item sequences. Users of fewer than two items teach nothing and are left out.
+    """Batches of item sequences. Users with fewer than two items have no target and are left out.
 
-    sequences: per user, catalog rows in time order.
+    sequences: each user's catalog rows in time order.
     """
 
     def __init__(self, sequences: Ragged, train: TrainConfig) -> None:
@@ -94,7 +94,7 @@ class Windows(Batches):
         super().__init__(train, np.minimum(self._sequences.lengths, train.max_items + 1))
 
     def digest(self) -> str:
-        """See Batches: over the sequences."""
+        """The hash of the sequences; see Batches."""
         digest = hashlib.sha256()
         for sequence in self._sequences:
             digest.update(len(sequence).to_bytes(8, "little") + sequence.tobytes())
@@ -104,9 +104,9 @@ class Windows(Batches):
         return digest.hexdigest()[:16]
 
     def batch(self, step: int) -> Int32:
-        """[B, n <= N + 1] rows, -1 on the right of shorter windows. Long users: another window every epoch.
+        """The windows of a step, [B, n <= N + 1] rows, -1 on the right of shorter windows; [B, n, 2] with train.times.
 
-        With train.times [B, n, 2], rows and times.
+        A sequence that is longer than a window gives another window in every epoch.
         """
         epoch, position, users = self._place(step)
         fractions = np.random.default_rng((self._train.seed, epoch, position)).random(len(users))
