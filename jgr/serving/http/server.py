@@ -31,6 +31,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
 from jgr.serving.api import (
+    RETRY_AFTER_S,
     STATUS,
     Answer,
     CatalogItem,
@@ -57,7 +58,6 @@ from jgr.serving.versions.served_models import Models
 UPLOAD_PATH = "/v1/catalogs"
 CLIENT_GONE = 499
 """What the request counter shows for a client that left; nothing is sent."""
-RETRY_AFTER_S = 1
 DISCARD_BODIES = 8
 """This many times the body limit is read and thrown away, so that the client can hear the 413."""
 
