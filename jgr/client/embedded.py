@@ -122,6 +122,7 @@ class _EngineThread:
             await self.models.start(lambda done, total, label: None)
         except BaseException as error:
             self._closed = True
+            await self.models.drain(self._timeout_s)
             self.started.set_exception(error)
             return
         self.started.set_result(None)

@@ -163,13 +163,13 @@ class Recommender(ABC):
 def _bodies(history: Any, fields: dict[str, Any]) -> tuple[list[bytes], bool]:
     """A body for each history, and whether there are several histories; InvalidRequest for what is neither."""
     histories = _listed(history)
-    if isinstance(histories, str | bytes) or not isinstance(histories, Sequence):
+    if not _is_list(histories):
         raise InvalidRequest(
             f"history must be a list of item ids, or a list of such lists, not {type(history).__name__}",
             "invalid_request",
             field="history",
         )
-    several = len(histories) > 0 and not isinstance(_listed(histories[0]), str | int)
+    several = len(histories) > 0 and _is_list(_listed(histories[0]))
     if not several:
         return [_encode({"history": histories, **fields})], False
     split = {name: _split(name, value, len(histories)) for name, value in fields.items()}
@@ -183,17 +183,22 @@ def _split(name: str, value: Any, count: int) -> Sequence[Any]:
     """A field's value for each of several histories."""
     value = _listed(value)
     own = name in PER_HISTORY and value is not None
-    if name == "candidates" and isinstance(value, Sequence) and value:
-        own = not isinstance(_listed(value[0]), str | int)
+    if name == "candidates" and _is_list(value) and value:
+        own = _is_list(_listed(value[0]))
     if not own:
         return [value] * count
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
+    if not _is_list(value) or len(value) != count:
         raise InvalidRequest(
             f"{name} must be a list with one entry for each of the {count} histories",
             "invalid_request",
             field=name,
         )
-    return value
+    values: Sequence[Any] = value
+    return values
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _listed(value: Any) -> Any:
