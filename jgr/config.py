@@ -17,6 +17,7 @@ import importlib.machinery
 import sys
 import traceback
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_type_hints
@@ -431,16 +432,35 @@ def override(config: Config, *assignments: str) -> Config:
         key = key.strip()
         if not equals:
             raise ConfigError(f"cannot override by '{assignment}': write section.field=value")
-        if key in RENAMED:
-            raise ConfigError(f"there is no field '{key}' any more; it is called '{RENAMED[key]}' now")
-        if key not in hints:
-            nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
+        _require_field(key, hints)
         section, name = key.split(".")
         try:
             updates.setdefault(section, {})[name] = parse(text, hints[key])
         except ValueError:
             raise ConfigError(f"{key} must be {describe(hints[key])}, not '{text}'") from None
+    return _replace(config, updates)
+
+
+def from_json(sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    """What `to_json` gave; sections and fields that are left out have their defaults. ConfigError as `override`."""
+    hints = _field_types()
+    updates: dict[str, dict[str, Any]] = {}
+    for section, values in sections.items():
+        for name, value in values.items():
+            _require_field(f"{section}.{name}", hints)
+            updates.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
+    return _replace(Config(), updates)
+
+
+def _require_field(key: str, hints: Mapping[str, Any]) -> None:
+    if key in RENAMED:
+        raise ConfigError(f"there is no field '{key}' any more; it is called '{RENAMED[key]}' now")
+    if key not in hints:
+        nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
+
+
+def _replace(config: Config, updates: Mapping[str, Mapping[str, Any]]) -> Config:
     sections = {s: dataclasses.replace(getattr(config, s), **values) for s, values in updates.items()}
     return dataclasses.replace(config, **sections)
 

@@ -30,7 +30,7 @@ FLOORS = (
     ("jgr.models", "jgr.training"),
     ("jgr.cache", "jgr.placement", "jgr.features", "jgr.embeddings"),
     ("jgr.serving.policies",),
-    ("jgr.serving", "jgr.simulation", "jgr.evaluation", "jgr.traffic"),
+    ("jgr.serving", "jgr.client", "jgr.simulation", "jgr.evaluation", "jgr.traffic"),
     ("jgr.cli", "tools"),
 )
 SIDE_BY_SIDE = (("jgr.serving.decoders", "jgr.serving.scorers"),)

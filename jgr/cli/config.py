@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr config`: prints the configuration that --config and --set give."""
+"""`jgr config [FOLDER]`: prints the configuration that --config, or a model folder, and --set give."""
 
 from __future__ import annotations
 
@@ -19,5 +19,4 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    console.refuse_arguments(argv)
-    print(json.dumps(to_json(console.load(flags.FLAGS)), indent=2))
+    print(json.dumps(to_json(console.load_folder(flags.FLAGS, argv)), indent=2))

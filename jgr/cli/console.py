@@ -40,6 +40,16 @@ def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     return override(base, *values.set)
 
 
+def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
+    """As `load`; a command's only argument may name a model folder in place of --config."""
+    refuse_arguments(argv[1:] if argv and "=" not in argv[0] else argv)
+    if argv and values.config:
+        raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")
+    from jgr.models.manifest import folder_config
+
+    return load(values, folder_config(argv[0]) if argv else None)
+
+
 def refuse_arguments(argv: Sequence[str]) -> None:
     """Raise UserError if a command that only takes flags got other arguments."""
     if argv:

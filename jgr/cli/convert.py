@@ -2,7 +2,8 @@
 """`jgr convert`: turns a published generator and its table of items into a folder that `jgr serve` takes.
 
 It reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids, resolves every token
-by its name through the tokenizer file, and writes weights, tokenizer, catalog, and config.py with the family's prompt.
+by its name through the tokenizer file, and writes weights, tokenizer, catalog, and serving.json with the family's
+prompt.
 
 For the family hstu it turns Meta's research checkpoint (see jgr/models/hstu_import.py for its form) and the catalog of
 its items into a model that `jgr serve`, `jgr retrieve` and `jgr evaluate --baseline` take.
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
-from jgr.config import PromptConfig, UserError
+from jgr.config import BeamConfig, Config, ModelConfig, ProfilesConfig, PromptConfig, UserError
 
 if TYPE_CHECKING:
     from jgr.catalog.catalog import Catalog
@@ -54,7 +55,7 @@ TOKENS_STEP = 64  # the compiled prompt length is a multiple of it
 
 @dataclass(frozen=True)
 class Fitted:
-    """The sizes that config.py gets. tokens: the longest prompt's, rounded up to TOKENS_STEP."""
+    """The sizes that serving.json gets. tokens: the longest prompt's, rounded up to TOKENS_STEP."""
 
     tokens: int
     beam_width: int
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
         return convert_hstu(source, Path(values.items), out, values.heads)
     _refuse_what_is_not_whole(source)
     from jgr.catalog.catalog import save_catalog
-    from jgr.models import checkpoint, hf
+    from jgr.models import checkpoint, hf, manifest
     from jgr.prompt.tokens import Tokenizer
 
     checkpoint.require_writable(out)
@@ -98,8 +99,7 @@ def main(argv: Sequence[str]) -> int:
     def write_beside(folder: Path) -> None:
         tokenizer.save(folder / "tokenizer.json")
         save_catalog(catalog, folder / "catalog.jsonl")
-        text = _config_text(values.family, out, fitted)
-        (folder / "config.py").write_text(text, encoding="utf-8")
+        manifest.write(folder, _config(values.family, out.name, fitted), catalog)
 
     checkpoint.save(out, cfg, params, write_beside)
     ids = len(set(map(tuple, catalog.codes.tolist())))
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{catalog.n_items} items behind {ids} semantic ids of {catalog.depth} levels; version {catalog.version}"
     )
-    print(f"prompts of up to {fitted.tokens} tokens; serve it: jgr serve --config={out / 'config.py'}")
+    print(f"prompts of up to {fitted.tokens} tokens; serve it: jgr serve {out}")
     print(out)
     return 0
 
@@ -115,13 +115,18 @@ def main(argv: Sequence[str]) -> int:
 def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
     """Convert a checkpoint of HSTU, a scorer. Raises UserError if it cannot be read."""
     from jgr.catalog.catalog import save_catalog
-    from jgr.models import checkpoint, hstu_import, retrievers
+    from jgr.models import checkpoint, hstu_import, manifest, retrievers
 
     checkpoint.require_writable(out)
     catalog = _catalog(items)
     digest = retrievers.items_digest(catalog.item_ids)
     cfg, params = hstu_import.research(hstu_import.read_state(source), catalog.item_ids, digest, heads=heads)
-    retrievers.save(out, cfg, params, lambda folder: save_catalog(catalog, folder / "catalog.jsonl"))
+
+    def write_beside(folder: Path) -> None:
+        save_catalog(catalog, folder / "catalog.jsonl")
+        manifest.write(folder, Config(model=ModelConfig(name=out.name)), catalog)
+
+    retrievers.save(out, cfg, params, write_beside)
     print(f"HSTU: {cfg.layers} layers, hidden {cfg.hidden}, {cfg.n_items} items, bias of {cfg.bias}")
     print(out)
     return 0
@@ -172,28 +177,12 @@ def _fit(prompt: PromptConfig, cfg: DecoderConfig, tokenizer: object, catalog: C
     return Fitted(tokens, min(BEAM_WIDTH, catalog.n_items))
 
 
-def _config_text(family: str, out: Path, fitted: Fitted) -> str:
-    prompt = PROMPTS[family]
-    return f'''"""Serves {out.name}, converted by jgr, with the prompt of {family}.
-
-The prompt must be the one that the checkpoint was trained with, to the letter.
-"""
-
-from jgr.config import BeamConfig, Config, ModelConfig, ProfilesConfig, PromptConfig
-
-
-def get_config() -> Config:
+def _config(family: str, name: str, fitted: Fitted) -> Config:
+    """What serves the model: the prompt is the one that the checkpoint was trained with, to the letter."""
+    width = (fitted.beam_width,)
     return Config(
-        model=ModelConfig(name={out.name!r}, path={str(out)!r}),
-        prompt=PromptConfig(
-            template={prompt.template!r},
-            item={prompt.item!r},
-            separator={prompt.separator!r},
-            max_items={prompt.max_items},
-        ),
-        beam=BeamConfig(width={fitted.beam_width}),
-        profiles=ProfilesConfig(
-            batch=(1, 8), tokens=({fitted.tokens},), widths=({fitted.beam_width},), candidates=(128,)
-        ),
+        model=ModelConfig(name=name),
+        prompt=PROMPTS[family],
+        beam=BeamConfig(width=fitted.beam_width),
+        profiles=ProfilesConfig(batch=(1, 8), tokens=(fitted.tokens,), widths=width, candidates=(128,)),
     )
-'''

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             print("Ctrl-C stops it.", flush=True)
             stopped.wait()
         else:
-            print(f"It stops now; again with: jgr serve --config={path}", flush=True)
+            print(f"It stops now; again with: jgr serve {folder}", flush=True)
     return 0
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr evaluate`: recommendation quality through the serving path, beside popularity, item-kNN and sequential rules.
+"""`jgr evaluate [FOLDER]`: recommendation quality through the serving path, beside popularity, item-kNN and sequential
+rules.
 
-Without --url the configured model is loaded into an engine of this process; with --url a running server is asked
-over HTTP. With --sweep it measures quality and latency for several values of a field instead; with --feedback how
-well a scorer predicts what users did with their impressions. The last line of stdout is the result as one JSON
+FOLDER is a model folder, which names its dataset too; without one, --config names both. Without --url the model is
+loaded into an engine of this process; with --url a running server is asked over HTTP. With --sweep it measures quality
+and latency for several values of a field instead; with --feedback how well a scorer predicts what users did with their
+impressions. The last line of stdout is the result as one JSON
 document.
 """
 
@@ -109,11 +111,12 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    console.refuse_arguments(argv)
-    config = console.load(flags.FLAGS)
+    config = console.load_folder(flags.FLAGS, argv)
     options = _options(flags.FLAGS)
     from jgr.data.datasets import load_dataset
+    from jgr.models.manifest import check_dataset
 
+    check_dataset(config)
     lines, report = evaluate(config, load_dataset(config.data), options)
     print("\n".join(lines))
     print(json.dumps(or_null(report), allow_nan=False))

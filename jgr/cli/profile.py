@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr profile`: shows where a generator's time goes, by stage and by operation, over real requests.
+"""`jgr profile [FOLDER]`: shows where a generator's time goes, by stage and by operation, over real requests.
 
 The requests are histories of the configured dataset, or the lines of --requests_file. The engine is that of `jgr
 serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document.
@@ -42,8 +42,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    console.refuse_arguments(argv)
-    config = console.load(flags.FLAGS)
+    config = console.load_folder(flags.FLAGS, argv)
     values = flags.FLAGS
     _refuse_scorer(config)
     if values.costs:

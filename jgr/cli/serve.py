@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr serve`: serves one or several models over HTTP, until SIGTERM or Ctrl-C.
 
-Each --config is a model. The URL is printed to stdout once requests are served; everything else goes to stderr. SIGHUP
-reads the models' folders again. Exit codes: 0 after a drain, or after a stop before a model was loaded; 1 after a
-failed warm-up; 2 for a configuration that cannot be served.
+Each argument, a folder that `jgr train` or `jgr convert` wrote, and each --config is a model. The URL is printed to
+stdout once requests are served; everything else goes to stderr. SIGHUP reads the models' folders again. Exit codes: 0
+after a drain, or after a stop before a model was loaded; 1 after a failed warm-up; 2 for a configuration that cannot be
+served.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from jgr.fields import distinct
 
 if TYPE_CHECKING:
     from jgr.serving.engine.engine import AnyEngine
+    from jgr.serving.engine.metrics import Metrics
     from jgr.serving.versions.deployment import Load
 
-HELP = "serve recommendations over HTTP; each --config is a model"
+HELP = "serve recommendations over HTTP; each folder, or --config, is a model"
 
 JOIN_TIMEOUT_S = 1.0
 
@@ -48,27 +50,38 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    console.refuse_arguments(argv)
-    configs = configurations(flags.FLAGS.config, flags.FLAGS.set)
-    given = {"api_key": flags.FLAGS.api_key, "port": flags.FLAGS.port}
-    server = dataclasses.replace(configs[0].server, **{k: v for k, v in given.items() if v is not None})
-    configs = [dataclasses.replace(config, server=server) for config in configs]
-    if (store := flags.FLAGS.feature_store) is not None:
-        configs = [override(config, f"features.store={store}") for config in configs]
+    given = {
+        "server.api_key": flags.FLAGS.api_key,
+        "server.port": flags.FLAGS.port,
+        "features.store": flags.FLAGS.feature_store,
+    }
+    assignments = [*flags.FLAGS.set, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    configs = configurations(flags.FLAGS.config, assignments, argv)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
-    return serve([(*_named(config, flags.FLAGS.null, len(configs) > 1), config) for config in configs])
+    models = []
+    for at, config in enumerate(configs):
+        engine, load = _named(config, flags.FLAGS.null, len(configs) > 1)
+        if at < len(argv) and load is not None:
+            load = partial(_load_again, argv[at], config, assignments)
+        models.append((engine, load, config))
+    return serve(models)
 
 
-def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Config]:
-    """The configuration of each model: its file's, or the defaults if there is no file, with the assignments applied.
+def configurations(
+    paths: Sequence[str], assignments: Sequence[str], folders: Sequence[str] = ()
+) -> list[Config]:
+    """The configuration of each model, the folders' first: what the folder or file says, or the defaults if there is
+    neither, with the assignments applied.
 
     An assignment `section.field=value` is for all models, `name:section.field=value` for the one whose file calls its
     model `name`. The first configuration's section `server` is used for all. Raises ConfigError for an unknown or
     repeated name.
     """
-    files = [load_config(path) for path in paths] or [Config()]
+    from jgr.models.manifest import folder_config
+
+    files = [*map(folder_config, folders), *map(load_config, paths)] or [Config()]
     names = [file.model.name for file in files]
     own: dict[str, list[str]] = {name: [] for name in names}
     for assignment in assignments:
@@ -88,6 +101,19 @@ def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Con
         if file.server not in (ServerConfig(), files[0].server):
             _log.warning("model %s: its section server is not used, the first's is", file.model.name)
     return [dataclasses.replace(config, server=configs[0].server) for config in configs]
+
+
+def _load_again(folder: str, config: Config, assignments: Sequence[str], metrics: Metrics) -> AnyEngine:
+    """A reload of a model that was given by its folder: what stands there now, its settings too, under the old name."""
+    from jgr.models.manifest import folder_config
+    from jgr.serving.versions.loading import load_any
+
+    found = folder_config(folder)
+    mine = ("", found.model.name, config.model.name)
+    split = [assignment.partition("=") for assignment in assignments]
+    own = [f"{key.rpartition(':')[2]}={value}" for key, _, value in split if key.rpartition(":")[0] in mine]
+    found = override(found, *own, f"model.name={config.model.name}")
+    return load_any(dataclasses.replace(found, server=config.server), metrics)
 
 
 def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load | None]:

@@ -53,6 +53,8 @@ STATUS: dict[ErrorType, int] = {
     "deadline_exceeded": 504,
 }
 
+RETRY_AFTER_S = 1
+"""What an overloaded server asks its clients to wait."""
 MAX_DEADLINE_MS = 600_000
 MAX_QUOTED_CHARS = 80
 MAX_SEGMENTS = 16

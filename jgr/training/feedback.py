@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.impressions import Requests, action_bits, feedback_of, requests
@@ -221,14 +220,11 @@ def train_feedback(
     bits = action_bits(dataset.interactions, feedback.tasks, "feedback.tasks")
 
     def save(params: PyTree, write_beside: Callable[[Path], None]) -> None:
-        def write_all(folder: Path) -> None:
-            save_catalog(dataset.catalog, folder / "catalog.jsonl")
-            write_beside(folder)
-
-        scorers.save(Path(train.out), cfg, params, write_all)
+        scorers.save(Path(train.out), cfg, params, write_beside)
 
     return train_to_best(
-        train,
+        config,
+        dataset.catalog,
         scorers.scorer(cfg).spec(cfg),
         feedback_loss(cfg, bits, feedback.weights, features),
         ImpressionWindows(learnt, train, feedback.candidates),

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.models import checkpoint, decoder
@@ -100,7 +99,8 @@ def train_generator(
     progress: Progress = lambda done, total, status: None,
     validate: Callable[[GeneratorConfig, GeneratorParams], float] | None = None,
 ) -> Path:
-    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, curves.
+    """Train on the dataset's training sequences and write train.out: weights, config, tokenizer, catalog, manifest,
+    curves.
 
     validate(config, params) -> recall@10; called every train.evaluate_every steps. Goes on where an earlier, killed
     call with the same arguments stopped. Raises ConfigError if prompt and training do not fit together.
@@ -140,13 +140,13 @@ def train_generator(
     def save(params: GeneratorParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
             tokenizer.save(folder / "tokenizer.json")
-            save_catalog(catalog, folder / "catalog.jsonl")
             write_beside(folder)
 
         checkpoint.save(Path(train.out), model, params, write_all)
 
     return train_to_best(
-        train,
+        config,
+        catalog,
         generator(model).spec(model),
         loss,
         Windows(dataset.interactions.sequences, train),

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.catalog.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Ragged
@@ -304,13 +304,13 @@ def train_ranker(
     def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
         def write_all(folder: Path) -> None:
             tokenizer.save(folder / "tokenizer.json")
-            save_catalog(catalog, folder / "catalog.jsonl")
             write_beside(folder)
 
         checkpoint.save(Path(train.out), model, params, write_all)
 
     return train_to_best(
-        train,
+        config,
+        catalog,
         decoder.spec(model),
         ranking_loss(model, text, negative_weights(config, dataset), train),
         Windows(dataset.interactions.sequences, train),

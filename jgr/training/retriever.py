@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.catalog.catalog import save_catalog
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Interactions, Ragged
@@ -90,14 +89,11 @@ def train_retriever(
     checkpoint.require_writable(Path(train.out))
 
     def save(params: RetrieverParams, write_beside: Callable[[Path], None]) -> None:
-        def write_all(folder: Path) -> None:
-            save_catalog(dataset.catalog, folder / "catalog.jsonl")
-            write_beside(folder)
-
-        retrievers.save(Path(train.out), cfg, params, write_all)
+        retrievers.save(Path(train.out), cfg, params, write_beside)
 
     return train_to_best(
-        train,
+        config,
+        dataset.catalog,
         retriever(cfg).spec(cfg),
         softmax_loss(
             cfg,

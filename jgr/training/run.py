@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgr.config import ConfigError, TrainConfig
+from jgr.catalog.catalog import Catalog, save_catalog
+from jgr.config import Config, ConfigError
+from jgr.models import manifest
 from jgr.models.params import PyTree
 from jgr.training.curves import plot_curves
 from jgr.training.progress import RECALL, RunFolder, best_validation
@@ -34,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 def train_to_best(
-    train: TrainConfig,
+    config: Config,
+    catalog: Catalog,
     specs: PyTree,
     loss: Loss,
     windows: Batches,
@@ -48,11 +51,12 @@ def train_to_best(
 ) -> Path:
     """Train, and `save` the parameters of the best validation, or of the last step if nothing is validated.
 
-    described: all that the run depends on besides `train` and the windows. save(params, write_beside) must call
-    write_beside(folder), which adds metrics.jsonl and curves.png. metric: the name in metrics.jsonl of the metric that
-    `validate` computes. begin: see Trainer.initial. Goes on where an earlier, killed call with the same arguments
-    stopped. Returns train.out. Raises ConfigError for a loss that is not finite.
+    described: all that the run depends on besides config.train and the windows. save(params, write_beside) must call
+    write_beside(folder), which adds the catalog, serving.json, metrics.jsonl and curves.png. metric: the name in
+    metrics.jsonl of the metric that `validate` computes. begin: see Trainer.initial. Goes on where an earlier, killed
+    call with the same arguments stopped. Returns train.out. Raises ConfigError for a loss that is not finite.
     """
+    train = config.train
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
     running = Path(f"{train.out}.training")
@@ -96,13 +100,17 @@ def train_to_best(
 
         if not enough():
             state = fit(trainer, state, windows.batches(int(state.step)), on_step)
+        reached = {"steps": float(state.step)}
         if validated:
             step, value = best_validation(folder.validations())
+            reached = {"steps": float(step), metric: value}
             _log.info("keeping step %d: validation %s %.4f", step, metric, value)
             if step != int(state.step):
                 state = folder.restore(step, state)
 
         def write_beside(out: Path) -> None:
+            save_catalog(catalog, out / manifest.CATALOG)
+            manifest.write(out, config, catalog, reached)
             shutil.copy(folder.metrics, out)
             plot_curves(out / "metrics.jsonl", out / "curves.png", metric)
 

@@ -17,10 +17,11 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jgr.catalog.catalog import CatalogError, load_catalog
-from jgr.config import Config, load_config, override
+from jgr.config import Config, override
 from jgr.data.sid2pid import load_sid2pid
 from jgr.models import checkpoint, decoder, hf, params
 from jgr.models.decoder import DecoderConfig
+from jgr.models.manifest import folder_config
 from jgr.prompt.tokens import PromptBuilder, Tokenizer
 from jgr.serving.api import RecommendRequest
 from jgr.serving.decoders.loading import load_engine
@@ -132,7 +133,7 @@ def test_minionerec(tmp_path: Path, minionerec: tuple[Path, Path]) -> None:
     )
     np.testing.assert_array_equal(ours, expected)
 
-    config = load_config(out / "config.py")
+    config = folder_config(out)
     assert (config.model.path, config.beam.width, config.prompt.max_items) == (str(out), 3, 10)
     text = config.prompt.template.format(history="<a_1><b_0>, <a_0><b_0>")
     scores = by_hand(source, text, list(INDEX.values()))
@@ -159,7 +160,7 @@ def test_openonerec(tmp_path: Path) -> None:
     done = convert(*arguments(source, table, out, "openonerec"))
     assert done.returncode == 0, done.stderr
     assert "5 items behind 4 semantic ids of 3 levels" in done.stdout
-    config = load_config(out / "config.py")
+    config = folder_config(out)
     catalog = load_catalog(out / "catalog.jsonl")
     assert catalog.item_ids == ("7", "10", "9", "11", "8")  # most popular first
     tokenizer = Tokenizer.from_file(source / "tokenizer.json")

@@ -10,6 +10,7 @@ import jax
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError
+from jgr.models import manifest
 from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine.metrics import Metrics
 
@@ -28,8 +29,8 @@ def open_folder(config: Config) -> Path:
 
 
 def read_catalog(folder: Path, config: Config) -> Catalog:
-    """That of config.catalog.path, else the model folder's."""
-    return load_catalog(config.catalog.path or folder / "catalog.jsonl")
+    """That of config.catalog.path, else the model folder's, which must be the one that the folder's manifest names."""
+    return load_catalog(config.catalog.path) if config.catalog.path else manifest.own_catalog(folder)
 
 
 def counting_metrics() -> Metrics:

@@ -31,6 +31,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
 from jgr.serving.api import (
+    RETRY_AFTER_S,
     STATUS,
     Answer,
     CatalogItem,
@@ -57,7 +58,6 @@ from jgr.serving.versions.served_models import Models
 UPLOAD_PATH = "/v1/catalogs"
 CLIENT_GONE = 499
 """The status that the request counter shows if the client left before its answer; it is never sent."""
-RETRY_AFTER_S = 1
 DISCARD_BODIES = 8
 """Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
 

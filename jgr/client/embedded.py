@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr.Engine`: a model folder behind Python calls, without a server.
+
+The one idea: it is the server's engine without HTTP. Requests are read by the same code and meet in the same batches
+and compiled programs, so answers are the same. The engine's event loop runs in a thread of its own, which makes the
+calls work from any thread and beside any other loop, such as a notebook's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import msgspec
+
+from jgr.client.errors import RequestFailed, Unavailable, failure
+from jgr.client.recommender import Kind, Recommender
+from jgr.config import Config, override
+from jgr.models.manifest import folder_config
+from jgr.serving.api import (
+    RETRY_AFTER_S,
+    Answer,
+    ModelInfo,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    RequestError,
+)
+from jgr.serving.http.decoding import decode
+from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.loading import load_any
+from jgr.serving.versions.served_models import Models
+
+IN_FLIGHT = 256
+"""Requests of calls with several histories that are with the engine at a time, if its queue takes so many."""
+
+_read: dict[Kind, Callable[[bytes], Request]] = {
+    "recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
+    "rank": partial(decode, msgspec.json.Decoder(RankRequest)),
+}
+
+
+class Engine(Recommender):
+    """A model in this process; returns when its programs are compiled.
+
+    model: a folder that `jgr train` or `jgr convert` wrote, or a whole configuration. settings: overrides such as
+    "beam.width=64". Raises jgr.Error, naming the field, for what cannot be served.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | Config, settings: Sequence[str] = ()) -> None:
+        base = model if isinstance(model, Config) else folder_config(os.fspath(model))
+        thread = _EngineThread(override(base, *settings))
+        self._stop = weakref.finalize(
+            self, thread.stop
+        )  # also where nobody closes it, and at the interpreter's end
+        self._thread = thread
+        thread.started.result()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._thread.models.infos[0]
+
+    def close(self) -> None:
+        self._stop()
+
+    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+        answers = self._thread.begin(kind, bodies)
+        try:
+            return answers.result()
+        except BaseException:  # such as KeyboardInterrupt: nobody waits any more
+            answers.cancel()
+            raise
+
+    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+        return await asyncio.wrap_future(self._thread.begin(kind, bodies))
+
+
+class _EngineThread:
+    """The event loop of an engine, in a daemon thread. It knows nothing of the Engine, which may so be freed."""
+
+    def __init__(self, config: Config) -> None:
+        self.models = Models([Deployment(load_any(config), config.catalog)])
+        self.started: Future[None] = Future()
+        self._timeout_s = config.server.drain_timeout_s
+        self._slots = asyncio.Semaphore(min(IN_FLIGHT, config.batching.max_queue))
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="jgr-engine", daemon=True)
+        self._thread.start()
+
+    def begin(self, kind: Kind, bodies: Sequence[bytes]) -> Future[list[Answer]]:
+        """Ask for all bodies at once. Unavailable after `stop`."""
+        with self._lock:  # so that what is accepted stands in the loop's queue before the stop
+            if self._closed:
+                raise Unavailable("the engine is closed", "unavailable")
+            return asyncio.run_coroutine_threadsafe(self._answers(kind, bodies), self._loop)
+
+    def stop(self) -> None:
+        """Finish what was accepted, and end the thread. From any thread, again too."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if threading.current_thread() is not self._thread:  # where the garbage collector calls it
+            self._thread.join()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._main())
+        self.models.join(self._timeout_s)
+
+    async def _main(self) -> None:
+        try:
+            await self.models.start(lambda done, total, label: None)
+        except BaseException as error:
+            self._closed = True
+            await self.models.drain(self._timeout_s)
+            self.started.set_exception(error)
+            return
+        self.started.set_result(None)
+        await self._stopping.wait()
+        await self.models.drain(self._timeout_s)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*left, return_exceptions=True)  # they hear that the engine has stopped
+
+    async def _answers(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+        several = len(bodies) > 1
+        requests = [self._request(kind, body, at if several else None) for at, body in enumerate(bodies)]
+        if not several:
+            return [await self._answer(kind, request, None) for request in requests]
+
+        async def one(at: int, request: Request) -> Answer:
+            async with self._slots:
+                return await self._answer(kind, request, at)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(at, request)) for at, request in enumerate(requests)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _request(self, kind: Kind, body: bytes, index: int | None) -> Request:
+        with _typed(index, None):
+            return _read[kind](body)
+
+    async def _answer(self, kind: Kind, request: Request, index: int | None) -> Answer:
+        request_id = os.urandom(16).hex()
+        with _typed(index, request_id):
+            return await self.models.engine(request.model, kind).answer(request, request_id)
+
+
+@contextlib.contextmanager
+def _typed(index: int | None, request_id: str | None) -> Iterator[None]:
+    """Turn the engine's refusals into the exceptions of jgr.client.errors."""
+    try:
+        yield
+    except RequestError as error:
+        wait_s = float(RETRY_AFTER_S) if error.type == "overloaded" else None
+        failed: RequestFailed = failure(error.type, error.message, error.field, request_id, wait_s)
+        failed.index = index
+        raise failed from None

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a request got no answer, as exceptions: a class for each thing that a caller may want to do about it.
+
+`jgr.Error`, the base of all, is also that of a folder or a configuration that cannot be used.
+"""
+
+from __future__ import annotations
+
+from jgr.fields import UserError
+from jgr.serving.api import ErrorType
+
+Error = UserError
+
+
+class RequestFailed(Error):
+    """The base class. type: the error's stable name, as in HTTP answers. field: the part of the request at fault.
+
+    request_id: as in the server's log, where it was given. retry_after: seconds to wait before another try, where that
+    may help. index: which of several histories this is about.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        type: ErrorType = "internal",
+        *,
+        field: str | None = None,
+        request_id: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.type: ErrorType = type
+        self.field = field
+        self.request_id = request_id
+        self.retry_after = retry_after
+        self.index: int | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.index is None else f"histories[{self.index}]: {self.message}"
+
+
+class InvalidRequest(RequestFailed):
+    """The request cannot be answered as it is; `field` names what to change."""
+
+
+class Unauthorized(RequestFailed):
+    """The key is missing or wrong."""
+
+
+class NotFound(RequestFailed):
+    """There is no such model, or no such address."""
+
+
+class Overloaded(RequestFailed):
+    """Too many requests are waiting; try again after `retry_after` seconds."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """The request's deadline passed before there was an answer."""
+
+
+class Unavailable(RequestFailed):
+    """Nobody answers: the engine is closed, or the server is starting, stopping or out of reach."""
+
+
+class InternalError(RequestFailed):
+    """The model or the server failed; its log says more."""
+
+
+_CLASSES: dict[ErrorType, type[RequestFailed]] = {
+    "unauthorized": Unauthorized,
+    "forbidden": Unauthorized,
+    "not_found": NotFound,
+    "overloaded": Overloaded,
+    "deadline_exceeded": DeadlineExceeded,
+    "unavailable": Unavailable,
+    "internal": InternalError,
+}
+
+
+def failure(
+    type: ErrorType,
+    message: str,
+    field: str | None = None,
+    request_id: str | None = None,
+    retry_after: float | None = None,
+) -> RequestFailed:
+    """The exception of an error type; what is left of the types is about the request itself."""
+    found = _CLASSES.get(type, InvalidRequest)
+    return found(message, type, field=field, request_id=request_id, retry_after=retry_after)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr.Client`: a running server behind the calls of `jgr.Engine`: blocking HTTP over connections that are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from jgr.client.errors import InternalError, NotFound, Overloaded, RequestFailed, Unavailable, failure
+from jgr.client.recommender import Kind, Recommender
+from jgr.fields import UserError
+from jgr.serving.api import STATUS, Answer, ErrorAnswer, ErrorType, ModelInfo, ModelList
+
+MAX_ANSWER_BYTES = 1 << 26
+FIRST_WAIT_S = 0.1
+MAX_WAIT_S = 60.0
+"""Of a retry; the first doubles with each where the server does not say how long."""
+
+T = TypeVar("T")
+
+
+class Client(Recommender):
+    """A server, asked from any thread.
+
+    url: such as "http://127.0.0.1:8000". key: of the server, if it has one. model: the name of the one to ask, where
+    the server has several; None: the first that serves what is asked. timeout_s: without a byte of an answer.
+    retries: how often a request is sent again that found the server overloaded or unavailable, after the time that
+    the server names. connections: how many of several histories are asked for at a time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        model: str | None = None,
+        timeout_s: float = 60.0,
+        retries: int = 0,
+        connections: int = 16,
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            self._host, self._port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise UserError(f"{url!r} is not a URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.username:
+            raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+        if not re.fullmatch(r"[!-~]*", key or ""):
+            raise UserError("the key must be printable ASCII without spaces")
+        self._secure = parts.scheme == "https"
+        self._url, self._path = url.rstrip("/"), parts.path.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._model, self._timeout_s, self._retries = model, timeout_s, retries
+        self._connections = connections
+        self._idle: deque[http.client.HTTPConnection] = deque()
+        self._closed = False
+
+    @property
+    def info(self) -> ModelInfo:
+        models = self.models()
+        found = next((info for info in models if self._model in (None, info.id, info.version)), None)
+        if found is None:
+            names = ", ".join(info.id for info in models)
+            raise NotFound(
+                f"there is no model {self._model!r}; there are {names}", "not_found", field="model"
+            )
+        return found
+
+    def models(self) -> list[ModelInfo]:
+        """All models of the server."""
+        return self.fetch("GET", "/v1/models", None, ModelList).data
+
+    def close(self) -> None:
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def fetch(self, method: str, path: str, body: bytes | None, type: type[T]) -> T:
+        """Ask for anything, such as GET /v1/models, and read the JSON of a 200 as `type`. Raises RequestFailed."""
+        for attempt in range(self._retries + 1):
+            try:
+                content = self._exchange(method, self._path + path, body)
+                return msgspec.json.decode(content, type=type)
+            except (Overloaded, Unavailable) as error:
+                if attempt == self._retries or self._closed:
+                    raise
+                wait_s = FIRST_WAIT_S * 2**attempt if error.retry_after is None else error.retry_after
+                time.sleep(min(wait_s, MAX_WAIT_S))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise InternalError(
+                    f"{self._url}{path}: is not the answer of a jgr server: {error}"
+                ) from None
+        raise AssertionError("unreachable")
+
+    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+        def one(at: int) -> Answer:
+            body = bodies[at] if self._model is None else _named(bodies[at], self._model)
+            try:
+                return self.fetch("POST", f"/v1/{kind}", body, Answer)
+            except RequestFailed as error:
+                error.index = at if len(bodies) > 1 else None
+                raise
+
+        if len(bodies) == 1:
+            return [one(0)]
+        with ThreadPoolExecutor(min(self._connections, len(bodies))) as pool:
+            answers = [pool.submit(one, at) for at in range(len(bodies))]
+            try:
+                return [answer.result() for answer in answers]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+        return await asyncio.to_thread(self._ask, kind, bodies)
+
+    def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
+        """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
+        if self._closed:
+            raise Unavailable("the client is closed", "unavailable")
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        kept = connection.sock is not None
+        headers = {**self._headers, "Content-Type": "application/json"}
+        try:
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+            except ConnectionError:
+                if not kept:
+                    raise
+                connection.close()  # the server closes what was idle for long, and has not read this request
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+            content = response.read(MAX_ANSWER_BYTES + 1)
+        except TimeoutError:
+            connection.close()
+            raise Unavailable(f"{self._url}: no answer within {self._timeout_s:g} s", "unavailable") from None
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unavailable(f"{self._url}: {error or type(error).__name__}", "unavailable") from None
+        if len(content) > MAX_ANSWER_BYTES:
+            connection.close()
+            raise InternalError(f"{self._url}: the answer has more than {MAX_ANSWER_BYTES} bytes")
+        if self._closed:
+            connection.close()
+        else:
+            self._idle.append(connection)
+        if response.status != HTTPStatus.OK:
+            raise _failure(self._url, response, content)
+        return content
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        return kind(self._host, self._port, timeout=self._timeout_s)
+
+
+def _named(body: bytes, model: str) -> bytes:
+    """The body with a model's name, unless it has one."""
+    return msgspec.json.encode({"model": model, **msgspec.json.decode(body)})
+
+
+def _failure(url: str, response: http.client.HTTPResponse, content: bytes) -> RequestFailed:
+    """The exception of a refusal; a proxy's, which is not in our shape, goes by its status."""
+    waits = response.headers.get("Retry-After", "")
+    retry_after = float(waits) if waits.isdecimal() else None
+    try:
+        error = msgspec.json.decode(content, type=ErrorAnswer).error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        types: dict[int, ErrorType] = {status: type for type, status in STATUS.items()}
+        message = f"{url}: HTTP {response.status} {response.reason}"
+        return failure(types.get(response.status, "internal"), message, retry_after=retry_after)
+    field = error.field if isinstance(error.field, str) else None
+    return failure(error.type, error.message, field, error.request_id, retry_after)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""serving.json: all that serving a model needs besides its weights, so that a folder is a model.
+
+`jgr train` and `jgr convert` write it; `jgr serve FOLDER`, `jgr evaluate FOLDER` and `jgr.Engine(FOLDER)` read it. The
+catalog lies in the folder, so the folder can be moved; the dataset lies outside, and is named by its absolute path.
+What belongs to a machine and not to the model (the section `server`, the feature store) is not written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from jgr.catalog.catalog import Catalog, load_catalog
+from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
+from jgr.fields import require
+from jgr.files import read_whole, reading
+
+NAME = "serving.json"
+CATALOG = "catalog.jsonl"
+SCHEMA = 1
+"""The version of the file's form. A reader refuses a newer one, whose fields may mean something else."""
+MAX_BYTES = 1 << 20
+
+_SECTIONS = (
+    "model", "catalog", "prompt", "beam", "rank", "executors", "cache", "features", "profiles", "batching",
+)  # fmt: skip
+_OF_THE_MACHINE = {
+    "model": {"path", "compilation_cache"},
+    "catalog": {"path", "max_versions", "max_upload_bytes"},
+    "features": {"store"},
+}
+_log = logging.getLogger(__name__)
+
+
+class CatalogReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """path: a file of the folder. version: the catalog's content hash."""
+
+    path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z")] = CATALOG
+    version: str
+
+
+class DatasetReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the model learnt from, as config.data. version: SHA-256 of a prepared dataset's manifest, else null."""
+
+    kind: str
+    path: str = ""
+    version: str | None = None
+
+
+class Manifest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """settings: sections of the configuration. metrics: what the training reached, by name; empty for a conversion."""
+
+    schema: int = SCHEMA
+    settings: dict[str, dict[str, Any]]
+    catalog: CatalogReference
+    dataset: DatasetReference | None = None
+    metrics: dict[str, float] = {}
+
+
+def write(folder: Path, config: Config, catalog: Catalog, metrics: Mapping[str, float] | None = None) -> None:
+    """Write the manifest of a folder that holds `catalog` as catalog.jsonl. metrics: of a training on config.data."""
+    settings = {
+        name: {
+            field: value for field, value in section.items() if field not in _OF_THE_MACHINE.get(name, set())
+        }
+        for name, section in to_json(config).items()
+        if name in _SECTIONS
+    }
+    manifest = Manifest(
+        settings=settings,
+        catalog=CatalogReference(version=catalog.version),
+        dataset=None if metrics is None else _reference(config.data),
+        metrics=dict(metrics or {}),
+    )
+    (folder / NAME).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+
+
+def read(folder: Path) -> Manifest | None:
+    """The manifest of a model folder; None where it has none. ConfigError names the field that cannot be used."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    with reading(path, ConfigError) as stream:
+        content = stream.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(
+            f"{path}: holds more than {MAX_BYTES} bytes, so no jgr wrote it; train or convert again"
+        )
+    try:
+        schema = msgspec.json.decode(content, type=_Versioned).schema
+        if schema > SCHEMA:
+            raise ConfigError(
+                f"{path}: schema: {schema} is newer than {SCHEMA}, the newest that this jgr reads; update jgr"
+            )
+        return msgspec.json.decode(content, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is damaged: {error}; restore it, or train or convert again") from None
+
+
+def folder_config(folder: str | Path) -> Config:
+    """The configuration that serves a model folder: its manifest's, or the defaults where there is none."""
+    place = Path(folder)
+    if not place.is_dir():
+        hint = f"; a configuration file is given as --config={place}" if place.suffix == ".py" else ""
+        raise ConfigError(f"model.path: there is no model folder {place}{hint}")
+    manifest = read(place)
+    if manifest is None:
+        return Config(model=ModelConfig(path=str(place)))
+    sections: dict[str, dict[str, Any]] = dict(manifest.settings)
+    if manifest.dataset is not None:
+        sections["data"] = {"kind": manifest.dataset.kind, "path": manifest.dataset.path}
+    try:
+        for name, section in manifest.settings.items():
+            for field in section if name in _SECTIONS else ("*",):
+                allowed = field != "*" and field not in _OF_THE_MACHINE.get(name, set())
+                require(allowed, f"{name}.{field} is not part of a model: give it with --set")
+        config = from_json(sections)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{place / NAME}: settings: {error}; correct the file, or train or convert again with this jgr"
+        ) from None
+    return replace(config, model=replace(config.model, path=str(place)))
+
+
+def own_catalog(folder: Path) -> Catalog:
+    """The catalog that lies in a model folder, which must be the one that its manifest names, where it has one."""
+    manifest = read(folder)
+    if manifest is None:
+        return load_catalog(folder / CATALOG)
+    path, recorded = folder / manifest.catalog.path, manifest.catalog.version
+    remedy = "put the file back, or name a catalog with --set catalog.path=FILE"
+    if not path.exists():
+        raise ConfigError(f"catalog.path: {path}, which {NAME} names, is not there: {remedy}")
+    catalog = load_catalog(path)
+    if catalog.version != recorded:
+        raise ConfigError(
+            f"catalog.version: {path} is of version {catalog.version}, {NAME} says {recorded}: {remedy}"
+        )
+    return catalog
+
+
+def check_dataset(config: Config) -> None:
+    """Where config.data is the dataset that the model's manifest names: ConfigError if it is gone, a warning if it is
+    not the one any more that the model learnt from.
+    """
+    manifest = read(Path(config.model.path)) if config.model.path else None
+    reference = None if manifest is None else manifest.dataset
+    if reference is None or (reference.kind, reference.path) != (config.data.kind, config.data.path):
+        return
+    if reference.path and not Path(reference.path).exists():
+        raise ConfigError(
+            f"data.path: {reference.path}, which {NAME} names, is not there: name the dataset with "
+            "--set data.path=FOLDER"
+        )
+    if _reference(config.data).version != reference.version:
+        _log.warning("data.path: %s was prepared again after the model learnt from it", reference.path)
+
+
+class _Versioned(Struct):
+    """What every version of the file holds."""
+
+    schema: Annotated[int, Meta(ge=1)]
+
+
+def _reference(data: DataConfig) -> DatasetReference:
+    path = Path(data.path).absolute() if data.path else None
+    prepared = None if path is None else path / "manifest.json"
+    version = None
+    if data.kind == "prepared" and prepared is not None and prepared.is_file():
+        version = hashlib.sha256(read_whole(prepared, UserError)).hexdigest()
+    return DatasetReference(kind=data.kind, path="" if path is None else str(path), version=version)

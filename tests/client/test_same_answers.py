@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real model, asked in this process and over HTTP: the same answers, alone and in company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jgr
+from jgr.config import override
+from jgr.models import manifest
+from tests.serving.decoders.test_model_server import Served
+from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
+
+HISTORIES = [
+    [f"B{row:03}" for row in np.random.default_rng(seed).integers(0, N_ITEMS, 1 + seed % 9)]
+    for seed in range(24)
+]
+CANDIDATES = [f"B{row:03}" for row in range(0, N_ITEMS, 5)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    manifest.write(folder, make_folder(folder), make_catalog())
+    served = Served(make_config(folder))
+    yield served
+    assert served.stop() == 0
+
+
+def make_config(folder: Path) -> jgr.Config:
+    return override(manifest.folder_config(folder), "server.port=0", "model.compilation_cache=")
+
+
+def scores(answer: jgr.Answer) -> list[tuple[str, float]]:
+    return [(item.item_id, item.score) for item in answer.items]
+
+
+def test_an_engine_answers_as_http_does(served: Served) -> None:
+    with (
+        jgr.Engine(served.config.model.path, ["model.compilation_cache="]) as engine,
+        jgr.Client(served.url) as client,
+    ):
+        assert engine.info.version == client.info.version
+        alone = []
+        for history in HISTORIES:
+            here, there = engine.recommend(history, top_k=5), client.recommend(history, top_k=5)
+            assert scores(here) == scores(there)  # bit for bit: one request in the same program
+            assert (here.model, here.usage) == (there.model, there.usage)
+            assert scores(engine.rank(history, CANDIDATES)) == scores(client.rank(history, CANDIDATES))
+            alone.append(dict(scores(here)))
+        for together in (engine.recommend(HISTORIES, top_k=5), client.recommend(HISTORIES, top_k=5)):
+            for answer, expected in zip(together, alone, strict=True):
+                for item in answer.items:
+                    if item.item_id in expected:  # others can stand there only by a tie
+                        assert item.score == pytest.approx(expected[item.item_id], abs=1e-4)
+                    else:
+                        assert item.score == pytest.approx(min(expected.values()), abs=1e-4)
