@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.machinery
-import sys
-import traceback
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_type_hints
+from typing import Any, Literal, get_type_hints
 
+from jgr.config_file import line_in, run_python
 from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
@@ -400,15 +397,12 @@ def load_config(path: str | Path) -> Config:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such config file")
-    module = types.ModuleType("jgr_config_file")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses of the file look their annotations up there
     try:
-        _ConfigFile(module.__name__, str(path)).exec_module(module)
+        module = run_python(path)
         get_config = getattr(module, "get_config", None)
         config = get_config() if callable(get_config) else None
     except (Exception, SystemExit) as e:
-        line = _line_in(path, e)
+        line = line_in(path, e)
         renamed = [new for old, new in RENAMED.items() if _is_unknown(e, old)]
         hint = f"; the field is called {renamed[0]} now" if renamed else ""
         kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
@@ -476,21 +470,6 @@ def _section_to_json(section: Any) -> dict[str, Any]:
         value = getattr(section, f.name)
         shown[f.name] = "***" if value and not f.repr else list(value) if isinstance(value, tuple) else value
     return shown
-
-
-class _ConfigFile(importlib.machinery.SourceFileLoader):
-    """Loads a Python file without a bytecode cache: its key has whole seconds and would hide a quick second edit."""
-
-    def path_stats(self, path: str) -> NoReturn:
-        raise OSError("no modification time, so that nothing is cached")
-
-
-def _line_in(path: Path, error: BaseException) -> int | None:
-    """The number of the last line of `path` that ran before `error`, or of the line that does not parse."""
-    if isinstance(error, SyntaxError):
-        return error.lineno
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
 
 
 def _is_unknown(error: BaseException, key: str) -> bool:

@@ -21,6 +21,7 @@ FLOORS = (
         "jgr.fields",
         "jgr.feedback",
         "jgr.config",
+        "jgr.config_file",
         "jgr.files",
         "jgr.catalog",
         "jgr.prompt",
