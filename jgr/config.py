@@ -161,7 +161,8 @@ class CacheConfig:
     # where that computes less than its items in front would; or as published, by how often it comes alone.
     rule: Literal["priced", "published"] = "priced"
     window_s: float = 300.0  # over which accesses are counted
-    hysteresis: float = 0.1  # how much more often than the coldest cached user another must come to take its place; not as published
+    # How much more often than the coldest cached user another must come to take its place, where users are priced.
+    hysteresis: float = 0.1
     shadow: float = 0.001  # share of requests that are computed again without the cache, to measure the drift
     # Item tokens that are computed again where the items come first, seeing the items before theirs, which cached ones
     # do not: the first so many of each item; or this share of a request's, those that differ the most.
