@@ -143,7 +143,8 @@ class ShapeOnDemand:
         if self._schema is None:
             return {}
         given = np.zeros(size, self._schema.dtype)
-        given[: 0 if records is None else len(records)] = () if records is None else records
+        if records is not None:
+            given[: len(records)] = records
         return {name: np.ascontiguousarray(given[name])[None] for name, _ in self._needs.features}
 
     def _program(self, size: int) -> jax.stages.Compiled:
