@@ -3,8 +3,9 @@
 
 The model is FLAME's long Climber. A request has a user's history of 1024 events and n candidates; n is one of the
 paper's 128, 256, 512 and 1024, or anything from 1 to 1024, each as likely. ACTIVE users come in turn, VISITS times each
-with the same history, and then others. All paths are the same ranking engine, with as many threads at work (STREAMS)
-and as many requests in flight; they differ in what computes:
+with the same history, and then others. All paths are the engine that `jgr serve` makes of a model folder, with as many
+threads at work (STREAMS) and as many requests in flight; they differ in what computes, by `executors.share_user` or by
+executors of the baselines' own:
 
     dso           executors of fixed sizes, split by measured costs; the user's part once a request (M-FALCON), a run of
                   its own, or in the only part
@@ -26,10 +27,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
+import tempfile
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,48 +37,36 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks import harness
+from benchmarks import flame_serving, harness
+from benchmarks.flame_serving import STREAMS, ShapeOnDemand
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.cache.pool import StatePool
-from jgr.catalog.catalog import Catalog
-from jgr.config import Config, override
 from jgr.models import climber
-from jgr.models import params as parameters
-from jgr.models.params import PyTree
-from jgr.models.scorers import Candidates, ScorerConfig, Users, scorer
+from jgr.models.climber import ClimberConfig
+from jgr.models.scorers import ScorerConfig
 from jgr.serving.api import RankRequest
-from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.threads import Calls
-from jgr.serving.policies.orchestration import USER_PART
-from jgr.serving.policies.user_cache import UserCache
-from jgr.serving.scorers.executors import PartWork, Programs, Ran, ReadWork, ScorerExecutors, Share
+from jgr.serving.scorers.executors import ScorerExecutors
 from jgr.serving.scorers.serve import ScorerEngine
-from jgr.serving.scorers.translation import ScorerTranslator
-from jgr.serving.scorers.user_block import user_layout
 
 Mix = Literal["four_sizes", "uniform"]
 MIXES: tuple[Mix, ...] = ("four_sizes", "uniform")
 FOUR_SIZES = (128, 256, 512, 1024)
 LARGEST = 1024
-STREAMS = 2
 IN_FLIGHT = 6
 VISITS, ACTIVE = 4, 16
-KEPT_PROGRAMS = 16
 N_ITEMS = 20_000
 START_S = 1_700_000_000
 
 MODEL = replace(climber.LONG, n_items=N_ITEMS)
-"""FLAME's `long` configuration, the one of its DSO test; as the server runs it, one fused program a part."""
+"""FLAME's `long` configuration, the one of its DSO test."""
+SHARES = {"dso": "request", "dso_per_part": "part", "dso_cached": "cache"}
 
 
 @dataclass(frozen=True)
 class Setting:
     """sizes: of the executors. smallest: power of two. requests: of a round. cold: `implicit`'s, where it compiles."""
 
-    cfg: ScorerConfig = MODEL
+    cfg: ClimberConfig = MODEL
     sizes: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
     smallest: int = 1
     requests: int = 2 * ACTIVE * VISITS
@@ -117,105 +105,6 @@ class Traffic:
         if self._mix == "uniform":
             return int(self._rng.integers(1, LARGEST + 1))
         return int(self._rng.choice(FOUR_SIZES))
-
-
-class ShapeOnDemand:
-    """Executors of a program for each padded number of candidates: the baselines of FLAME-13.
-
-    padded: how many candidates n of them are computed as. ahead: numbers whose programs are compiled at the start.
-    kept: programs, the last used. Every request allocates its inputs and its scores, each input crosses by itself.
-    """
-
-    pool = None
-
-    def __init__(
-        self,
-        cfg: ScorerConfig,
-        params: PyTree,
-        padded: Callable[[int], int],
-        ahead: Sequence[int],
-        kept: int = KEPT_PROGRAMS,
-    ) -> None:
-        self._model, self._cfg, self._params = scorer(cfg), cfg, params
-        self._needs = self._model.needs(cfg)
-        self._layout = user_layout(self._needs)
-        self._padded, self._ahead, self._kept = padded, ahead, kept
-        self.sizes: tuple[int, ...] = (LARGEST,) * STREAMS
-        self.costs: Mapping[int, float] = {LARGEST: 1.0}
-        self.whole: Mapping[int, float] = {}
-        self.padding = self.pairs = self.compiled = 0
-        self._programs: OrderedDict[int, jax.stages.Compiled] = OrderedDict()
-        self._lock = threading.Lock()
-        self._threads = [Calls(f"shape-on-demand-{number}") for number in range(STREAMS)]
-
-    async def start(self, progress: Progress) -> None:
-        for thread in self._threads:
-            thread.start()
-        await self._threads[0].warm_up(self._warm_up, progress)
-
-    def _warm_up(self, progress: Progress) -> None:
-        for size in self._ahead:
-            self._program(size)
-
-    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
-        assert isinstance(work, PartWork)
-        self._threads[executor].call(partial(self._run, self._threads[executor], work, done))
-
-    def stop(self) -> None:
-        for thread in self._threads:
-            thread.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        return all([thread.join(timeout_s) for thread in self._threads])
-
-    def _run(self, thread: Calls, work: PartWork, done: Callable[[Ran], None]) -> None:
-        start_ns, value, error = time.monotonic_ns(), None, None
-        try:
-            value = self.score(work)
-        except Exception as cause:
-            error = cause
-        thread.post(partial(done, Ran(value, error, start_ns, time.monotonic_ns())))
-
-    def score(self, work: PartWork) -> npt.NDArray[np.float32]:
-        """[c, P]."""
-        count = len(work.rows)
-        size = self._padded(count)
-        rows = np.full((1, size), -1, np.int32)
-        rows[0, :count] = work.rows
-        found = self._program(size)(self._params, self._users(work.user), rows)
-        with self._lock:
-            self.pairs += count
-            self.padding += size - count
-        return np.asarray(found)[0, :count]
-
-    def _users(self, block: npt.NDArray[np.uint8]) -> Users:
-        given, places = self._layout.views(block), self._needs.max_items
-        of = {
-            name: given.get(name, np.zeros(places, np.int32))[None] for name in ("rows", "actions", "times")
-        }
-        now, scenario = (given.get(name, np.zeros(1, np.int32)) for name in ("now", "scenario"))
-        context = given.get("context", np.zeros(0, np.int32))[None]
-        return Users(**of, now=now, context=context, scenario=scenario)  # type: ignore[arg-type]
-
-    def _program(self, size: int) -> jax.stages.Compiled:
-        with self._lock:
-            if size not in self._programs:
-                self._programs[size] = self._compile(size)
-                self.compiled += 1
-            self._programs.move_to_end(size)
-            while len(self._programs) > self._kept:
-                self._programs.popitem(last=False)
-            return self._programs[size]
-
-    def _compile(self, size: int) -> jax.stages.Compiled:
-        def call(params: PyTree, users: Users, rows: jax.Array) -> jax.Array:
-            state = self._model.read(params, self._cfg, users)
-            return self._model.score(params, self._cfg, state, Candidates(rows, {}))
-
-        users = self._users(np.zeros(self._layout.size, np.uint8))
-        lowered = jax.jit(call).lower(self._params, users, np.zeros((1, size), np.int32))
-        compiled: jax.stages.Compiled = lowered.compile()
-        return compiled
 
 
 @dataclass
@@ -274,44 +163,25 @@ class System:
         return of[0], of[1], wait[0], wait[1]
 
 
-def executors_of(path: str, setting: Setting, params: PyTree) -> Any:
-    """What computes in a path; its pool is there where users are kept."""
-    cfg = setting.cfg
+def make_engine(path: str, setting: Setting, folder: Path) -> ScorerEngine:
+    """A path's engine, not yet started: as the folder is served, or with a baseline's executors."""
+    cfg, sizes = setting.cfg, ",".join(map(str, setting.sizes))
+    users_mb = setting.cached_users * 2 * 4 * cfg.layers * cfg.max_items * cfg.hidden / 2**20
+    settings = [f"model.name={path}", f"executors.streams={STREAMS}", f"executors.number={STREAMS}"]
+    settings += [f"executors.sizes={sizes}", f"cache.device_mb={users_mb * 1.1}"]
+    if path in SHARES:
+        return flame_serving.load(folder, *settings, f"executors.share_user={SHARES[path]}")
+    engine = flame_serving.load(folder, *settings)
+    assert isinstance(engine.served.executors, ScorerExecutors)
+    params = engine.served.executors.programs.params
     powers = [1 << at for at in range(LARGEST.bit_length()) if 1 << at >= setting.smallest]
-    if path == "pow2":
-        return ShapeOnDemand(cfg, params, lambda n: max(setting.smallest, 1 << (n - 1).bit_length()), powers)
-    if path == "pad_1024":
-        return ShapeOnDemand(cfg, params, lambda n: LARGEST, [LARGEST])
-    if path == "implicit":
-        return ShapeOnDemand(cfg, params, lambda n: n, FOUR_SIZES)
-    share: Share = {"dso": "request", "dso_per_part": "part", "dso_cached": "cache"}[path]  # type: ignore[assignment]
-    programs = Programs(cfg, params, setting.sizes, share, None)
-    pool = None
-    if share == "cache":
-        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kept))
-        pool = StatePool(programs.kept, setting.cached_users * state_bytes * 1.1 / 2**20)
-    return ScorerExecutors(programs, STREAMS, pool)
-
-
-def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -> ScorerEngine:
-    """A path's engine, not yet started."""
-    config: Config = override(Config(), f"executors.streams={STREAMS}")
-    needs = scorer(setting.cfg).needs(setting.cfg)
-    layout = user_layout(needs)
-    executors = executors_of(path, setting, params)
-    translator = ScorerTranslator(path, catalog, needs, layout, config)
-    cache = None if executors.pool is None else UserCache(executors.pool, layout.size)
-    reads = USER_PART in executors.sizes
-    return ScorerEngine(
-        translator, executors, config, tasks=len(needs.tasks), reads=reads, cache=cache, metrics=Metrics()
-    )
-
-
-def make_catalog(n_items: int) -> Catalog:
-    """Items named by their rows."""
-    return Catalog.build(
-        [str(row) for row in range(n_items)], [(row,) for row in range(n_items)], [{}] * n_items
-    )
+    padded = {
+        "pow2": (lambda n: max(setting.smallest, 1 << (n - 1).bit_length()), powers),
+        "pad_1024": (lambda n: LARGEST, [LARGEST]),
+        "implicit": (lambda n: n, FOUR_SIZES),
+    }[path]
+    executors: Any = ShapeOnDemand(cfg, params, *padded, LARGEST)
+    return replace(engine, executors=executors, reads=False)
 
 
 PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")
@@ -320,10 +190,11 @@ QUICK_PATHS = PATHS[:4]
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
     setting = Setting(requests=8, rounds=1, sizes=(128, 1024), smallest=512) if quick else Setting()
-    cfg, catalog, rows = setting.cfg, make_catalog(setting.cfg.n_items), list[Row]()
-    params = parameters.initialize(scorer(cfg).spec(cfg), jax.random.key(0))
-    paths = QUICK_PATHS if quick else PATHS
-    engines = {path: make_engine(path, setting, params, catalog) for path in paths}
+    cfg, rows = setting.cfg, list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        flame_serving.save(Path(folder) / "model", cfg)
+        paths = QUICK_PATHS if quick else PATHS
+        engines = {path: make_engine(path, setting, Path(folder) / "model") for path in paths}
     with asyncio.Runner() as runner:
         try:
             for path, engine in engines.items():
@@ -426,7 +297,7 @@ if __name__ == "__main__":
             name="flame_dso",
             measure=measure,
             packages=("jax", "jaxlib", "numpy"),
-            sources=(Path(__file__),),
+            sources=(Path(__file__), Path(flame_serving.__file__)),
             device=jax.default_backend(),
         )
     )

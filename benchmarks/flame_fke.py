@@ -4,48 +4,54 @@
     op_by_op   every operation a program of its own, dispatched by the host
     xla        the same operations as one program
     fused      with the fused ops: on a GPU their kernels, on a CPU their XLA forms
-    batched    on a GPU, fused, with USERS users in one call; the paper has one
 
-base is 512 events and 128 candidates, long 1024 and 512, each 2 blocks of 12 layers; one user a call, whose history is
-computed with the candidates, as in the paper. STREAMS threads call at once, each waiting for its answer before it asks
-again; throughput is that of all, latency what a call takes among them. (The paper's figures imply 8.) On a CPU a stream
-is a core's: XLA gains nothing from a second core for products of this size.
+base is 512 events and 128 candidates, long 1024 and 512, each 2 blocks of 12 layers. A build is the engine that `jgr
+serve` makes of a model folder by `executors.build`, with one size, the workload's; the rest as by default, so that a
+request's user is computed once and with its candidates where the server measures that to be cheaper, as in the paper.
+STREAMS clients ask at once, each waiting for its answer before it asks again; throughput is that of all, latency what
+an answer takes among them, from the request's fields to its items. (The paper's figures imply 8.) On a CPU a stream is
+a core's: XLA gains nothing from a second core for products of this size.
 
 FLOPs are those of the pairs that see each other; beside them what the paper publishes, which counts all pairs. The peak
-is the fastest product of the run, of a square and of Climber's own shapes, under the same streams. What a stage's least
-time is, `fke_stages` says.
+is the fastest product of the run, of a square and of Climber's own shapes, under the same streams; what of it an engine
+reaches has the host's part of a request in it. What a stage's least time is, `fke_stages` says.
 
     python -m benchmarks.flame_fke [--quick]
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import fke_stages, harness
+from benchmarks import fke_stages, flame_serving, harness
 from benchmarks.fke_stages import Stage, Work
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from jgr.models import climber, climber_costs
 from jgr.models.climber import BASE, LONG, ClimberConfig, ClimberParams, Events
 from jgr.models.climber_layers import Build
 from jgr.models.params import Spec
+from jgr.serving.api import Answer, RankRequest
+from jgr.serving.scorers.serve import ScorerEngine
 
 WORKLOADS = {"base": (BASE, 128), "long": (LONG, 512)}
-USERS = 8
 PUBLISHED_FLOPS = {"base": 3.72e9, "long": 1.64e10}
 STREAMS = {"cpu": 2, "gpu": 8}
-DTYPE = {"cpu": jnp.float32, "gpu": jnp.bfloat16}
+DTYPE = jnp.float32
+"""Scorers are served in it."""
 MAX_DIFFERENCE = {"cpu": 1e-4, "gpu": 3e-2}
 RATIO = {"cpu": {"base": 1.0, "long": 1.0}, "gpu": {"base": 4.6, "long": 6.1}}
 """Of the fused build's throughput over op by op: the paper's are for a GPU."""
@@ -53,6 +59,14 @@ PAIRS_PER_S = 1.38e6  # the paper's, of long
 SHARE = 0.5
 BUILDS: tuple[Build, ...] = get_args(Build)
 SECONDS, QUICK_SECONDS = 2.0, 0.3
+REQUESTS = 16
+START_S = 1_700_000_000
+
+
+class Answers(Protocol):
+    """What clients need of an engine."""
+
+    async def answer(self, request: RankRequest) -> Answer: ...
 
 
 class Run(NamedTuple):
@@ -86,10 +100,8 @@ def under_load(
     return Run(len(taken) / (clock() - start), taken)
 
 
-def make_inputs(
-    cfg: ClimberConfig, candidates: int, dtype: Any, users: int = 1
-) -> tuple[ClimberParams, Events, jax.Array]:
-    """Drawn weights, users with a full history over a year, and their candidates."""
+def make_inputs(cfg: ClimberConfig, candidates: int, dtype: Any) -> tuple[ClimberParams, Events, jax.Array]:
+    """Drawn weights, a user with a full history over a year, and its candidates: what the stages are given."""
     rng = np.random.default_rng(0)
 
     def draw(declared: Spec) -> Any:
@@ -97,30 +109,74 @@ def make_inputs(
         return (scale * rng.standard_normal(declared.shape)).astype(dtype)
 
     params = jax.tree.map(draw, climber.spec(cfg), is_leaf=lambda x: isinstance(x, Spec))
-    rows = rng.integers(0, cfg.n_items, (users, cfg.max_items)).astype(np.int32)
+    rows = rng.integers(0, cfg.n_items, (1, cfg.max_items)).astype(np.int32)
     times = np.sort(rng.integers(0, 31_536_000, rows.shape)).astype(np.int32)
-    given: Any = (rows, np.zeros_like(rows), times, times[:, -1] + 60, np.ones(users, np.int32))
-    asked = rng.integers(0, cfg.n_items, (users, candidates)).astype(np.int32)
+    given: Any = (rows, np.zeros_like(rows), times, times[:, -1] + 60, np.ones(1, np.int32))
+    asked = rng.integers(0, cfg.n_items, (1, candidates)).astype(np.int32)
     drawn: tuple[ClimberParams, Events, jax.Array] = jax.device_put((params, Events(*given), asked))
     return drawn
 
 
-def builds(
-    cfg: ClimberConfig, params: ClimberParams, events: Events, rows: jax.Array
-) -> dict[str, Callable[[], jax.Array]]:
-    """Of each build, the users' scores."""
+def make_engines(folder: Path, cfg: ClimberConfig, candidates: int, streams: int) -> dict[str, ScorerEngine]:
+    """Of each build, the engine that serves the folder, which is written here. Not yet started."""
+    flame_serving.save(folder, cfg)
+    settings = [f"executors.{name}={streams}" for name in ("number", "streams")]
+    settings += [f"executors.sizes={candidates}"]
+    return {build: flame_serving.load(folder, *settings, f"executors.build={build}") for build in BUILDS}
 
-    def rank(params: ClimberParams, build: Build) -> jax.Array:
-        return climber.rank(params, cfg, events, rows, {}, build=build)
 
-    apart = climber.by_layer(params)
-    found: dict[str, Callable[[], jax.Array]] = {"op_by_op": functools.partial(rank, apart, "op_by_op")}
-    for build in BUILDS[1:]:
-        call = jax.jit(
-            lambda params, events, rows, build=build: climber.rank(params, cfg, events, rows, {}, build=build)
-        )
-        found[build] = functools.partial(call, params, events, rows)
-    return found
+def make_request(cfg: ClimberConfig, candidates: int, seed: int) -> RankRequest:
+    """A user with a full history over a year, who asks for all candidates' scores."""
+    rng = np.random.default_rng(seed)
+    times = np.sort(rng.integers(0, 31_536_000, cfg.max_items)) + START_S
+    history: list[str | int] = list(map(str, rng.integers(0, cfg.n_items, cfg.max_items).tolist()))
+    return RankRequest(
+        history=history, history_times=times.tolist(), time=int(times[-1]) + 60, scenario=1, top_k=candidates,
+        candidates=list(map(str, rng.choice(cfg.n_items, candidates, replace=False).tolist())),
+    )  # fmt: skip
+
+
+async def drive(
+    engine: Answers,
+    requests: Iterable[RankRequest],
+    clients: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Run:
+    """As `under_load`, of clients that ask an engine."""
+    taken: list[float] = []
+    asked, until = itertools.cycle(requests), clock() + seconds
+
+    async def client() -> None:
+        begin = clock()
+        while begin < until:
+            await engine.answer(next(asked))
+            end = clock()
+            taken.append((end - begin) * 1e3)
+            begin = end
+
+    start = clock()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Run(len(taken) / (clock() - start), taken)
+
+
+def _drive(runner: asyncio.Runner, *given: Any) -> Run:
+    return runner.run(drive(*given))
+
+
+def scores_of(answer: Answer) -> dict[str, Sequence[float]]:
+    """Of each item, its score by task."""
+    return {item.item_id: list(item.scores.values()) for item in answer.items if item.scores}
+
+
+def difference(answers: Sequence[Answer]) -> float:
+    """The largest between the scores of two answers to one request."""
+    first, *others = (scores_of(answer) for answer in answers)
+    return max(
+        float(np.abs(np.subtract(scores, other[item])).max())
+        for other in others
+        for item, scores in first.items()
+    )
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
@@ -135,27 +191,32 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 def measure_workload(name: str, device: str, streams: int, seconds: float, rounds: int, quiet: Quiet) -> Row:
     cfg, candidates = WORKLOADS[name]
-    params, events, asked = make_inputs(cfg, candidates, DTYPE[device])
-    calls = builds(cfg, params, events, asked)
-    answers = {build: np.asarray(call(), np.float32) for build, call in calls.items()}
-    users = dict.fromkeys(calls, 1)
-    if device == "gpu":
-        calls["batched"] = builds(cfg, *make_inputs(cfg, candidates, DTYPE[device], USERS))["fused"]
-        users["batched"] = USERS
-    difference = max(float(np.abs(x - answers["xla"]).max()) for x in answers.values())
+    params, events, asked = make_inputs(cfg, candidates, DTYPE)
     stages = fke_stages.stages(params, cfg, events, asked)
-    products = fke_stages.products(cfg, candidates, DTYPE[device], device)
+    products = fke_stages.products(cfg, candidates, DTYPE, device)
     movers = fke_stages.movers(device)
     timed: dict[str, Callable[[], Any]] = {
-        **calls,
         **{f"stage {stage}": found.run for stage, found in stages.items()},
         **{f"rate {rate}": run for rate, (run, _) in (products | movers).items()},
     }
-    variants = {
-        key: functools.partial(under_load, run, streams, seconds if key in calls else seconds / 4)
-        for key, run in timed.items()
-    }
-    runs = harness.interleave(variants, rounds, quiet)
+    requests = [make_request(cfg, candidates, seed) for seed in range(REQUESTS)]
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        engines = make_engines(Path(folder) / "model", cfg, candidates, streams)
+        try:
+            for engine in engines.values():
+                runner.run(engine.start())
+            answers = [runner.run(engine.answer(requests[0])) for engine in engines.values()]
+            variants: dict[str, Callable[[], Run]] = {
+                build: functools.partial(_drive, runner, engine, requests, streams, seconds)
+                for build, engine in engines.items()
+            }
+            for key, run in timed.items():
+                variants[key] = functools.partial(under_load, run, streams, seconds / 4)
+            runs = harness.interleave(variants, rounds, quiet)
+        finally:
+            for engine in engines.values():
+                runner.run(engine.drain(0.0))
+                engine.join(10.0)
     per_s = {key: float(np.median([run.calls for run in found])) for key, found in runs.items()}
     rates = {rate: work * per_s[f"rate {rate}"] for rate, (_, work) in (products | movers).items()}
     row = {
@@ -163,11 +224,11 @@ def measure_workload(name: str, device: str, streams: int, seconds: float, round
         "config": asdict(cfg),
         "candidates": candidates,
         "streams": streams,
-        "dtype": np.dtype(DTYPE[device]).name,
-        **make_row(cfg, candidates, users, {build: runs[build] for build in calls}, rates, tuple(products)),
+        "dtype": np.dtype(DTYPE).name,
+        **make_row(cfg, candidates, {build: runs[build] for build in engines}, rates, tuple(products)),
         "stages": make_stages(stages, {s: per_s[f"stage {s}"] for s in stages}, rates, tuple(products)),
         "published_flops": PUBLISHED_FLOPS[name],
-        "max_difference": harness.rounded(difference, 2),
+        "max_difference": harness.rounded(difference(answers), 2),
     }
     for line in lines(row):
         print(line)
@@ -177,12 +238,11 @@ def measure_workload(name: str, device: str, streams: int, seconds: float, round
 def make_row(
     cfg: ClimberConfig,
     candidates: int,
-    users: Mapping[str, int],
     runs: Mapping[str, Sequence[Run]],
     rates: Mapping[str, float],
     products: Sequence[str],
 ) -> Row:
-    """users: of a call of each build. rates: of a second. products: those that are of FLOPs."""
+    """runs: of each build. rates: of a second. products: those that are of FLOPs."""
     needed = climber_costs.cost(cfg, climber_costs.of_both(cfg, candidates)).flops
     peak = max(rates[product] for product in products)
     found: Row = {
@@ -193,9 +253,8 @@ def make_row(
     }
     for build, several in runs.items():
         taken = np.concatenate([run.milliseconds for run in several])
-        ranked = [run.calls * users[build] for run in several]
+        ranked = [run.calls for run in several]
         found["builds"][build] = {
-            "users_a_call": users[build],
             "pairs_per_s": harness.spread(candidates * x for x in ranked),
             "latency_ms": {
                 "mean": harness.rounded(float(taken.mean())),
@@ -249,8 +308,7 @@ def claims(rows: Sequence[Row], device: str) -> list[Claim]:
         for stage, of in row["stages"].items():
             found.append(Claim(f"share-of-roofline-of-{stage}-{name}", of["share"], "", "higher", SHARE))
         if name == "long":
-            most = max(pairs["fused"], pairs["batched"])
-            found.append(Claim("fused-pairs-per-s-long", most, "/s", "higher", PAIRS_PER_S))
+            found.append(Claim("fused-pairs-per-s-long", pairs["fused"], "/s", "higher", PAIRS_PER_S))
     return found
 
 
@@ -283,7 +341,7 @@ if __name__ == "__main__":
             name="flame_fke",
             measure=measure,
             packages=("jax", "jaxlib", "numpy"),
-            sources=(Path(__file__), Path(fke_stages.__file__)),
+            sources=(Path(__file__), Path(fke_stages.__file__), Path(flame_serving.__file__)),
             device=jax.default_backend(),
         )
     )

@@ -3,67 +3,63 @@
 
 A ranking request has a user's history and 128 candidates, whose feature records (12 features, 364 bytes) lie in Redis,
 behind a proxy that adds FLAME's network (benchmarks/delay_proxy.py). Candidates are Zipf(1.05) over the items, distinct
-within a request. The paths, each with threads that take requests in turn, get the records and run the model:
+within a request. Each path is the engine that `jgr serve` makes of the same model folder, a small Climber with these
+features, by default but for:
 
-    no_cache      one round trip a request; each input of the model is an array of its own
-    cache         the asynchronous cache (FLAME-2): what is missing is served as default features, and counted
-    full          cache, and all inputs in one buffer (FLAME-6), made after binding to a NUMA node (FLAME-5)
-    sync_missing  full, but a request waits for what is missing (FLAME-3); shown, not claimed
+    no_cache      features.cache_mb=0, one round trip a request; each input of the model is an array of its own
+    cache         features.mode=asynchronous (FLAME-2): what is missing is served as default features, and counted
+    full          the same, with the engine's executors: all inputs in one buffer (FLAME-6), made after binding to a
+                  NUMA node (FLAME-5)
+    sync_missing  full, but by the default mode a request waits for what is missing (FLAME-3); shown, not claimed
 
-Equal CPU load: every path is driven by random arrivals at the rate at which its threads keep 16 % of the machine
-busy, and throughput is pairs a second at exactly that load. Left out are the thread that makes the arrivals, and
-XLA's own ones: they run the model, which the paper's CPUs do not. The process has one core, Redis and the proxy the
-other. The model is a small stand-in, a table and two layers over the features: no model of jgr reads side features
-yet. Caches are brought to their steady state by a time to live of requests in virtual time.
+The first two have executors that allocate each input (benchmarks/flame_serving.py) in the engine's place. Equal CPU
+load: every path is driven by random arrivals at the rate at which it keeps 16 % of the machine busy, and throughput is
+pairs a second at exactly that load. All of the process counts, the arrivals too, but for XLA's own threads: they run
+the model, which the paper's CPUs do not. The process has one core, Redis and the proxy the other. Caches are brought to
+their steady state by a time to live of requests in virtual time.
 
     python -m benchmarks.flame_pda [--quick]
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks import delay_proxy, harness, pda_world
+from benchmarks import delay_proxy, flame_serving, harness, pda_world
 from benchmarks.delay_proxy import Network
+from benchmarks.flame_serving import ShapeOnDemand
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from benchmarks.pda_world import (
-    CANDIDATES,
-    SCHEMA,
-    Device,
-    Had,
-    Packed,
-    Request,
-    Separate,
-    Traffic,
-    UInt32,
-    fill,
-    names,
-    parameters,
-    random_records,
-    redis_server,
-)
-from jgr.config import FeaturesConfig
-from jgr.features import numa
+from benchmarks.pda_world import CANDIDATES, SCHEMA, Traffic, fill, redis_server
 from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.stores import FeatureStore
+from jgr.serving.api import RankRequest
+from jgr.serving.scorers.executors import ScorerExecutors
+from jgr.serving.scorers.serve import ScorerEngine
 
+SOURCES = tuple(
+    Path(of) for of in (__file__, delay_proxy.__file__, flame_serving.__file__, pda_world.__file__)
+)
+PATHS = ("no_cache", "cache", "full", "sync_missing")
 NETWORK = Network()
-FIRST_RATE = 300.0
+FIRST_RATE = 100.0
 """Requests a second, before it is known what they cost."""
-THREADS, WAITING_THREADS = 2, 16
-"""Of a path: waiting ones are more than there are ever round trips under way at once."""
+CONNECTIONS = 16
+"""To the store: more than there are ever round trips under way at once."""
+PATIENCE_MS = 5000.0
+"""Of requests for the store, so that who waits is served what it waits for."""
 LOAD = 0.16 * (os.cpu_count() or 1)
 """In cores, of all but the model; the paper's machines stood at 16 %."""
 
@@ -148,80 +144,6 @@ class Served(NamedTuple):
         return [answer.latency_ms for answer in self.answers]
 
 
-class Source(Protocol):
-    """Where records come from; `get` is called in the serving threads."""
-
-    def get(self, request: Request, out: UInt32 | None) -> Had: ...
-
-    def bytes(self) -> int:
-        """Of the values that the store has sent so far."""
-
-    def warm(self, requests: Iterable[Request], gap_ns: int) -> None: ...
-    def going(self) -> AbstractContextManager[None]: ...
-    def close(self) -> None: ...
-
-
-class Uncached:
-    """A round trip for every request."""
-
-    def __init__(self, store: FeatureStore) -> None:
-        self._store, self._bytes = store, 0
-
-    def get(self, request: Request, out: UInt32 | None) -> Had:
-        values = self._store.get_many(request.ids)
-        found = [SCHEMA.default if value is None else value for value in values]
-        if SCHEMA.faults(found):
-            raise harness.Missing("the store holds something else than was put there")
-        records = SCHEMA.records(found)
-        self._bytes += records.nbytes
-        if out is not None:
-            out[:] = records.view(np.uint32).reshape(out.shape)
-        return Had(records, values.count(None), 0)
-
-    def bytes(self) -> int:
-        return self._bytes
-
-    def warm(self, requests: Iterable[Request], gap_ns: int) -> None:
-        pass
-
-    def going(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        self._store.close()
-
-
-class Cached:
-    """The cache, with a clock and a store that are other ones while it is brought to its steady state."""
-
-    def __init__(self, near: FeatureStore, far: FeatureStore, setting: Setting, mode: str) -> None:
-        config: dict[str, Any] = {"mode": mode, "cache_mb": setting.cache_mb, "ttl_s": setting.ttl_s}
-        self._clock, self._store = Clock(), Switch(near, far)
-        self._cache = FeatureCache(
-            self._store, SCHEMA, names(setting.items), FeaturesConfig(**config), clock=self._clock
-        )
-
-    def get(self, request: Request, out: UInt32 | None) -> Had:
-        features = self._cache.get_many(request.rows, out=out)
-        return Had(features.records, features.missing, features.stale)
-
-    def bytes(self) -> int:
-        return self._cache.counts().bytes
-
-    def warm(self, requests: Iterable[Request], gap_ns: int) -> None:
-        self._store.to(near=True)
-        for request in requests:
-            self._clock.advance(gap_ns)
-            self._cache.get_many(request.rows)
-        self._store.to(near=False)
-
-    def going(self) -> AbstractContextManager[None]:
-        return self._clock.going()
-
-    def close(self) -> None:
-        self._cache.close()
-
-
 class Answer(NamedTuple):
     """Latency counts from the time that the request was due."""
 
@@ -230,73 +152,99 @@ class Answer(NamedTuple):
     stale: int
 
 
+def make_engine(folder: Path, items: int, address: str, path: str, setting: Setting) -> ScorerEngine:
+    """A path's engine, not yet started."""
+    mode = {"no_cache": "synchronous", "sync_missing": "sync_missing"}.get(path, "asynchronous")
+    settings = {
+        "executors.sizes": CANDIDATES,
+        "features.store": address,
+        "features.mode": mode,
+        "features.cache_mb": 0 if path == "no_cache" else setting.cache_mb,
+        "features.ttl_s": setting.ttl_s,
+        "features.max_wait_ms": PATIENCE_MS,
+        "features.timeout_ms": PATIENCE_MS,
+    }
+    if mode != "asynchronous":
+        settings["features.connections"] = CONNECTIONS
+    engine = flame_serving.load(folder, *(f"{name}={value}" for name, value in settings.items()))
+    if path in ("full", "sync_missing"):
+        return engine
+    assert isinstance(engine.served.executors, ScorerExecutors)
+    params, cfg = engine.served.executors.programs.params, replace(pda_world.MODEL, n_items=items)
+    executors: Any = ShapeOnDemand(cfg, params, lambda n: CANDIDATES, [CANDIDATES], CANDIDATES, schema=SCHEMA)
+    return replace(engine, executors=executors, reads=False)
+
+
 class System:
-    """A path from request to scores: threads that take requests in turn, each with buffers of its own."""
+    """A path's engine under random arrivals. Its cache has a clock and a store that are other ones while it is brought
+    to its steady state."""
 
     def __init__(
         self,
-        source: Source,
-        device: type[Separate | Packed],
-        threads: int,
+        runner: asyncio.Runner,
+        engine: ScorerEngine,
+        far: FeatureStore,
         traffic: Traffic,
         setting: Setting,
     ) -> None:
-        self.source, self._device, self._traffic, self._setting = source, device, traffic, setting
+        assert engine.features is not None
+        engine.features.close()
+        settings = engine.config.features
+        self._store = Switch(open_store(settings.store, PATIENCE_MS / 1e3), far)
+        self._clock, self._runner, self._traffic, self._setting = Clock(), runner, traffic, setting
+        ids = engine.catalog.item_ids
+        self.features = FeatureCache(self._store, SCHEMA, ids, settings, clock=self._clock)
+        self.engine = replace(engine, features=self.features)
         self.rate = FIRST_RATE
-        self._due: queue.SimpleQueue[tuple[Request, float] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(threads)]
-        for thread in self._threads:
-            thread.start()
+        runner.run(self.engine.start())
 
     def settle(self) -> None:
         """Bring the cache to its steady state, and the rate to the load that is wanted."""
         for _ in range(2):
-            count = round(self.rate * self._setting.ttl_s)
-            self.source.warm(self._traffic.requests(count), round(1e9 / self.rate))
+            if self.engine.config.features.cache_mb:
+                self._warm(round(self.rate * self._setting.ttl_s), round(1e9 / self.rate))
             for _ in range(2):
                 self.rate = self.run(self._setting.seconds / 4).pairs_at_load / CANDIDATES
 
+    def _warm(self, count: int, gap_ns: int) -> None:
+        self._store.to(near=True)
+        for request in self._traffic.requests(count):
+            self._clock.advance(gap_ns)
+            self.features.get_many(request.rows)
+        self._store.to(near=False)
+
     def run(self, seconds: float | None = None) -> Served:
-        """Random arrivals at the rate. This thread makes them, and its time does not count."""
+        """Random arrivals at the rate."""
         seconds = seconds or self._setting.seconds
         count = max(1, round(self.rate * seconds))
-        requests = list(self._traffic.requests(count))
+        requests = [request.asked() for request in self._traffic.requests(count)]
         due = np.cumsum(np.random.default_rng(count).exponential(seconds / count, count)).tolist()
-        with self.source.going():
-            received, cpu, start = self.source.bytes(), cpu_times(), time.perf_counter()
-            for request, at in zip(requests, due, strict=True):
-                time.sleep(max(0.0, start + at - time.perf_counter()))
-                self._due.put((request, start + at))
-            answers = [self._answers.get() for _ in requests]
+        self._store.to(near=False)
+        with self._clock.going():
+            received, cpu, start = self.features.counts().bytes, cpu_times(), time.perf_counter()
+            answers = self._runner.run(self._serve(requests, [start + at for at in due]))
             elapsed_s, used = time.perf_counter() - start, cpu_times() - cpu
-        good = [answer for answer in answers if isinstance(answer, Answer)]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return Served(good, elapsed_s, used, self.source.bytes() - received)
+        return Served(answers, elapsed_s, used, self.features.counts().bytes - received)
 
-    def _serve(self) -> None:
-        numa.bind_thread()  # before it makes its buffers
-        device: Device = self._device(parameters())
-        while (asked := self._due.get()) is not None:
-            request, due_s = asked
-            try:
-                _, had = device.run(request, self.source.get)
-                self._answers.put(Answer((time.perf_counter() - due_s) * 1e3, had.missing, had.stale))
-            except Exception as error:
-                self._answers.put(error)
+    async def _serve(self, requests: Sequence[RankRequest], due: Sequence[float]) -> list[Answer]:
+        async def one(request: RankRequest, due_s: float) -> Answer:
+            usage = (await self.engine.answer(request)).usage
+            latency_ms = (time.perf_counter() - due_s) * 1e3
+            return Answer(latency_ms, usage.feature_missing or 0, usage.feature_stale or 0)
+
+        asked = []
+        for request, at in zip(requests, due, strict=True):
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            asked.append(asyncio.ensure_future(one(request, at)))
+        return await asyncio.gather(*asked)
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._due.put(None)
-        for thread in self._threads:
-            thread.join()
-        self.source.close()
+        self._runner.run(self.engine.drain(0.0))
+        self.engine.join(10.0)
 
 
 class CpuTimes(NamedTuple):
-    """CPU seconds of threads that Python started, but for the calling one, and of XLA's own, which run the model."""
+    """CPU seconds of the threads that Python started, and of XLA's own, which run the model."""
 
     host: float
     model: float
@@ -310,8 +258,6 @@ def cpu_times() -> CpuTimes:
     host = model = 0.0
     for path in Path("/proc/self/task").iterdir():
         seconds = int((path / "schedstat").read_text().split()[0]) / 1e9
-        if int(path.name) == threading.get_native_id():
-            continue
         if int(path.name) in python:
             host += seconds
         else:
@@ -321,7 +267,6 @@ def cpu_times() -> CpuTimes:
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
     setting = Setting(items=20_000, cache_mb=16.0, ttl_s=4.0, seconds=3.0, rounds=1) if quick else Setting()
-    check()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     with ExitStack() as stack:
@@ -330,25 +275,18 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         port = stack.enter_context(delay_proxy.delay_proxy(socket, NETWORK, cores[-1]))
         near, far = f"unix://{socket}", f"redis://127.0.0.1:{port}/0"
 
-        def store(address: str) -> FeatureStore:
-            return open_store(address, 5.0)
-
-        def cached(mode: str) -> Cached:
-            return Cached(store(near), store(far), setting, mode)
-
-        filling = store(near)
+        filling = open_store(near, PATIENCE_MS / 1e3, create=True)
         fill(filling, setting.items)
         filling.close()
-        traffic = Traffic(setting.items)
-        make: dict[str, tuple[Source, type[Separate | Packed], int]] = {
-            "no_cache": (Uncached(store(far)), Separate, WAITING_THREADS),
-            "cache": (cached("asynchronous"), Separate, THREADS),
-            "full": (cached("asynchronous"), Packed, THREADS),
-            "sync_missing": (cached("sync_missing"), Packed, WAITING_THREADS),
-        }
-        systems = {name: System(*parts, traffic, setting) for name, parts in make.items()}
-        for system in systems.values():
-            stack.callback(system.close)
+        runner = stack.enter_context(asyncio.Runner())
+        flame_serving.save(folder / "model", replace(pda_world.MODEL, n_items=setting.items))
+        systems = {}
+        for path in PATHS:
+            engine = make_engine(folder / "model", setting.items, near, path, setting)
+            store = open_store(far, PATIENCE_MS / 1e3)
+            systems[path] = System(runner, engine, store, Traffic(setting.items), setting)
+            stack.callback(systems[path].close)
+        agree(runner, [system.engine for system in systems.values()])
         for system in systems.values():
             quiet.wait()
             system.settle()
@@ -360,19 +298,18 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     return Measured(claims(rows), rows)
 
 
-def check() -> None:
-    """Both ways to the device give the same scores."""
-    request = next(Traffic(1000).requests(1))
-    content = b"".join(random_records(CANDIDATES, np.random.default_rng(2)))
-    had = Had(np.frombuffer(content, SCHEMA.dtype), 0, 0)
-
-    def get(request: Request, out: UInt32 | None) -> Had:
-        if out is not None:
-            out[:] = np.frombuffer(content, np.uint32).reshape(out.shape)
-        return had
-
-    separate, packed = (device(parameters()).run(request, get)[0] for device in (Separate, Packed))
-    np.testing.assert_allclose(packed, separate, rtol=1e-5, atol=1e-5)
+def agree(runner: asyncio.Runner, engines: Sequence[ScorerEngine]) -> None:
+    """All paths give a request the same scores, once its features are cached."""
+    request = next(Traffic(CANDIDATES).requests(1)).asked()
+    found = []
+    for engine in engines:
+        answer = runner.run(engine.answer(request))
+        while answer.usage.feature_missing:
+            answer = runner.run(engine.answer(request))
+        found.append({item.item_id: item.score for item in answer.items})
+    for scores in found:
+        assert scores.keys() == found[0].keys()
+        np.testing.assert_allclose([scores[item] for item in found[0]], list(found[0].values()), atol=1e-5)
 
 
 def row(name: str, runs: Sequence[Served], setting: Setting) -> Row:
@@ -427,7 +364,10 @@ if __name__ == "__main__":
             name="flame_pda",
             measure=measure,
             packages=("jax", "jaxlib", "numpy", "redis", "hiredis", "uvloop"),
-            sources=(Path(__file__), Path(delay_proxy.__file__), Path(pda_world.__file__)),
+            sources=tuple(
+                Path(of)
+                for of in (__file__, delay_proxy.__file__, flame_serving.__file__, pda_world.__file__)
+            ),
             device=jax.default_backend(),
         )
     )

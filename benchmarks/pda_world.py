@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks.flame_pda serves: items and their records, requests, a small model, and a Redis server.
+"""What benchmarks.flame_pda serves: items and their records, requests, a small Climber, and a Redis server.
 
-The model is a stand-in with side features as FLAME's has: sums of rows of a table and two layers. Item n is called by
-its number and is the n-th most popular.
+The Climber reads a dozen side features as FLAME's does, and is small, since what is measured is the host's part of a
+request. Item n is called by its number and is the n-th most popular.
 """
 
 from __future__ import annotations
@@ -14,34 +14,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks import harness
-from jgr.cache.buffers import BufferLayout, Staging
 from jgr.features.schema import Schema
 from jgr.features.stores import FeatureStore
-from jgr.features.unpacking import unpack_records
+from jgr.models.climber import ClimberConfig, Feature
+from jgr.serving.api import RankRequest
 
 Int32 = npt.NDArray[np.int32]
-UInt32 = npt.NDArray[np.uint32]
-Float32 = npt.NDArray[np.float32]
-Arrays = dict[str, Any]
 
-CANDIDATES, HISTORY, WIDTH = 128, 512, 64
+CANDIDATES, HISTORY, TOP_K = 128, 512, 10
 ZIPF = 1.05
 SCHEMA = Schema.parse(
     "artist:int32,album:int32,language:int32,genres:int32[4],tags:int32[8],year:int32,"
     "duration:float32,plays:float32,likes:float32[2],rates:float32[5],audio:float32[32],text:float16[60]"
 )
 CATEGORIES = ("artist", "album", "language", "genres", "tags")
-NUMBERS = tuple(feature.name for feature in SCHEMA.features if feature.name not in CATEGORIES)
-USER = {"history": ((HISTORY,), np.int32), "candidates": ((CANDIDATES,), np.int32)}
-LAYOUT = BufferLayout.of({**USER, "records": ((CANDIDATES, SCHEMA.record_bytes // 4), np.uint32)})
+CATEGORY_ROWS = 4096
+MODEL = ClimberConfig(
+    n_items=1_000_000, max_items=HISTORY, blocks=2, layers=1, hidden=16, heads=2, mlp=16, tasks=("click", "like"),
+    items="", experts=2, timed=False,
+    features=tuple(Feature(of.name, of.width, CATEGORY_ROWS * (of.name in CATEGORIES)) for of in SCHEMA.features),
+)  # fmt: skip
 
 
 class Request(NamedTuple):
@@ -50,6 +48,11 @@ class Request(NamedTuple):
     ids: list[str]
     rows: Int32
     history: Int32
+
+    def asked(self) -> RankRequest:
+        """As the engine is asked."""
+        history: list[str | int] = list(map(str, self.history.tolist()))
+        return RankRequest(history=history, candidates=list(self.ids), top_k=TOP_K)
 
 
 def names(items: int) -> list[str]:
@@ -90,94 +93,6 @@ def random_records(items: int, rng: np.random.Generator) -> list[bytes]:
     return SCHEMA.pack(columns)
 
 
-TABLE_ROWS = 4096
-
-
-def parameters() -> Arrays:
-    rng = np.random.default_rng(0)
-    numbers = sum(feature.width for feature in SCHEMA.features if feature.name in NUMBERS)
-    shapes = {
-        "table": (TABLE_ROWS, WIDTH),
-        "numbers": (numbers, WIDTH),
-        "in": (3 * WIDTH, WIDTH),
-        "out": (WIDTH, 2),
-    }
-    return {name: jnp.asarray(rng.normal(0, 0.1, shape), jnp.float32) for name, shape in shapes.items()}
-
-
-def scores(params: Arrays, inputs: Arrays, features: Arrays) -> jax.Array:
-    """[CANDIDATES, 2] of two tasks."""
-    user = params["table"][inputs["history"] % TABLE_ROWS].mean(0)
-    item = params["table"][inputs["candidates"] % TABLE_ROWS]
-    for name in CATEGORIES:
-        item += params["table"][features[name] % TABLE_ROWS].sum(1)
-    numbers = [features[name].astype(jnp.float32) for name in NUMBERS]
-    item += jnp.concatenate(numbers, 1) @ params["numbers"]
-    pair = jnp.concatenate([item, jnp.broadcast_to(user, item.shape), item * user], 1)
-    out: jax.Array = jax.nn.relu(pair @ params["in"]) @ params["out"]
-    return out
-
-
-def scores_of_words(words: jax.Array, params: Arrays) -> jax.Array:
-    inputs = LAYOUT.unpack(words)
-    return scores(params, inputs, unpack_records(SCHEMA, inputs["records"]))
-
-
-class Had(NamedTuple):
-    """A request's records, how many of them are default ones, and how many stale."""
-
-    records: npt.NDArray[np.void]
-    missing: int
-    stale: int
-
-
-class Get(Protocol):
-    """Gives a request's records; written to out, [CANDIDATES, words of a record], where that is not None."""
-
-    def __call__(self, request: Request, out: UInt32 | None) -> Had: ...
-
-
-class Device(Protocol):
-    """The model, in the thread that owns its buffers; run returns scores, and `get`'s answer."""
-
-    def run(self, request: Request, get: Get) -> tuple[Float32, Had]: ...
-
-
-class Separate:
-    """An array for each input, which the program takes to the device one by one."""
-
-    def __init__(self, params: Arrays) -> None:
-        self._params = params
-        example = self._arrays(EXAMPLE, SCHEMA.records([SCHEMA.default] * CANDIDATES))
-        self._program = jax.jit(scores).lower(params, *example).compile()
-
-    def _arrays(self, request: Request, records: npt.NDArray[np.void]) -> tuple[Arrays, Arrays]:
-        features = {feature.name: np.ascontiguousarray(records[feature.name]) for feature in SCHEMA.features}
-        return {"history": request.history, "candidates": request.rows}, features
-
-    def run(self, request: Request, get: Get) -> tuple[Float32, Had]:
-        had = get(request, None)
-        return np.asarray(self._program(self._params, *self._arrays(request, had.records))), had
-
-
-class Packed:
-    """One buffer for all inputs; the records are written where they are sent from."""
-
-    def __init__(self, params: Arrays) -> None:
-        self._params, self._staging = params, Staging(LAYOUT)
-        self._program = jax.jit(scores_of_words).lower(self._staging.example, params).compile()
-
-    def run(self, request: Request, get: Get) -> tuple[Float32, Had]:
-        views = self._staging.views()
-        views["history"][:] = request.history
-        views["candidates"][:] = request.rows
-        had = get(request, views["records"])
-        return np.asarray(self._staging.run(self._program, self._params)), had
-
-
-EXAMPLE = Request([], np.zeros(CANDIDATES, np.int32), np.zeros(HISTORY, np.int32))
-
-
 def redis_program() -> str:
     beside = Path(sys.executable).with_name("redis-server")
     found = shutil.which("redis-server") or (str(beside) if beside.exists() else None)
@@ -203,7 +118,9 @@ def redis_server(folder: Path, core: int) -> Iterator[str]:
 
 
 def fill(store: FeatureStore, items: int) -> None:
+    """Put the schema and a record of every item."""
     rng = np.random.default_rng(1)
+    store.set_schema(str(SCHEMA))
     for start in range(0, items, 10_000):
         count = min(10_000, items - start)
         store.put_many([str(row) for row in range(start, start + count)], random_records(count, rng))

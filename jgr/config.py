@@ -167,7 +167,7 @@ class CacheConfig:
     # that computes less than the items first would; published: by how often the user comes alone.
     rule: Literal["priced", "published"] = "priced"
     window_s: float = 300.0  # length of the sliding window in which accesses are counted, in seconds
-    # How much more often than the least used cached user another must be asked for to take its place; 0.1: 10 %.
+    # How much more often than the least used cached user another must be asked for to take its place (priced rule).
     hysteresis: float = 0.1
     shadow: float = 0.001  # share of requests computed again without the cache, to measure the drift
     # Cached items do not see the items before them. Repair computes some of their tokens again, so that they do: the

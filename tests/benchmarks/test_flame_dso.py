@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks import flame_dso
-from benchmarks.flame_dso import ACTIVE, FOUR_SIZES, MODEL, PATHS, VISITS, ShapeOnDemand, Traffic
+from benchmarks import flame_dso, flame_serving
+from benchmarks.flame_dso import (
+    ACTIVE,
+    FOUR_SIZES,
+    MODEL,
+    PATHS,
+    QUICK_PATHS,
+    VISITS,
+    Setting,
+    ShapeOnDemand,
+    Traffic,
+)
 from jgr.models import params
 from jgr.models.scorers import scorer
 from jgr.serving.scorers.executors import PartWork
@@ -39,7 +51,7 @@ def test_sizes_are_as_the_mixes_say() -> None:
 
 def test_a_baseline_pads_keeps_a_bounded_number_of_programs_and_scores_the_same() -> None:
     drawn = params.initialize(scorer(SMALL).spec(SMALL), jax.random.key(0))
-    powers = ShapeOnDemand(SMALL, drawn, lambda n: 1 << (n - 1).bit_length(), (), kept=1)
+    powers = ShapeOnDemand(SMALL, drawn, lambda n: 1 << (n - 1).bit_length(), (), 8, kept=1)
     block, views = new_block(user_layout(powers._needs))
     views["rows"][:3] = [1, 2, 3]
     rows = np.arange(5, dtype=np.int32)
@@ -48,6 +60,23 @@ def test_a_baseline_pads_keeps_a_bounded_number_of_programs_and_scores_the_same(
     np.testing.assert_allclose(powers.score(PartWork(rows[:3], block)), whole[:3], atol=1e-5)
     assert (powers.pairs, powers.padding, powers.compiled) == (8, 3 + 1, 2)
     assert list(powers._programs) == [4]
+
+
+def test_all_paths_are_the_served_engine_and_agree(tmp_path: Path) -> None:
+    setting = Setting(cfg=SMALL, sizes=(1024,), smallest=1024, cached_users=2)
+    flame_serving.save(tmp_path / "model", SMALL)
+    engines = {path: flame_dso.make_engine(path, setting, tmp_path / "model") for path in QUICK_PATHS}
+    with asyncio.Runner() as runner:
+        try:
+            for engine in engines.values():
+                runner.run(engine.start())
+            flame_dso.agree(runner, engines, SMALL)
+            run = runner.run(flame_dso.System(engines["dso_cached"], "four_sizes", SMALL, 2 * ACTIVE).run())
+        finally:
+            for engine in engines.values():
+                runner.run(engine.drain(None))
+    assert len(run.latencies_ms) == 2 * ACTIVE and run.pairs >= 128 * 2 * ACTIVE
+    assert run.cached == 0  # of sixteen users in turn the room for two finds none again
 
 
 def test_claims_are_ratios_to_the_power_of_two() -> None:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
 import itertools
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import fke_stages, flame_fke
@@ -26,13 +29,38 @@ def test_calls_of_all_streams_are_counted() -> None:
     assert run.calls == 2 / 1.0
 
 
-def test_the_programs_rank_the_same_user() -> None:
-    params, events, rows = flame_fke.make_inputs(TINY, 3, np.float32)
-    calls = flame_fke.builds(TINY, params, events, rows)
-    assert set(calls) == {"op_by_op", "xla", "fused"}
-    fused = np.asarray(calls["fused"]())
-    assert fused.shape == (1, 3, 3)
-    np.testing.assert_allclose(fused, calls["xla"](), atol=1e-5)
+def test_answers_of_all_clients_are_counted() -> None:
+    ticks, asked = itertools.count(step=0.25), list[str]()
+
+    class Engine:
+        async def answer(self, request: Any) -> Any:
+            asked.append(request)
+
+    requests: Any = ["a", "b", "c"]
+    run = asyncio.run(flame_fke.drive(Engine(), requests, 1, 1.5, clock=lambda: next(ticks)))
+    assert run.milliseconds == [250.0, 250.0, 250.0, 250.0]
+    assert (run.calls, asked) == (4 / 1.5, ["a", "b", "c", "a"])
+
+
+def test_the_served_builds_score_the_same_user(tmp_path: Path) -> None:
+    engines = flame_fke.make_engines(tmp_path / "model", TINY, 3, 1)
+    assert set(engines) == {"op_by_op", "xla", "fused"}
+    with asyncio.Runner() as runner:
+        try:
+            for engine in engines.values():
+                runner.run(engine.start())
+            request = flame_fke.make_request(TINY, 3, 0)
+            answers = [runner.run(engine.answer(request)) for engine in engines.values()]
+        finally:
+            for engine in engines.values():
+                runner.run(engine.drain(None))
+    fused = flame_fke.scores_of(answers[-1])
+    assert sorted(fused) == sorted(request.candidates)
+    assert all(len(scores) == 3 for scores in fused.values())
+    assert flame_fke.difference(answers) < 1e-5
+    moved = copy.deepcopy(answers[0])
+    moved.items[1].scores["like"] += 0.25
+    assert flame_fke.difference([*answers, moved]) == pytest.approx(0.25, abs=1e-5)
 
 
 @pytest.mark.parametrize("candidates", [128, 512])
@@ -51,9 +79,7 @@ def test_the_stages_are_the_whole(candidates: int) -> None:
 def test_rows_and_claims_say_what_was_timed() -> None:
     rates = {"square_1024": 4e9, "qkv": 5e9, "bytes": 1e9, "exponentials": 2e9}
     runs = {"op_by_op": [Run(1.0, [8.0, 12.0])], "xla": [Run(2.0, [4.0])], "fused": [Run(4.0, [2.0])]}
-    runs["batched"] = [Run(2.0, [4.0])]
-    users = {"op_by_op": 1, "xla": 1, "fused": 1, "batched": 8}
-    row = flame_fke.make_row(TINY, 5, users, runs, rates, ("square_1024", "qkv"))
+    row = flame_fke.make_row(TINY, 5, runs, rates, ("square_1024", "qkv"))
     fused = row["builds"]["fused"]
     assert fused["pairs_per_s"]["median"] == 20.0
     assert fused["share_of_matmul_peak"] == pytest.approx(4 * row["flops"] / 5e9, rel=1e-2)
@@ -77,4 +103,4 @@ def test_rows_and_claims_say_what_was_timed() -> None:
     assert on_gpu["fused-over-op-by-op-throughput-long"].target == 6.1
     assert on_gpu["share-of-roofline-of-linear-long"].holds
     pairs = on_gpu["fused-pairs-per-s-long"]
-    assert (pairs.value, pairs.target) == (5 * 8 * 2.0, 1.38e6)
+    assert (pairs.value, pairs.target) == (5 * 4.0, 1.38e6)

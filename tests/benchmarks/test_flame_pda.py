@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from benchmarks import flame_pda, pda_world
+from benchmarks import flame_pda, flame_serving, pda_world
 from benchmarks.delay_proxy import Line, Network
 from benchmarks.pda_world import CANDIDATES, HISTORY, SCHEMA, Traffic
+from jgr.features.addresses import open_store
 
 
 def test_latencies_are_lognormal_as_asked() -> None:
@@ -42,8 +48,28 @@ def test_records_are_as_long_as_the_text_says() -> None:
     assert SCHEMA.faults(list(pda_world.random_records(3, np.random.default_rng(0)))) == []
 
 
-def test_separate_and_packed_inputs_give_the_same_scores() -> None:
-    flame_pda.check()
+def test_all_paths_are_the_served_engine_and_agree_and_count_what_they_took(tmp_path: Path) -> None:
+    """Over a store of this machine: the paths' engines give one request the same scores, each by its features."""
+    items, address = 300, str(tmp_path / "features.sqlite")
+    store = open_store(address, 30.0, create=True)
+    pda_world.fill(store, items)
+    store.close()
+    flame_serving.save(tmp_path / "model", dataclasses.replace(pda_world.MODEL, n_items=items))
+    setting = flame_pda.Setting(items=items, cache_mb=8.0, ttl_s=1e4)
+    with ExitStack() as stack:
+        runner, systems = stack.enter_context(asyncio.Runner()), {}
+        for path in flame_pda.PATHS:
+            engine = flame_pda.make_engine(tmp_path / "model", items, address, path, setting)
+            far = open_store(address, 30.0)
+            systems[path] = flame_pda.System(runner, engine, far, Traffic(items), setting)
+            stack.callback(systems[path].close)
+        flame_pda.agree(runner, [system.engine for system in systems.values()])
+        found = {path: system.run(5 / flame_pda.FIRST_RATE) for path, system in systems.items()}
+    assert all(len(served.answers) == 5 for served in found.values())
+    everything = 5 * CANDIDATES * SCHEMA.record_bytes
+    assert (found["no_cache"].bytes, found["sync_missing"].bytes < everything) == (everything, True)
+    missing = {path: sum(answer.missing for answer in served.answers) for path, served in found.items()}
+    assert missing["no_cache"] == missing["sync_missing"] == 0 < missing["full"]
 
 
 def test_claims_are_ratios_of_medians() -> None:
