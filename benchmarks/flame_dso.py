@@ -45,8 +45,9 @@ from jgr.models import climber
 from jgr.models.climber import ClimberConfig
 from jgr.models.scorers import ScorerConfig
 from jgr.serving.api import RankRequest
+from jgr.serving.engine.engine import Engine
 from jgr.serving.scorers.executors import ScorerExecutors
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.serve import ServedScorer
 
 Mix = Literal["four_sizes", "uniform"]
 MIXES: tuple[Mix, ...] = ("four_sizes", "uniform")
@@ -126,7 +127,7 @@ class Run:
 class System:
     """A path's engine, and clients that ask it. Runs of all paths take turns on one event loop."""
 
-    def __init__(self, engine: ScorerEngine, mix: Mix, cfg: ScorerConfig, requests: int) -> None:
+    def __init__(self, engine: Engine[ServedScorer], mix: Mix, cfg: ScorerConfig, requests: int) -> None:
         self.engine, self._requests = engine, requests
         self._traffic = (Traffic(mix, cfg, seed) for seed in itertools.count())
 
@@ -163,7 +164,7 @@ class System:
         return of[0], of[1], wait[0], wait[1]
 
 
-def make_engine(path: str, setting: Setting, folder: Path) -> ScorerEngine:
+def make_engine(path: str, setting: Setting, folder: Path) -> Engine[ServedScorer]:
     """A path's engine, not yet started: as the folder is served, or with a baseline's executors."""
     cfg, sizes = setting.cfg, ",".join(map(str, setting.sizes))
     users_mb = setting.cached_users * 2 * 4 * cfg.layers * cfg.max_items * cfg.hidden / 2**20
@@ -180,8 +181,7 @@ def make_engine(path: str, setting: Setting, folder: Path) -> ScorerEngine:
         "pad_1024": (lambda n: LARGEST, [LARGEST]),
         "implicit": (lambda n: n, FOUR_SIZES),
     }[path]
-    executors: Any = ShapeOnDemand(cfg, params, *padded, LARGEST)
-    return replace(engine, executors=executors, reads=False)
+    return flame_serving.behind(engine, ShapeOnDemand(cfg, params, *padded, LARGEST))
 
 
 PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")
@@ -211,7 +211,11 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def measure_mix(
-    mix: Mix, engines: Mapping[str, ScorerEngine], setting: Setting, runner: asyncio.Runner, quiet: Quiet
+    mix: Mix,
+    engines: Mapping[str, Engine[ServedScorer]],
+    setting: Setting,
+    runner: asyncio.Runner,
+    quiet: Quiet,
 ) -> list[Row]:
     compiles = "implicit" if mix == "uniform" else None
     systems = {
@@ -231,7 +235,7 @@ def _run(runner: asyncio.Runner, system: System) -> Run:
     return runner.run(system.run())
 
 
-def agree(runner: asyncio.Runner, engines: Mapping[str, ScorerEngine], cfg: ScorerConfig) -> None:
+def agree(runner: asyncio.Runner, engines: Mapping[str, Engine[ServedScorer]], cfg: ScorerConfig) -> None:
     """All paths give a request the same scores; but for `implicit`, which would compile for it."""
     request = next(iter(Traffic("uniform", cfg, seed=9)))
     answers = [runner.run(engine.answer(request)) for path, engine in engines.items() if path != "implicit"]

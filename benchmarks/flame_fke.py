@@ -45,7 +45,8 @@ from jgr.models.climber import BASE, LONG, ClimberConfig, ClimberParams, Events
 from jgr.models.climber_layers import Build
 from jgr.models.params import Spec
 from jgr.serving.api import Answer, RankRequest
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.engine.engine import Engine
+from jgr.serving.scorers.serve import ServedScorer
 
 WORKLOADS = {"base": (BASE, 128), "long": (LONG, 512)}
 PUBLISHED_FLOPS = {"base": 3.72e9, "long": 1.64e10}
@@ -117,7 +118,9 @@ def make_inputs(cfg: ClimberConfig, candidates: int, dtype: Any) -> tuple[Climbe
     return drawn
 
 
-def make_engines(folder: Path, cfg: ClimberConfig, candidates: int, streams: int) -> dict[str, ScorerEngine]:
+def make_engines(
+    folder: Path, cfg: ClimberConfig, candidates: int, streams: int
+) -> dict[str, Engine[ServedScorer]]:
     """Of each build, the engine that serves the folder, which is written here. Not yet started."""
     flame_serving.save(folder, cfg)
     settings = [f"executors.{name}={streams}" for name in ("number", "streams")]

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -46,8 +46,9 @@ from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.stores import FeatureStore
 from jgr.serving.api import RankRequest
+from jgr.serving.engine.engine import Engine
 from jgr.serving.scorers.executors import ScorerExecutors
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.scorers.serve import ServedScorer
 
 SOURCES = tuple(
     Path(of) for of in (__file__, delay_proxy.__file__, flame_serving.__file__, pda_world.__file__)
@@ -152,7 +153,7 @@ class Answer(NamedTuple):
     stale: int
 
 
-def make_engine(folder: Path, items: int, address: str, path: str, setting: Setting) -> ScorerEngine:
+def make_engine(folder: Path, items: int, address: str, path: str, setting: Setting) -> Engine[ServedScorer]:
     """A path's engine, not yet started."""
     mode = {"no_cache": "synchronous", "sync_missing": "sync_missing"}.get(path, "asynchronous")
     settings = {
@@ -171,8 +172,8 @@ def make_engine(folder: Path, items: int, address: str, path: str, setting: Sett
         return engine
     assert isinstance(engine.served.executors, ScorerExecutors)
     params, cfg = engine.served.executors.programs.params, replace(pda_world.MODEL, n_items=items)
-    executors: Any = ShapeOnDemand(cfg, params, lambda n: CANDIDATES, [CANDIDATES], CANDIDATES, schema=SCHEMA)
-    return replace(engine, executors=executors, reads=False)
+    executors = ShapeOnDemand(cfg, params, lambda n: CANDIDATES, [CANDIDATES], CANDIDATES, schema=SCHEMA)
+    return flame_serving.behind(engine, executors)
 
 
 class System:
@@ -182,7 +183,7 @@ class System:
     def __init__(
         self,
         runner: asyncio.Runner,
-        engine: ScorerEngine,
+        engine: Engine[ServedScorer],
         far: FeatureStore,
         traffic: Traffic,
         setting: Setting,
@@ -298,7 +299,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     return Measured(claims(rows), rows)
 
 
-def agree(runner: asyncio.Runner, engines: Sequence[ScorerEngine]) -> None:
+def agree(runner: asyncio.Runner, engines: Sequence[Engine[ServedScorer]]) -> None:
     """All paths give a request the same scores, once its features are cached."""
     request = next(Traffic(CANDIDATES).requests(1)).asked()
     found = []

@@ -6,11 +6,9 @@ served by, and executors with none of FLAME's, for baselines behind the same eng
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,10 @@ from jgr.models.params import PyTree
 from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Candidates, ScorerConfig, Users, rank, scorer
 from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.threads import Calls
-from jgr.serving.scorers.executors import PartWork, Ran, ReadWork
-from jgr.serving.scorers.serve import ScorerEngine
+from jgr.serving.engine.engine import Engine
+from jgr.serving.policies.jobs import Start
+from jgr.serving.scorers.executors import PartWork, ReadWork
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.user_block import user_layout
 from jgr.serving.versions.loading import load_any
 
@@ -48,12 +47,17 @@ def save(folder: Path, cfg: ClimberConfig) -> ClimberConfig:
     return cfg
 
 
-def load(folder: Path, *settings: str) -> ScorerEngine:
+def load(folder: Path, *settings: str) -> Engine[ServedScorer]:
     """The folder's engine as `jgr serve` makes it, by the defaults but for the settings. Not yet started."""
     config = override(Config(), f"model.path={folder}", "model.compilation_cache=", *settings)
     engine = load_any(config)
-    assert isinstance(engine, ScorerEngine)
+    assert isinstance(engine.served, ServedScorer)
     return engine
+
+
+def behind(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[ServedScorer]:
+    """The same engine with other executors, which compute a user's part in every part; not yet started."""
+    return Engine(replace(engine.served, executors=executors, reads=False), None)
 
 
 class ShapeOnDemand:
@@ -64,7 +68,7 @@ class ShapeOnDemand:
     Every request allocates its inputs and its scores, each input crosses by itself.
     """
 
-    pool = None
+    lanes = STREAMS
 
     def __init__(
         self,
@@ -86,35 +90,23 @@ class ShapeOnDemand:
         self.padding = self.pairs = self.compiled = 0
         self._programs: OrderedDict[int, jax.stages.Compiled] = OrderedDict()
         self._lock = threading.Lock()
-        self._threads = [Calls(f"shape-on-demand-{number}") for number in range(STREAMS)]
 
-    async def start(self, progress: Progress) -> None:
-        for thread in self._threads:
-            thread.start()
-        await self._threads[0].warm_up(self._warm_up, progress)
-
-    def _warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> None:
+        """Compile the programs that are compiled ahead."""
         for size in self._ahead:
             self._program(size)
 
-    def run(self, executor: int, work: ReadWork | PartWork, done: Callable[[Ran], None]) -> None:
+    def bind(self) -> None:
+        """The threads run wherever the system puts them."""
+
+    def launch(self, start: Start, work: ReadWork | PartWork) -> npt.NDArray[np.float32]:
+        """The scores, waited for: there is no buffer that a later call could collect them from."""
         assert isinstance(work, PartWork)
-        self._threads[executor].call(partial(self._run, self._threads[executor], work, done))
+        return self.score(work)
 
-    def stop(self) -> None:
-        for thread in self._threads:
-            thread.stop()
-
-    def join(self, timeout_s: float) -> bool:
-        return all([thread.join(timeout_s) for thread in self._threads])
-
-    def _run(self, thread: Calls, work: PartWork, done: Callable[[Ran], None]) -> None:
-        start_ns, value, error = time.monotonic_ns(), None, None
-        try:
-            value = self.score(work)
-        except Exception as cause:
-            error = cause
-        thread.post(partial(done, Ran(value, error, start_ns, time.monotonic_ns())))
+    def collect(self, start: Start, pending: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """What `launch` returned, as the one outcome of a run."""
+        return [pending]
 
     def score(self, work: PartWork) -> npt.NDArray[np.float32]:
         """[c, P]."""
