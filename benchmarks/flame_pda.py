@@ -188,21 +188,22 @@ class System:
         traffic: Traffic,
         setting: Setting,
     ) -> None:
-        assert engine.features is not None
-        engine.features.close()
-        settings = engine.config.features
+        served = engine.served
+        assert served.features is not None
+        served.features.close()
+        settings = served.config.features
         self._store = Switch(open_store(settings.store, PATIENCE_MS / 1e3), far)
         self._clock, self._runner, self._traffic, self._setting = Clock(), runner, traffic, setting
         ids = engine.catalog.item_ids
         self.features = FeatureCache(self._store, SCHEMA, ids, settings, clock=self._clock)
-        self.engine = replace(engine, features=self.features)
+        self.engine = Engine(replace(served, features=self.features), None)
         self.rate = FIRST_RATE
         runner.run(self.engine.start())
 
     def settle(self) -> None:
         """Bring the cache to its steady state, and the rate to the load that is wanted."""
         for _ in range(2):
-            if self.engine.config.features.cache_mb:
+            if self.engine.served.config.features.cache_mb:
                 self._warm(round(self.rate * self._setting.ttl_s), round(1e9 / self.rate))
             for _ in range(2):
                 self.rate = self.run(self._setting.seconds / 4).pairs_at_load / CANDIDATES
