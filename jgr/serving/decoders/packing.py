@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (USER_PREFIX, IT
 
 
 class Packed(NamedTuple):
-    """keep: [T] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
+    """keep: [T, P] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
 
     row: Row
     keep: Int32
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
 class _Tokens(NamedTuple):
     """All tokens of a batch, in order, [n] each. place: in the row's cached tokens, or from C on in its new ones.
 
-    also: the request that sees a token computed in another, else -1.
+    also: the request that sees a token computed in another, else -1. slot: [n, P], of each part of its cell.
     """
 
     described: Tokens
@@ -57,25 +57,27 @@ def pack(
     profile: Profile,
     *,
     cell_tokens: int,
+    parts: int,
     slots: int,
     longest: int,
     repair: Repair,
 ) -> Packed:
-    """slots: of the pool. longest: tokens of a whole prompt (recommend); others: 0. repair: what the program is for."""
-    tokens = _describe(works, profile, cell_tokens, slots)
+    """parts: cells that all layers of a cell's tokens take. slots: of the pool. longest: tokens of a whole prompt
+    (recommend); others: 0. repair: what the program is for."""
+    tokens = _describe(works, profile, cell_tokens, parts, slots)
     new = tokens.place >= profile.context
     row = Row(
         _fill(profile.tokens, 0, tokens.token[new]),
         _take(tokens.described, new, profile.tokens),
         _fill(profile.tokens, 0, tokens.sees[new]),
-        _fill(profile.context, 0, tokens.slot[~new]),
+        _fill_rows(profile.context, 0, tokens.slot[~new]),
         _take(tokens.described, ~new, profile.context),
     )
     if repair:
         row = row._replace(also=_fill(profile.tokens, -1, tokens.also[new]))
     if repair.share:
         row = row._replace(picks=_picks(works, tokens, new, profile))
-    keep = _fill(profile.tokens, slots, tokens.slot[new])
+    keep = _fill_rows(profile.tokens, slots, tokens.slot[new])
     return Packed(row, keep, _asked(works, tokens, profile), _whole(tokens, len(works), profile, longest))
 
 
@@ -109,7 +111,7 @@ def _pieces(works: Sequence[SegmentsWork]) -> tuple[list[tuple[int, ...]], list[
                 alone = source.alone(len(tokens))
                 hidden, skipped = (source.repaired, 0) if alone else (0, source.repaired)
                 tokens = tokens[skipped:]
-            own = source.read if source.write is None else source.write
+            own = np.array(source.read if source.write is None else source.write, np.int32)
             n_cells = -len(own) if source.write is None else len(own)
             columns.append((*of, bits[kind], len(tokens), skipped, source.cached, n_cells, alone, hidden))
             texts.append(tokens)
@@ -121,6 +123,7 @@ def _describe(
     works: Sequence[SegmentsWork],
     profile: Profile,
     cell_tokens: int,
+    parts: int,
     slots: int,
 ) -> _Tokens:
     columns, texts, cells = _pieces(works)
@@ -137,10 +140,11 @@ def _describe(
 
     is_cached = within < cached[at]
     has_slot = is_cached | (with_cells[at] > 0)
-    count = np.abs(with_cells)
-    flat = np.concatenate([*cells, np.zeros(1, np.int32)])
+    count = np.abs(with_cells) // parts
+    flat = np.concatenate([*cells, np.zeros(parts, np.int32)]).reshape(-1, parts)
     cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + within // cell_tokens, -1)]
-    slot = np.where(has_slot, cell * cell_tokens + within % cell_tokens, slots).astype(np.int32)
+    in_cell = (within % cell_tokens)[:, None]
+    slot = np.where(has_slot[:, None], cell * cell_tokens + in_cell, slots).astype(np.int32)
     in_row = np.where(is_cached, np.cumsum(is_cached) - 1, profile.context + np.cumsum(~is_cached) - 1)
     return _Tokens(described, sees[at], also, np.concatenate(texts), slot, in_row.astype(np.int32))
 
@@ -198,6 +202,11 @@ def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Wh
 def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
     request, *others = tokens
     return Tokens(_fill(size, -1, request[which]), *(_fill(size, 0, x[which]) for x in others))
+
+
+def _fill_rows(size: int, fill: int, rows: Int32) -> Int32:
+    """As `_fill`, of rows [n, P]."""
+    return np.stack([_fill(size, fill, column) for column in rows.T], axis=1)
 
 
 def _fill(size: int, fill: int, values: npt.NDArray[np.integer]) -> Int32:

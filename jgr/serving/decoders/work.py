@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.meta import Move
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.layouts import SegmentedPrompt
 from jgr.serving.engine.contract import Progress
@@ -53,8 +52,8 @@ class SegmentsWork:
     """A prompt whose segments may be cached, to rank its items or to go on from.
 
     columns, less: [c] int32, of each candidate the token whose logit is its score, and the one that counts against it.
-    beam_width, filter: as in RecommendWork. plan, moves: known when its batch is: where its segments come from, and
-    which entries must be moved before.
+    beam_width, filter: as in RecommendWork. plan: where its segments come from, known when its batch is. epoch: of the
+    cache's pool, that it was planned for; None: any.
     """
 
     prompt: SegmentedPrompt
@@ -63,7 +62,7 @@ class SegmentsWork:
     beam_width: int = 0
     filter: ItemFilter = NO_FILTER
     plan: PlannedPrompt | None = None
-    moves: tuple[Move, ...] = ()
+    epoch: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-
-import numpy as np
-import numpy.typing as npt
 
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
@@ -28,8 +25,6 @@ from jgr.config import CacheConfig
 from jgr.serving.policies.batching import Group, Job, Profile
 from jgr.serving.policies.prefix_choice import LayoutName, Policy, Situation, choose
 
-Int32 = npt.NDArray[np.int32]
-_NO_CELLS = np.zeros(0, np.int32)
 PLENTY = 4
 """Room for so many users like this one is plenty: what others that went left over, in a full cache, is less."""
 
@@ -94,15 +89,15 @@ class Parts:
 @dataclass(frozen=True, eq=False)
 class PlannedSegment:
     """The first `cached` tokens stand in the cells `read`; the others are computed, and kept where there are `write`
-    cells, which are those of the whole segment. All int32.
+    cells, which are those of the whole segment.
 
     repaired: so many first tokens of an item are computed seeing the items before it, and nobody else sees those that
     are computed or cached in their place. Such an item is cached wholly or not at all.
     """
 
     cached: int
-    read: Int32 = field(default_factory=lambda: _NO_CELLS)
-    write: Int32 | None = None
+    read: tuple[int, ...] = ()
+    write: tuple[int, ...] | None = None
     repaired: int = 0
 
     @property
@@ -288,10 +283,11 @@ class PromptScheduler:
         """Reuse at most so many tokens, and where it is asked for and possible keep the rest."""
         meta = self._meta
         entry = meta.find(name, content)
-        cached, cells = 0, _NO_CELLS
+        cached = 0
+        cells: tuple[int, ...] = ()
         if entry is not None:
             cached = min(entry.tokens, most)
-            cells = entry.cells[: -(-cached // meta.cell_tokens)]
+            cells = entry.cells[: meta.cells(name.kind, cached)]
             meta.hold(entry)
             read.append(entry)
         write = None

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jgr.cache.entries import Content, Name
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.serving.policies.batching import Batcher, Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.serving.policies.prompt_scheduling import Parts, PromptScheduler
@@ -24,7 +24,8 @@ ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
 
 def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptScheduler:
     hotness = ExponentialWindow(50, 20) if policy == "hotness" else None
-    meta = CacheMeta(Pages(pages, 2, SPLITS), 2, hotness)
+    rooms = {"user": Room(4, step=4), "item": Room(2, step=2)}  # a byte a token; a user takes whole pages
+    meta = CacheMeta(Pages(pages, 4), rooms, hotness)
     meta.set_limit("item", pages // 2)
     meta.set_limit("user", pages - pages // 2)
     return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)
@@ -55,7 +56,7 @@ def test_what_a_batch_writes_is_reused_by_the_next() -> None:
     scheduler.finished(first.jobs, well=True)
     (warm,) = plan(scheduler, job(2, "c", [3] * 4, [3, 0])).prompts
     assert (warm.cached_tokens, warm.computed_tokens) == (5, 5)
-    assert warm.items[0].read.tolist() == cold.items[1].write.tolist()
+    assert warm.items[0].read == cold.items[1].write
     scheduler.finished((2,), well=True)
     scheduler.check()
 
