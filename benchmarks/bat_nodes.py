@@ -29,15 +29,15 @@ from benchmarks.bat_world import Histories, World
 from benchmarks.harness import Quiet, Row
 from jgr.cache.entries import Content
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.config import CacheConfig
 from jgr.evaluation import bootstrap
 from jgr.placement.items import ItemPlacement, Items, Workers, hrcs
 from jgr.placement.lifecycle import Lifecycle
 from jgr.placement.worker import CacheWorker, item_name
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import Executors, PoolShape
+from jgr.serving.decoders.paged_executor import Executors
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies import costs
 from jgr.serving.policies.batching import Job, Profile
@@ -174,6 +174,14 @@ class System:
         return float(np.mean([planned.prompt.layout == "user_prefix" for planned in self.plans]))
 
 
+class PoolShape(NamedTuple):
+    """Pages of a pool; tokens of a page and of a cell, of which a page has a whole number."""
+
+    pages: int
+    page_tokens: int
+    cell_tokens: int
+
+
 class Node:
     """A node's memory: placed items, landing cells for all items that are placed elsewhere, which do not count as its
     memory because what lands there is forgotten, and users in what the budget leaves."""
@@ -191,13 +199,13 @@ class Node:
         held = items.room_bytes[placement.holding > 0].sum()
         item_pages = -(-int(held) // page_bytes)
         user_pages = int(budget - placement.used_bytes()[number]) // page_bytes
-        pages = Pages(shape.pages, shape.cells, SPLITS)
-        pages.set_limit("item", item_pages)
-        pages.set_limit("user", user_pages)
         hotness = None
         if policy == "hotness":
             hotness = ExponentialWindow(round(CacheConfig().window_s * 1e9), 10 * shape.pages)
-        self.meta = CacheMeta(pages, shape.cell_tokens, hotness)
+        room = Room(shape.cell_tokens, step=shape.cell_tokens)  # a token stands for a byte
+        self.meta = CacheMeta(Pages(shape.pages, shape.page_tokens), {"user": room, "item": room}, hotness)
+        self.meta.set_limit("item", item_pages)
+        self.meta.set_limit("user", user_pages)
         self._contents = contents
         self.items = CacheWorker(self.meta, contents.__getitem__)
 
@@ -304,7 +312,9 @@ class Device:
         items = self._items(traffic, accesses[:before])
         node_bytes = int(NODE_BYTES / item_memory(workload) * items.room_bytes.sum())
         systems = list(make(items, Workers(NODES, node_bytes)))
-        contents, shape = self._contents[: len(items)], self._executor.shape
+        pool, kv = self._executor.pool, self._executor.kv
+        assert kv.parts == 1, "a page holds all layers of a cell's tokens"
+        contents, shape = self._contents[: len(items)], PoolShape(pool.pages, kv.slots, kv.tokens)
         clusters = [Cluster(s.placement, contents, shape, self._executor.profiles, s.policy) for s in systems]
         runs: dict[Key, Run] = {}
         histories = Histories(traffic)
@@ -331,7 +341,7 @@ class Device:
         for access in accesses:
             frequency[access.items] += 1
         token_bytes = self._world.item_bytes // int(known.sum())
-        return Items(frequency, tokens, token_bytes, self._executor.shape.cell_tokens)
+        return Items(frequency, tokens, token_bytes, self._executor.kv.tokens)
 
     def time(self, runs: Mapping[Key, Run], quiet: Quiet) -> dict[Key, float]:
         """Seconds of each, in parts that are timed again where the machine was not quiet."""

@@ -41,7 +41,10 @@ import numpy.typing as npt
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.cache.pool import StatePool
+from jgr.cache.memory import Memory
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages
+from jgr.cache.pool import StateView
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config, override
 from jgr.models import climber
@@ -126,7 +129,7 @@ class ShapeOnDemand:
     kept: programs, the last used. Every request allocates its inputs and its scores, each input crosses by itself.
     """
 
-    pool = None
+    states = None
 
     def __init__(
         self,
@@ -286,11 +289,12 @@ def executors_of(path: str, setting: Setting, params: PyTree) -> Any:
         return ShapeOnDemand(cfg, params, lambda n: n, FOUR_SIZES)
     share: Share = {"dso": "request", "dso_per_part": "part", "dso_cached": "cache"}[path]  # type: ignore[assignment]
     programs = Programs(cfg, params, setting.sizes, share, None)
-    pool = None
+    states = None
     if share == "cache":
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kept))
-        pool = StatePool(programs.kept, setting.cached_users * state_bytes * 1.1 / 2**20)
-    return ScorerExecutors(programs, STREAMS, pool)
+        memory = Memory(setting.cached_users * state_bytes * 1.25 / 2**20)
+        states = StateView(memory.pool, programs.kept)
+    return ScorerExecutors(programs, STREAMS, states)
 
 
 def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -> ScorerEngine:
@@ -300,7 +304,10 @@ def make_engine(path: str, setting: Setting, params: PyTree, catalog: Catalog) -
     layout = user_layout(needs)
     executors = executors_of(path, setting, params)
     translator = ScorerTranslator(path, catalog, needs, layout, config)
-    cache = None if executors.pool is None else UserCache(executors.pool, layout.size)
+    cache = None
+    if (states := executors.states) is not None:
+        pages = Pages(states.pool.pages, states.pool.page_bytes)
+        cache = UserCache(CacheMeta(pages, {"user": states.room}))
     reads = READS in executors.sizes
     return ScorerEngine(
         translator, executors, config, tasks=len(needs.tasks), reads=reads, cache=cache, metrics=Metrics()

@@ -127,7 +127,7 @@ class ExecutorsConfig:
     number: int = 2  # executors of each size
     streams: int = 2  # parts that run at a time
     # What all parts need of the user: computed in each part; once a request; or kept for later requests of the same
-    # user and history, in cache.device_mb of the device's memory.
+    # user and history, in the pool of cache.device_mb.
     share_user: Literal["part", "request", "cache"] = "request"
     # Events by which a kept user may have grown, so that only they are computed; what is kept takes more room. 0: a
     # history that grew is computed whole. For models whose events do not depend on later ones.
@@ -147,13 +147,18 @@ class CacheConfig:
     # Which of them comes first in a prompt, and so can be reused: never anything; always the user; always the items;
     # whichever is longer; or the user where it is longer and comes more often than the cached ones.
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
-    device_mb: float = 64.0  # of the pool on the device
-    host_mb: float = 0.0  # of the host's memory, for what the device gives up
-    # Of the pages, for items; the others are for users. None: as many as all items need, at most four of five, for a
-    # policy that caches both.
+    # Of the pool on the device, and of the host's memory for what the device gives up. A server has one of each, which
+    # its models share: those of its first configuration.
+    device_mb: float = 64.0
+    host_mb: float = 0.0
+    page_kb: int = 0  # size of the pool's pages; 0: 2048, 64 on a CPU, less where the pool is small
+    share: float = 1.0  # the weight of this model when the models divide the pool
+    # Of the model's pages, for items; the others are for users. None: as many as all items need, at most four of five,
+    # for a policy that caches both.
     item_share: float | None = None
-    page_tokens: int = 16  # tokens of a page; a user's entry takes whole pages
-    item_cells: int = 4  # parts of a page; an item's entry takes whole parts
+    cell_tokens: int = 4  # tokens of a cell, by which entries grow
+    # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
+    new_tokens: int = 16
     window_s: float = 300.0  # over which accesses are counted
     hysteresis: float = (
         0.1  # how much more often than the coldest cached user another must come to take its place
@@ -165,7 +170,7 @@ class CacheConfig:
     repair_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
+        check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
         check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
         both = self.repair_tokens and self.repair_share
@@ -173,8 +178,6 @@ class CacheConfig:
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
-        fits = self.page_tokens % self.item_cells == 0
-        require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
 
 
 @dataclass(frozen=True)

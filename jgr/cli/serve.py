@@ -26,6 +26,7 @@ from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config
 from jgr.fields import distinct
 
 if TYPE_CHECKING:
+    from jgr.cache.memory import Memory
     from jgr.serving.engine.contract import AnyEngine
     from jgr.serving.versions.deployment import Load
 
@@ -58,7 +59,10 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
-    return serve([(*_named(config, flags.FLAGS.null, len(configs) > 1), config) for config in configs])
+    memory = None if flags.FLAGS.null else _memory(configs)
+    return serve(
+        [(*_named(config, flags.FLAGS.null, len(configs) > 1, memory), config) for config in configs]
+    )
 
 
 def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Config]:
@@ -89,25 +93,42 @@ def configurations(paths: Sequence[str], assignments: Sequence[str]) -> list[Con
     return [dataclasses.replace(config, server=configs[0].server) for config in configs]
 
 
-def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load | None]:
+def _named(config: Config, null: bool, several: bool, memory: Memory | None) -> tuple[AnyEngine, Load | None]:
     """`make_engine`, whose errors name the model where there are several."""
     try:
-        return make_engine(config, null)
+        return make_engine(config, null, memory)
     except UserError as error:
         if several:
             raise UserError(f"model {config.model.name!r}: {error}") from error
         raise
 
 
-def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
-    """The engine of a configuration, and what makes the next one. What is slow to import is imported here."""
+def _memory(configs: Sequence[Config]) -> Memory:
+    """The cache memory of all models, as the first configuration says."""
+    from jgr.cache.memory import Memory
+
+    first = configs[0].cache
+    for config in configs[1:]:
+        own = config.cache
+        if (own.device_mb, own.host_mb, own.page_kb) != (first.device_mb, first.host_mb, first.page_kb):
+            _log.warning(
+                "model %s: its cache.device_mb, host_mb, page_kb are not used, the first's are",
+                config.model.name,
+            )
+    return Memory.of(*configs)
+
+
+def make_engine(config: Config, null: bool, memory: Memory | None = None) -> tuple[AnyEngine, Load | None]:
+    """The engine of a configuration, and what makes the next one; all of them share the memory for caches, so that a
+    reload of the same weights keeps what is in it. What is slow to import is imported here."""
     if null:
         from jgr.serving.decoders.null import null_engine
 
         return null_engine(config), None
     from jgr.serving.versions.loading import load_any
 
-    return load_any(config), partial(load_any, config)
+    memory = memory or _memory([config])
+    return load_any(config, memory=memory), partial(load_any, config, memory=memory)
 
 
 def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:

@@ -230,17 +230,14 @@ class Prefill(NamedTuple):
     layers: jax.Array | None
 
 
-class SlotKV(NamedTuple):
-    """Keys and values of earlier tokens, `tokens` [B, C]: slots [B, C] int32 of a pool [slots, L, 2, K, d]."""
+class CachedKV(NamedTuple):
+    """Keys and values of earlier tokens, `tokens` [B, C]. of_layer: by a layer's number its k and v, [B, K, C, d] each.
 
-    pool: jax.Array
-    slots: jax.Array
+    Layers are read one by one as they are computed, so that nothing is copied of those that are not.
+    """
+
     tokens: Tokens
-
-    def gather(self) -> ContextKV:
-        """All layers at once: a pool that is read within the scan over layers would be copied for it."""
-        kv = self.pool[self.slots].transpose(2, 3, 0, 4, 1, 5)  # [L, 2, B, K, C, d]
-        return ContextKV(kv[:, 0], kv[:, 1])
+    of_layer: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
@@ -258,7 +255,7 @@ def prefill(
     positions: jax.Array | None = None,
     segments: Tokens | None = None,
     layout: Layout | jax.Array = CAUSAL,
-    before: SlotKV | None = None,
+    before: CachedKV | None = None,
     also: jax.Array | None = None,
     hidden: jax.Array | None = None,
     layers: slice | None = None,
@@ -298,12 +295,12 @@ def prefill(
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, ContextKV | None]
+        h: jax.Array, xs: tuple[LayerParams | None, jax.Array | None, jax.Array]
     ) -> tuple[jax.Array, Any]:
-        layer, layer_keys, cached = xs
-        if layers is not None:
-            layer = jax.tree.map(lambda x: x[xs[0]], params.layers)
-        context = None if before is None or cached is None else Context(*cached, before.tokens)
+        layer, layer_keys, number = xs
+        if layer is None:
+            layer = jax.tree.map(lambda x: x[number], params.layers)
+        context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
             q, k, v = _qkv(cfg, layer, h, cos, sin)
@@ -324,10 +321,10 @@ def prefill(
         h = params.embed[tokens] if hidden is None else hidden
         h = drop(h, None if keys is None else keys[-1, 0])
         layer_keys = None if keys is None else keys[:-1]
-        cached = None if before is None else before.gather()
-        xs: Any = (params.layers, layer_keys, cached)
+        numbers = jnp.arange(cfg.layers)
+        xs: Any = (params.layers, layer_keys, numbers)
         if layers is not None:  # by number: a slice of the weights would be a copy of them
-            xs = jax.tree.map(lambda x: x[layers], (jnp.arange(cfg.layers), layer_keys, cached))
+            xs = (None, *jax.tree.map(lambda x: x[layers], (layer_keys, numbers)))
         h, (k, v, kept) = jax.lax.scan(layer_step, h, xs)
         return Prefill(rms_norm(h, params.norm, cfg.norm_eps), ContextKV(k, v), kept)
 

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks import bat_placement as bench
-from benchmarks.bat_nodes import NODES, Cluster, System, TokenBucket
+from benchmarks.bat_nodes import NODES, Cluster, PoolShape, System, TokenBucket
 from jgr.placement.items import Items, Workers, hash_items, replicate
 from jgr.prompt.segments import Content, make_prompt
-from jgr.serving.decoders.paged_executor import PoolShape
 from jgr.serving.policies.batching import Job, Profile
 from jgr.serving.policies.sources import UnplannedPrompt
 from jgr.traffic.workloads import Access
 
-SHAPE = PoolShape(pages=80, page_tokens=4, cells=2)
+SHAPE = PoolShape(pages=80, page_tokens=4, cell_tokens=2)
 PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)
 CONTENTS = [Content.of(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
 ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), bytes_per_token=8, cell_tokens=2)

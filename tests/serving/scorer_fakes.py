@@ -20,6 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, override
 from jgr.features.cache import FeatureCache
@@ -57,9 +59,9 @@ class FakeExecutors:
 
     costs: Mapping[int, float] = {4: 1.0, 8: 1.5}
 
-    def __init__(self, reads: bool, pool: Any = None) -> None:
+    def __init__(self, reads: bool) -> None:
         self.sizes = (READS, READS, 4, 4, 8) if reads else (4, 4, 8)
-        self.pool = pool
+        self.states = None
         self.whole: dict[int, float] = {}
         self.works: list[ReadWork | PartWork] = []
         self.errors: deque[Exception] = deque()
@@ -123,15 +125,6 @@ def events(block: Any) -> int:
     return int((user_layout(NEEDS).views(block)["rows"] >= 0).sum())
 
 
-class NoPool:
-    """A pool of users' states without states: one page each."""
-
-    pages_per_user, generation = 1, 0
-
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-
-
 def fake_engine(
     *settings: str,
     reads: bool = False,
@@ -145,8 +138,7 @@ def fake_engine(
     executors = FakeExecutors(reads)
     cache = None
     if pages:
-        pool: Any = NoPool(pages)
-        cache = UserCache(pool, layout.size)
+        cache = UserCache(CacheMeta(Pages(pages, 1), {"user": Room(1)}))
     translator = ScorerTranslator("fake", CATALOG, NEEDS, layout, config, wall=lambda: wall)
     engine = ScorerEngine(
         translator, executors, config, tasks=2, reads=reads, features=features, cache=cache, metrics=Metrics()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -63,6 +63,7 @@ class Engine(Driver[Ticket]):
     be shared with the engines of other versions. clock: nanoseconds that never go back. revision: what tells the
     model's versions apart. rebuild: None where the catalog cannot be changed. ConfigError where profiles, batching and
     beam width do not fit. caching: None where nothing is cached.
+    memory: bytes that its parts take.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Engine(Driver[Ticket]):
         revision: str = "",
         rebuild: Rebuild | None = None,
         caching: Caching | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(metrics or Metrics(), clock, config.server.default_deadline_ms)
+        self.memory = memory or {}
         self._batcher = Batcher(
             executor.profiles,
             max_tokens=config.batching.max_tokens,
@@ -165,23 +168,25 @@ class Engine(Driver[Ticket]):
 
     def _stop(self) -> None:
         self._worker.stop()
+        if self.caching is not None and not self._batcher.in_flight:
+            self.caching.lease.close()
 
     def _do_planned(self, now_ns: int) -> None:
+        if self.caching is not None:
+            self.caching.renew()
         while True:
             plan = self._batcher.plan(now_ns)
             self._expire(plan.expired)
             if plan.batch is None:
                 return
             tasks = [self._task(job_id) for job_id in plan.batch.jobs]
-            works = planned(plan.batch, tasks)
+            works = planned(plan.batch, tasks, self.caching)
             self._worker.run(plan.batch.profile, works, partial(self._finished, plan.batch))
             real_tokens = sum(task.usage.computed_tokens + task.width for task in tasks)
             self.metrics.observe_batch(plan.batch.profile, len(tasks), real_tokens)
 
     def _finished(self, batch: Batch, run: Run) -> None:
         committed = self._batcher.commit(batch.id, self.clock(), well=run.error is None)
-        if run.error is not None and self.caching is not None:
-            self.caching.meta.clear()  # the executor has emptied its pool
         self._expire(committed.expired)
         self._pump()
         if run.error is not None:

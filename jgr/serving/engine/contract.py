@@ -8,7 +8,7 @@ pass. The server, reloads and evaluation know no more of either than what stands
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -55,6 +55,10 @@ class AnyEngine(Protocol):
     @property
     def meta(self) -> CacheMeta | None:
         """Of its cache; None where nothing is cached."""
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that its parts take, on the device and on the host, by their names."""
 
     @property
     def status(self) -> Status: ...

@@ -211,8 +211,8 @@ class PromptScheduler:
             meta.hold(entry)
             read.append(entry)
             if cached > repaired:
-                cells = entry.cells[: -(-cached // meta.cell_tokens)]
-                spans = (Reuse(cached - repaired, tuple(cells.tolist()), repaired),)
+                cells = entry.cells[: meta.cells(name.kind, cached)]
+                spans = (Reuse(cached - repaired, cells, repaired),)
         if cached < len(content):
             spans = (*spans, Compute(len(content) - cached))
         write = None
@@ -220,7 +220,7 @@ class PromptScheduler:
             writer = meta.extend(name, content)
             if writer is not None:
                 written.append(writer)
-                write = tuple(writer.cells.tolist())
+                write = writer.cells
         return spans, write
 
     def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:

@@ -9,8 +9,8 @@ good (donation); inputs to the staging buffer: after warm-up a run allocates not
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
 published). `request`: an executor of size READS computes it once, and the parts read its arrays (M-FALCON, MODEL-13);
 or a part does that is all of its request, which saves the arrays' way through memory.
-`cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
-is there of the user when the history was shorter.
+`cache`: such an executor also keeps it in cells of the pool (`StateView`), or fetches it from there, or computes it
+from what is there of the user when the history was shorter.
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -18,6 +18,7 @@ A run that raises leaves its executor with new buffers, as at the start.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 from jgr.cache.buffers import Layout, Staging
 from jgr.cache.entries import Stored
-from jgr.cache.pool import StatePool
+from jgr.cache.pool import StateView
 from jgr.features import numa
 from jgr.features.schema import Schema
 from jgr.models.params import PyTree
@@ -111,8 +112,8 @@ class PartExecutors(Protocol):
         """Of a part that computes the user too, where others do not; empty where none may, and before `start`."""
 
     @property
-    def pool(self) -> StatePool | None:
-        """None where nothing is cached."""
+    def states(self) -> StateView | None:
+        """Those in the pool; None where nothing is cached."""
 
     async def start(self, progress: Progress) -> None:
         """Compile everything; `progress` is called in another thread. Raises what that raises."""
@@ -237,8 +238,8 @@ class Programs:
 class Executor:
     """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`."""
 
-    def __init__(self, programs: Programs, size: int, pool: StatePool | None) -> None:
-        self.size, self._programs, self._pool = size, programs, pool
+    def __init__(self, programs: Programs, size: int, states: StateView | None) -> None:
+        self.size, self._programs, self._states = size, programs, states
         self.reset()
 
     def reset(self) -> None:
@@ -256,11 +257,11 @@ class Executor:
             raise
 
     def _read(self, work: ReadWork) -> Read:
-        place, pool, programs = work.place, self._pool, self._programs
+        place, states, programs = work.place, self._states, self._programs
         found = None
-        if pool is not None and place is not None:
+        if states is not None and place is not None:
             at = work.before if place.new else place
-            found = None if at is None else pool.load(at)
+            found = None if at is None else states.load(at)
             if found is not None and not place.new:
                 return Read(programs.state(found), "all", True)
         views, given = self._staging.views(), programs.user.views(work.block)
@@ -270,7 +271,7 @@ class Executor:
             kept = self._staging.run(programs[READS], programs.params)
         else:
             kept = self._staging.run(programs.grow, programs.params, found)
-        stored = place is not None and pool is not None and place.new and pool.store(kept, place)
+        stored = place is not None and states is not None and place.new and states.store(kept, place)
         cached: Literal["before", "nothing"] = "nothing" if found is None else "before"
         return Read(jax.block_until_ready(programs.state(kept)), cached, stored)
 
@@ -291,24 +292,30 @@ class Executor:
 class ScorerExecutors:
     """The executors of one engine, `number` of each size, each with a thread.
 
-    pool: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
+    states: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
     """
 
     def __init__(
         self,
         programs: Programs,
         number: int,
-        pool: StatePool | None = None,
+        states: StateView | None = None,
         *,
         bind: bool = False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.programs, self.pool, self._bind, self._clock = programs, pool, bind, clock
+        self.programs, self.states, self._bind, self._clock = programs, states, bind, clock
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
         self._executors: list[Executor] = []
         self._threads = [Calls(f"jgr-executor-{at}") for at in range(len(self.sizes))]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all executors' inputs and scores."""
+        outs = (4 * math.prod(self.programs.out_shape(size)) for size in self.sizes if size != READS)
+        return sum(self.programs.layouts[size].size for size in self.sizes) + sum(outs)
 
     async def start(self, progress: Progress) -> None:
         """See PartExecutors."""
@@ -327,11 +334,11 @@ class ScorerExecutors:
         block, views = new_block(programs.user)
         user = block
         views["rows"][:] = 0  # a full history: attention may skip what is not there
-        if self.pool is not None:
-            self.pool.compile()
+        if self.states is not None:
+            self.states.compile()
         for done, size in enumerate(programs.layouts, 1):
             programs.compile(size)
-            own = [Executor(programs, size, self.pool) for each in self.sizes if each == size]
+            own = [Executor(programs, size, self.states) for each in self.sizes if each == size]
             self._executors += own
             if size == READS:
                 costs[READS] = _cost(own, ReadWork(block), {})

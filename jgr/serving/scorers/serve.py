@@ -6,7 +6,7 @@ are fetched while it waits for executors and while its user's part is computed; 
 Their scores are written to their places among the request's candidates, and the last one that comes in makes the
 answer.
 
-Invariant (`check`), besides the drivers': an entry of the cache is pinned exactly while a run reads or writes it.
+Invariant (`check`), besides the drivers': an entry of the cache is pinned while a run reads or writes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET
 
+from jgr.cache.memory import Lease
 from jgr.cache.meta import CacheMeta
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
@@ -62,7 +63,8 @@ class ScorerEngine(Driver[Ticket]):
     """Serves one ranker over one catalog; see jgr.serving.engine.contract.AnyEngine.
 
     tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
-    None: the model reads none, or there is no store. cache: None where users' parts are not kept. clock: as of Engine.
+    None: the model reads none, or there is no store. cache: None where users' parts are not kept; lease: of
+    its entries; epoch: reads the pool's. memory: bytes that its parts take. clock: as of Engine.
     """
 
     translator: ScorerTranslator
@@ -73,6 +75,9 @@ class ScorerEngine(Driver[Ticket]):
     metrics: Metrics = field(default_factory=Metrics)
     features: FeatureCache | None = None
     cache: UserCache | None = None
+    lease: Lease | None = None
+    epoch: Callable[[], int] = lambda: 0
+    memory: Mapping[str, int] = field(default_factory=dict)
     rebuild: Rebuild | None = None
     clock: Callable[[], int] = time.monotonic_ns
 
@@ -136,6 +141,8 @@ class ScorerEngine(Driver[Ticket]):
                 target=self.features.close, name="jgr-features-close", daemon=True
             )
             self._closing.start()
+        if self.lease is not None and not self._orchestrator.in_flight:
+            self.lease.close()
 
     def join(self, timeout_s: float) -> bool:
         """See AnyEngine."""
@@ -156,7 +163,7 @@ class ScorerEngine(Driver[Ticket]):
             self.cache.meta.check()
             read = {found.entry for found in self._readings.values()}
             read |= {found.before.entry for found in self._readings.values() if found.before is not None}
-            assert self.cache.meta.pinned == len(read), "an entry is pinned by no run"
+            assert all(entry.pins for entry in read), "a run reads or writes an entry that is not pinned"
 
     def _new_orchestrator(self) -> Orchestrator:
         return Orchestrator(
@@ -187,6 +194,8 @@ class ScorerEngine(Driver[Ticket]):
         self._pump_soon()
 
     def _do_planned(self, now_ns: int) -> None:
+        if self.cache is not None:
+            self.cache.meta.renew(self.epoch())
         plan = self._orchestrator.plan(now_ns)
         self._expire(plan.expired)
         for start in plan.starts:
