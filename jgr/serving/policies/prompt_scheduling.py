@@ -176,7 +176,7 @@ class PromptScheduler:
         (user,), items = of_kind(prompt, Kind.USER), of_kind(prompt, Kind.ITEM)
         at = Situation(len(user), count_tokens(items))
         if self._policy == "hotness":
-            frequency = 0.0  # of who can never be cached, and is not put first to be
+            frequency = 0.0  # who can never be cached is not put first to be cached
             if meta.hotness is not None and meta.can_keep("user", len(user)):
                 frequency = meta.hotness.frequency(_name(user), now_ns)
             at = replace(
@@ -198,9 +198,10 @@ class PromptScheduler:
         written: list[Entry],
         repaired: int = 0,
     ) -> tuple[tuple[Source, ...], tuple[int, ...] | None]:
-        """Reuse at most so many tokens, and where it is asked for and possible keep the rest: the spans, and the cells.
+        """The spans of a segment that reuses at most `most` tokens, and the cells that keep the rest, None for none.
 
-        repaired: of what is cached so many first tokens are not read.
+        keep: whether the rest should be kept. read, written: take the entries that are pinned. repaired: so many first
+        tokens are not read from the cache.
         """
         meta, name, content = self._meta, _name(segment), segment.content
         entry = meta.find(name, content)
