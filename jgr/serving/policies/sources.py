@@ -122,8 +122,8 @@ class PlannedSegment(Struct, frozen=True):
 class PlannedPrompt(Struct, frozen=True):
     """The sources of a prompt's segments, in the order in which its layout has them.
 
-    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: prompts of this
-    layout, or on this server, are not repaired.
+    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: prompts of
+    this layout, or on this server, are not repaired.
     """
 
     layout: LayoutName
