@@ -179,8 +179,10 @@ class Device:
         items = self._items(traffic, accesses[:before])
         node_bytes = int(NODE_BYTES / item_memory(workload) * items.room_bytes.sum())
         systems = list(make(items, Workers(NODES, node_bytes)))
-        contents, shape = self._contents[: len(items)], self._executor.shape
-        memory = NodeMemory(shape.pages, shape.page_tokens, shape.cells)
+        pool, kv = self._executor.pool, self._executor.kv
+        assert kv.parts == 1, "a page holds all layers of a cell's tokens"
+        contents = self._contents[: len(items)]
+        memory = NodeMemory(pool.pages, kv.slots, kv.tokens)
         clusters = [
             Cluster(s.placement, contents, memory, self._executor.profiles, s.policy) for s in systems
         ]
@@ -209,7 +211,7 @@ class Device:
         for access in accesses:
             frequency[access.items] += 1
         token_bytes = self._world.item_bytes // int(known.sum())
-        return Items(frequency, tokens, token_bytes, self._executor.shape.cell_tokens)
+        return Items(frequency, tokens, token_bytes, self._executor.kv.tokens)
 
     def time(self, runs: Mapping[Key, Run], quiet: Quiet) -> dict[Key, float]:
         """Seconds of each, in parts that are timed again where the machine was not quiet."""

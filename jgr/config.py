@@ -132,7 +132,7 @@ class ExecutorsConfig:
     number: int = 2  # executors of each size, each with buffers and a thread of its own
     streams: int = 2  # parts that run at the same time
     # How often the user's history is encoded: in each part; once a request; or once for all requests of the same user
-    # with the same history, whose state is kept in cache.device_mb of the device's memory.
+    # with the same history, whose state is kept in the pool of cache.device_mb.
     share_user: Literal["part", "request", "cache"] = "request"
     # Most new events that are computed on top of a cached user, for models whose events do not depend on later ones.
     # The cached state takes more memory for it. 0: a history that grew is computed whole.
@@ -156,13 +156,18 @@ class CacheConfig:
     # the items; cache_agnostic: the longer one; hotness: the user if it is longer and is asked for more often than the
     # coldest cached user (BAT-10).
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
-    device_mb: float = 64.0  # device memory of the pool, in MiB
-    host_mb: float = 0.0  # host memory for entries that leave the device, in MiB; 0: they are dropped
-    # Share of the pages that items may take; users get the others. None: what all items need, but at most 0.8, where
-    # the policy caches both.
+    # Device memory of the pool, and host memory for entries that leave the device, in MiB. A server has one of each,
+    # which its models share: those of its first configuration.
+    device_mb: float = 64.0
+    host_mb: float = 0.0
+    page_kb: int = 0  # size of the pool's pages in KiB; 0: 2048, on a CPU 64, less where the pool is small
+    share: float = 1.0  # weight of this model when the models divide the pool
+    # Share of the model's pages that items may take; users get the others. None: what all items need, but at most 0.8,
+    # where the policy caches both.
     item_share: float | None = None
-    page_tokens: int = 16  # tokens in a page; a user's entry takes whole pages
-    item_cells: int = 4  # parts of a page; an item's entry is short and takes whole parts
+    cell_tokens: int = 4  # tokens in a cell, by which entries grow
+    # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
+    new_tokens: int = 16
     # With hotness, which user goes first. priced: as BAT-10, but a user is admitted, or read from the cache, only where
     # that computes less than the items first would; published: by how often the user comes alone.
     rule: Literal["priced", "published"] = "priced"
@@ -176,7 +181,7 @@ class CacheConfig:
     repair_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self, device_mb=0, host_mb=0, page_tokens=1, item_cells=1, window_s=1e-3)
+        check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
         check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
         both = self.repair_tokens and self.repair_share
@@ -184,8 +189,6 @@ class CacheConfig:
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
-        fits = self.page_tokens % self.item_cells == 0
-        require(fits, f"cache.page_tokens ({self.page_tokens}) must be a multiple of cache.item_cells")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
+from jgr.cache.memory import PAGE_BYTES
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.config import CacheConfig
 from jgr.models import beam, climber, packed, params, scorers, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator, with_layers_apart
@@ -47,6 +49,9 @@ from jgr.ops.beam_attention.arguments import Arguments as BeamArguments
 from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
+from jgr.serving.decoders.caching import kv_cells
+
+POOL_TOKENS = 64_000
 
 LARGE_COPY = 10_000_000
 """Bytes. Copies of activations between kernels are of no such size, but for those that a transposition needs."""
@@ -215,15 +220,17 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
 
 
 def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: bool = True) -> Program:
-    """`rank` with candidates in the prompt and a page pool of 64,000 tokens."""
+    """`rank` with candidates in the prompt and a page pool of POOL_TOKENS tokens."""
     cfg = shapes.named(name)
     assert isinstance(cfg, DecoderConfig)
     weights = _weights(name, apart)
-    pool = jax.ShapeDtypeStruct((4000, 16 * packed.slot_elements(cfg)), jnp.bfloat16)
+    kv = kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES)
+    pages = POOL_TOKENS * kv.parts // kv.slots
+    pool = jax.ShapeDtypeStruct((pages, PAGE_BYTES // 4), jnp.uint32)
     described, cached = (Tokens(*[_ints(n)] * 5) for n in (tokens, context))
-    row = packed.Row(_ints(tokens), described, _ints(tokens), _ints(context), cached)
+    row = packed.Row(_ints(tokens), described, _ints(tokens), _ints(context, kv.parts), cached)
     asked = packed.Asked(*[_ints(candidates)] * 3)
-    call = functools.partial(packed.rank, cfg=cfg)
+    call = functools.partial(packed.rank, cfg=cfg, kv=kv)
     return Program("packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked))
 
 

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.models.words import WORD, seen_as
+
 T = TypeVar("T")
 
 ALIGNMENT = 256
 _ITEM_SIZES = (1, 2, 4)
-WORD = 4
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,6 @@ class BufferLayout:
             .reshape(field.shape)
             for field in self.fields
         }
-
-
-def seen_as(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """View words, [..., n] uint32, as [..., n * 4 / itemsize] numbers of another dtype."""
-    numbers = jax.lax.bitcast_convert_type(words, dtype)
-    return numbers if dtype.itemsize == WORD else numbers.reshape(*words.shape[:-1], -1)
 
 
 class Staging:

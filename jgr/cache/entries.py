@@ -1,58 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cached segment is: whose, of which tokens, and in which cells its keys and values stand (BAT-6, BAT-8).
+"""What a cached entry is: whose, of which content, and in which cells it stands (BAT-6, BAT-8).
 
-An entry is the KV of one user's or one item's segment in one layout. Its first `tokens` tokens are valid, and their
-hash says which they were: a segment that begins with just these tokens reuses them, so that a history that grew is
-extended and one that changed is a miss. Nobody overwrites a valid token: who extends an entry writes behind them.
+An entry is what was computed from a content: the KV of one user's or one item's segment in one layout, a user's state,
+an embedding row. Its first `tokens` are valid, and their hash says which they were: a segment that begins with just
+these tokens reuses them, so that a history that grew is extended and one that changed is a miss. Nobody overwrites a
+valid token: who extends an entry writes after them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from jgr.prompt.segments import Content as Content
 
 Int32 = npt.NDArray[np.int32]
-EntryKind = Literal["user", "item"]
 
 
 class Name(NamedTuple):
-    """Of whom an entry is. layout: the segment's place and what it sees, as far as its KV depends on them."""
+    """Whose an entry is. kind: any name that the meta service was given. layout: the segment's place and what it sees,
+    as far as its KV depends on them."""
 
-    kind: EntryKind
+    kind: str
     id: str | int
     layout: str
 
 
+class Valued(Protocol):
+    """What an entry is computed from, by its length and its hashes."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes: the hash of all of it."""
+
+    def prefix(self, count: int) -> bytes:
+        """16 bytes: the hash of its first `count`."""
+
+
+class Whole:
+    """A content that is reused whole or not at all: any bytes, of length 1."""
+
+    def __init__(self, data: bytes) -> None:
+        self.digest = _hash(data)
+
+    def __len__(self) -> int:
+        return 1
+
+    def prefix(self, count: int) -> bytes:
+        """See Valued; there is one prefix."""
+        return self.digest
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
-    """tokens: valid ones; digest: their hash. cells: int32, in order of the tokens, with room for `growing` as well.
+    """tokens: the number of valid ones; digest: their hash. cells: numbers of its class's cells, in order of the
+    tokens, with room for `growing` as well.
 
     pins: requests that read or write it. growing: what a writer makes of it, or None. named: whether it can be found;
-    one that cannot is freed with its last pin. note: its owner's.
+    one that cannot is freed with its last pin. made_from: its owner's record of what it was computed from.
     """
 
     name: Name
     tokens: int
     digest: bytes
-    cells: Int32
+    cells: tuple[int, ...]
     pins: int = 0
-    growing: Content | None = None
+    growing: Valued | None = None
     named: bool = True
-    note: Any = None
+    made_from: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """Where a user's state is in the pool, or where a new one is to be put. pages: [pages_per_user] int32."""
+class Stored(msgspec.Struct, frozen=True):
+    """Where a user's state is in the pool, or where a new one is to be put. cells: their numbers; epoch: of the pool
+    that they are cells of."""
 
-    pages: Int32
-    generation: int
+    cells: tuple[int, ...]
+    epoch: int
     new: bool
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Cells of one class, on the device and on the host, that are copied from the one to the other, in order."""
+
+    direction: Literal["to_host", "to_device"]
+    of: str
+    device: tuple[int, ...]
+    host: tuple[int, ...]
 
 
 class Valid(Protocol):
@@ -62,7 +106,7 @@ class Valid(Protocol):
     digest: bytes
 
 
-def serves(valid: Valid, content: Content) -> bool:
+def serves(valid: Valid, content: Valued) -> bool:
     """Whether the valid tokens are the first of the content's; where there are none they serve nobody."""
     if not 0 < valid.tokens <= len(content):
         return False

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache meta service (BAT-8): which entries exist, who uses them, and which go when room is needed.
 
-It holds no tensor, and decides nothing about layouts. A request's life here:
+It holds no tensor, and decides nothing about layouts. Kinds of entries are open: each has a name, the room that its
+entries take and a limit, and its pages come from a list that other services, of other models, share. A request's life:
 
     find(name, content)     the entry whose valid tokens can be reused, or None; an entry of other tokens is dropped
     hold(entry)             pinned: neither its cells nor its tokens change until `release`
@@ -14,35 +15,20 @@ then is of no use to anybody.
 
 A host tier, where there is one, takes what the device gives up: `moves` says what is to be copied, in order, before the
 programs that are planned after it, in either direction.
+
+The device may lose all pages at once. Its epoch counts how often that happened: `renew` tells the service of the
+present one, and a plan names the epoch that it was made in, so that nobody runs it later (`jgr.cache.pool`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from jgr.cache.entries import Content, Entry, EntryKind, Name, serves
+from jgr.cache.entries import Entry, Move, Name, Valued, serves
 from jgr.cache.hotness import Hotness
-from jgr.cache.pages import Pages
-
-Int32 = npt.NDArray[np.int32]
-
-KINDS: tuple[EntryKind, ...] = ("user", "item")
-SPLITS = {"user": False, "item": True}
-"""Items are short: several share a page."""
-
-
-class Move(NamedTuple):
-    """Cells of the device, and of the host, int32 each: copied from the one to the other."""
-
-    direction: Literal["to_host", "to_device"]
-    device: Int32
-    host: Int32
+from jgr.cache.pages import Pages, Room
 
 
 @dataclass(eq=False, slots=True)
@@ -51,27 +37,55 @@ class _Aside:
 
     tokens: int
     digest: bytes
-    cells: Int32
+    cells: tuple[int, ...]
 
 
 class CacheMeta:
-    """Entries of users and items over the pages of a device, and of a host where there are some.
+    """Entries over the pages of a device, and of a host where there are some.
 
-    cell_tokens: tokens of a cell. hotness: which users go first; None: the least recently used ones.
+    rooms: of each kind of entries. hotness: which users go first; None: the least recently used ones. owner: what sets
+    its classes of pages apart from those of other services over the same pages.
     """
 
     def __init__(
-        self, pages: Pages, cell_tokens: int, hotness: Hotness | None = None, host: Pages | None = None
+        self,
+        pages: Pages,
+        rooms: Mapping[str, Room],
+        hotness: Hotness | None = None,
+        host: Pages | None = None,
+        owner: str = "",
     ) -> None:
-        self.pages, self.cell_tokens, self.hotness, self.host = pages, cell_tokens, hotness, host
-        self._entries: dict[EntryKind, OrderedDict[Name, Entry]] = {kind: OrderedDict() for kind in KINDS}
+        self.pages, self.hotness, self.host, self._rooms = pages, hotness, host, dict(rooms)
+        self.epoch = 0
+        self._classes = {kind: f"{owner}/{kind}" if owner else kind for kind in rooms}
+        for kind, room in rooms.items():
+            for each in (pages,) if host is None else (pages, host):
+                each.add(self._classes[kind], room.bytes)
+        self._entries: dict[str, OrderedDict[Name, Entry]] = {kind: OrderedDict() for kind in rooms}
         self._aside: OrderedDict[Name, _Aside] = OrderedDict()
         self._unnamed: set[Entry] = set()
         self._moves: list[Move] = []
         self.counts: Counter[str] = Counter()
-        """user_evicted, item_evicted, user_stale, item_stale, user_refused, item_refused, to_host, to_device"""
+        """{kind}_evicted, {kind}_stale, {kind}_refused of each kind; to_host, to_device"""
 
-    def find(self, name: Name, content: Content) -> Entry | None:
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def renew(self, epoch: int) -> None:
+        """Where the pool is of another epoch than these entries: forget them, for their cells were emptied."""
+        if epoch != self.epoch:
+            self.clear()
+            self.epoch = epoch
+
+    def close(self) -> None:
+        """Forget everything and give all pages back. ValueError where an entry is pinned."""
+        self.clear()
+        for name in self._classes.values():
+            for each in (self.pages,) if self.host is None else (self.pages, self.host):
+                each.remove(name)
+
+    def find(self, name: Name, content: Valued) -> Entry | None:
         """The entry whose valid tokens are the first of the content's, on the device; its use is remembered.
 
         An entry of other tokens is dropped, and one on the host is brought back where there is room.
@@ -89,8 +103,8 @@ class CacheMeta:
         entries.move_to_end(name)
         return entry
 
-    def whatever(self, name: Name) -> Entry | None:
-        """The entry of that name on the device, if any of it is valid, whatever its content."""
+    def by_name(self, name: Name) -> Entry | None:
+        """The entry of that name on the device, if any of it is valid, of any content."""
         entry = self._entries[name.kind].get(name)
         return entry if entry is not None and entry.tokens else None
 
@@ -104,13 +118,13 @@ class CacheMeta:
             self._unnamed.remove(entry)
             self._free(entry)
 
-    def extend(self, name: Name, content: Content) -> Entry | None:
+    def extend(self, name: Name, content: Valued) -> Entry | None:
         """A pinned entry with cells for all of the content; the caller writes from `entry.tokens` on."""
         entry = self.find(name, content)
         if entry is None:
             if name in self._entries[name.kind]:
                 return None  # it is being written for the first time
-            entry = Entry(name, 0, b"", np.zeros(0, np.int32))
+            entry = Entry(name, 0, b"", ())
         elif entry.growing is not None or entry.tokens >= len(content):
             return None
         entry.pins += 1  # it must not go to make room for itself
@@ -160,29 +174,37 @@ class CacheMeta:
 
     def clear(self) -> None:
         """Forget everything, as when the pool's content is lost."""
-        for name in [*(name for kind in KINDS for name in self._entries[kind]), *self._aside]:
+        for name in [*(name for entries in self._entries.values() for name in entries), *self._aside]:
             self.drop(name)
         self._moves.clear()
 
-    def set_limit(self, kind: EntryKind, pages: int) -> None:
+    def set_limit(self, kind: str, pages: int) -> None:
         """Move the boundary: entries that are beyond the new limit go, but for pinned ones. No page is moved."""
-        self.pages.set_limit(kind, pages)
-        while self.pages.used(kind) > pages and (victim := self._victim(kind)) is not None:
+        self.pages.set_limit(self._classes[kind], pages)
+        while self.used(kind) > pages and (victim := self._victim(kind)) is not None:
             self._evict(victim)
 
-    def valid_tokens(self, name: Name, content: Content) -> int:
+    def valid_tokens(self, name: Name, content: Valued) -> int:
         """Of what `find` would find, 0 for nothing; changes nothing."""
         entry = self._entries[name.kind].get(name) or self._aside.get(name)
         return entry.tokens if entry is not None and serves(entry, content) else 0
 
-    def has_room(self, kind: EntryKind, tokens: int) -> bool:
-        """Whether an entry of so many tokens would need no other entry to go."""
-        return self.pages.size(kind, -(-tokens // self.cell_tokens)) <= self.pages.room(kind)
+    def cells(self, kind: str, tokens: int) -> int:
+        """The number of cells of an entry of so many tokens."""
+        return self._rooms[kind].of(tokens)
 
-    def can_keep(self, kind: EntryKind, tokens: int) -> bool:
+    def has_room(self, kind: str, tokens: int) -> bool:
+        """Whether an entry of so many tokens would need no other entry to go."""
+        return self.cells(kind, tokens) <= self.pages.room(self._classes[kind])
+
+    def can_keep(self, kind: str, tokens: int) -> bool:
         """Whether an entry of so many tokens fits at all, if every other one goes."""
-        size = self.pages.size(kind, -(-tokens // self.cell_tokens))
-        return size <= self.pages.limit(kind) * self.pages.cells
+        name = self._classes[kind]
+        return self.cells(kind, tokens) <= self.pages.limit(name) * self.pages.cells(name)
+
+    def used(self, kind: str) -> int:
+        """Pages of the device that a kind's entries hold."""
+        return self.pages.used(self._classes[kind])
 
     def coldest_frequency(self, now_ns: int) -> float:
         """The least frequency of a cached user (BAT-10); 0 where no user is cached or frequencies are not kept."""
@@ -199,38 +221,41 @@ class CacheMeta:
     @property
     def pinned(self) -> int:
         """Entries that somebody reads or writes."""
-        return sum(entry.pins > 0 for kind in KINDS for entry in self._all(kind))
+        return sum(entry.pins > 0 for kind in self.kinds for entry in self._all(kind))
 
-    def number(self, kind: EntryKind) -> int:
+    def number(self, kind: str) -> int:
         """Entries on the device."""
         return len(self._entries[kind])
 
-    def fragmentation(self, kind: EntryKind) -> float:
-        """Share of the cells' tokens that no valid token fills."""
-        room = self.pages.cells_used(kind) * self.cell_tokens
-        return 1 - sum(entry.tokens for entry in self._all(kind)) / room if room else 0.0
+    def fragmentation(self, kind: str) -> float:
+        """Share of the kind's pages that nothing valid fills: ends of cells and of pages, and cells that are free."""
+        room = self.used(kind) * self.pages.page_bytes
+        filled = sum(self._rooms[kind].filled(entry.tokens) for entry in self._all(kind))
+        return 1 - filled / room if room else 0.0
 
     def check(self) -> None:
         """Audit: every used cell is of just one entry. AssertionError names what is broken."""
         self.pages.check()
-        for kind in KINDS:
-            cells = [cell for entry in self._all(kind) for cell in entry.cells.tolist()]
+        for kind, name in self._classes.items():
+            cells = [cell for entry in self._all(kind) for cell in entry.cells]
             assert len(set(cells)) == len(cells), f"a cell is of two {kind} entries"
-            assert len(cells) == self.pages.cells_used(kind), f"cells of {kind} entries are lost"
-        for entry in [entry for kind in KINDS for entry in self._all(kind)]:
-            assert entry.named or entry.pins, "an entry without a name or a pin is kept"
-            assert entry.growing is None or entry.pins, "an entry is written by nobody"
-            assert entry.tokens <= len(entry.cells) * self.cell_tokens, "an entry has more tokens than room"
+            assert len(cells) == self.pages.cells_used(name), f"cells of {kind} entries are lost"
+            for entry in self._all(kind):
+                assert entry.named or entry.pins, "an entry without a name or a pin is kept"
+                assert entry.growing is None or entry.pins, "an entry is written by nobody"
+                assert self.cells(kind, entry.tokens) <= len(entry.cells) or not entry.tokens, (
+                    "an entry has more tokens than room"
+                )
         if self.hotness is not None:
             self.hotness.check()
         if self.host is not None:
             self.host.check()
-            used = sum(self.host.cells_used(kind) for kind in KINDS)
+            used = sum(self.host.cells_used(name) for name in self._classes.values())
             assert used == sum(len(aside.cells) for aside in self._aside.values()), (
                 "cells of the host are lost"
             )
 
-    def _all(self, kind: EntryKind) -> Iterator[Entry]:
+    def _all(self, kind: str) -> Iterator[Entry]:
         yield from self._entries[kind].values()
         yield from (entry for entry in self._unnamed if entry.name.kind == kind)
 
@@ -241,22 +266,23 @@ class CacheMeta:
 
     def _widen(self, entry: Entry, tokens: int) -> bool:
         """Give an entry cells for so many tokens, at the cost of others. False: there is no room."""
-        kind, more = entry.name.kind, -(-tokens // self.cell_tokens) - len(entry.cells)
+        kind = entry.name.kind
+        more = self.cells(kind, tokens) - len(entry.cells)
         if more <= 0:
             return True
         if not self.can_keep(kind, tokens):
             return False  # before others go for nothing
-        while (cells := self.pages.take(kind, more)) is None:
+        while (cells := self.pages.take(self._classes[kind], more)) is None:
             victim = self._victim(kind)
             if victim is None:
                 return False
             self._evict(victim)
-        entry.cells = np.concatenate([entry.cells, cells])
+        entry.cells += cells
         return True
 
-    def _victim(self, kind: EntryKind) -> Entry | None:
+    def _victim(self, kind: str) -> Entry | None:
         entries = self._entries[kind]
-        names = iter(entries) if kind == "item" or self.hotness is None else self.hotness.coldest()
+        names = iter(entries) if kind != "user" or self.hotness is None else self.hotness.coldest()
         return next((entries[name] for name in names if not entries[name].pins), None)
 
     def _evict(self, entry: Entry) -> None:
@@ -265,23 +291,24 @@ class CacheMeta:
         self.drop(name)
         if self.host is None:
             return
-        used = entry.cells[: -(-entry.tokens // self.cell_tokens)]
-        if self.host.size(name.kind, len(used)) > self.host.limit(name.kind) * self.host.cells:
+        of = self._classes[name.kind]
+        used = entry.cells[: self.cells(name.kind, entry.tokens)]
+        if len(used) > self.host.limit(of) * self.host.cells(of):
             return
-        while (cells := self.host.take(name.kind, len(used))) is None:
+        while (cells := self.host.take(of, len(used))) is None:
             oldest = next((other for other in self._aside if other.kind == name.kind), None)
             if oldest is None:
                 return
             self._leave_host(oldest)
         self._aside[name] = _Aside(entry.tokens, entry.digest, cells)
-        self._moves.append(Move("to_host", used, cells[: len(used)]))
+        self._moves.append(Move("to_host", of, used, cells))
         self.counts["to_host"] += 1
 
-    def _bring_back(self, name: Name, content: Content) -> Entry | None:
+    def _bring_back(self, name: Name, content: Valued) -> Entry | None:
         aside = self._aside.get(name)
         if aside is None:
             return None
-        entry = Entry(name, aside.tokens, aside.digest, np.zeros(0, np.int32))
+        entry = Entry(name, aside.tokens, aside.digest, ())
         if not serves(entry, content):
             self._leave_host(name)
             self.counts[f"{name.kind}_stale"] += 1
@@ -290,17 +317,17 @@ class CacheMeta:
         if not self._widen(entry, entry.tokens):
             self._aside[name] = aside
             return None
-        used = -(-entry.tokens // self.cell_tokens)
-        self._moves.append(Move("to_device", entry.cells[:used], aside.cells[:used]))
+        of = self._classes[name.kind]
+        self._moves.append(Move("to_device", of, entry.cells, aside.cells))
         assert self.host is not None
-        self.host.give_back(name.kind, aside.cells)
+        self.host.give_back(of, aside.cells)
         self._add(entry)
         self.counts["to_device"] += 1
         return entry
 
     def _leave_host(self, name: Name) -> None:
         assert self.host is not None
-        self.host.give_back(name.kind, self._aside.pop(name).cells)
+        self.host.give_back(self._classes[name.kind], self._aside.pop(name).cells)
 
     def _free(self, entry: Entry) -> None:
-        self.pages.give_back(entry.name.kind, entry.cells)
+        self.pages.give_back(self._classes[entry.name.kind], entry.cells)

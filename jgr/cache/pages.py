@@ -1,59 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which cells of the page pool are free (DESIGN idea 3, BAT-6).
 
-The pool is one array of pages, each of `cells` cells of one size. A page is empty or belongs to one class: a class that
-splits gives out single cells, so that short entries share pages, the others whole pages. All classes take their pages
-from one free list, and a class's limit is a number: moving the boundary between classes moves no page.
+The pool is one array of pages of one size in bytes, which say nothing of what stands in them. A page is empty or
+belongs to one class: it is then a slab of as many cells of the class's size as fit. Small cells share a page, and a
+large one has a page to itself. All classes take their pages from one free list, and a class's limit is a number:
+moving the boundary between classes moves no page. Classes come and go with the models that need them.
 
-Pure bookkeeping: no array of the pool is seen here. Cell c of page p is number p * cells + c.
+Pure bookkeeping: no array of the pool is seen here. Cell i of page p is number p * (cells of a page) + i, as the class
+counts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+GOOD_FIT = 0.85
+MOST_PIECES = 64
 
-Int32 = npt.NDArray[np.int32]
+
+class Room(NamedTuple):
+    """What an entry of a class takes: cells of `bytes` each, at most a page's.
+
+    cells: so many for each `step` of the entry's length, the last step rounded up; step 0: so many whatever the length.
+    """
+
+    bytes: int
+    cells: int = 1
+    step: int = 0
+
+    def of(self, length: int) -> int:
+        """The number of cells that an entry of this length takes."""
+        return self.cells * (-(-length // self.step) if self.step else 1)
+
+    def filled(self, length: int) -> float:
+        """The bytes of its cells that an entry of this length uses."""
+        return self.bytes * self.cells * (length / self.step if self.step else length > 0)
+
+
+def pieces(grains: int, grain_bytes: int, page_bytes: int) -> tuple[int, int]:
+    """Into how many cells something of equal grains, each at most a page, is cut, and the grains of a cell.
+
+    The fewest cells that fill their pages to GOOD_FIT; where none do, those that fill them best.
+    """
+    if grain_bytes > page_bytes:
+        raise ValueError(f"a page of {page_bytes} bytes does not hold {grain_bytes}")
+    best, best_fit = (grains, 1), 0.0
+    for count in range(1, min(grains, MOST_PIECES + grains * grain_bytes // page_bytes) + 1):
+        each = -(-grains // count)
+        if each * grain_bytes > page_bytes:
+            continue
+        fit = page_bytes // (each * grain_bytes) * grains * grain_bytes / (count * page_bytes)
+        if fit > best_fit:
+            best, best_fit = (-(-grains // each), each), fit
+        if fit >= GOOD_FIT:
+            break
+    return best
 
 
 @dataclass
 class _Class:
-    """limit: pages that it may hold. holes: free cells of its partly used pages, by page; used: cells of each page."""
+    """cells: of a page. limit: pages that it may hold. holes: free cells of its partly used pages, by page; used: the
+    number of used cells of each of its pages."""
 
-    splits: bool
+    cells: int
     limit: int
     used: dict[int, int] = field(default_factory=dict)
     holes: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Pages:
-    """The free list of a pool of `count` pages of `cells` cells.
+    """The free list of a pool of `count` pages of `page_bytes`."""
 
-    splits: each class of entries, and whether its pages are shared cell by cell. A class may at first hold every page.
-    """
-
-    def __init__(self, count: int, cells: int, splits: Mapping[str, bool]) -> None:
-        if count < 0 or cells < 1:
-            raise ValueError(f"a pool of {count} pages of {cells} cells")
-        self.count, self.cells = count, cells
+    def __init__(self, count: int, page_bytes: int) -> None:
+        if count < 0 or page_bytes < 1:
+            raise ValueError(f"a pool of {count} pages of {page_bytes} bytes")
+        self.count, self.page_bytes = count, page_bytes
         self._free = list(range(count - 1, -1, -1))
-        self._classes = {name: _Class(split, count) for name, split in splits.items()}
+        self._classes: dict[str, _Class] = {}
+
+    def add(self, name: str, cell_bytes: int) -> None:
+        """A class of cells of this size, which may at first hold every page. ValueError where there is one already."""
+        if name in self._classes or not 0 < cell_bytes <= self.page_bytes:
+            raise ValueError(f"class {name} of {cell_bytes} bytes, in pages of {self.page_bytes}")
+        self._classes[name] = _Class(self.page_bytes // cell_bytes, self.count)
+
+    def remove(self, name: str) -> None:
+        """Forget a class. ValueError where it still holds a page."""
+        if self._classes[name].used:
+            raise ValueError(f"class {name} holds pages")
+        del self._classes[name]
 
     @property
     def free(self) -> int:
         """Pages of no class."""
         return len(self._free)
 
+    def cells(self, name: str) -> int:
+        """Cells of a page of this class."""
+        return self._classes[name].cells
+
     def used(self, name: str) -> int:
-        """Pages that a class holds."""
-        return len(self._classes[name].used)
+        """Pages that a class holds; 0 where there is none of that name."""
+        return len(self._classes[name].used) if name in self._classes else 0
 
     def cells_used(self, name: str) -> int:
-        """Cells that its entries hold; whole pages count with all their cells."""
-        return sum(self._classes[name].used.values())
+        """Cells that its entries hold; 0 where there is none of that name."""
+        return sum(self._classes[name].used.values()) if name in self._classes else 0
 
     def limit(self, name: str) -> int:
         return self._classes[name].limit
@@ -64,55 +117,36 @@ class Pages:
             raise ValueError(f"{pages} pages of {self.count}")
         self._classes[name].limit = pages
 
-    def size(self, name: str, cells: int) -> int:
-        """Cells that an entry of so many cells takes: where pages are not shared, all cells of its pages."""
-        return cells if self._classes[name].splits else -(-cells // self.cells) * self.cells
-
     def room(self, name: str) -> int:
         """Cells that `take` can give to a class now."""
         of = self._classes[name]
         pages = max(0, min(len(self._free), of.limit - len(of.used)))
-        return pages * self.cells + sum(len(holes) for holes in of.holes.values())
+        return pages * of.cells + sum(len(holes) for holes in of.holes.values())
 
-    def take(self, name: str, cells: int) -> Int32 | None:
-        """[size(name, cells)] int32 cell numbers; None where there is no room for all of them."""
-        size = self.size(name, cells)
-        if size > self.room(name):
+    def take(self, name: str, cells: int) -> tuple[int, ...] | None:
+        """The numbers of so many cells; None where there is no room for all of them."""
+        if cells > self.room(name):
             return None
         of = self._classes[name]
-        if not of.splits:
-            pages = [self._free.pop() for _ in range(size // self.cells)]
-            of.used.update(dict.fromkeys(pages, self.cells))
-            first = np.array(pages, np.int32) * np.int32(self.cells)
-            every: Int32 = np.add.outer(first, np.arange(self.cells, dtype=np.int32)).ravel()
-            return every
         taken: list[int] = []
-        while len(taken) < size:
+        while len(taken) < cells:
             if not of.holes:
                 page = self._free.pop()
-                of.holes[page] = list(range((page + 1) * self.cells - 1, page * self.cells - 1, -1))
+                of.holes[page] = list(range((page + 1) * of.cells - 1, page * of.cells - 1, -1))
                 of.used[page] = 0
             page, holes = next(iter(of.holes.items()))
-            while holes and len(taken) < size:
+            while holes and len(taken) < cells:
                 taken.append(holes.pop())
                 of.used[page] += 1
             if not holes:
                 del of.holes[page]
-        return np.array(taken, np.int32)
+        return tuple(taken)
 
-    def give_back(self, name: str, cells: Int32) -> None:
-        """All cells of one or more `take`; a page without an entry is of no class again. ValueError: not in use."""
+    def give_back(self, name: str, cells: tuple[int, ...]) -> None:
+        """Cells of one or more `take`; a page without a used cell is of no class again. ValueError: not in use."""
         of = self._classes[name]
-        if not of.splits:
-            pages = (cells[:: self.cells] // self.cells).tolist()
-            if len(cells) % self.cells or any(page not in of.used for page in pages):
-                raise ValueError(f"cells {cells} are not pages in use by {name}")
-            for page in pages:
-                del of.used[page]
-            self._free += pages
-            return
-        for cell in cells.tolist():
-            page = cell // self.cells
+        for cell in cells:
+            page = cell // of.cells
             holes = of.holes.setdefault(page, []) if page in of.used else None
             if holes is None or cell in holes:
                 raise ValueError(f"cell {cell} is not in use by {name}")
@@ -133,6 +167,5 @@ class Pages:
             for page, used in of.used.items():
                 holes = of.holes.get(page, [])
                 assert len(set(holes)) == len(holes), f"{name}: a cell is free twice"
-                assert all(cell // self.cells == page for cell in holes), f"{name}: a hole of another page"
-                assert 0 < used == self.cells - len(holes), f"{name}: page {page} has lost a cell"
-                assert of.splits or not holes, f"{name}: page {page} is shared"
+                assert all(cell // of.cells == page for cell in holes), f"{name}: a hole of another page"
+                assert 0 < used == of.cells - len(holes), f"{name}: page {page} has lost a cell"

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device array of users' states, and its one owner (DESIGN idea 3, MODEL-13).
+"""The device's cache memory: one array of neutral pages, its one owner, and one way to lose it (DESIGN idea 3).
 
-The one idea: a user's state has the same shapes whoever the user is, so it is so many words on so many pages.
-`StatePool` owns the array, and is the only one who dispatches programs that read or write it: in turn, under a lock
-that is held for a dispatch and never for the device. A program that writes is given the array for good (donation). One
-that fails may lose it. The pool is empty then, of the next generation, and what was planned for an earlier one reads
-nothing and writes nothing.
+The one idea: the array is lent to every program that reads it, and given for good (donation) to every program that
+writes it, which hands back the next one. `DevicePool` alone has it. Programs of any model and any thread are dispatched
+in turn, under a lock that is held for a dispatch and never for the device. What a plan says is valid has been written
+by a program that was dispatched before, so nobody waits.
+
+A program that fails may have consumed the array. The pool is then empty and of the next epoch. Whatever was planned for
+an earlier epoch is refused (`PoolLost`), since what it wants to read is gone; its planner forgets its entries
+(`CacheMeta.renew`) and plans again.
+
+`StateView` sees cells as a user's state (MODEL-13); a decoder's keys and values are seen by `jgr.models.packed`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,98 +27,146 @@ import numpy as np
 
 from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.entries import Stored
-from jgr.config import ConfigError
+from jgr.cache.pages import Room, pieces
+from jgr.models import words
 from jgr.models.params import PyTree
 
-PAGE_BYTES = 1 << 16
-"""The most bytes that a page has."""
-
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class StatePool:
-    """Room for users' states on the device; ConfigError where there is none for one.
+class PoolLost(Exception):
+    """The pool was emptied since the plan was made: nothing has run, and it must be planned again."""
 
-    state: its shapes and dtypes. size_mb: of the array. like: another pool for such states, of which no more is used
-    than the programs.
-    """
 
-    def __init__(self, state: PyTree, size_mb: float, like: StatePool | None = None) -> None:
-        leaves, self._tree = jax.tree.flatten(state)
-        self._layout = BufferLayout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
-        self.pages_per_user = -(-self._layout.size // PAGE_BYTES)
-        page = -(-self._layout.size // self.pages_per_user // ALIGNMENT) * ALIGNMENT
-        self.pages = int(size_mb * 2**20) // page
-        if self.pages < self.pages_per_user:
-            need = self.pages_per_user * page / 2**20
-            raise ConfigError(f"cache.device_mb: {size_mb} is less than one user's state of {need:.3g} MB")
-        self.generation = 0
-        self._shape = (self.pages, page // 4)
-        self._programs: tuple[jax.stages.Compiled, jax.stages.Compiled] | None
+class DevicePool:
+    """[pages, page_bytes / 4] uint32 on a device; by default the first."""
+
+    def __init__(self, pages: int, page_bytes: int, device: jax.Device | None = None) -> None:
+        self.page_bytes, self.pages = page_bytes, pages
+        self.sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+        self.epoch = 0
+        """How often the pool was lost."""
         self._lock = threading.Lock()
         self._array = self._empty()
-        self._programs = like._programs if like is not None and like._shape == self._shape else None
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """What programs are compiled for, in the place of the array."""
+        return jax.ShapeDtypeStruct(self._array.shape, jnp.uint32, sharding=self.sharding)
+
+    @property
+    def nbytes(self) -> int:
+        return self._array.nbytes
+
+    def read(self, program: Callable[[jax.Array], T], epoch: int) -> T:
+        """Dispatch a program that reads the array. PoolLost where the pool is not of this epoch any more.
+
+        What comes back may not be there yet. Who waits for it and finds that it failed calls `lose`.
+        """
+        with self._lock:
+            self._require(epoch)
+            try:
+                return program(self._array)
+            except Exception as error:
+                self._lose(error)
+                raise
+
+    def write(self, program: Callable[[jax.Array], jax.Array], epoch: int) -> None:
+        """Dispatch a program that is given the array and returns the next one; otherwise as `read`."""
+        with self._lock:
+            self._require(epoch)
+            try:
+                self._array = program(self._array)
+            except Exception as error:
+                self._lose(error)
+                raise
+
+    def lose(self, epoch: int, error: Exception) -> None:
+        """A program of this epoch failed on the device. The first who says so empties the pool."""
+        with self._lock:
+            if epoch == self.epoch:
+                self._lose(error)
+
+    def _require(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise PoolLost(f"planned for epoch {epoch} of the cache's pool, which is in epoch {self.epoch}")
+
+    def _lose(self, error: Exception) -> None:
+        _log.error("the cache's pool is emptied, for a program that uses it failed", exc_info=error)
+        self.epoch += 1
+        self._array = self._empty()
+
+    def _empty(self) -> jax.Array:
+        # Bound to its device, as what programs hand back is: an unbound array is another argument to them.
+        shape = (self.pages, self.page_bytes // words.WORD)
+        return jnp.zeros(shape, jnp.uint32, device=self.sharding)
+
+
+class StateView:
+    """Cells of the pool as users' states, which have the same shapes whoever the user is. state: shapes and dtypes.
+
+    like: a view of such states over the same pool, of which the programs are used.
+    """
+
+    def __init__(self, pool: DevicePool, state: PyTree, like: StateView | None = None) -> None:
+        leaves, self._tree = jax.tree.flatten(state)
+        self._layout = BufferLayout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
+        grains = -(-self._layout.size // ALIGNMENT)
+        cells, each = pieces(grains, ALIGNMENT, pool.page_bytes)
+        self.room = Room(each * ALIGNMENT, cells)
+        self.pool = pool
+        self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
+        self._programs: tuple[jax.stages.Compiled, jax.stages.Compiled] | None = None
+        if like is not None and (like.pool, like._layout) == (pool, self._layout):
+            self._programs = like._programs
 
     def compile(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         """The programs that write and read a user's state; memory_analysis shows that the pool is written in place."""
         if self._programs is None:
-            pages = jax.ShapeDtypeStruct((self.pages_per_user,), np.int32)
+            cells = jax.ShapeDtypeStruct((self.room.cells,), np.int32)
             state = [jax.ShapeDtypeStruct(field.shape, field.dtype) for field in self._layout.fields]
-            write = jax.jit(self._write, donate_argnums=0).lower(self._array, state, pages).compile()
-            self._programs = write, jax.jit(self._read).lower(self._array, pages).compile()
+            write = jax.jit(self._write, donate_argnums=0).lower(self.pool.example, state, cells).compile()
+            self._programs = write, jax.jit(self._read).lower(self.pool.example, cells).compile()
         return self._programs
 
     def store(self, state: PyTree, place: Stored) -> bool:
-        """Write a state to its pages. False: they are not of this generation, or it failed and the pool is empty."""
+        """Write a state to its cells. False: they are not of this epoch, or it failed and the pool is empty."""
         write, _ = self.compile()
-        with self._lock:
-            if place.generation != self.generation:
-                return False
-            try:
-                self._array = write(self._array, jax.tree.leaves(state), place.pages)
-            except Exception as error:
-                self._lose(error)
-                return False
+        cells = np.array(place.cells, np.int32)
+        try:
+            self.pool.write(lambda array: write(array, jax.tree.leaves(state), cells), place.epoch)
+        except Exception:  # the pool has told the log; the state itself is as good as ever
+            return False
         return True
 
     def load(self, place: Stored) -> PyTree | None:
-        """The state on some pages, once it is there. None: as for `store`."""
+        """The state in some cells, once it is there. None: as for `store`."""
         _, read = self.compile()
-        with self._lock:
-            if place.generation != self.generation:
-                return None
-            found = read(self._array, place.pages)
+        cells = np.array(place.cells, np.int32)
         try:
+            found = self.pool.read(partial(_swapped, read, cells), place.epoch)
             return jax.block_until_ready(jax.tree.unflatten(self._tree, found))
+        except PoolLost:
+            return None
         except Exception as error:  # also of the program that wrote it
-            with self._lock:
-                if place.generation == self.generation:
-                    self._lose(error)
+            self.pool.lose(place.epoch, error)
             return None
 
-    def _lose(self, error: Exception) -> None:
-        _log.error("the pool of users' states failed, and is emptied", exc_info=error)
-        self.generation += 1
-        self._array = self._empty()
-
-    def _empty(self) -> jax.Array:
-        return jnp.zeros(self._shape, jnp.uint32)
-
-    def _write(self, pool: jax.Array, leaves: list[jax.Array], pages: jax.Array) -> jax.Array:
+    def _write(self, array: jax.Array, leaves: list[jax.Array], cells: jax.Array) -> jax.Array:
         parts = []
         for leaf, place in zip(leaves, self._layout.fields, strict=True):
             numbers = leaf.reshape(-1)
-            per_word = 4 // place.dtype.itemsize
             aligned = -(-place.size // ALIGNMENT) * ALIGNMENT // place.dtype.itemsize
-            numbers = jnp.pad(numbers, (0, aligned - numbers.size))
-            numbers = numbers if per_word == 1 else numbers.reshape(-1, per_word)
-            parts.append(jax.lax.bitcast_convert_type(numbers, jnp.uint32))
-        words = jnp.concatenate(parts)
-        room = math.prod((self.pages_per_user, self._shape[1]))
-        words = jnp.pad(words, (0, room - words.size)).reshape(self.pages_per_user, -1)
-        written: jax.Array = pool.at[pages].set(words, mode="promise_in_bounds", unique_indices=True)
-        return written
+            parts.append(words.as_words(jnp.pad(numbers, (0, aligned - numbers.size))))
+        flat = jnp.concatenate(parts)
+        flat = jnp.pad(flat, (0, self.room.cells * self._cells.words - flat.size))
+        return words.write(array, *self._cells.place(cells), flat.reshape(self.room.cells, -1))
 
-    def _read(self, pool: jax.Array, pages: jax.Array) -> list[jax.Array]:
-        words = pool.at[pages].get(mode="promise_in_bounds").reshape(-1)
-        return list(self._layout.unpack(words).values())
+    def _read(self, array: jax.Array, cells: jax.Array) -> list[jax.Array]:
+        found = words.read(array, *self._cells.place(cells), self._cells.words)
+        return list(self._layout.unpack(found.reshape(-1)).values())
+
+
+def _swapped(program: Callable[..., T], cells: object, array: jax.Array) -> T:
+    return program(array, cells)

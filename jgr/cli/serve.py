@@ -27,6 +27,7 @@ from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config
 from jgr.fields import distinct
 
 if TYPE_CHECKING:
+    from jgr.cache.memory import Memory
     from jgr.serving.engine.engine import AnyEngine
     from jgr.serving.engine.metrics import Metrics
     from jgr.serving.versions.deployment import Load
@@ -60,11 +61,12 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
+    memory = None if flags.FLAGS.null else _memory(configs)
     models = []
     for at, config in enumerate(configs):
-        engine, load = _named(config, flags.FLAGS.null, len(configs) > 1)
+        engine, load = _named(config, flags.FLAGS.null, len(configs) > 1, memory)
         if at < len(argv) and load is not None:
-            load = partial(_load_again, argv[at], config, assignments)
+            load = partial(_load_again, argv[at], config, assignments, memory)
         models.append((engine, load, config))
     return serve(models)
 
@@ -103,7 +105,9 @@ def configurations(
     return [dataclasses.replace(config, server=configs[0].server) for config in configs]
 
 
-def _load_again(folder: str, config: Config, assignments: Sequence[str], metrics: Metrics) -> AnyEngine:
+def _load_again(
+    folder: str, config: Config, assignments: Sequence[str], memory: Memory | None, metrics: Metrics
+) -> AnyEngine:
     """A reload of a model that was given by its folder: what stands there now, its settings too, under the old name."""
     from jgr.models.manifest import folder_config
     from jgr.serving.versions.loading import load_any
@@ -113,28 +117,47 @@ def _load_again(folder: str, config: Config, assignments: Sequence[str], metrics
     split = [assignment.partition("=") for assignment in assignments]
     own = [f"{key.rpartition(':')[2]}={value}" for key, _, value in split if key.rpartition(":")[0] in mine]
     found = override(found, *own, f"model.name={config.model.name}")
-    return load_any(dataclasses.replace(found, server=config.server), metrics)
+    return load_any(dataclasses.replace(found, server=config.server), metrics, memory)
 
 
-def _named(config: Config, null: bool, several: bool) -> tuple[AnyEngine, Load | None]:
+def _named(config: Config, null: bool, several: bool, memory: Memory | None) -> tuple[AnyEngine, Load | None]:
     """Call `make_engine`; if there are several models, its errors name the model."""
     try:
-        return make_engine(config, null)
+        return make_engine(config, null, memory)
     except UserError as error:
         if several:
             raise UserError(f"model {config.model.name!r}: {error}") from error
         raise
 
 
-def make_engine(config: Config, null: bool) -> tuple[AnyEngine, Load | None]:
-    """Make a model's engine, and the function that makes the next one for a reload. Slow imports happen here."""
+def _memory(configs: Sequence[Config]) -> Memory:
+    """The cache memory of all models, as the first configuration says."""
+    from jgr.cache.memory import Memory
+
+    first = configs[0].cache
+    for config in configs[1:]:
+        own = config.cache
+        if (own.device_mb, own.host_mb, own.page_kb) != (first.device_mb, first.host_mb, first.page_kb):
+            _log.warning(
+                "model %s: its cache.device_mb, host_mb, page_kb are not used, the first's are",
+                config.model.name,
+            )
+    return Memory.of(*configs)
+
+
+def make_engine(config: Config, null: bool, memory: Memory | None = None) -> tuple[AnyEngine, Load | None]:
+    """Make a model's engine, and the function that makes the next one for a reload. Slow imports happen here.
+
+    memory: the caches' memory, which all engines share, so that a reload of the same weights keeps what is in it.
+    """
     if null:
         from jgr.serving.decoders.null import null_engine
 
         return null_engine(config), None
     from jgr.serving.versions.loading import load_any
 
-    return load_any(config), partial(load_any, config)
+    memory = memory or _memory([config])
+    return load_any(config, memory=memory), partial(load_any, config, memory=memory)
 
 
 def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:

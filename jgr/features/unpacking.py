@@ -6,8 +6,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jgr.cache.buffers import WORD, seen_as
 from jgr.features.schema import Schema
+from jgr.models.words import WORD, seen_as
 
 
 def unpack_records(schema: Schema, records: jax.Array) -> dict[str, jax.Array]:

@@ -239,17 +239,14 @@ class Prefill(NamedTuple):
     layers: jax.Array | None
 
 
-class SlotKV(NamedTuple):
-    """Keys and values of earlier tokens, `tokens` [B, C]: slots [B, C] int32 of a pool [slots, L, 2, K, d]."""
+class CachedKV(NamedTuple):
+    """Keys and values of earlier tokens, `tokens` [B, C]. of_layer: by a layer's number its k and v, [B, K, C, d] each.
 
-    pool: jax.Array
-    slots: jax.Array
+    Layers are read one by one as they are computed, so that nothing is copied of those that are not.
+    """
+
     tokens: Tokens
-
-    def gather(self) -> ContextKV:
-        """All layers at once: a pool that is read within the scan over layers would be copied for it."""
-        kv = self.pool[self.slots].transpose(2, 3, 0, 4, 1, 5)  # [L, 2, B, K, C, d]
-        return ContextKV(kv[:, 0], kv[:, 1])
+    of_layer: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
@@ -267,7 +264,7 @@ def prefill(
     positions: jax.Array | None = None,
     segments: Tokens | None = None,
     layout: Layout | jax.Array = CAUSAL,
-    before: SlotKV | None = None,
+    before: CachedKV | None = None,
     also: jax.Array | None = None,
     hidden: jax.Array | None = None,
     layers: slice = slice(None),
@@ -312,7 +309,7 @@ def prefill(
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, ContextKV | None]
+        h: jax.Array, xs: tuple[LayerParams | None, jax.Array | None, jax.Array]
     ) -> tuple[jax.Array, Any]:
         return narrowed(h, xs, lambda x: x, described, seen)
 
@@ -326,14 +323,14 @@ def prefill(
 
     def narrowed(
         h: jax.Array,
-        xs: tuple[LayerParams, jax.Array | None, ContextKV | None],
+        xs: tuple[LayerParams, jax.Array | None, jax.Array],
         asked: Callable[[Any], Any],
         queries: Tokens | Causal,
         of_keys: Tokens | None,
     ) -> tuple[jax.Array, Any]:
         """A layer for those of h that `asked` leaves, which are the queries."""
-        layer, layer_keys, cached = xs
-        context = None if before is None or cached is None else Context(*cached, before.tokens)
+        layer, layer_keys, number = xs
+        context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
             x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
@@ -366,7 +363,7 @@ def prefill(
             h,
             params.layers,
             None if keys is None else keys[:-1],
-            None if before is None else before.gather(),
+            jnp.arange(cfg.layers),
             which=layers,
             last=None if is_everything else last_step,
         )

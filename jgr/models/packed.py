@@ -3,33 +3,36 @@
 
     rank:       new tokens and cached ones -> the score of every candidate, and the new tokens' KV
     recommend:  the same -> each prompt's ContextKV, put together of both -> beam search
-    write:      new tokens' KV into slots of the pool, in place
-    read_cells, write_cells: whole cells out of the pool and back, for the host tier
+    write:      new tokens' KV into cells of the pool, in place
 
-The pool is one array [pages, E]; a slot is one token's KV of all layers, so that a page is page_tokens slots behind
-each other, and an entry any slots at all. Reading programs are lent the pool, writing ones own it (donation) and return
-it.
+The pool is one array [pages, words] uint32 that other models use too. An entry has any cells of it, each of some tokens
+and stored layer by layer: [layer, token, 2, K, d] (`KVCells`). So all of a cell's layers from one to another are one
+run, and a program reads just the layer that it computes. Reading programs are lent the pool, writing ones own it
+(donation) and return it.
 
 Repaired item tokens (BAT-15) are rows of their own, in a request in which every item token sees the items before its
 own. An item that is not cached is computed alone all the same: as a request of its own, whose tokens the real one sees
 also, but for those that are repaired. `Picks` lets the program choose which are.
 
 Letters: R requests, T new tokens, C cached tokens, M candidates, S longest prompt, L layers, K key/value heads, d head
-size.
+size, P parts of a cell.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jgr.models import beam, decoder
+from jgr.models import beam, decoder, words
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, Prefill, SlotKV
+from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
+from jgr.models.words import Cells
 from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
@@ -48,8 +51,9 @@ class Row(NamedTuple):
     """The new tokens of a batch and the cached ones: arrays of integers, int32.
 
     tokens: [T]. described: of them, [T] each. sees: [T], the bits of each one's layout for its kind.
-    slots: [C] of the cached tokens. cached: of them, [C] each. also: [T], the request that sees a token computed in
-    another one, else -1; None where nothing is repaired. picks: where the program chooses what is repaired.
+    slots: [C, P] of the cached tokens, see KVCells. cached: of these tokens, [C] each.
+    also: [T], the request that sees a token computed in another one, else -1; None where nothing is repaired.
+    picks: where the program chooses what is repaired.
     """
 
     tokens: Any
@@ -69,23 +73,51 @@ class Asked(NamedTuple):
     less: Any
 
 
-def slot_elements(cfg: DecoderConfig) -> int:
-    """Numbers in a slot."""
-    return cfg.layers * 2 * cfg.kv_heads * cfg.head_dim
+@dataclass(frozen=True)
+class KVCells:
+    """How a decoder's keys and values stand in the pool: cells of `tokens` tokens and `layers` layers, as many as all
+    layers need (P = `parts`), so that a cell is never larger than a page.
+
+    run: words of a token in a layer. A token has a slot in each part: the cell's number * tokens + its place there.
+    """
+
+    dtype: str
+    run: int
+    tokens: int
+    layers: int
+    parts: int
+    cells: Cells
+
+    @property
+    def slots(self) -> int:
+        """Of a page."""
+        return self.cells.per_page * self.tokens
+
+    def place(self, slots: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page and the word where a layer of tokens begins; slots: [..., P], layer: a number for each or all."""
+        part = jnp.broadcast_to(layer // self.layers, slots.shape[:-1])
+        slot = jnp.take_along_axis(slots, part[..., None], -1)[..., 0]
+        page, word = self.cells.place(slot // self.tokens)
+        return page, word + (layer % self.layers * self.tokens + slot % self.tokens) * self.run
 
 
-def _slots(pool: jax.Array, cfg: DecoderConfig) -> jax.Array:
-    """A view: [slots, L, 2, K, d]."""
-    return pool.reshape(-1, cfg.layers, 2, cfg.kv_heads, cfg.head_dim)
+def _read(
+    pool: jax.Array, slots: jax.Array, real: jax.Array, layer: jax.Array, kv: KVCells, cfg: DecoderConfig
+) -> jax.Array:
+    """[..., 2, K, d]: one layer of the tokens in slots [..., P]; 0 where a token is not real [...], for
+    there another model's words may stand, which may be no numbers at all."""
+    found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
+    found = found.reshape(*slots.shape[:-1], 2, cfg.kv_heads, cfg.head_dim)
+    return jnp.where(real[..., None, None, None], found, 0)
 
 
 def _forward(
-    params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig
+    params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig, kv: KVCells
 ) -> tuple[jax.Array, ContextKV]:
     """Hidden states [P, D] of the new tokens at read [P], and the KV [L, 1, K, T, d] of all of them."""
     if row.picks is not None:
-        return _forward_with_picks(params, pool, row, row.picks, read, cfg)
-    out = _prefill(params, pool, row, cfg, read=read[None])
+        return _forward_with_picks(params, pool, row, row.picks, read, cfg, kv)
+    out = _prefill(params, pool, row, cfg, kv, read=read[None])
     return out.hidden[0], out.context
 
 
@@ -94,12 +126,18 @@ def _prefill(
     pool: jax.Array,
     row: Row,
     cfg: DecoderConfig,
+    kv: KVCells,
     layers: slice = slice(None),
     hidden: jax.Array | None = None,
     keep_layers: bool = False,
     read: jax.Array | None = None,
 ) -> Prefill:
     row = jax.tree.map(lambda x: x[None], row._replace(picks=None))
+
+    def of_layer(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg).transpose(2, 0, 3, 1, 4)
+        return found[0], found[1]
+
     return decoder.prefill(
         params,
         cfg,
@@ -107,7 +145,7 @@ def _prefill(
         row.tokens,
         segments=row.described,
         layout=row.sees,
-        before=SlotKV(_slots(pool, cfg), row.slots, row.cached),
+        before=CachedKV(row.cached, of_layer),
         also=row.also,
         hidden=hidden,
         layers=layers,
@@ -117,14 +155,20 @@ def _prefill(
 
 
 def _forward_with_picks(
-    params: DecoderParams, pool: jax.Array, row: Row, picks: Picks, read: jax.Array, cfg: DecoderConfig
+    params: DecoderParams,
+    pool: jax.Array,
+    row: Row,
+    picks: Picks,
+    read: jax.Array,
+    cfg: DecoderConfig,
+    kv: KVCells,
 ) -> tuple[jax.Array, ContextKV]:
     """PIC-3 with one check layer: all item tokens go through the first layer, the chosen ones through the others too.
 
     The first layer's keys and values hang on token and position only, so that nothing is repaired in it.
     """
     first, others = slice(1), slice(1, None)
-    alone = _prefill(params, pool, row, cfg, first, keep_layers=True)
+    alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
     # Every item token once, the cached ones first, in the real request: as in the causal order.
     joined = zip(row.cached, row.described._replace(request=row.also), strict=True)
     items = Tokens(*(jnp.concatenate(pair) for pair in joined))
@@ -146,7 +190,9 @@ def _forward_with_picks(
         check = layer_of(params.layers, 1)
         old = jnp.concatenate(
             [
-                _slots(pool, cfg)[row.slots, 1, 1].reshape(len(row.slots), -1),
+                _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1].reshape(
+                    len(row.slots), -1
+                ),
                 decoder.values(cfg, check, alone.layers[0, 0]),
             ]
         )
@@ -156,9 +202,8 @@ def _forward_with_picks(
         picked = picks.places >= 0
         chosen = ranking[picks.places]
     hidden = jnp.where(picked[:, None], causal.layers[0, 0, chosen], alone.layers[0, 0])[None]
-    rest = _prefill(
-        params, pool, _with_picks(row, items, picked, chosen), cfg, others, hidden, read=read[None]
-    )
+    row = _with_picks(row, items, picked, chosen)
+    rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
     both = zip(alone.context, rest.context, strict=True)
     return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
 
@@ -177,12 +222,12 @@ def _with_picks(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -
     )
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@functools.partial(jax.jit, static_argnames=("cfg", "kv"))
 def rank(
-    params: DecoderParams, pool: jax.Array, row: Row, asked: Asked, *, cfg: DecoderConfig
+    params: DecoderParams, pool: jax.Array, row: Row, asked: Asked, *, cfg: DecoderConfig, kv: KVCells
 ) -> tuple[jax.Array, ContextKV]:
     """Scores [M] float32, and the new tokens' KV."""
-    hidden, new = _forward(params, pool, row, asked.places, cfg)
+    hidden, new = _forward(params, pool, row, asked.places, cfg, kv)
     with jax.named_scope("score"):
         rows = params.output_rows
         direction = rows[asked.columns].astype(jnp.float32)
@@ -199,7 +244,7 @@ class Whole(NamedTuple):
     start: Any
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kv", "width", "normalize", "approximate"))
 def recommend(
     params: DecoderParams,
     pool: jax.Array,
@@ -210,21 +255,16 @@ def recommend(
     filters: Filters | None = None,
     *,
     cfg: DecoderConfig,
+    kv: KVCells,
     width: int,
     normalize: Normalize = "valid",
     approximate: int = 0,
 ) -> tuple[Beams, ContextKV]:
     """See beam.recommend; and the new tokens' KV."""
     last = whole.tokens[jnp.arange(len(whole.lengths)), jnp.maximum(whole.lengths - 1, 0)] - len(row.slots)
-    hidden, new = _forward(params, pool, row, jnp.maximum(last, 0), cfg)
+    hidden, new = _forward(params, pool, row, jnp.maximum(last, 0), cfg, kv)
     with jax.named_scope("join"):
-        cached = _slots(pool, cfg)[row.slots].transpose(1, 2, 3, 0, 4)  # [L, 2, K, C, d]
-        context = ContextKV(
-            *(
-                jnp.concatenate([cached[:, i], x[:, 0]], axis=2)[:, :, whole.tokens].transpose(0, 2, 1, 3, 4)
-                for i, x in enumerate(new)
-            )
-        )
+        context = _join(pool, row, new, whole, cfg, kv)
     state = decoder.State(context, whole.lengths, whole.start)
     beams = beam.search(
         params,
@@ -241,21 +281,28 @@ def recommend(
     return beams, new
 
 
-@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="pool")
-def write(pool: jax.Array, new: ContextKV, slots: jax.Array, *, cfg: DecoderConfig) -> jax.Array:
-    """The pool with the KV of new tokens in slots [T] int32; a slot that the pool does not have is left out."""
-    kv = jnp.stack([x[:, 0] for x in new], axis=1).transpose(3, 0, 1, 2, 4)  # [T, L, 2, K, d]
-    return _slots(pool, cfg).at[slots].set(kv, mode="drop").reshape(pool.shape)
+def _join(
+    pool: jax.Array, row: Row, new: ContextKV, whole: Whole, cfg: DecoderConfig, kv: KVCells
+) -> ContextKV:
+    """[L, R, K, S, d]: each prompt's keys and values, of both kinds of tokens, gathered to their places."""
+    cached = len(row.slots)
+    is_new = (whole.tokens >= cached)[:, None, :, None]
+    at_old, at_new = jnp.minimum(whole.tokens, cached - 1), jnp.maximum(whole.tokens - cached, 0)
+    slots, real = row.slots[at_old], row.cached.request[at_old] >= 0
+
+    def of_layer(_: None, xs: tuple[jax.Array, ContextKV]) -> tuple[None, ContextKV]:
+        number, computed = xs
+        old = _read(pool, slots, real, number, kv, cfg).transpose(2, 0, 3, 1, 4)
+        fresh = (x[0][:, at_new].transpose(1, 0, 2, 3) for x in computed)
+        return None, ContextKV(*(jnp.where(is_new, x, y) for x, y in zip(fresh, old, strict=True)))
+
+    return jax.lax.scan(of_layer, None, (jnp.arange(cfg.layers), new))[1]
 
 
-@functools.partial(jax.jit, static_argnames="cells")
-def read_cells(pool: jax.Array, numbers: jax.Array, *, cells: int) -> jax.Array:
-    """[n, elements of a cell]: cells of the pool, of which a page has `cells`; numbers: [n] int32."""
-    return pool.reshape(len(pool) * cells, -1)[numbers]
-
-
-@functools.partial(jax.jit, static_argnames="cells", donate_argnames="pool")
-def write_cells(pool: jax.Array, numbers: jax.Array, values: jax.Array, *, cells: int) -> jax.Array:
-    """The pool with cells [n, elements of a cell] in their places; a number that the pool does not have is left out."""
-    flat = pool.reshape(len(pool) * cells, -1)
-    return flat.at[numbers].set(values, mode="drop").reshape(pool.shape)
+@functools.partial(jax.jit, static_argnames="kv", donate_argnames="pool")
+def write(pool: jax.Array, new: ContextKV, slots: jax.Array, *, kv: KVCells) -> jax.Array:
+    """The pool with the KV of new tokens in slots [T, P] int32; a slot that the pool does not have is left out."""
+    both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
+    layers, tokens = both.shape[:2]
+    place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
+    return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
-
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
-
-Int32 = npt.NDArray[np.int32]
 
 
 def item_name(row: int) -> Name:
@@ -37,13 +32,13 @@ class CacheWorker:
         self._placed: dict[int, Entry] = {}  # pinned
         self._arriving: dict[int, Entry] = {}
 
-    def copy(self, rows: Iterable[int]) -> dict[int, Int32] | None:
+    def copy(self, rows: Iterable[int]) -> dict[int, tuple[int, ...]] | None:
         """Of each row the cells to be filled; rows that are there already, as somebody's own result, are left out.
 
         None: there is no room before readers of dropped items, or the writer of one of these, have finished.
         """
         assert not self._arriving, "one copy at a time"
-        to_fill: dict[int, Int32] = {}
+        to_fill: dict[int, tuple[int, ...]] = {}
         for row in rows:
             name, content = item_name(row), self._content(row)
             entry = self._meta.find(name, content)

@@ -103,7 +103,7 @@ LAYOUTS: dict[str, Layout] = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREF
 
 
 class Tokens(NamedTuple):
-    """Of each token five integers, as arrays of one shape: numpy's in a plan, jax's in a program.
+    """Five integers for each token, as arrays of one shape: numpy's in a plan, jax's in a program.
 
     request: below 0 for padding. segment: its number within the request. kind: a Kind. order: decides what is earlier
     within a segment and what a window holds; below 2**30, by default the place in the prompt. position: for rope.

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from jgr.cache.entries import Content
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.config import CacheConfig
 from jgr.placement.items import ItemPlacement
 from jgr.placement.lifecycle import Lifecycle
@@ -36,15 +36,11 @@ MAX_TOKENS = 8192
 
 
 class NodeMemory(NamedTuple):
-    """The pages of one node's pool: how many, tokens a page, and cells a page."""
+    """The pages of one node's pool: how many, tokens a page, and tokens a cell, of which a page has a whole number."""
 
     pages: int
     page_tokens: int
-    cells: int
-
-    @property
-    def cell_tokens(self) -> int:
-        return self.page_tokens // self.cells
+    cell_tokens: int
 
 
 class Planned(NamedTuple):
@@ -81,13 +77,14 @@ class Node:
         items, capacity = placement.items, placement.workers.capacity_bytes
         page_bytes = memory.page_tokens * items.bytes_per_token
         held = items.room_bytes[placement.holding > 0].sum()
-        pages = Pages(memory.pages, memory.cells, SPLITS)
-        pages.set_limit("item", -(-int(held) // page_bytes))
-        pages.set_limit("user", int(capacity - placement.used_bytes()[number]) // page_bytes)
         hotness = None
         if policy == "hotness":
             hotness = ExponentialWindow(round(CacheConfig().window_s * 1e9), 10 * memory.pages)
-        self.meta = CacheMeta(pages, memory.cell_tokens, hotness)
+        room = Room(memory.cell_tokens, step=memory.cell_tokens)  # a token stands for a byte
+        pages = Pages(memory.pages, memory.page_tokens)
+        self.meta = CacheMeta(pages, {"user": room, "item": room}, hotness)
+        self.meta.set_limit("item", -(-int(held) // page_bytes))
+        self.meta.set_limit("user", int(capacity - placement.used_bytes()[number]) // page_bytes)
         self._contents = contents
         self.items = CacheWorker(self.meta, contents.__getitem__)
 

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jgr.cache.entries import Content, Entry, EntryKind, Name
+from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 
 CELL_TOKENS, CELLS = 2, 3
+PAGE = CELLS * CELL_TOKENS
+ROOMS = {"user": Room(PAGE, step=PAGE), "item": Room(CELL_TOKENS, step=CELL_TOKENS)}
+"""A token is a byte. A user takes whole pages, an item as many cells as it needs."""
 
 
 def content(*tokens: int) -> Content:
@@ -28,27 +32,34 @@ def item(row: int) -> Name:
     return Name("item", row, "item_prefix")
 
 
+def slots(kind: str, cells: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Where the tokens of some cells stand."""
+    step = ROOMS[kind].bytes
+    return (np.array(cells, np.int64)[:, None] * step + np.arange(step)).ravel()
+
+
 class Pool:
     """A meta service, and the tokens themselves in the place of their keys and values."""
 
     def __init__(self, pages: int, host_pages: int = 0, hot: bool = False) -> None:
-        host = Pages(host_pages, CELLS, SPLITS) if host_pages else None
+        host = Pages(host_pages, PAGE) if host_pages else None
         hotness = ExponentialWindow(100, remembered=4) if hot else None
-        self.meta = CacheMeta(Pages(pages, CELLS, SPLITS), CELL_TOKENS, hotness, host)
-        self.device = np.full((pages * CELLS, CELL_TOKENS), -1)
-        self.host = np.full((host_pages * CELLS, CELL_TOKENS), -1)
+        self.meta = CacheMeta(Pages(pages, PAGE), ROOMS, hotness, host)
+        self.device = np.full(pages * PAGE, -1)
+        self.host = np.full(host_pages * PAGE, -1)
         self.pending: list[Entry] = []
 
     def move(self) -> None:
         for move in self.meta.take_moves():
+            device, host = slots(move.of, move.device), slots(move.of, move.host)
             if move.direction == "to_host":
-                self.host[move.host] = self.device[move.device]
+                self.host[host] = self.device[device]
             else:
-                self.device[move.device] = self.host[move.host]
+                self.device[device] = self.host[host]
 
     def read(self, entry: Entry) -> list[int]:
         self.move()
-        tokens: list[int] = self.device[entry.cells].ravel()[: entry.tokens].tolist()
+        tokens: list[int] = self.device[slots(entry.name.kind, entry.cells)][: entry.tokens].tolist()
         return tokens
 
     def start(self, name: Name, wanted: Content) -> Entry | None:
@@ -60,9 +71,9 @@ class Pool:
 
     def finish(self, entry: Entry) -> None:
         assert entry.growing is not None
-        slots = (entry.cells[:, None] * CELL_TOKENS + np.arange(CELL_TOKENS)).ravel()
         new = slice(entry.tokens, len(entry.growing))
-        self.device.reshape(-1)[slots[new]] = entry.growing.tokens[new]
+        assert isinstance(entry.growing, Content)
+        self.device[slots(entry.name.kind, entry.cells)[new]] = entry.growing.tokens[new]
         self.meta.written(entry)
         self.meta.release(entry)
         self.pending.remove(entry)
@@ -81,7 +92,7 @@ def test_a_history_that_grew_is_extended_and_one_that_changed_is_freed() -> None
     assert pool.meta.find(user("a"), content(1, 2, 3)) is entry
     assert pool.meta.find(user("a"), content(1, 2, 3, 4, 5, 6, 7)) is entry
     assert pool.store(user("a"), 1, 2, 3, 4, 5, 6, 7) is entry
-    assert (pool.read(entry), pool.meta.pages.used("user")) == ([1, 2, 3, 4, 5, 6, 7], 2)
+    assert (pool.read(entry), pool.meta.used("user")) == ([1, 2, 3, 4, 5, 6, 7], 2)
     assert pool.meta.find(user("a"), content(1, 2, 9)) is None
     assert (pool.meta.pages.free, pool.meta.counts["user_stale"]) == (4, 1)
 
@@ -104,7 +115,7 @@ def test_items_share_pages_and_the_longest_unused_goes_first() -> None:
     pool = Pool(1)
     for row in (1, 2, 3):
         pool.store(item(row), row, row)
-    assert (pool.meta.pages.used("item"), pool.meta.pages.room("item")) == (1, 0)
+    assert (pool.meta.used("item"), pool.meta.pages.room("item")) == (1, 0)
     assert pool.meta.find(item(1), content(1, 1)) is not None
     pool.store(item(4), 4)
     assert [row for row in (1, 2, 3, 4) if pool.meta.find(item(row), content(*[row] * (1 + (row < 4))))] == [
@@ -173,16 +184,16 @@ def test_a_boundary_moves_no_page() -> None:
     pool = Pool(4)
     pool.meta.set_limit("item", 2)
     entries = [pool.store(user(name), 1, 2) for name in "ab"]
-    before = [entry.cells.tolist() for entry in entries]
+    before = [entry.cells for entry in entries]
     pool.meta.set_limit("user", 2)
-    assert [entry.cells.tolist() for entry in entries] == before
+    assert [entry.cells for entry in entries] == before
     pool.meta.hold(entries[0])
     pool.meta.set_limit("user", 0)
-    assert pool.meta.pages.used("user") == 1, "the other one is pinned"
+    assert pool.meta.used("user") == 1, "the other one is pinned"
     assert pool.start(user("c"), content(1)) is None
     pool.meta.release(entries[0])
     pool.meta.set_limit("user", 0)
-    assert pool.meta.pages.used("user") == 0
+    assert pool.meta.used("user") == 0
 
 
 NAMES = st.one_of(st.sampled_from("abcd").map(user), st.integers(0, 5).map(item))
@@ -235,7 +246,7 @@ class Anything(RuleBasedStateMachine):
         self.pool.meta.drop(name)
 
     @rule(kind=st.sampled_from(["user", "item"]), share=st.floats(0, 1))
-    def limit(self, kind: EntryKind, share: float) -> None:
+    def limit(self, kind: str, share: float) -> None:
         self.pool.meta.set_limit(kind, round(share * self.pool.meta.pages.count))
         self.pool.move()
 

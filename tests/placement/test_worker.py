@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pytest
 
 from jgr.cache.entries import Content, Entry
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.placement.items import ItemPlacement, Items, Workers, burst, hash_items, hrcs, with_new_items
 from jgr.placement.lifecycle import Lifecycle, Step
 from jgr.placement.worker import CacheWorker, item_name
@@ -27,6 +27,11 @@ Int64 = npt.NDArray[np.int64]
 
 def content(row: int) -> Content:
     return Content.of(np.arange(1 + row * 7 % 5, dtype=np.int32) + 1000 * row)
+
+
+def make_meta(pages: int) -> CacheMeta:
+    """Items in cells of CELL_TOKENS bytes, a byte a token; CELLS of them share a page."""
+    return CacheMeta(Pages(pages, CELLS * CELL_TOKENS), {"item": Room(CELL_TOKENS, step=CELL_TOKENS)})
 
 
 class Reading(NamedTuple):
@@ -42,7 +47,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.metas = [CacheMeta(Pages(PAGES, CELLS, SPLITS), CELL_TOKENS) for _ in range(WORKERS)]
+        self.metas = [make_meta(PAGES) for _ in range(WORKERS)]
         self.memory = [np.full((PAGES * CELLS, CELL_TOKENS), -1) for _ in range(WORKERS)]
         self.workers = [CacheWorker(meta, content) for meta in self.metas]
         self.capacity = Workers(WORKERS, PAGES * CELLS * CELL_TOKENS)
@@ -50,7 +55,7 @@ class World:
         self.frequency = self.rng.zipf(1.5, 60).clip(max=100).astype(np.float64)
         self.target = self.place(self.items())
         self.readings: list[list[Reading]] = []
-        self.to_fill: list[tuple[int, npt.NDArray[np.int32]]] | None = None
+        self.to_fill: list[tuple[int, tuple[int, ...]]] | None = None
         self.waited = self.read = self.remote = 0
 
     def items(self) -> Items:
@@ -85,7 +90,7 @@ class World:
                 self.read += 1
 
     def values(self, worker: int, row: int, entry: Entry) -> Int64:
-        return self.memory[worker][entry.cells].ravel()[: len(content(row))]
+        return self.memory[worker][list(entry.cells)].ravel()[: len(content(row))]
 
     def advance(self) -> None:
         """The next piece of the next step; one item of a copy at a time."""
@@ -113,7 +118,7 @@ class World:
         elif self.to_fill:
             row, cells_of_row = self.to_fill.pop()
             source = row % WORKERS if step.source is None else step.source
-            for number, cell in enumerate(cells_of_row.tolist()):
+            for number, cell in enumerate(cells_of_row):
                 part: npt.NDArray[np.integer] = content(row).tokens[number * CELL_TOKENS :][:CELL_TOKENS]
                 if step.source is not None:
                     entry = self.metas[source].find(item_name(row), content(row))
@@ -178,13 +183,13 @@ def test_no_request_reads_a_half_moved_item(seed: int) -> None:
         for row in held:
             entry = meta.find(item_name(row), content(row))
             assert entry is not None
-            assert memory[entry.cells].ravel()[: entry.tokens].tolist() == content(row).tokens.tolist()
+            assert memory[list(entry.cells)].ravel()[: entry.tokens].tolist() == content(row).tokens.tolist()
         assert meta.pages.cells_used("item") * CELL_TOKENS == world.target.used_bytes()[number]
     assert world.read > 1000 and world.remote > 100 and world.waited > 10, "everything that can happen did"
 
 
 def test_an_item_that_is_there_already_is_not_copied_but_kept() -> None:
-    meta = CacheMeta(Pages(2, CELLS, SPLITS), CELL_TOKENS)
+    meta = make_meta(2)
     own = meta.extend(item_name(4), content(4))
     assert own is not None
     worker = CacheWorker(meta, content)
@@ -210,7 +215,7 @@ def test_an_item_that_is_there_already_is_not_copied_but_kept() -> None:
 
 
 def test_a_copy_that_fails_leaves_nothing() -> None:
-    meta = CacheMeta(Pages(1, CELLS, SPLITS), CELL_TOKENS)
+    meta = make_meta(1)
     worker = CacheWorker(meta, content)
     placement = hash_items(Items(np.ones(5), np.array([len(content(r)) for r in range(5)]), 1), Workers(1, 8))
     assert worker.copy(placement.held_by(0).tolist()) is not None

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, override
 from jgr.features.cache import FeatureCache
@@ -58,10 +60,10 @@ class FakeExecutors:
 
     costs: Mapping[int, float] = {4: 1.0, 8: 1.5}
 
-    def __init__(self, reads: bool, pool: Any = None) -> None:
+    def __init__(self, reads: bool) -> None:
         self.sizes = (USER_PART, USER_PART, 4, 4, 8) if reads else (4, 4, 8)
         self.lanes = len(self.sizes)
-        self.pool = pool
+        self.states = None
         self.whole: dict[int, float] = {}
         self.works: list[ReadWork | PartWork] = []
         self.errors: dict[int, Exception] = {}
@@ -113,15 +115,6 @@ def events(block: Any) -> int:
     return int((user_layout(NEEDS).views(block)["rows"] >= 0).sum())
 
 
-class NoPool:
-    """A pool of users' states without states: one page each."""
-
-    pages_per_user, generation = 1, 0
-
-    def __init__(self, pages: int) -> None:
-        self.pages = pages
-
-
 def fake_engine(
     *settings: str,
     reads: bool = False,
@@ -135,8 +128,7 @@ def fake_engine(
     executors = FakeExecutors(reads)
     cache = None
     if pages:
-        pool: Any = NoPool(pages)
-        cache = UserCache(pool, layout.size)
+        cache = UserCache(CacheMeta(Pages(pages, 1), {"user": Room(1)}))
     translator = ScorerTranslator("fake", CATALOG, NEEDS, layout, config, wall=lambda: wall)
     served = ServedScorer(
         translator, executors, config, tasks=2, reads=reads, features=features, cache=cache, metrics=Metrics()

@@ -16,7 +16,7 @@ from jgr.simulation.node import Cluster, NodeMemory, Planned
 from jgr.traffic.workloads import Access
 
 NODES, NODE_BYTES = 4, 768
-MEMORY = NodeMemory(pages=80, page_tokens=4, cells=2)
+MEMORY = NodeMemory(pages=80, page_tokens=4, cell_tokens=2)
 PROFILES = (Profile("rank", 1, 64, 4, packed=True, context=64),)
 CONTENTS = [Content.of(np.full(1 + row % 3, row, np.int32)) for row in range(16)]
 ITEMS = Items(1.0 / np.arange(1, 17), np.array([len(x) for x in CONTENTS]), bytes_per_token=8, cell_tokens=2)

@@ -10,13 +10,14 @@ from msgspec import UNSET
 
 from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
-from jgr.config import CacheConfig, Config, ConfigError, RankConfig
+from jgr.cache.memory import Lease, Memory
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Room, pieces
+from jgr.config import CacheConfig, Config, ConfigError
 from jgr.models.decoder import DecoderConfig
-from jgr.models.packed import slot_elements
+from jgr.models.packed import KVCells
+from jgr.models.words import WORD, Cells
 from jgr.prompt.candidates import SegmentPrompts
-from jgr.serving.decoders.paged_executor import PoolShape
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.known_items import user_entry
@@ -33,38 +34,80 @@ MOST_FOR_ITEMS = 0.8
 
 @dataclass(frozen=True, eq=False)
 class Caching:
-    """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt."""
+    """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt.
 
-    meta: CacheMeta
+    lease: of the meta service, which other engines of the same model may share. kv: its cells.
+    """
+
+    memory: Memory
+    lease: Lease
+    kv: KVCells
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
+
+    @property
+    def meta(self) -> CacheMeta:
+        return self.lease.meta
+
+    def renew(self) -> None:
+        """Before every plan: forget what the pool has lost."""
+        self.meta.renew(self.memory.pool.epoch)
 
     def forget(self, user_id: str) -> int:
         """Drop a user's entries; how many there were."""
         return int(self.meta.forget(Name("user", user_entry(user_id), "user_prefix")))
 
 
-def packed_profiles(rank: RankConfig, kind: Kind, width: int) -> tuple[Profile, ...]:
-    """The compiled shapes of one kind. width: of all candidates together, or of each request's beams."""
+def rank_profiles(config: Config) -> tuple[Profile, ...]:
+    """The compiled shapes of prompts with candidates; a row has so many candidates of all requests together."""
+    rank = config.rank
     return tuple(
-        Profile(kind, rank.requests, tokens, width, packed=True, context=context)
+        Profile("rank", rank.requests, tokens, rank.candidates, packed=True, context=context)
         for tokens in rank.tokens
         for context in rank.context
     )
 
 
-def pool_shape(cache: CacheConfig, cfg: DecoderConfig, itemsize: int) -> PoolShape:
-    """How many pages the configured sizes are; ConfigError where there is not one."""
-    page = cache.page_tokens * slot_elements(cfg) * itemsize
-    if cache.policy == "none":
-        return PoolShape(1, cache.page_tokens, cache.item_cells)
-    pages, host_pages = (int(mb * 2**20) // page for mb in (cache.device_mb, cache.host_mb))
-    if pages < 1:
-        raise ConfigError(f"cache.device_mb: {cache.device_mb} is less than a page of {page / 2**20:.3g} MB")
-    return PoolShape(pages, cache.page_tokens, cache.item_cells, host_pages)
+def recommend_profiles(config: Config, longest: int) -> tuple[Profile, ...]:
+    """The compiled shapes of generation after cached tokens. longest: tokens of a prompt, at most.
+
+    Two for each number of requests and length of prompts that are compiled without a cache: one where all tokens may be
+    new, and one where a request has cache.new_tokens at most. A row has the tokens of all its requests, up to the
+    largest of rank.tokens and rank.context, or of one prompt.
+    """
+    profiles, rank = config.profiles, config.rank
+    sizes: dict[tuple[int, int, int], None] = {}
+    every = sorted({*profiles.tokens, max(*rank.tokens, *profiles.tokens)})
+    lengths = [length for at, length in enumerate(every) if not at or every[at - 1] < longest]
+    for batch in profiles.batch:
+        for longest in lengths:
+            tokens = max(longest, min(batch * longest, max(rank.tokens)))
+            context = max(longest, min(batch * longest, max(rank.context)))
+            sizes[batch, min(batch * config.cache.new_tokens, tokens), context] = None
+            sizes[batch, tokens, context] = None
+    width = max(profiles.widths)
+    return tuple(Profile("recommend", b, new, width, packed=True, context=old) for b, new, old in sizes)
 
 
-def item_share(cache: CacheConfig, shape: PoolShape, segments: SegmentPrompts | None) -> float:
+def kv_cells(cache: CacheConfig, cfg: DecoderConfig, dtype: str, itemsize: int, page_bytes: int) -> KVCells:
+    """Cells for a decoder's keys and values. ConfigError where a page does not hold one layer of a cell's tokens."""
+    run = 2 * cfg.kv_heads * cfg.head_dim * itemsize
+    layer = cache.cell_tokens * run
+    if run % WORD or layer > page_bytes:
+        raise ConfigError(
+            f"cache.page_kb: a layer of {cache.cell_tokens} tokens (cache.cell_tokens) has {layer} bytes, "
+            f"a page {page_bytes}"
+        )
+    parts, layers = pieces(cfg.layers, layer, page_bytes)
+    return KVCells(dtype, run // WORD, cache.cell_tokens, layers, parts, Cells.of(layers * layer, page_bytes))
+
+
+def kv_room(kv: KVCells) -> Room:
+    """What an entry of some tokens takes."""
+    return Room(kv.cells.words * WORD, kv.parts, kv.tokens)
+
+
+def item_share(cache: CacheConfig, kv: KVCells, pages: int, segments: SegmentPrompts | None) -> float:
     """Of the pages: as configured; else what the policy has a use for, and all items where both are cached (BAT-12)."""
     if cache.item_share is not None:
         return cache.item_share
@@ -72,31 +115,38 @@ def item_share(cache: CacheConfig, shape: PoolShape, segments: SegmentPrompts | 
         return 0.0
     if cache.policy == "item":
         return 1.0
-    cells = int((-(-segments.item_lengths // shape.cell_tokens)).sum())
-    return min(MOST_FOR_ITEMS, (-(-cells // shape.cells)) / shape.pages)
+    cells = int((-(-segments.item_lengths // kv.tokens)).sum()) * kv.parts
+    return min(MOST_FOR_ITEMS, (-(-cells // kv.cells.per_page)) / pages)
 
 
 def make_caching(
     config: Config,
-    shape: PoolShape,
+    memory: Memory,
+    revision: str,
+    kv: KVCells,
     profiles: Sequence[Profile],
     segments: SegmentPrompts | None,
 ) -> Caching:
-    """The policies over one pool. profiles: packed ones, of the kinds that are planned."""
-    cache = config.cache
-    items = round(item_share(cache, shape, segments) * shape.pages)
-    pages = Pages(shape.pages, shape.cells, SPLITS)
-    pages.set_limit("item", items)
-    pages.set_limit("user", shape.pages - items)
-    hotness = None
-    if cache.policy == "hotness":
-        hotness = ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * shape.pages)
-    host = Pages(shape.host_pages, shape.cells, SPLITS) if shape.host_pages else None
-    meta = CacheMeta(pages, shape.cell_tokens, hotness, host)
+    """The policies over the pool. revision: of the model. profiles: packed ones, of the kinds that are planned."""
+    cache, name = config.cache, config.model.name
+    count = memory.limit(name) if cache.policy != "none" else 0
+    items = round(item_share(cache, kv, count, segments) * count)
+
+    def make() -> CacheMeta:
+        hotness = None
+        if cache.policy == "hotness":
+            hotness = ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * count)
+        host = None if memory.host is None or not count else memory.host.pages
+        room, owner = kv_room(kv), f"{name}@{revision}/{kv.dtype}/{kv.tokens}"
+        return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
+
+    lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
+    lease.meta.set_limit("item", items)
+    lease.meta.set_limit("user", count - items)
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
-            meta,
+            lease.meta,
             max_tokens=config.batching.max_tokens,
             policy=cache.policy,
             hysteresis=cache.hysteresis,
@@ -104,11 +154,13 @@ def make_caching(
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    return Caching(meta, groupings, segments)
+    return Caching(memory, lease, kv, groupings, segments)
 
 
-def planned(start: Start, tasks: Sequence[Task]) -> list[Work]:
+def planned(start: Start, tasks: Sequence[Task], caching: Caching | None) -> list[Work]:
     """The tasks' works with what their batch's plan says; it is noted in the tasks too."""
+    if caching is not None and caching.memory.host is not None:
+        caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
     works: list[Work] = []
     for task, request in zip(tasks, start.work, strict=True):
         assert isinstance(request, Request)
@@ -121,5 +173,5 @@ def planned(start: Start, tasks: Sequence[Task]) -> list[Work]:
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
         assert isinstance(task.work, SegmentsWork)
-        works.append(replace(task.work, plan=plan, moves=() if works else start.moves))
+        works.append(replace(task.work, plan=plan, epoch=start.epoch))
     return works

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jgr.cache.memory import Memory, tree_bytes
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
@@ -28,7 +29,7 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, l
 from jgr.models.model_files import ModelFiles
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
-from jgr.serving.decoders.caching import make_caching, packed_profiles, pool_shape
+from jgr.serving.decoders.caching import kv_cells, make_caching, rank_profiles, recommend_profiles
 from jgr.serving.decoders.paged_executor import DecoderExecutors, PagedExecutor
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
@@ -65,8 +66,12 @@ class Fitted(NamedTuple):
 
 
 @preparing()
-def load_engine(config: Config, metrics: Metrics | None = None) -> Engine[ServedDecoder]:
-    """The engine that serves config.model over config.catalog, not yet started. metrics: of the server it joins.
+def load_engine(
+    config: Config, metrics: Metrics | None = None, memory: Memory | None = None
+) -> Engine[ServedDecoder]:
+    """The engine that serves config.model over config.catalog, not yet started.
+
+    metrics, memory: of the server it joins.
 
     The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
     the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
@@ -74,7 +79,8 @@ def load_engine(config: Config, metrics: Metrics | None = None) -> Engine[Served
     """
     folder = open_folder(config)
     model = _load_model(folder, config)
-    return make_engine(model, config, read_catalog(folder, config), metrics or counting_metrics())
+    catalog = read_catalog(folder, config)
+    return make_engine(model, config, catalog, metrics or counting_metrics(), memory or Memory.of(config))
 
 
 def _load_model(folder: Path, config: Config) -> Model:
@@ -87,7 +93,12 @@ def _load_model(folder: Path, config: Config) -> Model:
 
 @preparing()
 def make_engine(
-    model: Model, config: Config, catalog: Catalog, metrics: Metrics, like: DecoderExecutors | None = None
+    model: Model,
+    config: Config,
+    catalog: Catalog,
+    metrics: Metrics,
+    memory: Memory,
+    like: DecoderExecutors | None = None,
 ) -> Engine[ServedDecoder]:
     """An engine for a catalog, not yet started. like: an executor of the model, whose programs are used if they fit.
 
@@ -101,7 +112,7 @@ def make_engine(
     if like is not None:
         executor = like.over(tables, segment_rows)
     else:
-        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens)
+        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens, memory)
     _log.info(
         "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
         config.model.name,
@@ -114,7 +125,9 @@ def make_engine(
         catalog.n_items,
         executor.to_compile,
     )
-    paged = executor.paged
+    paged, caching = executor.paged, None
+    if paged is not None:
+        caching = make_caching(config, memory, model.revision, paged.kv, paged.profiles, fitted.segments)
     return decoder_engine(
         config.model.name,
         catalog,
@@ -126,37 +139,46 @@ def make_engine(
         revision=model.revision,
         rebuild=Rebuild(
             partial(_fit, model, config),
-            partial(make_engine, model, config, metrics=metrics, like=executor),
+            partial(make_engine, model, config, metrics=metrics, memory=memory, like=executor),
         ),
-        caching=None if paged is None else make_caching(config, paged.shape, paged.profiles, fitted.segments),
+        caching=caching,
+        memory={
+            "weights": tree_bytes(model.params),
+            "catalog": tree_bytes(tables),
+            **memory.parts(config.model.name),
+        },
     )
 
 
 def _make_executors(
-    model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int
+    model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int, memory: Memory
 ) -> DecoderExecutors:
     """Prompts with candidates in them, and with a cache all that generate, are packed; the others have a row each."""
-    rank, settings = config.rank, _settings(config, segment_rows)
+    settings = _settings(config, segment_rows)
     packed: list[Profile] = []
     if isinstance(model.cfg, DecoderConfig):
-        if rank.method != "likelihood":
-            packed += packed_profiles(rank, "rank", rank.candidates)
+        if config.rank.method != "likelihood":
+            packed += rank_profiles(config)
         if config.cache.policy != "none":
-            packed += packed_profiles(rank, "recommend", max(config.profiles.widths))
+            packed += recommend_profiles(config, longest)
     kinds = {profile.kind for profile in packed}
     plain = tuple(profile for profile in model.profiles if profile.kind not in kinds)
     paged = None
     if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
-        pool = pool_shape(config.cache, model.cfg, model.params.embed.dtype.itemsize)
+        dtype = np.dtype(model.params.embed.dtype)
+        pool = memory.pool
+        kv = kv_cells(config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes)
         paged = PagedExecutor(
             model.cfg,
             model.params,
             tables,
             tuple(packed),
             pool,
+            kv,
             longest,
             config.beam.normalize,
             repair=Repair.of(config.cache),
+            host=memory.host,
             **settings,
         )
     return DecoderExecutors(
@@ -209,7 +231,7 @@ def _check_lengths(
     if (
         config.cache.policy != "none"
     ):  # what is cached now may not be then: a prompt must fit with nothing of it
-        field, longest = "rank.tokens", max(config.rank.tokens)
+        field, longest = "rank.tokens", max(longest, *config.rank.tokens)
     if prompts.max_tokens > longest:
         shortest = len(prompts.prefix) + prompts.min_item_tokens + len(prompts.suffix)
         if shortest > longest:

@@ -33,7 +33,7 @@ class UnservedSource(ValueError):
 
 
 class Packed(NamedTuple):
-    """keep: [T] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
+    """keep: [T, P] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
 
     row: Row
     keep: Int32
@@ -45,7 +45,8 @@ class _Tokens(NamedTuple):
     """All tokens of a batch, in order, [n] each. place: in the row's cached tokens, or from C on in its new ones.
 
     sees: the bits of what each one sees. seen_by: the request that sees a token computed in another request, else -1.
-    slot: the slot of the pool that it is read from or written to; none of the pool's where it is neither.
+    slot: [n, P], the slots of the pool, one in each part of a cell, that it is read from or written to; none of the
+    pool's where it is neither.
     """
 
     described: Tokens
@@ -83,29 +84,30 @@ def pack(
     profile: Profile,
     *,
     cell_tokens: int,
+    parts: int,
     slots: int,
     longest: int,
     repair: Repair,
 ) -> Packed:
     """The arrays of a batch. UnservedSource for a plan with approximate sources.
 
-    slots: how many the pool has. longest: tokens of a whole prompt at most (recommend), 0 for rank. repair: what the
-    program repairs.
+    parts: cells that all layers of a cell's tokens take. slots: how many the pool has. longest: tokens of a whole
+    prompt at most (recommend), 0 for rank. repair: what the program repairs.
     """
-    tokens = _describe(works, profile, cell_tokens, slots)
+    tokens = _describe(works, profile, cell_tokens, parts, slots)
     new = tokens.place >= profile.context
     row = Row(
         _fill(profile.tokens, 0, tokens.token[new]),
         _take(tokens.described, new, profile.tokens),
         _fill(profile.tokens, 0, tokens.sees[new]),
-        _fill(profile.context, 0, tokens.slot[~new]),
+        _fill_rows(profile.context, 0, tokens.slot[~new]),
         _take(tokens.described, ~new, profile.context),
     )
     if repair:
         row = row._replace(also=_fill(profile.tokens, -1, tokens.seen_by[new]))
     if repair.share:
         row = row._replace(picks=_picks(works, tokens, new, profile))
-    keep = _fill(profile.tokens, slots, tokens.slot[new])
+    keep = _fill_rows(profile.tokens, slots, tokens.slot[new])
     return Packed(row, keep, _asked(works, tokens, profile), _whole(tokens, len(works), profile, longest))
 
 
@@ -133,7 +135,9 @@ def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
             at += span.tokens
 
 
-def _describe(works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int, slots: int) -> _Tokens:
+def _describe(
+    works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int, parts: int, slots: int
+) -> _Tokens:
     spans = [
         span for request, work in enumerate(works) for span in _spans(request, request + profile.batch, work)
     ]
@@ -147,11 +151,14 @@ def _describe(works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int,
     described = Tokens(request, number, kind, place - begin[own], position + within)
     seen_by = np.where((request != own) & (within >= hidden), own, -1).astype(np.int32)
 
-    flat = np.array([cell for span in spans for cell in span.cells] or [0], np.int32)
-    count = np.array([len(span.cells) for span in spans], np.int32)
+    flat = np.array([cell for span in spans for cell in span.cells] or [0] * parts, np.int32).reshape(
+        -1, parts
+    )
+    count = np.array([len(span.cells) // parts for span in spans], np.int32)
     has_slot, entry = count[at] > 0, first + within
     cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + entry // cell_tokens, 0)]
-    slot = np.where(has_slot, cell * cell_tokens + entry % cell_tokens, slots).astype(np.int32)
+    in_cell = (entry % cell_tokens)[:, None]
+    slot = np.where(has_slot[:, None], cell * cell_tokens + in_cell, slots).astype(np.int32)
     in_row = np.where(cached, np.cumsum(cached) - 1, profile.context + np.cumsum(1 - cached) - 1)
     text = np.concatenate([span.text for span in spans])
     return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
@@ -211,6 +218,11 @@ def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Wh
 def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
     request, *others = tokens
     return Tokens(_fill(size, -1, request[which]), *(_fill(size, 0, x[which]) for x in others))
+
+
+def _fill_rows(size: int, fill: int, rows: Int32) -> Int32:
+    """As `_fill`, of rows [n, P]."""
+    return np.stack([_fill(size, fill, column) for column in rows.T], axis=1)
 
 
 def _fill(size: int, fill: int, values: npt.NDArray[np.integer]) -> Int32:

@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor of prompts with cached segments: owner of the page pool (DESIGN idea 3, BAT-7).
+"""The executor of prompts with cached segments (DESIGN idea 3, BAT-7).
 
-The pool is one device array, and this is the only place that has it. Every program that reads or writes it is
-dispatched here, by one thread, in the order in which the batches were planned, and a program that writes it is given it
-for good (donation) and hands back the next state. So what a plan says is valid has been written before it is read,
-without a lock and without waiting for the device: a batch's KV is written behind its scores, which go back to the
-caller meanwhile.
+Its programs read and write cells of the device's pool (`jgr.cache.pool`), which models share. They are dispatched by
+one thread, in the order in which the batches were planned. So what a plan says is valid has been written before it is
+read, without waiting for the device: a batch's KV is written behind its scores, which go back to the caller meanwhile.
 
-A failure may lose the pool. It is then empty, and whoever planned must forget what was in it.
+`launch` dispatches a batch and `collect` waits for it; others may be launched in between. A batch that was planned
+before the pool was lost is refused by `PoolLost`, and can be planned again.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 
-from jgr.cache.meta import Move
+from jgr.cache.host import HostTier
+from jgr.cache.pool import DevicePool
 from jgr.models import packed
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
+from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.device_filters import DeviceFilters
@@ -38,32 +35,21 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 
-MOVED_CELLS = 64
-"""Cells that one program moves between the device and the host."""
 
+class Pending(NamedTuple):
+    """A batch on the device: what it was made of, and the arrays that its answers will be read from."""
 
-class PoolShape(NamedTuple):
-    """pages, host_pages: on the device and on the host. cells: of a page."""
-
-    pages: int
-    page_tokens: int
-    cells: int
-    host_pages: int = 0
-
-    @property
-    def slots(self) -> int:
-        return self.pages * self.page_tokens
-
-    @property
-    def cell_tokens(self) -> int:
-        return self.page_tokens // self.cells
+    profile: Profile
+    works: Sequence[SegmentsWork]
+    epoch: int
+    outputs: Any
 
 
 class PagedExecutor:
-    """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `run`.
+    """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `launch`.
 
-    longest: tokens of a prompt to go on from, at most. repair: of item tokens, which changes the programs that rank.
-    Others as in RowExecutor.
+    pool, kv: the cells for keys and values. longest: tokens of a prompt to go on from, at most. repair: of item tokens,
+    which changes the programs that rank. host: below the pool; None: nothing. Others as in RowExecutor.
     """
 
     def __init__(
@@ -72,7 +58,8 @@ class PagedExecutor:
         params: DecoderParams,
         tables: CatalogTables,
         profiles: tuple[Profile, ...],
-        shape: PoolShape,
+        pool: DevicePool,
+        kv: KVCells,
         longest: int,
         normalize: Normalize,
         *,
@@ -80,23 +67,17 @@ class PagedExecutor:
         listed: int = 1,
         segment_rows: int = 0,
         repair: Repair = NO_REPAIR,
+        host: HostTier | None = None,
     ) -> None:
         self.profiles = profiles
         self._repair = repair
-        self.shape = shape
+        self.pool, self.kv, self._host = pool, kv, host
         self._cfg, self._params, self._tables, self._segment_rows = cfg, params, tables, segment_rows
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
         self._listed = listed
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
         self._writes: dict[int, jax.stages.Compiled] = {}
-        self._pool = self._empty()
-        self._dtype = np.dtype(self._pool.dtype)
-        cell_elements = shape.cell_tokens * packed.slot_elements(cfg)
-        self._host = np.zeros((shape.host_pages * shape.cells, cell_elements), self._dtype)
-        self._staging = _pinned_host(self._pool)
-        self._mover = ThreadPoolExecutor(1, "jgr-host-tier")
-        self._moving: list[Future[None]] = []
 
     @property
     def to_compile(self) -> int:
@@ -104,19 +85,21 @@ class PagedExecutor:
         return len(self.profiles) - len(self._programs)
 
     def over(self, tables: CatalogTables, segment_rows: int) -> PagedExecutor:
-        """The same model over another catalog, with a pool of its own. Programs are shared where the shapes are."""
+        """The same model over another catalog. Programs are shared where the shapes are."""
         other = PagedExecutor(
             self._cfg,
             self._params,
             tables,
             self.profiles,
-            self.shape,
+            self.pool,
+            self.kv,
             self._longest,
             self._normalize,
             approximate=self._approximate,
             listed=self._listed,
             segment_rows=segment_rows,
             repair=self._repair,
+            host=self._host,
         )
         other._writes = self._writes
         if other._shapes() == self._shapes():
@@ -136,21 +119,24 @@ class PagedExecutor:
                 self._programs[profile] = self.compile(profile)
                 self.run(profile, [_smallest_work(profile)])
             progress(done, len(self.profiles), f"{profile.kind} {profile.tokens}+{profile.context} packed")
-        if self.shape.host_pages:
-            nothing = np.zeros(0, np.int32)
-            for direction in ("to_host", "to_device"):
-                self._move(Move(direction, nothing, nothing), at_least=1)
+        if self._host is not None:
+            self._host.warm_up(self.kv.cells)
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
         arrays = self._pack(profile, [_smallest_work(profile)])
         lowered: jax.stages.Lowered
         if profile.kind == "rank":
-            lowered = packed.rank.lower(self._params, self._pool, arrays.row, arrays.asked, cfg=self._cfg)
+            lowered = packed.rank.lower(
+                self._params, self.pool.example, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv
+            )
         else:
             lowered = packed.recommend.lower(
+                self._params,
+                self.pool.example,
                 *self._recommend_inputs(profile, arrays, []),
                 cfg=self._cfg,
+                kv=self.kv,
                 width=profile.width,
                 normalize=self._normalize,
                 approximate=self._approximate,
@@ -160,9 +146,13 @@ class PagedExecutor:
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
         """The program that writes so many new tokens; its memory_analysis shows that the pool is written in place."""
         cfg = self._cfg
-        one: Any = jax.ShapeDtypeStruct((cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), self._pool.dtype)
-        slots = jax.ShapeDtypeStruct((tokens,), np.int32)
-        lowered: jax.stages.Lowered = packed.write.lower(self._pool, ContextKV(one, one), slots, cfg=cfg)
+        one: Any = jax.ShapeDtypeStruct(
+            (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), np.dtype(self.kv.dtype)
+        )
+        slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32)
+        lowered: jax.stages.Lowered = packed.write.lower(
+            self.pool.example, ContextKV(one, one), slots, kv=self.kv
+        )
         return lowered.compile()
 
     def program_texts(self) -> list[str]:
@@ -170,53 +160,58 @@ class PagedExecutor:
         return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
-        """One outcome per work, in order: `launch`, and then `collect`."""
-        return self.collect(profile, works, self.launch(profile, works))
+        """One outcome per work, in order. PoolLost where nothing has run and all can be planned again."""
+        return self.collect(self.launch(profile, works))
 
-    def launch(self, profile: Profile, works: Sequence[Work]) -> Any:
-        """Hand a batch to the device: the program's outputs, not waited for. Where it fails the pool is empty."""
-        with self._losing():
-            return self._launch(profile, works)
-
-    def collect(self, profile: Profile, works: Sequence[Work], out: Any) -> list[Outcome]:
-        """Wait for a batch: one outcome per work, in order. Where it failed the pool is empty afterwards."""
+    def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
+        """Dispatch a batch. PoolLost where it was planned for an earlier epoch of the pool."""
         own = [work for work in works if isinstance(work, SegmentsWork)]
-        with self._losing():
-            if profile.kind == "rank":
-                ends = np.cumsum([len(work.columns) for work in own])
-                return [RankOutcome(x) for x in np.split(np.asarray(out)[: ends[-1]], ends[:-1])]
-            leaves, found = np.asarray(out.leaves), np.asarray(out.scores)
-            alive = (~np.isneginf(found)).sum(axis=1)
-            return [RecommendOutcome(leaves[i, : alive[i]], found[i, : alive[i]]) for i in range(len(own))]
-
-    @contextlib.contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self._pool = self._empty()
-            self._moving.clear()  # of no use any more, and where one has failed it would fail what waits for it
-            raise
-
-    def _launch(self, profile: Profile, works: Sequence[Work]) -> Any:
-        own = [work for work in works if isinstance(work, SegmentsWork)]
-        for move in [move for work in own for move in work.moves]:
-            self._move(move)
+        epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
+        if self._host is not None:
+            self._host.catch_up()
         arrays = self._pack(profile, own)
         program = self._programs[profile]
-        if profile.kind == "rank":
-            scores, new = program(self._params, self._pool, arrays.row, arrays.asked)
-            self._write(new, arrays.keep)
-            return scores
-        beams, new = program(*self._recommend_inputs(profile, arrays, own))
-        self._write(new, arrays.keep)
-        return beams
+        inputs: tuple[Any, ...] = (arrays.row, arrays.asked)
+        if profile.kind == "recommend":
+            inputs = self._recommend_inputs(profile, arrays, own)
+        outputs, new = self.pool.read(lambda array: program(self._params, array, *inputs), epoch)
+        if (arrays.keep < self._slots).any():
+            write = self._writes[len(arrays.keep)]
+            self.pool.write(lambda array: write(array, new, arrays.keep), epoch)
+        return Pending(profile, own, epoch, outputs)
+
+    def collect(self, pending: Pending) -> list[Outcome]:
+        """Wait for a batch: one outcome per work, in order. Where its program failed, the pool is lost."""
+        works, outputs = pending.works, pending.outputs
+        try:
+            found = jax.tree.map(np.asarray, outputs)
+        except Exception as error:
+            self.pool.lose(pending.epoch, error)
+            raise
+        if pending.profile.kind == "rank":
+            ends = np.cumsum([len(work.columns) for work in works])
+            return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
+        alive = (~np.isneginf(found.scores)).sum(axis=1)
+        return [
+            RecommendOutcome(found.leaves[i, : alive[i]], found.scores[i, : alive[i]])
+            for i in range(len(works))
+        ]
+
+    @property
+    def _slots(self) -> int:
+        """Of the pool; the first number that it does not have."""
+        return self.pool.pages * self.kv.slots
 
     def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
         longest = min(self._longest, profile.tokens + profile.context) if profile.kind == "recommend" else 0
-        shape, repair = self.shape, self._repair if profile.kind == "rank" else NO_REPAIR
         return pack(
-            works, profile, cell_tokens=shape.cell_tokens, slots=shape.slots, longest=longest, repair=repair
+            works,
+            profile,
+            cell_tokens=self.kv.tokens,
+            parts=self.kv.parts,
+            slots=self._slots,
+            longest=longest,
+            repair=self._repair if profile.kind == "rank" else NO_REPAIR,
         )
 
     def _recommend_inputs(
@@ -225,46 +220,7 @@ class PagedExecutor:
         widths = np.zeros(profile.batch, np.int32)
         widths[: len(works)] = [work.beam_width for work in works]
         filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
-        return self._params, self._pool, self._tables, arrays.row, arrays.whole, widths, filters
-
-    def _write(self, new: Any, keep: npt.NDArray[np.int32]) -> None:
-        if (keep < self.shape.slots).any():
-            self._pool = self._writes[len(keep)](self._pool, new, keep)
-
-    def _move(self, move: Move, at_least: int = 0) -> None:
-        """In parts of one size; numbers beyond the pool fill the last one up."""
-        cells = self.shape.cells
-        for at in range(0, max(len(move.device), at_least), MOVED_CELLS):
-            device, host = move.device[at : at + MOVED_CELLS], move.host[at : at + MOVED_CELLS]
-            numbers = np.full(MOVED_CELLS, self.shape.pages * cells, np.int32)
-            numbers[: len(device)] = device
-            if move.direction == "to_host":
-                read = packed.read_cells(
-                    self._pool, np.minimum(numbers, self.shape.pages * cells - 1), cells=cells
-                )
-                for moved in [moving for moving in self._moving if moving.done()]:
-                    moved.result()
-                    self._moving.remove(moved)
-                read = jax.device_put(
-                    read, self._staging
-                )  # by the device itself, behind what was dispatched before
-                self._moving.append(self._mover.submit(self._keep, read, host))
-                continue
-            for moving in self._moving:
-                moving.result()
-            values = np.zeros((MOVED_CELLS, self._host.shape[1]), self._dtype)
-            values[: len(host)] = self._host[host]
-            values = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
-            self._pool = packed.write_cells(self._pool, numbers, values, cells=cells)
-
-    def _keep(self, read: jax.Array, host: npt.NDArray[np.int32]) -> None:
-        self._host[host] = np.asarray(read)[: len(host)]
-
-    def _empty(self) -> jax.Array:
-        elements = self.shape.page_tokens * packed.slot_elements(self._cfg)
-        embed = self._params.embed
-        # Bound to its device, as what the host tier puts into it is: to jit an unbound array is another argument.
-        return jnp.zeros((self.shape.pages, elements), embed.dtype, device=jnp.asarray(embed).sharding)
+        return self._tables, arrays.row, arrays.whole, widths, filters
 
 
 class DecoderExecutors:
@@ -283,7 +239,7 @@ class DecoderExecutors:
         return sum(executor.to_compile for executor in self._all)
 
     def over(self, tables: CatalogTables, segment_rows: int) -> DecoderExecutors:
-        """See RowExecutor. The pool is another one."""
+        """See RowExecutor."""
         paged = None if self.paged is None else self.paged.over(tables, segment_rows)
         return DecoderExecutors(self.plain.over(tables, segment_rows), paged)
 
@@ -321,16 +277,6 @@ class DecoderExecutors:
 
     def _of(self, profile: Profile) -> RowExecutor | PagedExecutor:
         return self.paged if profile.packed and self.paged is not None else self.plain
-
-
-def _pinned_host(pool: jax.Array) -> jax.sharding.Sharding:
-    """Where copies between host and device pass through: host memory that the device reads and writes by itself, where
-    the backend has it; else the device's own, which is no stop at all."""
-    (device,) = pool.devices()
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        return pool.sharding
-    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
 def _smallest_work(profile: Profile) -> SegmentsWork:

@@ -28,7 +28,8 @@ def measure(
     """
     ranking = [profile for profile in executor.profiles if profile.kind == "rank"]
     for profile in ranking or executor.profiles:
-        for cached in sorted({0, *(min(profile.context, executor.shape.slots) // part for part in (1, 2))}):
+        most = min(profile.context, executor.pool.pages * executor.kv.slots // executor.kv.parts)
+        for cached in sorted({0, most // 2, most}):
             works = [_work(executor, profile, cached)]
             seconds = []
             for _ in range(runs):
@@ -42,7 +43,7 @@ def _work(executor: PagedExecutor, profile: Profile, cached: int) -> SegmentsWor
     token = np.zeros(1, np.int32)
     items = [(0, Content.of(token))] if profile.kind == "rank" else []
     new = profile.tokens - 1 - len(items)
-    cells = tuple(range(-(-cached // executor.shape.cell_tokens)))
+    cells = tuple(range(-(-cached // executor.kv.tokens) * executor.kv.parts))
     prompt = make_prompt(Content.of(np.zeros(cached + new, np.int32)), token, items)
     user = PlannedSegment(Kind.USER, (Reuse(cached, cells), Compute(new)))
     others = [PlannedSegment(segment.kind, (Compute(1),)) for segment in prompt[1:]]

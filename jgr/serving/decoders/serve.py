@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -38,13 +38,14 @@ class ProfiledExecutors(Executors, Protocol):
 @dataclass(eq=False)
 class ServedDecoder:
     """See jgr.serving.engine.contract.Served. executors: their profiles bound the prompts, beam widths and numbers of
-    candidates that are served. caching: None where nothing is cached."""
+    candidates that are served. caching: None where nothing is cached. memory: bytes that its parts take."""
 
     executors: ProfiledExecutors
     translator: Translator
     config: Config
     metrics: Metrics
     caching: Caching | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.normalize = self.translator.info.normalize
@@ -79,7 +80,7 @@ class ServedDecoder:
 
     def begin(self, start: Start, tasks: Sequence[Task]) -> list[Work]:
         assert isinstance(start.shape, Profile)
-        works = planned(start, tasks)
+        works = planned(start, tasks, self.caching)
         real_tokens = sum(task.usage.computed_tokens + task.width for task in tasks)
         self.metrics.observe_batch(start.shape, len(tasks), real_tokens)
         return works
@@ -117,8 +118,12 @@ class ServedDecoder:
     def started(self) -> None:
         """Nothing else is to be opened."""
 
-    def close(self) -> None:
-        """Nothing is to be closed."""
+    def epoch(self) -> int:
+        return 0 if self.caching is None else self.caching.memory.pool.epoch
+
+    def close(self, idle: bool) -> None:
+        if idle and self.caching is not None:
+            self.caching.lease.close()
 
     def join(self, timeout_s: float) -> bool:
         return True
@@ -153,6 +158,7 @@ def decoder_engine(
     revision: str = "",
     rebuild: Rebuild | None = None,
     caching: Caching | None = None,
+    memory: Mapping[str, int] | None = None,
 ) -> Engine[ServedDecoder]:
     """The engine of one decoder over one catalog, not started.
 
@@ -172,7 +178,7 @@ def decoder_engine(
         segments=None if caching is None else caching.segments,
         cached=caching is not None and "recommend" in caching.groupings,
     )
-    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching)
+    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
     timed = {} if clock is None else {"clock": clock}
     return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, **timed)
 

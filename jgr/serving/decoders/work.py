@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.meta import Move
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.segments import Prompt, count_tokens
 from jgr.serving.policies.sources import PlannedPrompt
@@ -47,8 +46,8 @@ class SegmentsWork:
     """A prompt whose segments may be cached, to rank its items or to go on from.
 
     columns: [c] int32, for each candidate the token whose logit is its score; negative_columns: [c] int32, the token
-    whose logit is taken from it. beam_width, filter: as in RecommendWork. plan: where the segments come from; moves:
-    which entries must be moved first; both are known once the batch is planned.
+    whose logit is taken from it. beam_width, filter: as in RecommendWork. plan: where the segments come from, known
+    once the batch is planned. epoch: the epoch of the cache's pool that it was planned for; None: any.
     """
 
     prompt: Prompt
@@ -57,7 +56,7 @@ class SegmentsWork:
     beam_width: int = 0
     filter: ItemFilter = NO_FILTER
     plan: PlannedPrompt | None = None
-    moves: tuple[Move, ...] = ()
+    epoch: int | None = None
 
     @property
     def tokens(self) -> int:

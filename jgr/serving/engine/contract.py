@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 from msgspec import UnsetType
@@ -81,6 +81,10 @@ class Served(Protocol[T]):
     def meta(self) -> CacheMeta | None:
         """The meta service of its cache; None where nothing is cached."""
 
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that its parts take, on the device and on the host, by their names."""
+
     def policy(self) -> Policy[Any]:
         """A new policy. Called once more after the warm-up, when the costs of the programs are known."""
 
@@ -117,8 +121,11 @@ class Served(Protocol[T]):
     def started(self) -> None:
         """The warm-up has ended well."""
 
-    def close(self) -> None:
-        """No request comes any more. Called once or more often."""
+    def epoch(self) -> int:
+        """How often the pool that its cache stands in was lost; 0 where nothing is cached."""
+
+    def close(self, idle: bool) -> None:
+        """No request comes any more. idle: nothing is in flight. Called once or more often."""
 
     def join(self, timeout_s: float) -> bool:
         """After `close`: wait until what it holds is closed. False where the time ran out."""

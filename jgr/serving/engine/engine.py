@@ -20,12 +20,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
@@ -95,7 +96,7 @@ class Engine(Generic[S]):
         self._tickets: dict[int, Ticket] = {}
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
-        self._pump_due = False
+        self._pump_due, self._epoch = False, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
 
@@ -117,6 +118,11 @@ class Engine(Generic[S]):
     def meta(self) -> CacheMeta | None:
         """The meta service of its cache; None where nothing is cached."""
         return self.served.meta
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes that its parts take, on the device and on the host, by their names."""
+        return self.served.memory
 
     @property
     def queued(self) -> int:
@@ -191,7 +197,7 @@ class Engine(Generic[S]):
             self._policy.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
         self._lanes.stop()
-        self.served.close()
+        self.served.close(idle=not self._policy.in_flight)
         if self._wakeup is not None:
             self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
             self._wakeup = None
@@ -233,7 +239,10 @@ class Engine(Generic[S]):
     def _pump(self) -> None:
         """Do what the policy plans now, and wake up when time alone changes the plan."""
         self._pump_due = False
-        now_ns = self.clock()
+        now_ns, epoch = self.clock(), self.served.epoch()
+        if epoch != self._epoch:
+            self._policy.renew(epoch, now_ns)
+            self._epoch = epoch
         plan = self._policy.plan(now_ns)
         if plan.expired:
             self._expire(plan.expired)
@@ -253,12 +262,13 @@ class Engine(Generic[S]):
         self._pump()
 
     def _finished(self, start: Start, run: Run) -> None:
-        outcome: Outcome = "well" if run.error is None else "failed"
+        lost = isinstance(run.error, PoolLost)  # nothing has run, and it is planned again
+        outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
         committed = self._policy.commit(start.run, outcome, self.clock())
         if run.error is None:
             self._take(start, run)
         self._pump()
-        if run.error is not None:
+        if run.error is not None and not lost:
             self._fail(committed.failed, run.error)
         if committed.expired:
             self._expire(committed.expired)

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jgr.cache.meta import KINDS as ENTRIES
 from jgr.cache.meta import CacheMeta
 from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo, Timing, Usage
@@ -27,11 +26,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 PHASES = ("load", "request")
 OUTCOMES = ("done", "failed")
 DRIFTS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-EVENTS = (
-    *(f"{kind}_{event}" for kind in ENTRIES for event in ("evicted", "stale", "refused")),
-    "to_host",
-    "to_device",
-)
+ENTRY_EVENTS = ("evicted", "stale", "refused")
 FEATURE_STATES = ("fresh", "stale", "missing")
 FEATURE_EVENTS = (
     "waits", "late", "fetched", "joined", "not_found", "invalid", "round_trips", "failures", "held", "bytes", "evicted",
@@ -126,6 +121,10 @@ class Metrics:
     def watch_cache(self, read: Callable[[], CacheMeta | None]) -> None:
         """Export the state of the cache that `read` gives; None: there is none."""
         self.registry.register(_Cache(read))
+
+    def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Export what the parts of the engine in use take."""
+        self.registry.register(_Memory(read))
 
     def observe_answer(self, kind: Kind, timing: Timing, usage: Usage) -> None:
         """Count one answered request: its times and its tokens."""
@@ -235,23 +234,45 @@ class _Cache(Collector):
         if meta is None:
             return
         pages = GaugeMetricFamily(
-            "jgr_cache_pages", "Pages of the pool, by what holds them.", labels=["holder"]
+            "jgr_cache_pages",
+            "Pages of the pool, by what holds them; others: other models and versions.",
+            labels=["holder"],
         )
         entries = GaugeMetricFamily("jgr_cache_entries", "Cache entries on the device.", labels=["kind"])
         waste = GaugeMetricFamily(
-            "jgr_cache_fragmentation", "Share of the entries' room that no token fills.", labels=["kind"]
+            "jgr_cache_fragmentation", "Share of a kind's pages that nothing valid fills.", labels=["kind"]
         )
         pages.add_metric(["free"], meta.pages.free)
-        for kind in ENTRIES:
-            pages.add_metric([kind], meta.pages.used(kind))
+        for kind in meta.kinds:
+            pages.add_metric([kind], meta.used(kind))
             entries.add_metric([kind], meta.number(kind))
             waste.add_metric([kind], meta.fragmentation(kind))
+        others = meta.pages.count - meta.pages.free - sum(map(meta.used, meta.kinds))
+        pages.add_metric(["others"], others)
         events = CounterMetricFamily(
             "jgr_cache_events", "What happened to entries since the engine's start.", labels=["event"]
         )
-        for event in EVENTS:
+        names = [f"{kind}_{event}" for kind in meta.kinds for event in ENTRY_EVENTS]
+        for event in (*names, "to_host", "to_device"):
             events.add_metric([event], meta.counts[event])
         yield from (pages, entries, waste, events)
+
+
+class _Memory(Collector):
+    """Exports the bytes of an engine's parts, when it is asked."""
+
+    def __init__(self, read: Callable[[], Mapping[str, int]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "jgr_memory_bytes",
+            "Memory of the engine in use, by part; of the pool and the host tier, which models share, its share.",
+            labels=["part"],
+        )
+        for part, size in self._read().items():
+            family.add_metric([part], size)
+        yield family
 
 
 class _Features(Collector):

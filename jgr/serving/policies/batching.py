@@ -70,6 +70,9 @@ class Grouping(Protocol):
     def finished(self, jobs: tuple[int, ...], well: bool) -> None:
         """The batch of such a group came back; well: without a failure."""
 
+    def renew(self, epoch: int) -> None:
+        """The pool is of this epoch: forget what was cached before."""
+
     def check(self) -> None:
         """Audit; AssertionError."""
 
@@ -117,6 +120,9 @@ class FixedShapes:
 
     def finished(self, jobs: tuple[int, ...], well: bool) -> None:
         """Nothing is remembered of batches."""
+
+    def renew(self, epoch: int) -> None:
+        """Nothing is cached."""
 
     def check(self) -> None:
         """Nothing can be wrong."""
@@ -179,6 +185,12 @@ class Batcher(Policy[Live]):
             times.append(head.arrival_ns + (0 if self._draining else self._max_wait_ns))
         return min(times, default=None)
 
+    def renew(self, epoch: int, now_ns: int) -> None:
+        """See Policy."""
+        super().renew(epoch, now_ns)
+        for grouping in self._groupings.values():
+            grouping.renew(epoch)
+
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them, now that nobody waits."""
         self._advance_clock(now_ns)
@@ -223,7 +235,7 @@ class Batcher(Policy[Live]):
             self._move(self._live[job_id], "start")
         plans = group.prompts or (None,) * len(group.jobs)
         work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
-        return Start(self._runs, 0, group.profile, work, group.moves)
+        return Start(self._runs, 0, group.profile, work, group.moves, self._epoch)
 
     def _finished(self, start: Start, outcome: Outcome) -> None:
         assert isinstance(start.shape, Profile)

@@ -131,13 +131,15 @@ Work = Request | User | Candidates
 
 class Start(Struct, frozen=True):
     """Run this work now. run: its number; lane: the number of the device thread; shape: the compiled shape, a decoder's
-    profile or a scorer's number of candidates. moves: cached entries to be moved before it."""
+    profile or a scorer's number of candidates. moves: cached entries to be moved before it. epoch: of the memory pool
+    that the plan names cells of; a pool of another epoch refuses the run."""
 
     run: int
     lane: int
     shape: Profile | int
     work: tuple[Work, ...]
     moves: tuple[Any, ...] = ()
+    epoch: int = 0
 
     @property
     def jobs(self) -> tuple[int, ...]:
@@ -201,7 +203,7 @@ class Policy(ABC, Generic[L]):
         self._flights: dict[int, Start] = {}
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
-        self._queued = self._runs = 0
+        self._queued = self._runs = self._epoch = 0
         self._now_ns: int | None = None
         self._draining = False
 
@@ -305,6 +307,11 @@ class Policy(ABC, Generic[L]):
                 if state in ended:
                     ended[state].append(work.job)
         return Committed(tuple(ended["done"]), tuple(ended["failed"]), tuple(ended["expired"]))
+
+    def renew(self, epoch: int, now_ns: int) -> None:
+        """The pool was lost, and is of this epoch now: forget what is cached. Runs that were planned before are lost."""
+        self._advance_clock(now_ns)
+        self._epoch = epoch
 
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them now."""

@@ -98,6 +98,9 @@ class Users(Protocol):
     def end(self, found: Any, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run that did has not failed."""
 
+    def renew(self, epoch: int) -> None:
+        """The pool is of this epoch: forget what was kept before."""
+
     def check(self) -> None:
         """Audit; AssertionError."""
 
@@ -176,6 +179,12 @@ class Orchestrator(Policy[_Live]):
                 return False, (best,)
         return reads, sizes
 
+    def renew(self, epoch: int, now_ns: int) -> None:
+        """See Policy."""
+        super().renew(epoch, now_ns)
+        if self._users is not None:
+            self._users.renew(epoch)
+
     def next_wakeup_ns(self) -> int | None:
         """When a plan could do something by time alone; None: never."""
         return self._deadlines[0][0] if self._deadlines else None
@@ -246,7 +255,9 @@ class Orchestrator(Policy[_Live]):
         if entry.state == "queued":
             self._move(entry, "start")
         work: Work = Candidates(job_id, first, count) if count else self._user(entry.job)
-        return Start(self._runs, self._idle[executor_size].popleft(), executor_size, (work,))
+        return Start(
+            self._runs, self._idle[executor_size].popleft(), executor_size, (work,), epoch=self._epoch
+        )
 
     def _user(self, job: Job) -> User:
         found = None if self._users is None else self._users.find(job.user)

@@ -104,6 +104,10 @@ class PromptScheduler:
         for read, written in self._pinned.pop(jobs):
             self._end(read, written, well)
 
+    def renew(self, epoch: int) -> None:
+        """The pool is of this epoch: forget what was cached before."""
+        self._meta.renew(epoch)
+
     def check(self) -> None:
         """Audit: the entries of batches in flight are pinned. Other schedulers may pin entries of the same service."""
         self._meta.check()
@@ -179,7 +183,7 @@ class PromptScheduler:
         (user,), items = of_kind(prompt, Kind.USER), of_kind(prompt, Kind.ITEM)
         at = Situation(len(user), count_tokens(items))
         if self._policy == "hotness":
-            frequency = 0.0  # of who can never be cached, and is not put first to be
+            frequency = 0.0  # who can never be cached is not put first to be cached
             if meta.hotness is not None and meta.can_keep("user", len(user)):
                 frequency = meta.hotness.frequency(_name(user), now_ns)
             at = replace(
@@ -201,9 +205,10 @@ class PromptScheduler:
         written: list[Entry],
         repaired: int = 0,
     ) -> tuple[tuple[Source, ...], tuple[int, ...] | None]:
-        """Reuse at most so many tokens, and where it is asked for and possible keep the rest: the spans, and the cells.
+        """The spans of a segment that reuses at most `most` tokens, and the cells that keep the rest, None for none.
 
-        repaired: of what is cached so many first tokens are not read.
+        keep: whether the rest should be kept. read, written: take the entries that are pinned. repaired: so many first
+        tokens are not read from the cache.
         """
         meta, name, content = self._meta, _name(segment), segment.content
         entry = meta.find(name, content)
@@ -214,8 +219,8 @@ class PromptScheduler:
             meta.hold(entry)
             read.append(entry)
             if cached > repaired:
-                cells = entry.cells[: -(-cached // meta.cell_tokens)]
-                spans = (Reuse(cached - repaired, tuple(cells.tolist()), repaired),)
+                cells = entry.cells[: meta.cells(name.kind, cached)]
+                spans = (Reuse(cached - repaired, cells, repaired),)
         if cached < len(content):
             spans = (*spans, Compute(len(content) - cached))
         write = None
@@ -223,7 +228,7 @@ class PromptScheduler:
             writer = meta.extend(name, content)
             if writer is not None:
                 written.append(writer)
-                write = tuple(writer.cells.tolist())
+                write = writer.cells
         return spans, write
 
     def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:

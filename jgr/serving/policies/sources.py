@@ -58,7 +58,7 @@ class Repair(Struct, frozen=True):
 
     @classmethod
     def of(cls, cache: CacheConfig) -> Repair:
-        """As configured."""
+        """The repair that the configuration asks for."""
         return cls(cache.repair_tokens, cache.repair_share)
 
     def __bool__(self) -> bool:
@@ -122,8 +122,8 @@ class PlannedSegment(Struct, frozen=True):
 class PlannedPrompt(Struct, frozen=True):
     """The sources of a prompt's segments, in the order in which its layout has them.
 
-    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: the prompt is
-    none of those that are.
+    chosen: item tokens that the program chooses to repair. repaired_tokens: all that are repaired; None: prompts of
+    this layout, or on this server, are not repaired.
     """
 
     layout: LayoutName
@@ -141,7 +141,7 @@ class PlannedPrompt(Struct, frozen=True):
         chosen: int = 0,
         repaired: int | None = None,
     ) -> PlannedPrompt:
-        """With the tokens counted."""
+        """The plan of these segments, with its tokens counted."""
         computed, cached = chosen, 0
         for segment in segments:
             computed += segment.repaired

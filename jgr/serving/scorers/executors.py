@@ -9,9 +9,9 @@ good (donation); inputs to the staging buffer: after warm-up a run allocates not
 What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
 published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
 MODEL-13); or a part does that is all of its request, which saves the arrays' way through memory.
-`cache`: such an executor also keeps it on the pages of `StatePool`, or fetches it from there, or computes it from what
-is there of the user when the history was shorter. What depends on the moment of the request is never kept: where there
-is any, another program makes the state of what is kept (`scorers.keeping`).
+`cache`: such an executor also keeps it in cells of the pool (`StateView`), or fetches it from there, or computes it
+from what is there of the user when the history was shorter. What depends on the moment of the request is never kept:
+where there is any, another program makes the state of what is kept (`scorers.keeping`).
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -19,6 +19,7 @@ A run that raises leaves its executor with new buffers, as at the start.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ import numpy.typing as npt
 
 from jgr.cache.buffers import BufferLayout, Staging
 from jgr.cache.entries import Stored
-from jgr.cache.pool import StatePool
+from jgr.cache.pool import StateView
 from jgr.features import numa
 from jgr.features.schema import Schema
 from jgr.models import scorers
@@ -234,8 +235,8 @@ class Programs:
 class Executor:
     """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`."""
 
-    def __init__(self, programs: Programs, size: int, pool: StatePool | None) -> None:
-        self.size, self._programs, self._pool = size, programs, pool
+    def __init__(self, programs: Programs, size: int, states: StateView | None) -> None:
+        self.size, self._programs, self._states = size, programs, states
         self.reset()
 
     def reset(self) -> None:
@@ -267,11 +268,11 @@ class Executor:
             raise
 
     def _read(self, work: ReadWork) -> Read:
-        place, pool, programs = work.place, self._pool, self._programs
+        place, states, programs = work.place, self._states, self._programs
         new, found = place is not None and place.new, None
-        if pool is not None and place is not None:
+        if states is not None and place is not None:
             at = work.before if new else place
-            found = None if at is None else pool.load(at)
+            found = None if at is None else states.load(at)
         views, given = self._staging.views(), programs.user.views(work.block)
         for name, view in views.items():
             view[:] = given[name]
@@ -281,8 +282,8 @@ class Executor:
         else:
             kept = self._staging.run(programs.grow, programs.params, found) if new else found
         stored = cached == "all"
-        if new and pool is not None and place is not None:
-            stored = pool.store(kept, place)
+        if new and states is not None and place is not None:
+            stored = states.store(kept, place)
         state = kept if programs.renew is None else self._staging.run(programs.renew, programs.params, kept)
         return Read(state, cached, stored)
 
@@ -302,18 +303,18 @@ class Executor:
 class ScorerExecutors:
     """The executors of one engine, `number` of each size, each with a thread.
 
-    pool: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
+    states: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
     """
 
     def __init__(
         self,
         programs: Programs,
         number: int,
-        pool: StatePool | None = None,
+        states: StateView | None = None,
         *,
         bind: bool = False,
     ) -> None:
-        self.programs, self.pool, self._bind = programs, pool, bind
+        self.programs, self.states, self._bind = programs, states, bind
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
@@ -322,6 +323,12 @@ class ScorerExecutors:
     @property
     def lanes(self) -> int:
         return len(self.sizes)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all executors' inputs and scores."""
+        outs = (4 * math.prod(self.programs.out_shape(size)) for size in self.sizes if size != USER_PART)
+        return sum(self.programs.layouts[size].size for size in self.sizes) + sum(outs)
 
     def bind(self) -> None:
         """See jgr.serving.engine.contract.Executors."""
@@ -337,11 +344,11 @@ class ScorerExecutors:
         block, views = new_block(programs.user)
         user = block
         views["rows"][:] = 0  # a full history: attention may skip what is not there
-        if self.pool is not None:
-            self.pool.compile()
+        if self.states is not None:
+            self.states.compile()
         for done, size in enumerate(programs.layouts, 1):
             programs.compile(size)
-            own = [Executor(programs, size, self.pool) for each in self.sizes if each == size]
+            own = [Executor(programs, size, self.states) for each in self.sizes if each == size]
             self._executors += own
             if size == USER_PART:
                 costs[USER_PART] = _cost(own, ReadWork(block), {})

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import jax
 
-from jgr.cache.pool import StatePool
+from jgr.cache.memory import Lease, Memory, tree_bytes
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pool import StateView
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.features.addresses import open_store
@@ -65,9 +67,11 @@ def make_scorer_engine(
     config: Config,
     catalog: Catalog,
     metrics: Metrics,
+    memory: Memory | None = None,
     like: ScorerExecutors | None = None,
 ) -> Engine[ServedScorer]:
-    """An engine for a catalog, not yet started. like: executors of the model, whose programs are used.
+    """An engine for a catalog, not yet started. memory: of the server; None: of its own. like: executors of the model,
+    whose programs are used.
 
     UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
     """
@@ -91,17 +95,19 @@ def make_scorer_engine(
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
-    pool = cache = None
+    memory = memory or Memory.of(config)
+    states = cache = lease = None
     if settings.share_user == "cache":
-        pool = StatePool(programs.kept, config.cache.device_mb, None if like is None else like.pool)
+        states = StateView(memory.pool, programs.kept, None if like is None else like.states)
+        lease = _lease(model, config, memory, states)
         if needs.dated:
             _log.warning(
                 "executors.share_user=cache: every event of this model depends on how long before the request it was, "
                 "so what is kept of a user serves requests of the same second alone"
             )
         growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
-        cache = UserCache(pool, programs.user.size, growth)
-    executors = ScorerExecutors(programs, settings.number, pool, bind=config.features.bind_threads)
+        cache = UserCache(lease.meta, growth)
+    executors = ScorerExecutors(programs, settings.number, states, bind=config.features.bind_threads)
     _log.info(
         "model %s@%s: %s of %d items, on %s; catalog %s; %d programs to compile",
         config.model.name,
@@ -124,11 +130,35 @@ def make_scorer_engine(
         metrics=metrics,
         features=features,
         cache=cache,
+        lease=lease,
+        pool_epoch=lambda: memory.pool.epoch,
+        memory={
+            "weights": tree_bytes(model.params),
+            "features": 0 if features is None else round(config.features.cache_mb * 2**20),
+            "buffers": executors.buffer_bytes,
+            **memory.parts(config.model.name),
+        },
     )
     rebuild = Rebuild(
-        partial(_fit, model), partial(make_scorer_engine, model, config, metrics=metrics, like=executors)
+        partial(_fit, model),
+        partial(make_scorer_engine, model, config, metrics=metrics, memory=memory, like=executors),
     )
     return Engine(served, config.server.default_deadline_ms, rebuild=rebuild)
+
+
+def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease:
+    """The meta service of users' states. ConfigError where the model's part of the pool does not hold one."""
+    name, room, pages = config.model.name, states.room, memory.limit(config.model.name)
+    if pages * (memory.pages.page_bytes // room.bytes) < room.cells:
+        size, need = (x / 2**20 for x in (pages * memory.pages.page_bytes, room.bytes * room.cells))
+        raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")
+
+    def make() -> CacheMeta:
+        return CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+
+    lease = memory.lease(("states", name, model.revision, room, config.executors.growth), make)
+    lease.meta.set_limit("user", pages)
+    return lease
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

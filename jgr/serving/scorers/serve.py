@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from msgspec import UNSET
 
+from jgr.cache.memory import Lease
 from jgr.cache.meta import CacheMeta
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
@@ -36,7 +37,8 @@ class ServedScorer:
     """See jgr.serving.engine.contract.Served.
 
     tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
-    None: the model reads none, or there is no store. cache: None where users' parts are not kept. clock: the engine's.
+    None: the model reads none, or there is no store. cache: None where users' parts are not kept; lease: of its entries;
+    pool_epoch: reads the pool's. memory: bytes that its parts take. clock: the engine's.
     """
 
     translator: ScorerTranslator
@@ -47,6 +49,9 @@ class ServedScorer:
     metrics: Metrics = field(default_factory=Metrics)
     features: FeatureCache | None = None
     cache: UserCache | None = None
+    lease: Lease | None = None
+    pool_epoch: Callable[[], int] = lambda: 0
+    memory: Mapping[str, int] = field(default_factory=dict)
     clock: Callable[[], int] = time.monotonic_ns
     normalize = UNSET
 
@@ -147,7 +152,10 @@ class ServedScorer:
         if self.features is not None:
             self.metrics.feature_counts = self.features.counts
 
-    def close(self) -> None:
+    def epoch(self) -> int:
+        return self.pool_epoch()
+
+    def close(self, idle: bool) -> None:
         if self.features is not None and self._closing is None:
             if self.metrics.feature_counts == self.features.counts:
                 self.metrics.feature_counts = None
@@ -156,6 +164,8 @@ class ServedScorer:
                 target=self.features.close, name="jgr-features-close", daemon=True
             )
             self._closing.start()
+        if idle and self.lease is not None:
+            self.lease.close()
 
     def join(self, timeout_s: float) -> bool:
         if self._closing is None:

@@ -78,6 +78,7 @@ class Deployment:
         self._threads: list[threading.Thread] = []
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
         self.metrics.watch_cache(lambda: self.engine.meta)
+        self.metrics.watch_memory(lambda: self.engine.memory)
         self.metrics.show_model(engine.info)
 
     @property
@@ -107,6 +108,8 @@ class Deployment:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
         await self.engine.start(progress)
         self._loaded_at = now()
+        parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
+        _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
 
     def reload(self) -> None:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jgr.cache.memory import Memory
 from jgr.config import Config
 from jgr.models import retrievers, scorers
 from jgr.serving.decoders.loading import load_engine
@@ -25,13 +26,14 @@ def is_scorer(folder: Path) -> bool:
         return False
 
 
-def load_any(config: Config, metrics: Metrics | None = None) -> AnyEngine:
+def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | None = None) -> AnyEngine:
     """The engine that serves config.model, a ranker or what `loading.load_engine` takes, over config.catalog.
 
-    Not yet started. metrics: of the server it joins. UserError names what is missing or does not fit.
+    Not yet started. metrics, memory: of the server it joins. UserError names what is missing or does not fit.
     """
     folder = open_folder(config)
     if not is_scorer(folder):
-        return load_engine(config, metrics)
+        return load_engine(config, metrics, memory)
     model = load_scorer(folder, config)
-    return make_scorer_engine(model, config, read_catalog(folder, config), metrics or counting_metrics())
+    catalog = read_catalog(folder, config)
+    return make_scorer_engine(model, config, catalog, metrics or counting_metrics(), memory)

@@ -54,9 +54,10 @@ def make_config(folder: Path, *settings: str) -> Config:
         "beam.width=4",
         "cache.policy=hotness",
         "cache.device_mb=0.2",
-        "cache.page_tokens=4",
+        "cache.page_kb=2",
         "cache.item_share=0.125",
-        "cache.item_cells=2",
+        "cache.cell_tokens=2",
+        "profiles.batch=1,4",
         "cache.shadow=1",
         "server.port=0",
         *settings,
@@ -188,7 +189,9 @@ def test_mixed_load_never_drifts(server: Served) -> None:
         'jgr_compilations_total{phase="request"}', 'jgr_cache_events_total{event="item_evicted"}'
     )
     assert compiled == 0 and evicted > 0
-    pages = server.metrics(*(f'jgr_cache_pages{{holder="{kind}"}}' for kind in ("free", "user", "item")))
+    pages = server.metrics(
+        *(f'jgr_cache_pages{{holder="{kind}"}}' for kind in ("free", "user", "item", "others"))
+    )
     caching = server.engine.served.caching
     assert caching is not None and sum(pages) == caching.meta.pages.count
 
@@ -197,7 +200,7 @@ def test_a_corrupted_page_raises_the_drift(server: Served) -> None:
     history, candidates = ids(*range(3, 15)), ids(20, 21)
     server.rank("y", history, candidates)
     paged = server.engine.served.executors.paged  # type: ignore[attr-defined]
-    paged._pool = paged._pool + 1
+    paged.pool.write(lambda array: array + (1 << 20), paged.pool.epoch)
     answer = server.rank("y", history, candidates)
     assert answer["usage"]["cached_tokens"] > 0
     within, count = next(
@@ -227,7 +230,7 @@ def test_bad_requests(server: Served, body: dict[str, Any], field: str) -> None:
         ("rank.item=<none>{sid}", "rank.item"),
         ("cache.device_mb=0.00001", "cache.device_mb"),
         ("rank.tokens=8,4", "rank.tokens"),
-        ("cache.item_cells=3", "cache.page_tokens"),
+        ("cache.cell_tokens=50", "cache.page_kb"),
     ],
 )
 def test_bad_settings(tmp_path: Path, setting: str, words: str) -> None:
@@ -249,7 +252,7 @@ def test_costs_are_profiled_and_fitted(tmp_path: Path) -> None:
     assert costs.fit(points).seconds(32, 32) == pytest.approx(1.0)
 
 
-def test_another_catalog_shares_the_programs_and_has_a_pool_of_its_own(server: Served) -> None:
+def test_another_catalog_shares_the_programs_the_pool_and_what_is_in_it(server: Served) -> None:
     catalog = Catalog.build(
         [f"j{n}" for n in range(N_ITEMS)], [[f"<a_{n}>"] for n in range(N_ITEMS)], [{}] * N_ITEMS
     )
@@ -258,8 +261,9 @@ def test_another_catalog_shares_the_programs_and_has_a_pool_of_its_own(server: S
     ours, other = server.engine.served.executors, rebuilt.served.executors
     assert isinstance(ours, DecoderExecutors) and isinstance(other, DecoderExecutors)
     assert other.to_compile == 0
-    assert ours.paged is not None and other.paged is not None and ours.paged._pool is not other.paged._pool
-    assert rebuilt.served.caching is not None and rebuilt.served.caching.meta.number("item") == 0
+    assert ours.paged is not None and other.paged is not None and ours.paged.pool is other.paged.pool
+    assert rebuilt.served.caching is not None and rebuilt.served.caching.meta is server.engine.meta
+    rebuilt.served.caching.lease.close()
 
 
 @pytest.mark.parametrize(("rule", "layout"), [("priced", "item_prefix"), ("published", "user_prefix")])

@@ -14,15 +14,19 @@ import pytest
 from msgspec import structs
 
 from jgr.cache.entries import Name
+from jgr.cache.host import HostTier
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
+from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages
+from jgr.cache.pool import DevicePool, PoolLost
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.config import CacheConfig
 from jgr.models import beam, decoder, packed, params
 from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
+from jgr.serving.decoders.caching import kv_cells, kv_room
 from jgr.serving.decoders.packing import UnservedSource
-from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape, _smallest_work
+from jgr.serving.decoders.paged_executor import PagedExecutor, _smallest_work
 from jgr.serving.decoders.work import RankOutcome, RecommendOutcome, SegmentsWork
 from jgr.serving.engine.compilation import CompilationCounter
 from jgr.serving.policies.jobs import Job, Profile
@@ -147,22 +151,37 @@ def wanted_beams(request: Request) -> tuple[Any, Any]:
     return np.asarray(found.leaves)[0, : request.width], np.asarray(found.scores)[0, : request.width]
 
 
-EXECUTORS: dict[PoolShape, PagedExecutor] = {}
+TOKEN_BYTES = CFG.layers * 2 * CFG.kv_heads * CFG.head_dim * 4
+EXECUTORS: dict[tuple[int, int, int], PagedExecutor] = {}
+
+
+def make_executor(
+    pages: int, page_bytes: int, host_pages: int, pool: DevicePool | None = None
+) -> PagedExecutor:
+    """Cells of four tokens, or of a part of their layers where a page does not hold all."""
+    pool = pool or DevicePool(pages, page_bytes)
+    kv = kv_cells(CacheConfig(cell_tokens=4), CFG, "float32", 4, page_bytes)
+    host = HostTier(pool, host_pages) if host_pages else None
+    made = PagedExecutor(CFG, PARAMS, TABLES, PROFILES, pool, kv, LONGEST, "valid", host=host)
+    made.warm_up(lambda done, total, label: None)
+    return made
 
 
 class Server:
     """Policies and executor as the engine drives them."""
 
-    def __init__(self, policy: Policy, pages: int = 12, host_pages: int = 0, page_tokens: int = 8) -> None:
-        self.shape = PoolShape(pages, page_tokens, 2, host_pages)
-        if self.shape not in EXECUTORS:
-            made = PagedExecutor(CFG, PARAMS, TABLES, PROFILES, self.shape, LONGEST, "valid")
-            made.warm_up(lambda done, total, label: None)
-            EXECUTORS[self.shape] = made
-        self.executor = EXECUTORS[self.shape]
-        host = Pages(host_pages, 2, SPLITS) if host_pages else None
+    def __init__(
+        self, policy: Policy, pages: int = 12, host_pages: int = 0, page_bytes: int = 8 * TOKEN_BYTES
+    ) -> None:
+        size = pages, page_bytes, host_pages
+        if size not in EXECUTORS:
+            EXECUTORS[size] = make_executor(*size)
+        self.executor = EXECUTORS[size]
+        self.pool, self.kv, self.host = self.executor.pool, self.executor.kv, self.executor._host
+        host = None if self.host is None else Pages(host_pages, page_bytes)
         hotness = ExponentialWindow(100, 50) if policy == "hotness" else None
-        self.meta = CacheMeta(Pages(pages, 2, SPLITS), self.shape.cell_tokens, hotness, host)
+        room = kv_room(self.kv)
+        self.meta = CacheMeta(Pages(pages, page_bytes), {"user": room, "item": room}, hotness, host)
         self.meta.set_limit("item", pages // 2)
         self.meta.set_limit("user", pages - pages // 2)
         self.schedulers = {
@@ -173,26 +192,32 @@ class Server:
         }
         self.now = 0
 
+    def plan(self, jobs: Sequence[Job], requests: Sequence[Request]) -> tuple[Any, list[Any]]:
+        """The next batch and its works."""
+        self.meta.renew(self.pool.epoch)
+        group = self.schedulers[jobs[0].kind].group(jobs, True, self.now)
+        assert group is not None and group.jobs
+        if self.host is not None:
+            self.host.plan(group.moves, self.kv.cells, self.meta.epoch)
+        pairs = zip(group.jobs, group.prompts, strict=True)
+        return group, [replace(requests[job].work, plan=p, epoch=self.meta.epoch) for job, p in pairs]
+
+    def jobs(self, *requests: Request) -> list[Job]:
+        kind = "rank" if requests[0].rows else "recommend"
+        self.now += len(requests)
+        return [
+            Job(at, kind, count_tokens(request.prompt), request.width, self.now, None, request.unplanned)  # type: ignore[arg-type]
+            for at, request in enumerate(requests)
+        ]
+
     def serve(self, *requests: Request) -> list[Any]:
         """Every answer with its plan, checked, in order; all are queued at once."""
-        kind = "rank" if requests[0].rows else "recommend"
-        scheduler = self.schedulers[kind]
-        jobs = []
-        for at, request in enumerate(requests):
-            self.now += 1
-            jobs.append(
-                Job(at, kind, count_tokens(request.prompt), request.width, self.now, None, request.unplanned)
-            )  # type: ignore[arg-type]
+        jobs = self.jobs(*requests)
+        scheduler = self.schedulers[jobs[0].kind]
         plans: list[Any] = []
         while jobs:
-            group = scheduler.group(jobs, True, self.now)
-            assert group is not None and group.jobs
+            group, works = self.plan(jobs, requests)
             jobs = jobs[len(group.jobs) :]
-            works = [
-                replace(requests[job].work, plan=plan)
-                for job, plan in zip(group.jobs, group.prompts, strict=True)
-            ]
-            works[0] = replace(works[0], moves=group.moves)
             outcomes = self.executor.run(group.profile, works)
             scheduler.check()
             scheduler.finished(group.jobs, True)
@@ -339,49 +364,131 @@ def test_random_traffic(policy: Policy) -> None:
     assert server.meta.counts["user_evicted"] + server.meta.counts["item_evicted"] > 0
 
 
-def test_a_failure_empties_the_pool_and_the_next_request_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(*_: Any) -> Any:
+    raise ArithmeticError("the device is gone")
+
+
+def test_a_lost_pool_refuses_the_second_plan_in_flight_and_planned_again_it_is_right() -> None:
     server = Server("user")
     server.serve(A)
-    with monkeypatch.context() as broken:
-        broken.setattr(server.executor, "_pack", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            server.serve(A)
-    for scheduler in server.schedulers.values():
-        for jobs in list(scheduler._pinned):
-            scheduler.finished(jobs, False)
-    server.meta.clear()
-    assert not np.asarray(server.executor._pool).any()
+    jobs = server.jobs(A, A)
+    first, works = server.plan(jobs[:1], [A, A])
+    second, others = server.plan(jobs[1:], [A, A])
+    assert others[0].plan.cached_tokens == 20, "it wants to read what is about to be lost"
+    program = server.executor._programs[first.profile]
+    try:
+        server.executor._programs[first.profile] = broken  # type: ignore[assignment]
+        with pytest.raises(ArithmeticError):
+            server.executor.launch(first.profile, works)
+    finally:
+        server.executor._programs[first.profile] = program
+    with pytest.raises(PoolLost):
+        server.executor.launch(second.profile, others)
+    for group in (first, second):
+        server.schedulers["rank"].finished(group.jobs, False)
     assert server.serve(A)[0].cached_tokens == 0
+    assert [plan.cached_tokens for plan in server.serve(A, B)] == [20, 0]
+
+
+def test_a_batch_that_fails_on_the_device_loses_the_pool_once_for_all_that_were_behind_it() -> None:
+    server = Server("user")
+    server.serve(A)
+    epoch = server.pool.epoch
+    group, works = server.plan(server.jobs(A), [A])
+    pending = server.executor.launch(group.profile, works)._replace(outputs=Unreadable())
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            server.executor.collect(pending)
+    server.schedulers["rank"].finished(group.jobs, False)
+    assert server.pool.epoch == epoch + 1
+    assert server.serve(A)[0].cached_tokens == 0
+
+
+class Unreadable:
+    """An array whose computation failed."""
+
+    __array__ = broken
+
+
+def test_a_batch_that_cannot_be_packed_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("user")
+    server.serve(A)
+    group, works = server.plan(server.jobs(A), [A])
+    with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
+        patch.setattr(server.executor, "_pack", broken)
+        server.executor.launch(group.profile, works)
+    server.schedulers["rank"].finished(group.jobs, False)
     assert server.serve(A)[0].cached_tokens == 20
+
+
+def test_what_other_models_left_in_the_pool_does_no_harm() -> None:
+    """Free pages hold any bits, of which many are no numbers."""
+    server = Server("user")
+    server.serve(Request("c", range(14, 31), [1]))
+    free = server.meta.pages.free
+    assert free > 0
+    nan = np.full(server.pool.example.shape, np.float32(np.nan), np.float32).view(np.uint32)
+    used = [cell // server.kv.cells.per_page for e in server.meta._all("user") for cell in e.cells]
+    keep = np.unique(used)
+    server.pool.write(lambda array: jax.numpy.asarray(nan).at[keep].set(array[keep]), server.pool.epoch)
+    plans = server.serve(Request("c", range(14, 33), [1, 2]), A) + server.serve(A, B)
+    assert [plan.cached_tokens for plan in plans] == [17, 0, 20, 0]
+    server.serve(Request("c", range(14, 33), []), Request("a", range(12, 32), []))
+
+
+def test_layers_that_a_page_does_not_hold_together_stand_in_cells_of_their_own() -> None:
+    server = Server("user", pages=40, page_bytes=2 * TOKEN_BYTES)
+    assert (server.kv.parts, server.kv.layers) == (2, 1)
+    server.serve(A, B)
+    assert [plan.cached_tokens for plan in server.serve(B, A)] == [9, 20]
+    server.serve(Request("a", range(12, 36), []))
 
 
 def test_a_move_that_failed_fails_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server("user", pages=6, host_pages=9)
     a, b = (Request(name, range(12, 32), [1]) for name in "ab")
     server.serve(a)
-    with monkeypatch.context() as broken:
-        broken.setattr(server.executor, "_keep", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.host, "_keep", broken)
         server.serve(b)  # in a's place
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ArithmeticError):
         server.serve(a)
     for jobs in list(server.schedulers["rank"]._pinned):
         server.schedulers["rank"].finished(jobs, False)
-    server.meta.clear()
     plans = [server.serve(request)[0] for request in (a, b, a, b)]
     assert [plan.cached_tokens for plan in plans] == [0, 0, 20, 20]
 
 
 def test_no_program_copies_the_pool() -> None:
+    """What a program needs besides its arguments is the same however large the pool is; a write is in place."""
     server = Server("user")
-    pool = jax.ShapeDtypeStruct((100_000, server.executor._pool.shape[1]), np.float32)
-    small: Any = server.executor._programs[PROFILES[0]].memory_analysis()
-    arrays = server.executor._pack(PROFILES[0], [_smallest_work(PROFILES[0])])
-    large: Any = (
-        packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG).compile().memory_analysis()
-    )
-    assert large.temp_size_in_bytes == small.temp_size_in_bytes
-    # The new keys and values are a quarter of the pool, and may stand there twice.
-    analysis: Any = server.executor.compile_write(24).memory_analysis()
-    pool_bytes = server.executor._pool.nbytes
-    assert analysis.alias_size_in_bytes == pool_bytes
-    assert analysis.temp_size_in_bytes < pool_bytes
+    pool = jax.ShapeDtypeStruct((100_000, server.pool.page_bytes // 4), np.uint32)
+    for profile in (PROFILES[0], PROFILES[2]):
+        small: Any = server.executor._programs[profile].memory_analysis()
+        large: Any = lowered(server, profile, pool).compile().memory_analysis()
+        assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    new = jax.ShapeDtypeStruct((CFG.layers, 1, CFG.kv_heads, 24, CFG.head_dim), np.float32)
+    slots = jax.ShapeDtypeStruct((24, 1), np.int32)
+    write = packed.write.lower(pool, decoder.ContextKV(new, new), slots, kv=server.kv).compile()
+    analysis: Any = write.memory_analysis()
+    assert analysis.alias_size_in_bytes == 100_000 * server.pool.page_bytes
+    assert analysis.temp_size_in_bytes < 10 * 24 * TOKEN_BYTES
+
+
+def lowered(server: Server, profile: Profile, pool: Any) -> Any:
+    arrays = server.executor._pack(profile, [_smallest_work(profile)])
+    if profile.kind == "rank":
+        return packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG, kv=server.kv)
+    inputs = server.executor._recommend_inputs(profile, arrays, [])
+    return packed.recommend.lower(PARAMS, pool, *inputs, cfg=CFG, kv=server.kv, width=profile.width)
+
+
+def test_a_program_reads_one_layer_of_the_cached_tokens_at_a_time() -> None:
+    """Every gather from the pool takes a token's keys and values of a single layer."""
+    server = Server("user")
+    text = lowered(server, PROFILES[0], server.pool.example).as_text()
+    from_pool = [
+        line for line in text.splitlines() if "stablehlo.gather" in line and f"x{server.kv.run}xui32>" in line
+    ]
+    assert len(from_pool) == 1, "within the loop over layers"
+    assert f"-> tensor<{PROFILES[0].context}x{server.kv.run}xui32>" in from_pool[0]

@@ -18,15 +18,17 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from jgr.cache.meta import SPLITS, CacheMeta
+from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages
+from jgr.cache.pool import DevicePool
 from jgr.catalog.prefix_tree import PrefixTree
-from jgr.config import UserError
+from jgr.config import CacheConfig, UserError
 from jgr.models import beam, decoder, params
 from jgr.prompt.layouts import ITEM_PREFIX, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
+from jgr.serving.decoders.caching import kv_cells, kv_room
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import PagedExecutor, PoolShape
+from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
@@ -47,7 +49,7 @@ TABLES = beam.catalog_tables(
     PrefixTree.build(np.arange(8, dtype=np.int32)[:, None]), (np.arange(4, 12, dtype=np.int32),), PARAMS
 )
 PROFILE = Profile("rank", 3, 96, 24, packed=True, context=32)
-SHAPE = PoolShape(16, 8, 2)
+PAGES = 16
 ITEMS = [np.random.default_rng(row).integers(12, 40, 1 + row % SPAN).astype(np.int32) for row in range(9)]
 INSTRUCTION, PROBE = np.array([1, 2], np.int32), np.array([3], np.int32)
 FIRST, SHARE = Repair(first=2), Repair(share=0.3)
@@ -115,7 +117,10 @@ class Request:
 
 @cache
 def executor(repair: Repair) -> PagedExecutor:
-    made = PagedExecutor(CFG, PARAMS, TABLES, (PROFILE,), SHAPE, 64, "valid", repair=repair)
+    page_bytes = 8 * CFG.layers * 2 * CFG.kv_heads * CFG.head_dim * 4
+    kv = kv_cells(CacheConfig(cell_tokens=4), CFG, "float32", 4, page_bytes)
+    pool = DevicePool(PAGES, page_bytes)
+    made = PagedExecutor(CFG, PARAMS, TABLES, (PROFILE,), pool, kv, 64, "valid", repair=repair)
     made.warm_up(lambda done, total, label: None)
     return made
 
@@ -123,11 +128,13 @@ def executor(repair: Repair) -> PagedExecutor:
 class Server:
     """Policies and executor as the engine drives them, with an empty cache."""
 
-    def __init__(self, repair: Repair, pages: int = SHAPE.pages) -> None:
+    def __init__(self, repair: Repair, pages: int = PAGES) -> None:
         """pages: that items may take."""
         self.executor = executor(FIRST if repair.first else SHARE)
         self.repair = repair
-        self.meta = CacheMeta(Pages(SHAPE.pages, SHAPE.cells, SPLITS), SHAPE.cell_tokens)
+        room = kv_room(self.executor.kv)
+        pool = self.executor.pool
+        self.meta = CacheMeta(Pages(PAGES, pool.page_bytes), {"user": room, "item": room})
         self.meta.set_limit("item", pages)
         self.meta.set_limit("user", 0)
         self.scheduler = PromptScheduler([PROFILE], self.meta, max_tokens=90, policy="item")

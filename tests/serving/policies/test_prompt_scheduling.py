@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
-from jgr.cache.meta import SPLITS, CacheMeta
-from jgr.cache.pages import Pages
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
 from jgr.prompt.layouts import LayoutName
 from jgr.prompt.segments import Content, make_prompt
 from jgr.serving.policies.batching import Batcher
@@ -29,7 +29,8 @@ ITEM_TOKENS = [1, 2, 3, 4, 2, 1]
 
 def make(policy: Policy, pages: int = 6, max_tokens: int = 30) -> PromptScheduler:
     hotness = ExponentialWindow(50, 20) if policy == "hotness" else None
-    meta = CacheMeta(Pages(pages, 2, SPLITS), 2, hotness)
+    rooms = {"user": Room(4, step=4), "item": Room(2, step=2)}  # a byte a token; a user takes whole pages
+    meta = CacheMeta(Pages(pages, 4), rooms, hotness)
     meta.set_limit("item", pages // 2)
     meta.set_limit("user", pages - pages // 2)
     return PromptScheduler(PROFILES, meta, max_tokens=max_tokens, policy=policy, hysteresis=0.0)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from jgr.cache.entries import Stored
-from jgr.cache.pool import StatePool
+from jgr.cache.pool import DevicePool, StateView
 from jgr.config import Config, ConfigError, override
 from jgr.features.addresses import open_store
 from jgr.features.schema import Schema
@@ -146,12 +146,12 @@ def _raise(error: Exception, *given: Any) -> Any:
 
 def test_a_users_part_is_kept_and_fetched_and_computed_where_the_pool_was_lost() -> None:
     made = programs("cache")
-    pool = StatePool(made.kept, 0.01)
-    reads = Executor(made, USER_PART, pool)
-    pages = np.arange(pool.pages_per_user, dtype=np.int32)
-    written = reads.run(ReadWork(block(made), Stored(pages, 0, True)))
-    found = reads.run(ReadWork(block(made, context=0), Stored(pages, 0, False)))  # its block is not looked at
-    lost = reads.run(ReadWork(block(made, context=0), Stored(pages, 1, False)))
+    states = StateView(DevicePool(10, 1024), made.kept)
+    reads = Executor(made, USER_PART, states)
+    cells = tuple(range(states.room.cells))
+    written = reads.run(ReadWork(block(made), Stored(cells, 0, True)))
+    found = reads.run(ReadWork(block(made, context=0), Stored(cells, 0, False)))  # its block is not looked at
+    lost = reads.run(ReadWork(block(made, context=0), Stored(cells, 1, False)))
     assert [(r.cached, r.kept) for r in (written, found, lost)] == [
         ("nothing", True),
         ("all", True),

@@ -274,7 +274,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=re.escape(words)):
             load_any(override(config, setting))
     small = override(config, "executors.share_user=cache", "cache.device_mb=0.00001")
-    with pytest.raises(ConfigError, match=r"cache.device_mb: 1e-05 is less than one user's state"):
+    with pytest.raises(ConfigError, match=r"cache.device_mb: 1e-05 is less than a page"):
         load_any(small)
     fields = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**fields, "layers": 3}))

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jgr.cache import pool as pools
 from jgr.cache.entries import Stored
-from jgr.cache.pool import StatePool
+from jgr.cache.memory import Memory
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
+from jgr.cache.pool import DevicePool, PoolLost, StateView
 from jgr.config import ConfigError
 from jgr.serving.policies.user_cache import Found, UserCache, UserPart
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> StatePool:
-    """Of 13 pages, three a user: 18, 1300 and 40 bytes, each from a multiple of 256 on, take 2048."""
-    monkeypatch.setattr(pools, "PAGE_BYTES", 800)
-    return StatePool(state(0), 13 * 768 / 2**20)
+def states() -> StateView:
+    """In 13 pages of 768 bytes: of 18, 1300 and 40 bytes, each from a multiple of 256 on, which take 2048."""
+    return StateView(DevicePool(13, 768), state(0))
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -34,8 +35,8 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
-def place(*pages: int, generation: int = 0) -> Stored:
-    return Stored(np.array(pages, np.int32), generation, True)
+def place(*cells: int, epoch: int = 0) -> Stored:
+    return Stored(cells, epoch, True)
 
 
 def equal(found: Any, expected: Any) -> bool:
@@ -46,65 +47,70 @@ def equal(found: Any, expected: Any) -> bool:
     )
 
 
-def test_states_are_read_as_they_were_written_wherever_their_pages_are(pool: StatePool) -> None:
-    assert (pool.pages, pool.pages_per_user) == (13, 3)
+def test_states_are_read_as_they_were_written_wherever_their_cells_are(states: StateView) -> None:
+    assert states.room == Room(768, 3)
     places = [place(5, 0, 12), place(1, 11, 3), place(2, 4, 6)]
     for seed, at in enumerate(places):
-        assert pool.store(state(seed), at)
-    assert pool.store(state(7), places[1])
+        assert states.store(state(seed), at)
+    assert states.store(state(7), places[1])
     for seed, at in zip((0, 7, 2), places, strict=True):
-        assert equal(pool.load(at), state(seed))
+        assert equal(states.load(at), state(seed))
 
 
-def test_the_pool_is_written_in_place(pool: StatePool) -> None:
-    write, _ = pool.compile()
-    memory = write.memory_analysis()
-    size = 13 * 768
-    assert memory.alias_size_in_bytes == memory.output_size_in_bytes == size
-    assert memory.temp_size_in_bytes < size
+def test_small_states_share_a_page() -> None:
+    states = StateView(DevicePool(2, 8192), state(0))
+    assert states.room == Room(2048, 1)
+    for cell in range(8):
+        assert states.store(state(cell), place(cell))
+    assert all(equal(states.load(place(cell)), state(cell)) for cell in range(8))
+
+
+def test_the_pool_is_written_in_place_and_read_without_a_copy() -> None:
+    states = StateView(DevicePool(10_000, 768), state(0))
+    write, read = (program.memory_analysis() for program in states.compile())
+    size = 10_000 * 768
+    assert write.alias_size_in_bytes == write.output_size_in_bytes == size
+    assert write.temp_size_in_bytes < size / 100 and read.temp_size_in_bytes < size / 100
 
 
 def test_a_pool_that_fails_is_emptied_and_what_was_planned_for_it_is_not_done(
-    pool: StatePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    states: StateView, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = UserCache(pool, 512)
+    pool = states.pool
+    cache = UserCache(CacheMeta(Pages(13, 768), {"user": states.room}))
     block = np.arange(512).astype(np.uint8)
     found = cache.find(UserPart("u", block))
     assert found is not None and found.place.new
-    pool.store(state(0), found.place)
+    states.store(state(0), found.place)
     cache.end(found, well=True)
     again = cache.find(UserPart("u", block))
     assert again is not None and not again.place.new
-    write, read = pool.compile()
+    write, read = states.compile()
 
     def broken(*given: Any) -> Any:
         raise ArithmeticError("the device is gone")
 
-    pool._programs = broken, read  # type: ignore[assignment]
-    assert not pool.store(state(1), place(1, 2, 3))
-    pool._programs = write, read
+    states._programs = broken, read  # type: ignore[assignment]
+    assert not states.store(state(1), place(1, 2, 3))
+    states._programs = write, read
     assert "is emptied" in caplog.text
-    assert pool.load(again.place) is None and not pool.store(state(1), again.place)
+    assert states.load(again.place) is None and not states.store(state(1), again.place)
+    with pytest.raises(PoolLost):
+        pool.read(lambda array: array, again.place.epoch)
     cache.end(again, well=False)
+    cache.meta.renew(pool.epoch)
     cache.meta.check()
     assert (cache.meta.number("user"), cache.meta.pages.free) == (0, 13)
     anew = cache.find(UserPart("u", block))
-    assert anew is not None and anew.place.new and anew.place.generation == 1
-    assert pool.store(state(1), anew.place)
+    assert anew is not None and anew.place.new and anew.place.epoch == 1
+    assert states.store(state(1), anew.place)
     cache.end(anew, well=True)
-    assert equal(pool.load(anew.place), state(1))
+    assert equal(states.load(anew.place), state(1))
 
 
-def test_a_pool_without_room_for_one_user_is_refused() -> None:
+def test_a_pool_without_a_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cache\.device_mb"):
-        StatePool(state(0), 0.001)
-
-
-class Room:
-    """Pages and no array."""
-
-    def __init__(self, pages: int, pages_per_user: int) -> None:
-        self.pages, self.pages_per_user, self.generation = pages, pages_per_user, 0
+        Memory(0.0001)
 
 
 EVENTS = st.tuples(
@@ -127,36 +133,38 @@ def test_no_page_is_lost_whatever_happens(
 ) -> None:
     """An entry serves the user and the block that it was written for, and that alone; what a user is computed from is
     the user's with fewer events, and nobody writes over it until then."""
-    room: Any = Room(max(pages, per_user), per_user)
-    cache = UserCache(room, 256, longer if grows else None)
+    pages, epoch = max(pages, per_user), 0
+    meta = CacheMeta(Pages(pages, 8), {"user": Room(8, per_user)})
+    cache = UserCache(meta, longer if grows else None)
     held: list[tuple[Found, int, int, Any]] = []
-    written: dict[tuple[int, ...], tuple[int, int, int]] = {}  # by pages: user, block, generation
+    written: dict[tuple[int, ...], tuple[int, int, int]] = {}  # by cells: user, block, epoch
     for what, user, block in events:
         if what == "find":
+            meta.renew(epoch)  # as every plan begins
             found = cache.find(UserPart(str(user), np.full(256, block, np.uint8)))
             if found is not None:
-                assert len(found.place.pages) == per_user
+                assert len(found.place.cells) == per_user
                 if not found.place.new:
-                    assert written[tuple(found.place.pages)] == (user, block, room.generation)
+                    assert written[found.place.cells] == (user, block, epoch)
                 source = None
                 if found.before is not None:
-                    source = written[tuple(found.before.pages)]
-                    assert grows and source == (user, block - found.grown, room.generation)
+                    source = written[found.before.cells]
+                    assert grows and source == (user, block - found.grown, epoch)
                 held.append((found, user, block, source))
         elif what == "end" and held:
             found, whose, of, source = held.pop(user % len(held))
             if found.before is not None:
-                assert written[tuple(found.before.pages)] == source
+                assert written[found.before.cells] == source
             if found.place.new and block:
-                written[tuple(found.place.pages)] = (whose, of, found.place.generation)
+                written[found.place.cells] = (whose, of, found.place.epoch)
             cache.end(found, well=bool(block))
         elif what == "forget":
             cache.forget(str(user))
         elif what == "lose":
-            room.generation += block > 1
+            epoch += block > 1
         cache.meta.check()
     for found, *_ in held:
         cache.end(found, well=False)
     for user in range(4):
         cache.forget(str(user))
-    assert cache.meta.pages.free == room.pages and cache.meta.pinned == 0
+    assert cache.meta.pages.free == pages and cache.meta.pinned == 0

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's memory below the device pool: entries that the device gives up stay here until they are asked for again.
+
+The one idea: moves are made in the order in which they were planned, and before any program that was planned after
+them, whichever model and thread it belongs to. `plan` is called as soon as a policy has planned; `catch_up` by every
+thread that is about to dispatch. A move that is made early harms nobody, since it touches only what no plan uses.
+
+Copies to the host go on while programs run; a copy back waits for those before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.entries import Move
+from jgr.cache.pages import Pages
+from jgr.cache.pool import DevicePool
+from jgr.models import words
+from jgr.models.words import Cells
+
+MOVED_BYTES, MOVED_CELLS = 16 << 20, 64
+"""What one program moves at most."""
+
+
+class HostTier:
+    """[pages, page_bytes / 4] uint32 on the host, and the moves between it and a pool. pages: who holds them."""
+
+    def __init__(self, pool: DevicePool, pages: int) -> None:
+        self.pages = Pages(pages, pool.page_bytes)
+        self._pool = pool
+        self._array = np.zeros((pages, pool.page_bytes // words.WORD), np.uint32)
+        self._staging = _pinned(pool)
+        self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
+        self._copying: list[Future[None]] = []
+        self._planned: deque[tuple[int, Move, Cells]] = deque()
+        self._lock = threading.Lock()  # of whoever catches up
+
+    @property
+    def nbytes(self) -> int:
+        return self._array.nbytes
+
+    def plan(self, moves: Iterable[Move], cells: Cells, epoch: int) -> None:
+        """Moves of one model's entries, planned in this epoch of the pool."""
+        self._planned.extend((epoch, move, cells) for move in moves)
+
+    def warm_up(self, cells: Cells) -> None:
+        """Compile the moves of cells of this size."""
+        for direction in (self._to_host, self._to_device):
+            direction((), (), cells, self._pool.epoch)
+
+    def catch_up(self) -> None:
+        """Make every planned move. Raises what a copy raised; the pool is empty then."""
+        with self._lock:  # even where nothing is planned: another thread may be about to make the last move
+            epoch = self._pool.epoch
+            try:
+                while self._planned:
+                    epoch, move, cells = self._planned.popleft()
+                    if epoch == self._pool.epoch:  # else it is of what was lost
+                        direction = self._to_host if move.direction == "to_host" else self._to_device
+                        direction(move.device, move.host, cells, epoch)
+            except Exception as error:
+                self._copying.clear()
+                self._pool.lose(epoch, error)
+                raise
+
+    def _to_host(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
+        for copied in [copy for copy in self._copying if copy.done()]:
+            copied.result()
+            self._copying.remove(copied)
+        for numbers, some in _portions(device, host, cells):
+            found = self._pool.read(functools.partial(_read, numbers=numbers, cells=cells), epoch)
+            found = jax.device_put(found, self._staging)  # by the device itself, in its turn
+            self._copying.append(self._copies.submit(self._keep, found, some, cells))
+
+    def _keep(self, found: jax.Array, host: npt.NDArray[np.int32], cells: Cells) -> None:
+        self._view(cells)[host // cells.per_page, host % cells.per_page] = np.asarray(found)[: len(host)]
+
+    def _to_device(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
+        for copied in self._copying:
+            copied.result()
+        self._copying.clear()
+        for numbers, some in _portions(device, host, cells):
+            values = np.zeros((len(numbers), cells.words), np.uint32)
+            values[: len(some)] = self._view(cells)[some // cells.per_page, some % cells.per_page]
+            sent = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
+            self._pool.write(
+                functools.partial(_write, numbers=_beyond(numbers, len(some)), values=sent, cells=cells),
+                epoch,
+            )
+
+    def _view(self, cells: Cells) -> npt.NDArray[np.uint32]:
+        """[pages, cells of a page, words]."""
+        used = self._array[:, : cells.per_page * cells.words]
+        return np.lib.stride_tricks.as_strided(
+            used,
+            (len(used), cells.per_page, cells.words),
+            (used.strides[0], cells.words * words.WORD, words.WORD),
+        )
+
+
+@functools.partial(jax.jit, static_argnames="cells")
+def _read(array: jax.Array, *, numbers: jax.Array, cells: Cells) -> jax.Array:
+    """[n, words of a cell] uint32: cells [n] int32 of the pool."""
+    return words.read(array, *cells.place(numbers), cells.words)
+
+
+@functools.partial(jax.jit, static_argnames="cells", donate_argnums=0)
+def _write(array: jax.Array, *, numbers: jax.Array, values: jax.Array, cells: Cells) -> jax.Array:
+    """The pool with cells [n, words of a cell] in their places; a number that the pool does not have is left out."""
+    return words.write(array, *cells.place(numbers), values)
+
+
+def _portions(
+    device: tuple[int, ...], host: tuple[int, ...], cells: Cells
+) -> Iterable[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+    """The cells of a move in parts of one size, zeros at the end; at least one part, of no cell of the host's."""
+    size = max(1, min(MOVED_CELLS, MOVED_BYTES // (cells.words * words.WORD)))
+    for at in range(0, max(len(device), 1), size):
+        numbers = np.zeros(size, np.int32)
+        some = np.array(host[at : at + size], np.int32)
+        numbers[: len(some)] = device[at : at + size]
+        yield numbers, some
+
+
+def _beyond(numbers: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int32]:
+    """The first `count` of the numbers; in the place of the others one that no pool has."""
+    return np.where(np.arange(len(numbers)) < count, numbers, np.iinfo(np.int32).max).astype(np.int32)
+
+
+def _pinned(pool: DevicePool) -> jax.sharding.Sharding:
+    """Where copies between host and device pass through: host memory that the device reads and writes by itself, where
+    the backend has it; else the device's own, which is no stop at all."""
+    device: jax.Device = next(iter(pool.sharding.device_set))
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        return pool.sharding
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")

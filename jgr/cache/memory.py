@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process's cache memory, above the models: the pool, its pages, the host tier, and who holds a part of them.
+
+The one idea: a model's versions come and go, and what was computed with the same weights stays valid. So the meta
+service of a model belongs to no engine. Engines of the same model and revision lease one, and the last to give it back
+frees its pages; another revision has an empty one of its own.
+
+A model's share is a number of pages, so moving a border moves none. While two revisions serve, both may want the
+model's pages: the new one gets what is free until the old one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+
+from jgr.cache.host import HostTier
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages
+from jgr.cache.pool import DevicePool
+from jgr.config import Config, ConfigError
+
+PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
+FEWEST_PAGES = 32
+"""A small pool has smaller pages, so that it has so many."""
+
+
+@dataclass(eq=False)
+class _Held:
+    meta: CacheMeta
+    leases: int = 0
+
+
+class Lease:
+    """A part in a meta service, held by one engine."""
+
+    def __init__(self, memory: Memory, key: Hashable, meta: CacheMeta) -> None:
+        self.meta, self._memory, self._key = meta, memory, key
+        self._open = True
+
+    def close(self) -> None:
+        """Give it back; once, however often it is called."""
+        if self._open:
+            self._open = False
+            self._memory._end(self._key)
+
+
+class Memory:
+    """device_mb, host_mb: the sizes. page_kb: 0 for the default. shares: the weight of each model, by name.
+
+    The arrays are made when the first model asks for them. ConfigError where the pool has not one page.
+    """
+
+    def __init__(
+        self,
+        device_mb: float,
+        host_mb: float = 0.0,
+        page_kb: int = 0,
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        size = int(device_mb * 2**20)
+        self._page_bytes = page_kb << 10 or _page_bytes(size)
+        self._count, self._host_count = (int(mb * 2**20) // self._page_bytes for mb in (device_mb, host_mb))
+        if self._count < 1:
+            page_mb = self._page_bytes / 2**20
+            raise ConfigError(f"cache.device_mb: {device_mb} is less than a page of {page_mb:.3g} MB")
+        self._shares = dict(shares or {})
+        self._held: dict[Hashable, _Held] = {}
+
+    @classmethod
+    def of(cls, *configs: Config) -> Memory:
+        """As the first configuration says, for the models of all. Where none of them caches it is one page."""
+        first = configs[0].cache
+        shares = {config.model.name: config.cache.share for config in configs if caches(config)}
+        if not shares:
+            return cls(1 / 16, page_kb=64)
+        return cls(first.device_mb, first.host_mb, first.page_kb, shares)
+
+    @cached_property
+    def pool(self) -> DevicePool:
+        return DevicePool(self._count, self._page_bytes)
+
+    @cached_property
+    def pages(self) -> Pages:
+        return Pages(self._count, self._page_bytes)
+
+    @cached_property
+    def host(self) -> HostTier | None:
+        """None where there is no page of it."""
+        return HostTier(self.pool, self._host_count) if self._host_count else None
+
+    def limit(self, model: str) -> int:
+        """Pages of the pool that a model may hold. ConfigError where its share is not one page."""
+        every = sum(self._shares.values())
+        pages = int(self._count * self._shares[model] / every) if every else 0
+        if pages < 1:
+            raise ConfigError(f"cache.share: model {model!r} gets less than one page of {self._count}")
+        return pages
+
+    def lease(self, key: Hashable, make: Callable[[], CacheMeta]) -> Lease:
+        """The meta service of a key that names model and revision; made where nobody holds it."""
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = _Held(make())
+            held.meta.renew(self.pool.epoch)
+        held.leases += 1
+        return Lease(self, key, held.meta)
+
+    def _end(self, key: Hashable) -> None:
+        held = self._held[key]
+        held.leases -= 1
+        if not held.leases:
+            del self._held[key]
+            held.meta.close()
+
+    def parts(self, model: str) -> dict[str, int]:
+        """Bytes of the pool and of the host tier that count as a model's; those of all models are all of them."""
+        if model not in self._shares:
+            return {"pool": 0, "host_tier": 0}
+        part = self._shares[model] / (sum(self._shares.values()) or 1)
+        host = 0 if self.host is None else self.host.nbytes
+        return {"pool": round(self.pool.nbytes * part), "host_tier": round(host * part)}
+
+    def check(self) -> None:
+        """Audit: pages free and used are all, whichever model holds them. AssertionError."""
+        for held in self._held.values():
+            held.meta.check()
+        if not self._held:
+            assert self.pages.free == self._count, "pages are held by nobody"
+
+
+def caches(config: Config) -> bool:
+    """Whether a model of this configuration keeps anything in the pool."""
+    return config.cache.policy != "none" or config.executors.share_user == "cache"
+
+
+def _page_bytes(size: int) -> int:
+    most = CPU_PAGE_BYTES if jax.default_backend() == "cpu" else PAGE_BYTES
+    return max(SMALLEST_PAGE_BYTES, min(most, 1 << max(0, (size // FEWEST_PAGES).bit_length() - 1)))
+
+
+def tree_bytes(*trees: object) -> int:
+    """Bytes of all arrays in some trees."""
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
