@@ -309,7 +309,7 @@ def prefill(
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams | None, jax.Array | None, jax.Array]
+        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, jax.Array]
     ) -> tuple[jax.Array, Any]:
         return narrowed(h, xs, lambda x: x, described, seen)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,20 +29,11 @@ from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.packing import Packed, pack
 from jgr.serving.decoders.row_executor import RowExecutor
-from jgr.serving.decoders.work import Outcome, RankOutcome, RecommendOutcome, SegmentsWork, Work
+from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
-
-
-class Pending(NamedTuple):
-    """A batch on the device: what it was made of, and the arrays that its answers will be read from."""
-
-    profile: Profile
-    works: Sequence[SegmentsWork]
-    epoch: int
-    outputs: Any
 
 
 class PagedExecutor:
@@ -178,7 +169,7 @@ class PagedExecutor:
         if (arrays.keep < self._slots).any():
             write = self._writes[len(arrays.keep)]
             self.pool.write(lambda array: write(array, new, arrays.keep), epoch)
-        return Pending(profile, own, epoch, outputs)
+        return Pending(profile, own, outputs, epoch)
 
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order. Where its program failed, the pool is lost."""
@@ -261,15 +252,14 @@ class DecoderExecutors:
     def bind(self) -> None:
         """See jgr.serving.engine.contract.Executors."""
 
-    def launch(self, start: Start, work: Sequence[Work]) -> tuple[Sequence[Work], Any]:
+    def launch(self, start: Start, work: Sequence[Work]) -> Pending:
         """See jgr.serving.engine.contract.Executors."""
         assert isinstance(start.shape, Profile)
-        return work, self._of(start.shape).launch(start.shape, work)
+        return self._of(start.shape).launch(start.shape, work)
 
-    def collect(self, start: Start, pending: tuple[Sequence[Work], Any]) -> list[Outcome]:
+    def collect(self, start: Start, pending: Pending) -> list[Outcome]:
         """See jgr.serving.engine.contract.Executors."""
-        assert isinstance(start.shape, Profile)
-        return self._of(start.shape).collect(start.shape, *pending)
+        return self._of(pending.profile).collect(pending)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order; for measurements of the programs alone."""

@@ -21,6 +21,7 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.work import (
     Outcome,
+    Pending,
     RankOutcome,
     RankWork,
     RecommendOutcome,
@@ -117,15 +118,17 @@ class RowExecutor:
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""
-        return self.collect(profile, works, self.launch(profile, works))
+        return self.collect(self.launch(profile, works))
 
-    def launch(self, profile: Profile, works: Sequence[Work]) -> Any:
-        """Hand a batch to the device: the program's outputs, not waited for. len(works) <= profile.batch."""
-        return self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+    def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
+        """Hand a batch to the device, and do not wait for it. len(works) <= profile.batch."""
+        outputs = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+        return Pending(profile, works, outputs)
 
-    def collect(self, profile: Profile, works: Sequence[Work], out: Any) -> list[Outcome]:
+    def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order."""
-        if profile.kind == "recommend":
+        works, out = pending.works, pending.outputs
+        if pending.profile.kind == "recommend":
             leaves, scores, _ = (np.asarray(x) for x in out)
             # dead beams sort last; a NaN is a fault, not a dead beam
             alive = (~np.isneginf(scores)).sum(axis=1)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.segments import Prompt, count_tokens
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import PlannedPrompt
 
 Int32 = npt.NDArray[np.int32]
@@ -80,3 +83,13 @@ class RankOutcome:
 
 Work = RecommendWork | RankWork | SegmentsWork
 Outcome = RecommendOutcome | RankOutcome
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A batch that the device has been handed. outputs: the program's, not waited for. epoch: of the pool it reads."""
+
+    profile: Profile
+    works: Sequence[Any]
+    outputs: Any
+    epoch: int = 0

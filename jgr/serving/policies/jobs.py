@@ -309,7 +309,7 @@ class Policy(ABC, Generic[L]):
         return Committed(tuple(ended["done"]), tuple(ended["failed"]), tuple(ended["expired"]))
 
     def renew(self, epoch: int, now_ns: int) -> None:
-        """The pool was lost, and is of this epoch now: forget what is cached. Runs that were planned before are lost."""
+        """The pool was lost and is of this epoch now: forget what is cached. Runs planned before will be lost."""
         self._advance_clock(now_ns)
         self._epoch = epoch
 

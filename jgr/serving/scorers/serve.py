@@ -37,7 +37,7 @@ class ServedScorer:
     """See jgr.serving.engine.contract.Served.
 
     tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
-    None: the model reads none, or there is no store. cache: None where users' parts are not kept; lease: of its entries;
+    None: the model reads none, or there is no store. cache: None where users are not kept; lease: of its entries;
     pool_epoch: reads the pool's. memory: bytes that its parts take. clock: the engine's.
     """
 

@@ -183,6 +183,8 @@ def test_overload_deadlines_and_clients_that_leave() -> None:
         executors.hold()
         running = [engine.submit(request()) for _ in range(3)]  # as many as there are streams
         await asyncio.sleep(0)
+        for _ in running:
+            executors.wait_entered()
         waiting = [engine.submit(request(deadline_ms=deadline)) for deadline in (0.001, None, None)]
         with pytest.raises(RequestError) as refused:
             engine.submit(request())
