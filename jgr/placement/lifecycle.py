@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the items on the cache workers become those of another placement, while they are read (BAT-12).
 
-There are three steps: copy, publish, drop. A copy takes its memory before it can be read. A published copy is read until
-it is dropped. A copy is dropped if the item has others, or if the new placement holds the item nowhere. One invariant
-makes this safe: an item that is published anywhere is published at its home. Homes never change
+There are three steps: copy, publish, drop. A copy takes its memory before it can be read. A published copy is read
+until it is dropped. A copy is dropped if the item has others, or if the new placement holds the item nowhere. One
+invariant makes this safe: an item that is published anywhere is published at its home. Homes never change
 (jgr/placement/items.py), so making room on one worker never takes another worker's last source, and no exchange of
 items can deadlock. Before a copy, a worker drops only as much as that copy needs. Hot items come first.
 
