@@ -49,14 +49,14 @@ REPAIRS = {
     "item_prefix + PIC, 15 % of the tokens": "cache.repair_share=0.15",
     "item_prefix + PIC, all tokens": "cache.repair_share=1.0",
 }
-"""Of the model trained on both; the last is the causal order, which the others approximate."""
+"""Repairs asked of the model trained on both layouts; the last is the causal order, which others approximate."""
 MARGIN = 0.01
-"""Of recall@10, that the item prefix may lose."""
+"""How much recall@10 the item prefix may lose."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """name: of the configs {lrurec,items,ranker}_{name}.py. raw: the folder in JGR_DATA. source: its kind."""
+    """A dataset. name: as in configs/{lrurec,items,ranker}_{name}.py. raw: its folder in JGR_DATA. source: its kind."""
 
     name: str
     raw: str
@@ -100,7 +100,7 @@ def made(task: Task) -> tuple[Config, Mapping[str, str], Path]:
 
 
 class Ranked(NamedTuple):
-    """best: [e, k]. cached, computed: tokens, of the prompts'."""
+    """best: [e, k], candidates, best first. cached, computed: their tokens as shares of all prompts' tokens."""
 
     best: Int32
     cached: float = 0.0
@@ -198,10 +198,10 @@ def measure_one(task: Task, quick: bool) -> tuple[Claim, list[Row]]:
 
 
 def compare(values: Mapping[str, Mapping[str, Float64]]) -> list[Row]:
-    """Rows of metrics with intervals, then paired differences of the model trained on both: each repair less none, and
-    last the item prefix less the user prefix.
+    """Metrics with intervals, then paired differences of the model trained on both layouts: each repair minus no
+    repair, and last the item prefix minus the user prefix.
 
-    values: by method and metric, one a query.
+    values: by method and metric, one number a query.
     """
     up, ip = (f"both, {layout}" for layout in LAYOUTS)
     pairs = {f"{name}, less without": (f"both, {name}", ip) for name in REPAIRS} | {"difference": (ip, up)}
@@ -243,7 +243,7 @@ def described(task: Task, config: Config, dataset: Dataset, found: Candidates, m
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
-    """Nothing is timed."""
+    """Measure all tasks; nothing is timed."""
     claims, rows = zip(*(measure_one(task, quick) for task in TASKS), strict=True)
     return Measured(claims, [row for part in rows for row in part])
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that four simulated nodes take, which cache items as a placement says and users in the memory left.
+"""How long four simulated nodes take that cache items as a placement says, and users in the memory that is left.
 
 The nodes are jgr.simulation.node's: they plan as `jgr serve` does and move no bytes. A user's requests go to one node,
 `user % 4`; the paper only says that load is balanced. Each request is a batch.
 
-Time is a sum of two. Device time: the live executor on one node's requests after the other's; what two systems plan
-alike is timed once, so that they differ only by what they do differently. Network time: a request's fetched tokens pass
-the node's link, a token bucket, before it runs. A link of 10 Gb/s passes 10e9 / 8 / 28,672 of the paper's tokens a
-second; ours passes as many times fewer as our new tokens per second are fewer than the paper's (1586 after 1500 cached
-ones in 33 ms, BAT-11 note 3), so that network and device weigh against each other as they do there.
+A request's time is device time and network time. Device time is measured: the live executor runs the requests of one
+node after those of the other. What two systems plan alike is timed once, so that they differ only by what they do
+differently. Network time is reckoned: the tokens that a request fetches pass the node's link, a token bucket, before it
+runs. A link of 10 Gb/s passes 10e9 / 8 / 28,672 of the paper's tokens a second. Our links are slower by the factor by
+which our device computes fewer new tokens a second than the paper's (1586 tokens after 1500 cached ones in 33 ms,
+BAT-11 note 3), so that network and device weigh against each other as they do there.
 """
 
 from __future__ import annotations
@@ -45,36 +46,36 @@ Int64 = npt.NDArray[np.int64]
 NODES = 4
 GBITS = (10, 100)
 TOKEN_BYTES = 28672
-"""The paper's, of Qwen2-1.5B."""
+"""The KV of one token of Qwen2-1.5B, the paper's model."""
 NODE_BYTES = 150e9
 PREFILL_S = 0.033
-"""The paper's, of BOOKS.user_tokens new tokens after a hundred items of BOOKS.item_tokens cached ones."""
+"""The paper's prefill of BOOKS.user_tokens new tokens after a hundred cached items of BOOKS.item_tokens tokens."""
 REQUESTS_PER_S = 128
-"""The paper's at saturation, in its table 4; how often a user comes in the time over which accesses are counted."""
+"""The paper's rate at saturation (table 4), which says how often a user comes while accesses are counted."""
 ITEM_TOKENS = BOOKS.candidates * BOOKS.item_tokens
 TIMED_AT_ONCE = 50
 TOKENS, QUICK_TOKENS = "1024,1536,2048,2560,3072,4096,6144,9216", "2048,4096,9216"
-"""Compiled sizes."""
+"""The numbers of tokens that programs are compiled for."""
 
 
 def item_memory(workload: Workload) -> float:
-    """Of the paper, bytes: the KV of all items."""
+    """The bytes of the KV of all items in the paper's model."""
     return workload.items * workload.item_tokens * TOKEN_BYTES
 
 
 def link_tokens(gbit: float) -> float:
-    """Tokens a second, of the paper's size."""
+    """How many tokens of the paper's model a link passes in a second."""
     return gbit * 1e9 / 8 / TOKEN_BYTES
 
 
 def returning(workload: Workload) -> int:
-    """Users who fill the memory that the nodes have left when each item is on one of them."""
+    """How many users fill the memory that the nodes have left when each item is on one node."""
     left = NODES * NODE_BYTES - item_memory(workload)
     return round(left / (workload.user_tokens * TOKEN_BYTES))
 
 
 def place_hot(items: Items, workers: Workers, gbit: int) -> ItemPlacement:
-    """HRCS for links of so many Gb/s. Its bound is in the paper's units: t times B is the same in ours."""
+    """HRCS for links of `gbit` Gb/s. Its bound is reckoned in the paper's units; t times B is the same in ours."""
     return hrcs(
         items,
         workers,
@@ -85,7 +86,7 @@ def place_hot(items: Items, workers: Workers, gbit: int) -> ItemPlacement:
 
 
 class Run(NamedTuple):
-    """What is timed."""
+    """One request to be timed: a compiled profile and the work for it."""
 
     profile: Profile
     work: SegmentsWork
@@ -105,8 +106,8 @@ class Run(NamedTuple):
 class System:
     """A placement and a policy under test, and what they made of the requests.
 
-    gbit: of the link that HRCS was given, else None. fetched: for each plan, [nodes], tokens read from each other node.
-    users: cached ones after the last request.
+    gbit: the speed of the link that HRCS was given; None for others. fetched: for each plan the tokens that it reads
+    from each other node, [nodes]. users: how many are cached after the last request.
     """
 
     name: str
@@ -127,7 +128,7 @@ class System:
 
     @property
     def hit_rate(self) -> float:
-        """The paper's: reused tokens of all."""
+        """The share of all tokens that are reused, as the paper counts hits."""
         cached = sum(planned.prompt.cached_tokens for planned in self.plans)
         return cached / (cached + self.computed_tokens)
 
@@ -137,9 +138,10 @@ class System:
 
 
 class Device:
-    """The live executor. workload: with the largest catalog that is served; smaller ones are its first items.
+    """The live executor on this machine, which is timed.
 
-    tokens: compiled sizes. node_memory: in KV of all those items.
+    workload: the one with the largest catalog; smaller catalogs are its first items. tokens: the numbers of tokens that
+    programs are compiled for. node_memory: a node's memory over the KV of all those items.
     """
 
     def __init__(self, folder: Path, workload: Workload, tokens: str, node_memory: float) -> None:
@@ -167,11 +169,11 @@ class Device:
         timed: int,
         make: Callable[[Items, Workers], Iterable[System]],
     ) -> tuple[list[System], dict[Key, Run]]:
-        """All systems' plans of the same requests, and what is to be timed.
+        """Let all systems plan the same requests: the systems with their plans, and the runs to be timed, by key.
 
-        workload: the paper's; factor: that it is divided by. before: requests that fill the caches, and whose items are
-        counted for the placement; counted: that come then and whose plans are kept; timed: the first of those. make:
-        systems, of the items and of nodes with memory of the paper's ratio.
+        workload: the paper's; factor: what its users and items are divided by. before: how many requests come first, to
+        fill the caches and to count items for the placement; counted: how many come then, whose plans are kept; timed:
+        how many of those are timed. make: makes the systems for the items and for nodes with the paper's memory.
         """
         traffic = Traffic(workload.scaled(factor))
         speed = REQUESTS_PER_S / factor / traffic.workload.rate
@@ -214,7 +216,7 @@ class Device:
         return Items(frequency, tokens, token_bytes, self._executor.kv.tokens)
 
     def time(self, runs: Mapping[Key, Run], quiet: Quiet) -> dict[Key, float]:
-        """Seconds of each, in parts that are timed again where the machine was not quiet."""
+        """The seconds of each run. A part of the runs is timed again where the machine was not quiet."""
         keys, seconds = list(runs), dict[Key, float]()
         while len(seconds) < len(keys):
             part = keys[len(seconds) : len(seconds) + TIMED_AT_ONCE]
@@ -231,7 +233,7 @@ class Device:
 
 
 def speed_row(points: Sequence[tuple[float, float, float]]) -> Row:
-    """Of (new tokens, cached tokens, seconds): our new tokens a second, and the paper's."""
+    """Our new tokens a second, and the paper's. points: (new tokens, cached tokens, seconds) of each run."""
     cost = costs.fit(points)
     ours = BOOKS.user_tokens / cost.seconds(BOOKS.user_tokens, ITEM_TOKENS)
     return {
@@ -246,9 +248,9 @@ def speed_row(points: Sequence[tuple[float, float, float]]) -> Row:
 
 
 def link_row(system: System, base: System, seconds: Mapping[Key, float], rate: float) -> Row:
-    """What a request takes in the mean. rate: tokens a second of a node's link.
+    """The mean time of a request. rate: how many tokens a node's link passes in a second.
 
-    over_...: requests per second over those of `base`, with an interval over the requests, which both served.
+    over_...: requests per second over those of `base`, with an interval by resampling the requests that both served.
     """
     times, others = spent(system, seconds, rate), spent(base, seconds, rate)
     sums = np.stack([times.sum(axis=1), others.sum(axis=1)], axis=1)
@@ -266,7 +268,7 @@ def link_row(system: System, base: System, seconds: Mapping[Key, float], rate: f
 
 
 def spent(system: System, seconds: Mapping[Key, float], rate: float) -> Float64:
-    """[timed requests, 2] seconds, of the device and of the network. rate: tokens a second of a node's link."""
+    """[timed requests, 2]: seconds on the device and on the network. rate: tokens a second of a node's link."""
     buckets = [TokenBucket(rate, BOOKS.item_tokens) for _ in range(NODES)]
     now = [0.0] * NODES
     times = []

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where items are cached on 4 nodes (BAT-11): all on every node, each on one, or hot ones on all and cold ones on one.
 
-The paper's Books with Qwen2-1.5B: 4 nodes of 150 GB each, items first, users in what is left; all scaled by one factor
-(see jgr.traffic.workloads), small enough for a node to have room for some dozens of users. All items take 120 GB: where
-every node has them all, 30 GB are left to its users, and where each node has a quarter, 120 GB. How time is reckoned is
-told in benchmarks/bat_nodes.py.
+The workload is the paper's Books with Qwen2-1.5B: 4 nodes of 150 GB each, items first, users in what is left. All of it
+is scaled by one factor (see jgr.traffic.workloads), so that a node has room for some dozens of users. All items take
+120 GB. So where every node has them all, 30 GB are left for its users; where each has a quarter, 120 GB are left.
+benchmarks/bat_nodes.py says how time is reckoned.
 
-What the memory is worth depends on who comes. Two sets of users, each at its steady state:
+What the memory is worth depends on who comes. There are two sets of users, each measured at its steady state:
 
-- all: the data set's 510,000, as in the other benchmarks. Even four times 120 GB are for 2 % of them, so whatever the
-  placement hardly anyone is still cached when he comes back.
-- returning: as many as fill the memory that sharding leaves, 10,500. Of its own trace, which it draws from its users
-  but does not count, the paper says that with HRCS "the user cache space is large enough to minimize user cache
-  capacity misses" (6.4, of table 4), and that its gain over Replicate is the room for users. That is this regime, at
-  its edge, and not the first one. Four times 30 GB are for a quarter of them.
+- all: the 510,000 users of the data set, as in the other benchmarks. Even four times 120 GB hold 2 % of them only, so
+  with any placement hardly a user is still cached on coming back.
+- returning: 10,500 users, as many as fill the memory that sharding leaves; four times 30 GB hold a quarter of them. The
+  paper draws a trace from its users and does not say how many they are; but it says that with HRCS "the user cache
+  space is large enough to minimize user cache capacity misses" (6.4, on table 4), and that the room for users is its
+  gain over Replicate. That fits these users, at the edge, and not the first set.
 
-Bytes per pair of nodes are counted three ways, which must agree: as planned, request by request; by `expected_bytes`
-from the placement; and by the item store, which lays the cells out and says what its program would send.
+The bytes between each pair of nodes are counted in three ways, which must agree: as planned, request by request; by
+`expected_bytes` from the placement; and by the item store, which lays the cells out and says what it would send.
 
-The paper has, of the requests per second of Replicate: HRCS 1.10 at 10 Gb/s and 1.16 at 100, Hash .78 at 10, where the
-network is 31 % of Hash's latency. It does not say with which alpha: .2 here, from BAT-11, note 3. With it HRCS shards
-everything at 100 Gb/s, and so is Hash.
+The paper's requests per second, over those of Replicate, are: HRCS 1.10 at 10 Gb/s and 1.16 at 100 Gb/s; Hash .78 at
+10 Gb/s, where the network is 31 % of Hash's latency. The paper does not give its alpha; here it is .2 (BAT-11, note 3).
+With it HRCS shards everything at 100 Gb/s, and is then the same as Hash.
 
     python -m benchmarks.bat_placement [--quick]
 """
@@ -64,9 +64,10 @@ SETTINGS = tuple((users, skew) for users in USERS for skew in (0.9, 0.5))
 
 
 class Size(NamedTuple):
-    """factor: that users and items are divided by. before, counted, timed: requests of each setting, see `Device.plan`;
-    tokens are of those counted, requests per second of those timed. tokens: compiled sizes. settings: users, and the
-    share of the accesses that go to a tenth of the items."""
+    """factor: what users and items are divided by. before, counted, timed: how many requests each setting has, see
+    `Device.plan`; computed tokens are summed over those counted, requests per second are of those timed. tokens: the
+    numbers of tokens to compile for. settings: a set of users, and the share of accesses that go to a tenth of the
+    items."""
 
     factor: float
     before: int
@@ -122,7 +123,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def make_row(system: System, base: System, seconds: Mapping[Key, float], of_papers_speed: float) -> Row:
-    """base: that requests per second are compared with."""
+    """A system's row. base: the system that its requests per second are compared with."""
     placement = system.placement
     moved, disagree = moved_bytes(system)
     used = placement.used_bytes()
@@ -149,7 +150,7 @@ def make_row(system: System, base: System, seconds: Mapping[Key, float], of_pape
 
 
 def moved_bytes(system: System) -> tuple[Int64, int]:
-    """[source, destination], and for how many pairs of nodes another count says something else."""
+    """The bytes from each source to each destination, and for how many pairs of nodes the other counts differ."""
     placement = system.placement
     items = placement.items
     as_planned = np.zeros((NODES, NODES), np.int64)
@@ -171,7 +172,7 @@ def moved_bytes(system: System) -> tuple[Int64, int]:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """The paper's order of the three on each link."""
+    """Claims that the three placements stand in the paper's order on each link."""
     speed = {
         (row["users"], row["top10_share"], row["placement"], link["gbit_per_s"]): link["requests_per_s"]
         for row in rows

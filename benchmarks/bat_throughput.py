@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """BAT's systems on one engine: requests per second at saturation, share of tokens reused, tokens computed, latencies.
 
-RE caches nothing, UP and IP always put the user or the items first, cache_agnostic whichever is longer, BAT by hotness
-(BAT-10); all else is the same: engine, batching with a cap on new tokens, pool. The paper's four workloads (see
-jgr.traffic.workloads for what is inferred) have users and items divided by one factor each; token counts, skew and the
-ratio of the pool to the KV of all items are kept. The paper's trace has 90 % of the accesses on a tenth of the items;
-real public ones have 40 to 60 %, so every workload is shown at 50 % too.
+RE caches nothing, UP always puts the user first, IP the items, cache_agnostic whichever is longer, and BAT decides by
+hotness (BAT-10). All else is the same: the engine, batching with a cap on new tokens, the pool. There are the paper's
+four workloads (jgr.traffic.workloads says what of them is inferred), each with users and items divided by one factor;
+token counts, skew and the ratio of the pool to the KV of all items are kept. In the paper's trace 90 % of the accesses
+go to a tenth of the items; in real public ones it is 40 to 60 %, so every workload is also shown at 50 %.
 
-A long run comes before: its requests are planned, so that the cache holds what it would, but not computed; what is
-timed is computed. Systems take turns, each with the same next requests; a closed loop keeps 16 requests in the engine.
-The window over which users' accesses are counted is scaled as the trace's time is.
+Before the timed requests comes a long run that is planned but not computed, so that the cache holds what it would hold.
+Systems take turns, each with the same next requests; a closed loop keeps 16 requests in the engine. The window over
+which users' accesses are counted is scaled as the time of the trace is.
 
     python -m benchmarks.bat_throughput [--quick]
 """
@@ -34,13 +34,13 @@ from jgr.traffic.workloads import BEAUTY, BOOKS, GAMES, INDUSTRY, Workload
 THREADS = 2
 CONCURRENCY = 16
 SERVED_PER_S = 20.0
-"""About what the engine serves; the trace's time is scaled to it."""
+"""Requests a second that the engine serves, roughly; the time of the trace is scaled to it."""
 
 
 class Setting(NamedTuple):
-    """A workload, what its users and items are divided by, and the paper's pool over the KV of all items.
+    """A workload, what its users and items are divided by, and the size of the paper's pool over the KV of all items.
 
-    The pool: 4 nodes of 150 GB, at 28,672 bytes a token of Qwen2-1.5B.
+    The paper's pool is 4 nodes of 150 GB; a token of Qwen2-1.5B has 28,672 bytes of KV.
     """
 
     workload: Workload
@@ -126,7 +126,7 @@ def make_row(setting: Setting, world: World, device_mb: float, runs: Mapping[str
 
 
 def latencies(systems: Mapping[str, System], row: Row, count: int, quiet: Quiet) -> list[Row]:
-    """Open loop at shares of what RE serves at saturation."""
+    """Latencies in an open loop at shares of the rate that RE serves at saturation."""
     rows = []
     for share in (0.5, 0.8, 1.1):
         rate = share * row["systems"]["RE"]["qps"]["median"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that serve a BAT workload: a model with random weights, a catalog of titles, users with histories.
 
-A user's history is drawn once, item by item until its tokens are as many as the workload says; an item's title has its
-tokens less one, its own token ends it. What is timed does not depend on the weights.
+The title of an item has one token less than the item: the item's own token ends it. Times do not depend on the weights,
+so these are random.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jgr.training.generator import decoder_config
 
 WORDS = 500
 SYSTEMS = {"RE": "none", "UP": "user", "IP": "item", "cache_agnostic": "cache_agnostic", "BAT": "hotness"}
-"""The paper's systems, by the cache policy that each is here. UP and IP keep the least recently used out."""
+"""The paper's systems and the cache policy that each is here. UP and IP evict what was used least recently."""
 MODEL = TrainConfig(hidden=384, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=1280)
-"""Wide layers and narrow heads: what a new token costs besides attention is about four times its attention to 1500
-others, in Qwen2-1.5B ten times. In a model whose attention dominates, reuse would save little."""
+"""Wide layers and narrow heads: besides attention, a new token costs about four times what its attention to 1500 others
+costs; in Qwen2-1.5B it is ten times. In a model whose attention dominates, reuse would save little."""
 
 
 class World:
-    """A workload's users and items as a model folder and requests. speed: of the trace's time, see Traffic."""
+    """A workload's users and items as a model folder and requests. speed: of the trace's clock, see Traffic."""
 
     def __init__(self, folder: Path, workload: Workload, speed: float, seed: int = 0) -> None:
         self.folder, self.traffic, self.speed, self._seed = folder, Traffic(workload, seed), speed, seed
@@ -79,7 +79,7 @@ class World:
         checkpoint.save(self.folder, cfg, drawn, write_beside)
 
     def config(self, policy: str, device_mb: float, cache: str, *settings: str) -> Config:
-        """cache: the folder of compiled programs."""
+        """The configuration that serves the world under a cache policy. cache: the folder of compiled programs."""
         workload = self.traffic.workload
         return override(
             Config(),
@@ -108,7 +108,7 @@ class World:
 
     @property
     def item_bytes(self) -> int:
-        """KV of all items."""
+        """The bytes of the KV of all items."""
         token = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim * 4
         return int(self.traffic.item_tokens.sum()) * token
 
@@ -117,7 +117,7 @@ class World:
 
 
 class Served(NamedTuple):
-    """What a run of requests took. tokens: of all prompts; latency_ms: one a request."""
+    """What a run of requests took. tokens: the sum over all prompts; latency_ms: one for each request."""
 
     seconds: float
     tokens: int
@@ -132,10 +132,10 @@ class Served(NamedTuple):
 
 
 class System:
-    """An engine, and the next requests of the trace. Its cache is brought to where a long run would have it."""
+    """An engine, and the next requests of the trace. Its cache starts as a long run would have left it."""
 
     def __init__(self, world: World, config: Config, loop: asyncio.AbstractEventLoop, planned: int) -> None:
-        """planned: requests that are planned before, as if they had run; their pages hold zeros."""
+        """planned: how many requests are planned first, as if they had run; their pages hold zeros."""
         self._world, self._loop = world, loop
         self._accesses = world.traffic.accesses(world.speed)
         self._begin_ns = 0
@@ -158,12 +158,12 @@ class System:
             grouping.finished(group.jobs, True)
 
     def saturate(self, count: int, concurrency: int) -> Served:
-        """The next requests of the trace, so many of them at a time."""
+        """Serve the next requests of the trace, `concurrency` of them at a time."""
         requests = [self._world.request(access) for access in islice(self._accesses, count)]
         return self._loop.run_until_complete(self._closed_loop(requests, concurrency))
 
     def at_rate(self, count: int, per_second: float) -> Served:
-        """The next requests at random times; latency counts from the time that each was due."""
+        """Serve the next requests at random times; latency counts from the time at which each was due."""
         requests = [self._world.request(access) for access in islice(self._accesses, count)]
         gaps = np.random.default_rng(count).exponential(1 / per_second, count)
         return self._loop.run_until_complete(self._open_loop(requests, np.cumsum(gaps).tolist()))
@@ -210,7 +210,7 @@ def _served(seconds: float, answers: Sequence[tuple[Answer, float]]) -> Served:
 
 
 def add(runs: Sequence[Served]) -> Served:
-    """Of several runs together."""
+    """Several runs as one."""
     return Served(
         sum(run.seconds for run in runs),
         sum(run.tokens for run in runs),
@@ -231,12 +231,12 @@ def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def at_skew(workload: Workload, share: float) -> Workload:
-    """share: of the accesses that go to a tenth of the items."""
+    """The workload with this share of the accesses going to a tenth of the items."""
     return replace(workload, top10_share=share)
 
 
 def facts(world: World, device_mb: float) -> dict[str, Any]:
-    """Of a workload, for a result's row."""
+    """What a result's row says of a workload."""
     workload = world.traffic.workload
     return {
         "users": workload.users,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staged beam attention against the forms that do without it (XGR-5), and both variants of the beams' KV (XGR-4).
 
-One decode step of one request, one layer; the second generated token, so two own slots. All in one process, in turns:
+What is timed is one decode step of one request in one layer, for the second generated token, so there are two own
+slots. All forms run in one process, in turns:
 
 - staged: jgr.ops.beam_attention with a table of ancestors, as the engine runs it.
 - staged_in_place: the same after moving the first slot's rows in place (reorder_beam_kv), without a table.
@@ -9,7 +10,7 @@ One decode step of one request, one layer; the second generated token, so two ow
 - broadcast: the same with the copy left to the compiler. beams_as_sequences is the faster of the two.
 - tree_mask: all beams' slots behind the prompt as one sequence, each beam masked to its own (TreeAttention).
 
-The floor is the multiplications' time at the rate of a matmul of 2048 (GPU: 8192) rows, timed in the same rounds.
+The floor is the time of the multiplications at the rate of a matmul of 2048 (GPU: 8192) rows, timed in the same rounds.
 On a CPU the shape is that of a small generator (4 heads, 2 of keys, 64 wide, float32); on a GPU Qwen3-0.6B's, bfloat16.
 
     python -m benchmarks.beam_attention [--quick]
@@ -52,8 +53,8 @@ def staged(a: Arrays) -> jax.Array:
 
 
 def staged_in_place(a: Arrays) -> jax.Array:
-    """a["beam_k"], a["beam_v"]: slots that no selection has moved yet; the table's first row says who descends from
-    whom, in parent-major order."""
+    """The same without a table: the first slot's rows are moved first. a["beam_k"], a["beam_v"]: slots that were not
+    moved yet; a["ancestors"][:, 0]: the parent of each row, ascending."""
     parents = a["ancestors"][:, 0]
 
     def moved(kv: jax.Array) -> jax.Array:
@@ -64,7 +65,7 @@ def staged_in_place(a: Arrays) -> jax.Array:
 
 
 def _sequences(a: Arrays, prompt_k: jax.Array, prompt_v: jax.Array) -> jax.Array:
-    """prompt_k, prompt_v: [B, W, K, T, d], of each beam. Full prompts."""
+    """Attention of beams as sequences. prompt_k, prompt_v: [B, W, K, T, d], a full prompt for each beam."""
     batch, width, heads, dim = a["q"].shape
     kv_heads = prompt_k.shape[2]
     q = a["q"].reshape(batch, width, kv_heads, heads // kv_heads, dim) * jnp.asarray(dim**-0.5, a["q"].dtype)
@@ -136,7 +137,7 @@ def make_case(tokens: int, width: int, shape: Mapping[str, Any]) -> Case:
 
 
 def make_arrays(case: Case) -> Arrays:
-    """The op's arguments, with parents in parent-major order, and a copy of the prompt for every beam."""
+    """The op's arguments, with the parents of rows ascending, and a copy of the prompt for every beam."""
     arrays = OP.draw(case, jnp.dtype(case.shape["dtype"]))
     arrays["ancestors"] = jnp.sort(arrays["ancestors"], axis=-1)
     for name in ("k", "v"):
@@ -174,7 +175,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 def make_row(
     tokens: int, width: int, seconds: Mapping[str, Sequence[float]], matmuls: float, difference: float
 ) -> Row:
-    """matmuls: the step's multiplications, in those of the matmul that was timed."""
+    """One point's row. matmuls: the step's multiplications over those of the matmul that was timed."""
     times = {name: harness.spread(s * 1e3 for s in runs) for name, runs in seconds.items()}
     matmul = times.pop("matmul")["median"]
     median = {name: t["median"] for name, t in times.items()}
@@ -195,7 +196,7 @@ def make_row(
 
 
 def claims(rows: Sequence[Row], max_difference: float) -> list[Claim]:
-    """About the paper's point, where it was measured, and the agreement of all forms at every point."""
+    """Claims on the paper's point, where it was measured, and on the agreement of all forms at every point."""
     worst = max(row["max_difference"] for row in rows)
     found = [Claim("beam-attention-forms-differ-by", worst, "", "lower", max_difference)]
     for row in rows:

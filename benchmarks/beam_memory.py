@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory of `recommend` for a Qwen3-4B in bfloat16, over beam widths and prompt lengths, explained (XGR-3).
+"""The device memory of `recommend` for a Qwen3-4B in bfloat16, by beam width and prompt length, explained (XGR-3).
 
-Nothing runs: the whole program is compiled for an H200 as tools/compile_gpu.py does, which takes the CUDA plugin and no
-GPU. (A CPU's program would say nothing of it: there XLA computes bfloat16 in float32 and copies the weights.) The
-compiler's own buffer assignment says what lies where: the places of every value that has the shape of the prompt's or
-of the beams' keys and values are joined, and must be as large as the formula, to the byte. So the prompt is there once,
-whatever the beam width.
+Nothing runs: the whole program is compiled for an H200, as tools/compile_gpu.py does with the CUDA plugin and no GPU.
+(A CPU's program would tell nothing: there XLA computes bfloat16 in float32 and copies the weights.) The compiler's
+buffer assignment says where each value lies. All places of values that have the shape of the prompt's or of the beams'
+keys and values must together be as large as the formula says, to the byte. So the prompt is stored once, whatever the
+beam width.
 
     prompt KV = 2 x layers x KV heads x head size x 2 bytes x tokens
     beam KV   = the same x beam width x (phases - 2): of the last step's slot one layer lives at a time
@@ -42,7 +42,7 @@ MODEL = "qwen3-4b"
 DEPTH, N_ITEMS = shapes.LEVELS, 20_000
 ITEMSIZE = 2
 PAPER_GB = {(1024, 512): (10.6, 46.3), (3072, 256): (12.0, 30.0)}
-"""(prompt tokens, beam width): xGR's own peak, and that of the engine it compares with."""
+"""By (prompt tokens, beam width): the peak of xGR, and that of the engine that the paper compares it with."""
 
 _ALLOCATION = re.compile(r"allocation (\d+): ")
 _VALUE = re.compile(r" value: <\d+ (\S+) .*?@\d+> \(size=(\d+),offset=(\d+)\): (\S+)")
@@ -73,7 +73,7 @@ def read_values(text: str) -> list[Value]:
 
 
 def occupied(values: Iterable[Value]) -> int:
-    """Bytes of all places that these values have at any time."""
+    """The bytes of all places that the values have at any time."""
     total, end, last = 0, 0, -1
     for value in sorted(values, key=lambda v: (v.allocation, v.offset)):
         end = end if value.allocation == last else 0
@@ -90,9 +90,9 @@ def qwen3() -> DecoderConfig:
 
 
 def activations(cfg: DecoderConfig, tokens: int, width: int) -> int:
-    """About what a step needs besides keys and values: hidden states, and the gate and up of the MLP.
+    """About the bytes that a step needs besides keys and values: hidden states, and the gate and up of the MLP.
 
-    Of prefill, or of a decode step with its level's logits in float32, whichever is more.
+    The step is prefill, or a decode step with its level's logits in float32, whichever needs more.
     """
     row = ITEMSIZE * (2 * cfg.hidden + 2 * cfg.mlp)
     return max(tokens * row, width * (row + 4 * shapes.LEVEL_SIZE))
@@ -110,7 +110,7 @@ def program(cfg: DecoderConfig, tokens: int, width: int) -> Program:
 
 
 def make_row(cfg: DecoderConfig, tokens: int, width: int, analysis: Any, values: Sequence[Value]) -> Row:
-    """analysis: the program's memory analysis."""
+    """One point's row. analysis: the program's memory analysis."""
     prompt_type = f"[{cfg.layers},1,{cfg.kv_heads},{tokens},{cfg.head_dim}]"
     beam_type = re.compile(rf"\w+\[{cfg.layers},1,{width},{cfg.kv_heads},{cfg.head_dim}\]")
     arrays = [v for v in values if not v.type.startswith("(")]  # a tuple is a table of addresses
@@ -163,7 +163,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 def measure_point(
     cfg: DecoderConfig, tokens: int, width: int, compile_: Callable[[Program], Any], dump: Path
 ) -> Row:
-    """dump: the folder that XLA dumps to."""
+    """Compile one point. dump: the folder that XLA dumps to."""
     before = set(dump.glob("*"))
     analysis = compile_(program(cfg, tokens, width)).memory_analysis()
     written = set(dump.glob("*buffer-assignment.txt")) - before

@@ -2,8 +2,8 @@
 """Beam search for three tokens: jgr against `transformers`, `vllm` and a PyTorch form that shares the prompt's KV.
 
 All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py), get the same prompts as tokens,
-compute in float32 on two cores, and run in turns, call by call; peers in processes of their own. A time is that of one
-request on a warm process, from tokens to sequences and scores (see harness.timed). Three searches:
+compute in float32 on two cores, and run in turns, call by call; peers run in processes of their own. A time is that of
+one request on a warm process, from tokens to sequences and scores (see harness.timed). There are three searches:
 
 - unconstrained: all 25,000 tokens at each step; scores are log-likelihoods.
 - full: constrained to 12,000 items; scores are log-likelihoods over the whole vocabulary, as `transformers` has them
@@ -58,7 +58,7 @@ WRONG = ("vllm", "full")
 
 
 class Found(NamedTuple):
-    """ms: of one call; beams: what it returned."""
+    """ms: the time of one call; beams: what it returned."""
 
     ms: float
     beams: Beams
@@ -126,7 +126,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def _variants(ours: Ours, present: Present, prompt: Int32, width: int) -> dict[str, Callable[[], Found]]:
-    """Named "<search> <who>"."""
+    """The calls to compare, named "<search> <who>"."""
     found: dict[str, Callable[[], Found]] = {}
     for mode in MODES:
         found[f"{mode} jgr"] = functools.partial(ours.run, mode, prompt, width)
@@ -169,7 +169,7 @@ def make_row(found: Mapping[str, Sequence[Found]]) -> Row:
 
 
 def _about_peers(present: Present) -> list[Row]:
-    """Versions of those that ran, and why the others did not."""
+    """The versions of the peers that ran, and why the others did not run."""
     ran: list[Row] = [{"peer": name, "versions": peer.versions} for name, peer in present.peers.items()]
     return ran + [{"peer": name, "missing": why} for name, why in present.missing.items()]
 

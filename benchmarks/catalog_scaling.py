@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the constraint costs as a catalog grows: `recommend` with the prefix tree and without, 10 K to 10 M items.
 
-A random Qwen3 of 16 M parameters (benchmarks/peers/workload.py), prompts of 512 tokens, three levels of 8192 codes,
-normalize="valid", one request at a time from tokens on the host to answers on the host, in turns:
+The model is a random Qwen3 of 16 M parameters (benchmarks/peers/workload.py); prompts have 512 tokens, ids three levels
+of 8192 codes, normalize is "valid". One request at a time is timed, from tokens on the host to answers on the host, by
+three searches in turns:
 
 - on: the engine's executor, its tables padded as the server's are; the answer is the items' ids.
 - off: the same model, vocabulary (8192 tokens at each step, the same rows of the output head) and exact choice of the
@@ -64,7 +65,7 @@ INSPECT = "import sys; from jgr.cli.main import run; sys.exit(run(['catalog', 'i
 
 
 class Items(NamedTuple):
-    """ids: of the rows; codes: [n, depth] int32, distinct rows."""
+    """n items. ids: their ids; codes: [n, depth] int32, their semantic ids, all distinct."""
 
     ids: ItemIds
     codes: Int32
@@ -118,7 +119,8 @@ def search_without_tree(
 ) -> tuple[jax.Array, jax.Array]:
     """Beam search in which every token of a level may follow: sequences [B, W, depth] int32, best first, and scores.
 
-    tokens_of: per level [V]; heads: per level [V, D], the rows of the output head. V is a multiple of 128.
+    tokens_of: the tokens of each level [V]; heads: for each level its rows of the output head [V, D]. V is a multiple
+    of 128.
     """
     batch = tokens.shape[0]
     hidden, state = decoder.begin(weights, cfg, tokens, lengths)
@@ -252,7 +254,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 def variants(
     constrained: Constrained, free: Free, prompt: Int32, widths: Sequence[int]
 ) -> dict[str, Callable[[], float]]:
-    """Named "<side> <width>"; each gives the ms of a request."""
+    """The calls to compare, named "<side> <width>"; each gives the ms of a request."""
     sides = {"on": constrained.on, "off": free.off, "all_tokens": free.all_tokens}
 
     def ms(search: Callable[[Int32, int], Any], width: int) -> float:
@@ -298,7 +300,7 @@ def build_row(items: Items) -> Row:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Each about the worst row."""
+    """Claims, each on the worst row."""
     timed = [row for row in rows if "on_over_off" in row]
     (built,) = (row["build"] for row in rows if "build" in row)
     found = []

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A TCP proxy that makes a server on this machine as far away as one in another rack.
 
-Each answer begins a random time after its request, lognormal by its median and its 99th percentile, and all answers
-share a link of so many bytes per second (FLAME's workload, the network inferred). It runs in a process of its own.
+Each answer begins a random time after its request; the times are lognormal with a given median and 99th percentile. All
+answers share a link of so many bytes per second (FLAME's workload; its network is inferred). The proxy runs in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Z99 = 2.3263
 
 
 CLOCK_S = 1e-3
-"""The event loop's timers are no finer."""
+"""The resolution of the event loop's timers."""
 
 
 class Network(NamedTuple):
-    """median_ms, p99_ms: of the time from a request to the beginning of its answer."""
+    """median_ms, p99_ms: the time from a request to the beginning of its answer."""
 
     median_ms: float = 5.0
     p99_ms: float = 20.0
@@ -37,7 +38,7 @@ class Network(NamedTuple):
 
 
 class Line:
-    """What all connections share: chance, and the time at which the link is free."""
+    """What all connections share: the random numbers, and the time at which the link is free."""
 
     def __init__(self, network: Network, seed: int) -> None:
         self._mean = math.log(network.median_ms / 1e3)
@@ -50,7 +51,7 @@ class Line:
         return self._random.lognormvariate(self._mean, self._deviation)
 
     def arrival_s(self, start_s: float, size: int) -> float:
-        """When a piece of an answer that may start then has come."""
+        """When a piece of an answer has come that may start at start_s."""
         self._free_s = max(self._free_s, start_s) + size / self._bytes_per_s
         return self._free_s
 
@@ -93,7 +94,7 @@ class _Client(asyncio.Protocol):
             self._loop.call_at(arrival_s, self._deliver)
 
     def _deliver(self) -> None:
-        """What has come by now, in order: timers of one time have none."""
+        """Deliver what has come by now, in order, which timers for the same time would not keep."""
         while self._coming and self._coming[0][0] <= self._loop.time() + CLOCK_S:
             self._transport.write(self._coming.popleft()[1])
         if self._coming:
@@ -126,7 +127,7 @@ def _run(server: str, network: Network, seed: int, core: int, ready: Connection)
 
 @contextmanager
 def delay_proxy(server: str, network: Network, core: int, seed: int = 0) -> Iterator[int]:
-    """server: the path of its Unix socket. core: that the proxy runs on. The port on 127.0.0.1."""
+    """Run a proxy for a server: its port on 127.0.0.1. server: the path of the server's Unix socket. core: its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(server, network, seed, core, theirs), daemon=True)

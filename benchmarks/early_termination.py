@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choosing the best W of W beams' candidates: how many are looked at, and how long it takes (XGR-10).
 
-Scores are log-probabilities of V columns for each of W beams, from a Dirichlet distribution (small alpha: peaked),
-plus the beams' own.
+A score is the log-probability of one of V columns, drawn from a Dirichlet distribution (small alpha: peaked), plus the
+score of its beam.
 
-- blocks: what jgr's beam step does on a device (jgr.ops.constrained_topk.select): the maxima of blocks of 128, then the
-  candidates of the W best blocks. Visited: maxima and candidates that are ranked; the streaming pass that takes the
-  maxima is in the time.
-- top_k: the compiler's own top-k over all W x V. sort: a full sort of them. Both on the same device.
-- heap: the paper's, on the host, after each beam's candidates are sorted; sorting is not in its time. host_sort: a full
-  sort on the host.
+- blocks: what jgr's beam step does on a device (jgr.ops.constrained_topk.select): it ranks the maxima of blocks of 128,
+  then the candidates of the W best blocks. Visited are the maxima and candidates that are ranked; the streaming pass
+  that takes the maxima is part of the time.
+- top_k: the compiler's own top-k over all W x V scores. sort: a full sort of them. Both run on the same device.
+- heap: the paper's form, on the host, after each beam's candidates are sorted; that sort is not part of its time.
+  host_sort: a full sort on the host.
 
     python -m benchmarks.early_termination [--quick]
 """
@@ -39,7 +39,7 @@ ALPHAS = (0.01, 0.3, 10.0)
 
 
 def draw(width: int, alpha: float, seed: int = 0) -> npt.NDArray[np.float32]:
-    """[width, COLUMNS] beam scores plus log-probabilities."""
+    """Scores of beams plus log-probabilities: [width, COLUMNS]."""
     rng = np.random.default_rng(seed)
     gamma = np.maximum(rng.standard_gamma(alpha, (width, COLUMNS)), 1e-30)
     log_probabilities = np.log(gamma / gamma.sum(axis=1, keepdims=True))
@@ -49,7 +49,7 @@ def draw(width: int, alpha: float, seed: int = 0) -> npt.NDArray[np.float32]:
 
 
 def device_forms(width: int) -> Mapping[str, Callable[[jax.Array], Any]]:
-    """scores [1, N] -> the best `width` values and their indices."""
+    """The forms that run on a device: each gives the best `width` values of scores [1, N] and their indices."""
     return {
         "blocks": functools.partial(select.top_k, k=width),
         "top_k": functools.partial(jax.lax.top_k, k=width),
@@ -119,7 +119,7 @@ def make_row(
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Each about the worst row."""
+    """Claims, each on the worst row."""
     return [
         Claim(
             "early-termination-equals-the-sort", float(all(r["all_agree"] for r in rows)), "", "higher", 1.0

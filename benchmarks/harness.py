@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every benchmark shares: fair timing, and a result file that says what was measured, where, and of which code.
 
-The one idea: a benchmark hands over a function that measures, and gets back nothing; the harness decides when the
-machine is quiet enough, writes the result, and nothing else may write one.
+The one idea: a benchmark hands over a function that measures. The harness decides when the machine is quiet enough and
+writes the result; nothing else writes results.
 
     python -m benchmarks.<name>                  measures, rewrites benchmarks/results/<name>.<device>.json (and .png)
     python -m benchmarks.<name> --quick          under a minute, fewer and shorter runs; writes only where --out says
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 MAX_OTHERS_CORES = 0.1
-"""Cores that other processes may keep busy while we time."""
+"""How many cores other processes may keep busy while we time."""
 PATIENCE_S = 600.0
 QUICK_PATIENCE_S = 20.0
 """Seconds that a run may lose to waiting for others and to rounds that they disturbed."""
@@ -87,8 +87,8 @@ class Measured(NamedTuple):
 class Benchmark:
     """A runnable benchmark.
 
-    name: of its file and its results. measure: (quick, quiet) -> Measured. packages: whose versions matter. sources:
-    the files that do the measuring. plot: draws the rows into a PNG file. device: what computes.
+    name: the name of its file and of its results. measure: (quick, quiet) -> Measured. packages: those whose versions
+    matter. sources: the files that do the measuring. plot: draws the rows into a PNG file. device: what computes.
     """
 
     name: str
@@ -106,10 +106,10 @@ def interleave(
     sleep: Callable[[float], None] = time.sleep,
     once: Collection[str] = (),
 ) -> dict[str, list[T]]:
-    """Run A B C, A B C, ...: whatever drifts hits all alike. The results of each, one for each round.
+    """Run the variants in turns, A B C, A B C, ..., so that drift hits all alike: the results of each, one a round.
 
-    A round before them is not kept, and neither is one in which other processes took part of the machine.
-    once: variants whose calls take many seconds; they are in the first round that is kept, and in no other.
+    A first round is not kept, and neither is a round in which other processes took part of the machine.
+    once: variants whose calls take many seconds; they run in the first round that is kept, and in no other.
     """
     for name, run in variants.items():
         if name not in once:
@@ -133,7 +133,7 @@ def timed(
 ) -> tuple[float, T]:
     """How long a call takes, in ms, and what it gives: the median over calls that go on for at least_s in all.
 
-    A short call is thus timed warm, as under load, and a long one once.
+    So a short call is timed warm, as under load, and a long call is timed once.
     """
     calls_ms: list[float] = []
     while True:
@@ -145,12 +145,12 @@ def timed(
 
 
 def rounded(value: float, digits: int = 4) -> float:
-    """To significant digits, so that a result file does not pretend to more."""
+    """The value with so many significant digits, so that a result file does not pretend to more."""
     return float(f"{value:.{digits}g}")
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, quartiles (linear interpolation) and number of runs."""
+    """The median, the quartiles (by linear interpolation) and the number of the values."""
     runs = list(values)
     q1, median, q3 = (rounded(float(q)) for q in np.percentile(runs, (25, 50, 75)))
     return {"median": median, "q1": q1, "q3": q3, "runs": len(runs)}
@@ -163,7 +163,7 @@ def note(text: str) -> None:
 
 
 class CpuTimes(NamedTuple):
-    """CPU seconds of all processors busy with anything, those of this process and its children, and when, in s."""
+    """Busy CPU seconds of all processors, those of this process and its children, and the time of the sample in s."""
 
     busy_s: float
     own_s: float
@@ -171,13 +171,13 @@ class CpuTimes(NamedTuple):
 
 
 def busy_ticks(stat: str) -> int:
-    """Busy CPU time since boot from /proc/stat; what other machines on the same host stole counts as busy."""
+    """The busy CPU time since boot in /proc/stat; time stolen by other machines of the host counts as busy."""
     user, nice, system, _, _, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
     return user + nice + system + irq + softirq + steal
 
 
 def tree_ticks(stats: Iterable[str], root: int) -> int:
-    """CPU time of process `root` and its descendants, those that ended included, from their /proc/<pid>/stat."""
+    """The CPU time of process `root` and its descendants, ended ones too, from their /proc/<pid>/stat."""
     parents, ticks = {}, {}
     for stat in stats:
         fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
@@ -206,7 +206,7 @@ def _cpu_times() -> CpuTimes:
 
 
 class Quiet:
-    """Judges whether the machine was left to us, and raises BusyMachine once patience_s were lost on waiting."""
+    """Judges whether the machine was left to us; raises BusyMachine when waiting took more than patience_s."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Quiet:
         self._lost_s = 0.0
 
     def wait(self) -> CpuTimes:
-        """Return after the first second that is quiet; a sample from its end."""
+        """Wait for a quiet second; the sample at its end."""
         while True:
             start = self._sample()
             self._sleep(_SAMPLE_S)

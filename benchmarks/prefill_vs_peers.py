@@ -2,8 +2,9 @@
 """The first output token of a prompt: jgr against OpenVINO GenAI, `transformers` and PyTorch's own attention.
 
 All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py), get the same prompts as tokens,
-compute in float32 on two cores, keep the prompt's keys and values, and run in turns, call by call; peers in processes
-of their own. A time is that of one call on a warm process: from tokens to the most likely next token of each prompt.
+compute in float32 on two cores, keep the prompt's keys and values, and run in turns, call by call; peers run in
+processes of their own. A time is that of one call on a warm process: from tokens to the most likely next token of each
+prompt.
 
 Beside it: what share of the machine's float32 matmul rate that is, which jgr and PyTorch measure in the same rounds
 (2048 rows; the faster one counts), and where jgr's time goes, from a profile.
@@ -43,12 +44,12 @@ AT_LEAST_S = 0.3
 MATMUL_ROWS = 2048
 KINDS = (OPENVINO, PYTORCH, TRANSFORMERS)
 LIMITS = {512: 1.6, 1024: 1.6, 2048: 2.0}
-"""Of jgr's time over the best peer's, by prompt length; the goal is 1."""
+"""The most that jgr's time may be over the best peer's, by prompt length; the goal is 1."""
 PROFILED_CALLS, PROFILED_OPERATIONS = 10, 8
 
 
 class Found(NamedTuple):
-    """ms: of one call; tokens: [B], the first of each prompt."""
+    """ms: the time of one call; tokens: [B], the first output token of each prompt."""
 
     ms: float
     tokens: tuple[int, ...]
@@ -76,7 +77,7 @@ class Ours:
         return tuple(np.asarray(tokens).tolist())
 
     def profile(self) -> Row:
-        """Milliseconds of a call by stage, and of the operations that take most."""
+        """The milliseconds of a call by stage, and those of the operations that take most."""
         self.first()
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()
@@ -150,7 +151,7 @@ def _variants(
 
 
 def make_row(tokens: int, batch: int, found: Mapping[str, Sequence[Found]]) -> Row:
-    """matmul ...: the square matmul, which only gives the machine's rate."""
+    """One point's row. Entries "matmul ..." are of the square matmul, which only gives the machine's rate."""
     times = {name: harness.spread(f.ms for f in runs) for name, runs in found.items()}
     matmul_ms = min(times.pop(name)["median"] for name in list(times) if name.startswith("matmul "))
     rate = 2 * MATMUL_ROWS**3 / matmul_ms * 1e3

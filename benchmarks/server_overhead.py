@@ -70,7 +70,7 @@ def render_requests(kind: str, rng: np.random.Generator) -> list[bytes]:
 
 
 def response_length(received: bytes | bytearray) -> int | None:
-    """Length of the HTTP response at the start of `received`, None while its head is incomplete."""
+    """The length of the HTTP response at the start of `received`; None while its head is incomplete."""
     end = received.find(b"\r\n\r\n")
     if end < 0:
         return None
@@ -85,7 +85,7 @@ def check_answer(response: bytes | bytearray, n_items: int) -> None:
 
 
 class Run(NamedTuple):
-    """latencies_ms: of every answer, in order of arrival. elapsed_s: of the run. client_cpu: share of a core."""
+    """A run. latencies_ms: one an answer, in order of arrival. elapsed_s: its length. client_cpu: share of a core."""
 
     latencies_ms: list[float]
     elapsed_s: float
@@ -94,7 +94,7 @@ class Run(NamedTuple):
 
 @dataclass(eq=False)
 class _Link:
-    """One connection. request: index of the one that is under way."""
+    """One connection. request: the index of the request that is under way."""
 
     sock: socket.socket
     received: bytearray
@@ -160,7 +160,7 @@ def _serve(core: int, ready: Connection) -> None:
 
 @contextmanager
 def server(core: int) -> Iterator[Address]:
-    """A server in a process of its own, pinned to a core; its address. It must end well, too."""
+    """Run a server in a process of its own, pinned to a core: its address. RuntimeError where it does not end well."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(core, theirs))

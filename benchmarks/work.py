@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least that a dense decoder must compute and read: what benchmarks divide a machine's rates by.
+"""The least that a dense decoder must compute and read. Benchmarks compare what a machine achieves with it.
 
 Multiply-adds count twice; norms, rotations and softmax are left out. Letters as in jgr.models.decoder.
 """
@@ -13,24 +13,24 @@ from jgr.models.decoder import DecoderConfig
 
 
 class Work(NamedTuple):
-    """flops; bytes: weights and keys and values, each read once where it is needed."""
+    """flops: floating-point operations; bytes: of weights, keys and values, each read once where it is needed."""
 
     flops: float
     bytes: float
 
     def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """The larger of both floors."""
+        """The least time at these rates: that of the FLOPs or that of the bytes, whichever is longer."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
 def weights(cfg: DecoderConfig) -> int:
-    """Of all matrices but the embedding and the output's."""
+    """The number of weights in all matrices but the embedding's and the output's."""
     vocabulary = cfg.vocab_size * cfg.hidden * (1 if cfg.tied else 2)
     return params.count(decoder.spec(cfg)) - vocabulary
 
 
 def kv_bytes(cfg: DecoderConfig, tokens: int, itemsize: int) -> int:
-    """Keys and values of so many tokens."""
+    """The bytes of the keys and values of `tokens` tokens."""
     return 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * tokens * itemsize
 
 
@@ -44,7 +44,7 @@ def prefill(cfg: DecoderConfig, batch: int, tokens: int, itemsize: int) -> Work:
 
 
 def decode(cfg: DecoderConfig, batch: int, width: int, tokens: int, own: int, itemsize: int) -> Work:
-    """One token for each beam, which sees the prompt and `own` tokens of its own."""
+    """A decode of one token for each beam; the token sees the prompt and `own` tokens of its beam."""
     attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * (tokens + own)
     flops = batch * width * (2 * weights(cfg) + attention)
     keys = batch * (kv_bytes(cfg, tokens, itemsize) + width * kv_bytes(cfg, own, itemsize))
@@ -52,7 +52,7 @@ def decode(cfg: DecoderConfig, batch: int, width: int, tokens: int, own: int, it
 
 
 def head(cfg: DecoderConfig, rows: int, columns: int, itemsize: int) -> Work:
-    """So many rows times so many columns of the output matrix."""
+    """The output head: the product of `rows` hidden states and `columns` columns of the output matrix."""
     return Work(2.0 * rows * columns * cfg.hidden, float(itemsize * columns * cfg.hidden))
 
 

@@ -4,11 +4,11 @@
     python -m tools.tune sweep segment_attention sweep.json    on the device; needs jax only
     python -m tools.tune fit sweep.json                        anywhere; needs scikit-learn
 
-A sweep draws shapes from a seed, log-spaced, and times every candidate of each in two rounds. The tree is fitted on
-three quarters of the shapes. The others say what it costs to trust it: regret is the time of the chosen candidate over
-the fastest's, less one, where the first round says which is the fastest and the second what both take; one round for
-both would count noise as regret. The tree and both regrets go to jgr/ops/tuned; a tree that does not beat the heuristic
-there is not worth keeping.
+A sweep draws shapes from a seed, log-spaced, and times every candidate of each shape in two rounds. The tree is fitted
+on three quarters of the shapes. The other shapes show what it costs to trust the tree: its regret is the time of the
+candidate that it chooses, over the time of the fastest candidate, minus one. The first round says which candidate is
+the fastest, the second how long both take; one round for both would count noise as regret. The tree, its regret and the
+heuristic's go to jgr/ops/tuned. A tree that does not beat the heuristic there is not worth keeping.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from jgr.ops.testing import Case
 
 SHAPES = 120
 HELD_OUT = 4
-"""Every so-manieth shape is not fitted on."""
+"""One of this many shapes is held out: the tree is not fitted on it."""
 DEPTH = 8
 SEED = 20
 ROUNDS = 2
 AT_LEAST_S = 0.03
 FAR = 0.7
-"""Of log(seconds)."""
+"""The most log(seconds) above the best that the tree is fitted on."""
 
 
 class Tunable(NamedTuple):
-    """draw: a shape's features and the case that has it. call: the op with a configuration, as a function of arrays."""
+    """An op to tune. draw: draws a shape and its case. call: the op with a configuration, as a function of arrays."""
 
     shape: type[Any]
     draw: Callable[[np.random.Generator], tuple[Any, Case]]
@@ -130,7 +130,7 @@ DTYPES = {"segment_attention": jnp.float32, "beam_attention": jnp.bfloat16}
 
 
 def sweep(name: str, shapes: int = SHAPES) -> dict[str, Any]:
-    """Seconds of every candidate of so many shapes, JSON-able."""
+    """The seconds of every candidate for each of `shapes` shapes; can be written as JSON."""
     tunable, rng, rows = TUNABLES[name], np.random.default_rng(SEED), []
     for number in range(shapes):
         shape, case = tunable.draw(rng)
@@ -148,19 +148,19 @@ def sweep(name: str, shapes: int = SHAPES) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Regret:
-    """Over the held-out shapes: mean and largest time lost, as shares of the fastest candidate's."""
+    """The mean and the largest time lost over the held-out shapes, as shares of the fastest candidate's time."""
 
     mean: float
     largest: float
 
 
 def split(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The shapes to fit on, and those held out."""
+    """Split a sweep into the shapes to fit on and those held out."""
     return [r for i, r in enumerate(rows) if i % HELD_OUT], list(rows[::HELD_OUT])
 
 
 def regret(rows: Sequence[Any], pick: Callable[[Sequence[int]], tuple[Any, ...]]) -> Regret:
-    """pick: a shape's candidate, as a tuple."""
+    """The regret of a choice. pick: chooses a candidate for a shape; both are tuples."""
     lost = []
     for row in rows:
         seconds = {tuple(candidate): times for candidate, times in row["seconds"]}
@@ -170,7 +170,7 @@ def regret(rows: Sequence[Any], pick: Callable[[Sequence[int]], tuple[Any, ...]]
 
 
 def regrets(found: Mapping[str, Any], tree: tuning.Tree) -> dict[str, Regret]:
-    """Of the tree and of the heuristic, over the held-out shapes of a sweep."""
+    """The regrets of the tree and of the heuristic over the held-out shapes of a sweep."""
     tunable = TUNABLES[found["op"]]
     _, held_out = split(found["rows"])
 
@@ -187,9 +187,9 @@ def regrets(found: Mapping[str, Any], tree: tuning.Tree) -> dict[str, Regret]:
 
 
 def fit(found: Mapping[str, Any]) -> tuning.Tree:
-    """Predicts log(seconds) over the shape's best: what all candidates of a shape share decides nothing.
+    """Fit a tree that predicts log(seconds) above the shape's best candidate; what all of them share decides nothing.
 
-    Beyond `FAR` all are alike: that a candidate is bad matters, not how bad.
+    What is above `FAR` counts as `FAR`: that a candidate is bad matters, not how bad it is.
     """
     from sklearn.tree import DecisionTreeRegressor
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Kind:
-    """module: benchmarks.peers.<module>; variable: names the Python that runs it; requirements: a file beside it."""
+    """A peer. module: benchmarks.peers.<module>; variable: names its Python; requirements: a file beside it."""
 
     name: str
     module: str
@@ -39,7 +39,7 @@ OPENVINO = Kind("openvino", "openvino_peer", "JGR_PEERS_OPENVINO", "requirements
 
 
 class PeerError(RuntimeError):
-    """A peer ended, or said what is no answer; the message holds the end of what it wrote to stderr."""
+    """A peer ended or gave no proper answer; the message holds the end of what it wrote to stderr."""
 
 
 class Peer:
@@ -128,7 +128,7 @@ def _environment(kind: Kind, python: str) -> dict[str, str]:
 
 
 class Present(NamedTuple):
-    """peers: those that run, by name. missing: by name, the line that says what to install."""
+    """peers: those that run, by name. missing: for each other one, the line that says what to install."""
 
     peers: dict[str, Peer]
     missing: dict[str, str]

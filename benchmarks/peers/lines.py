@@ -23,9 +23,9 @@ Message = dict[str, Any]
 def timed(
     run: Callable[[], T], at_least_s: float, before: Callable[[], object] = lambda: None
 ) -> tuple[float, T]:
-    """The median over calls that go on for at_least_s in all, in ms, and what the last gave; see harness.timed.
+    """The median time in ms of calls that together take at_least_s, and what the last call gave; see harness.timed.
 
-    before: runs ahead of every call and does not count.
+    before: runs before every call and does not count.
     """
     calls_ms: list[float] = []
     while True:
@@ -40,7 +40,7 @@ def timed(
 def serve(load: Callable[[str], Callable[[Message], Message]], packages: tuple[str, ...]) -> None:
     """Load from the folder that the command line names, then answer until stdin ends.
 
-    load: folder -> the function that answers a request.
+    load: makes, from the folder, the function that answers a request.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not get between the replies

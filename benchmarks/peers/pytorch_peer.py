@@ -43,7 +43,7 @@ class Model:
         self.head = self._weights["lm_head.weight"]
 
     def _fused(self, layer: int) -> dict[str, Tensor]:
-        """One matrix for q, k, v and one for gate and up."""
+        """A layer's weights with one matrix for q, k, v and one for gate and up."""
 
         def weight(name: str) -> Tensor:
             return self._weights[f"model.layers.{layer}.{name}.weight"]
@@ -60,7 +60,7 @@ class Model:
         }
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """tokens [B, T] -> the last tokens' hidden states [B, D], and per layer keys and values [B, K, T, d]."""
+        """The last tokens' hidden states [B, D] of tokens [B, T], and for each layer keys and values [B, K, T, d]."""
         rotation = self._rotation(torch.arange(tokens.shape[1]))
         h = self._weights["model.embed_tokens.weight"][tokens]
         shared = []
@@ -80,7 +80,7 @@ class Model:
         shared: list[tuple[Tensor, Tensor]],
         own: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """One token a beam: hidden [W, D]. Appends this step to `own`, per layer keys and values [K, S, W, d]."""
+        """Decode one token a beam: hidden [W, D]. Appends to `own`, for each layer keys and values [K, S, W, d]."""
         width, groups = len(tokens), self.heads // self.kv_heads
         rotation = self._rotation(torch.full((width,), position))
         h = self._weights["model.embed_tokens.weight"][tokens]
@@ -103,7 +103,7 @@ class Model:
         return self._norm(h, self._weights["model.norm.weight"])
 
     def _qkv(self, layer: dict[str, Tensor], h: Tensor, rotation: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """h [..., D] -> q [..., H, d], k and v [..., K, d], rotated."""
+        """q [..., H, d], k and v [..., K, d] of h [..., D]; q and k are rotated."""
         x = functional.linear(self._norm(h, layer["attention_norm"]), layer["qkv"])
         q, k, v = x.unflatten(-1, (-1, self.dim)).split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         q, k = self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"])

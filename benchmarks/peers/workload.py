@@ -56,8 +56,9 @@ class Beams(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """same: the same sequences in the same order, apart from ties. max_score_error: over the beams in order, infinite
-    where their number differs. common: how many of our sequences the other one has too. returned: how many it has."""
+    """same: whether the sequences and their order are the same, apart from ties. max_score_error: over the beams in
+    order; infinite where their number differs. common: how many of our sequences the other search has as well.
+    returned: how many sequences the other search has."""
 
     same: bool
     max_score_error: float
@@ -68,7 +69,7 @@ class Agreement(NamedTuple):
 def agreement(ours: Beams, theirs: Beams) -> Agreement:
     """Compare two beam searches; positions may differ only within a run of scores that are closer than TIE.
 
-    Of the last run a part may lie beyond the beam width, so there scores alone must agree.
+    A part of the last run may lie beyond the beam width, so there only the scores must agree.
     """
     a, b = _names(ours.sequences), _names(theirs.sequences)
     common = len(np.intersect1d(a, b))
@@ -90,7 +91,7 @@ def _names(sequences: Int32) -> Int64:
 
 
 class Catalog(NamedTuple):
-    """tree; level_tokens: per level [256] int32; sequences: [leaves, depth] int32, the tokens of each leaf."""
+    """level_tokens: [256] int32, by level; sequences: [leaves, depth] int32, the tokens of each leaf."""
 
     tree: PrefixTree
     level_tokens: tuple[Int32, ...]

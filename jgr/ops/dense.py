@@ -12,7 +12,7 @@ import jax
 
 @jax.custom_vjp
 def dense(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[..., D] x [D, F] -> [..., F], in the dtype of both."""
+    """The product of x [..., D] and w [D, F]: [..., F], in the dtype that both have."""
     return x @ w
 
 

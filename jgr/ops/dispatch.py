@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an op picks its implementation: a named one runs or raises, "auto" takes the first that fits the call.
 
-The choice is made at trace time from shapes, dtypes and the platform that the program is for, by asking, never by
-catching exceptions. A named implementation may run on any platform: interpreted kernels on a CPU, kernels that are
-compiled here for a GPU elsewhere.
+The choice is made at trace time from shapes, dtypes and the platform that the program is for. Each implementation is
+asked whether it can run; no exception is caught. A named implementation may run on any platform: an interpreted kernel
+on a CPU, or a kernel that is compiled here for a GPU elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class Implementation:
     """One way to compute an op.
 
-    supports(*args, **kwargs) gives the reason why it cannot run, or None. platforms: where "auto" may take it
-    ("cpu", "gpu", "tpu"); None: everywhere.
+    supports(*args, **kwargs) gives the reason why the implementation cannot run, or None. platforms: the platforms on
+    which "auto" may take it ("cpu", "gpu", "tpu"); None: all.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Implementation:
 
 
 def target_platform() -> str:
-    """What the program being traced is for: the abstract device's platform, the default device's, or the backend's."""
+    """The platform that the traced program is for: the abstract device's, the default device's or the backend's."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     device = getattr(jax.config, "jax_default_device", None)
     if abstract is not None and abstract.platform is not None:
@@ -90,7 +90,7 @@ NEVER: frozenset[str] = frozenset()
 def kernel(
     call: Callable[..., Any], interpreted: Callable[..., Any], supports: Callable[..., str | None]
 ) -> tuple[Implementation, Implementation]:
-    """The two faces of a Pallas kernel: "pallas" on GPUs, and "pallas_interpret", step by step on any platform."""
+    """A Pallas kernel's two implementations: "pallas" on GPUs; "pallas_interpret", step by step on any platform."""
     return (
         Implementation("pallas", call, supports, GPU),
         Implementation("pallas_interpret", interpreted, supports, NEVER),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the ops' "bench" cases on this device, against the roofline that it measures in the same run.
 
-The roofline is a large matmul's FLOP/s and a large copy's bytes/s; an op's least time is the longer of its FLOPs at the
-one and its bytes at the other, so 100 % is what no form can beat. (More than 100 % says that the arrays fit a cache.)
+The roofline is the FLOP/s of a large matmul and the bytes/s of a large copy. An op's least time is that of its FLOPs or
+of its bytes, whichever is longer, so no form can beat 100 %. (More than 100 % says that the arrays fit into a cache.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AT_LEAST_S = 0.2
 
 
 def measure(only: str = "") -> dict[str, Any]:
-    """Every op's cases whose "name case" contains `only`; JSON-able."""
+    """Time the cases of every op whose "name case" contains `only`; the rows can be written as JSON."""
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
     dtype = jnp.dtype(jnp.bfloat16 if on_gpu else jnp.float32)
@@ -45,7 +45,7 @@ def measure(only: str = "") -> dict[str, Any]:
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report as lines of text."""
     head = (
         f"{report['device']}, {report['dtype']}: matmul {report['matmul_tflops']:g} TFLOP/s, "
         f"copy {report['copy_gb_per_s']:g} GB/s"
@@ -80,7 +80,7 @@ def _rows(
 
 
 def seconds_per_call(call: Callable[[], Any], at_least_s: float = AT_LEAST_S) -> float:
-    """The fastest of three runs of enough calls; calls are queued, so that the host's part is hidden as in serving."""
+    """Seconds a call in the fastest of three runs. Calls are queued, which hides the host's part, as in serving."""
 
     def run(calls: int) -> float:
         start = time.perf_counter()

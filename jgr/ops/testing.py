@@ -42,9 +42,10 @@ class Work(NamedTuple):
 class OpCases:
     """An op and its cases.
 
-    call: the public function; it takes implementation=. shapes(case, dtype): its arguments, by name, without values.
-    integers(case, rng): values of those that are not floats. options(case): static keyword arguments. timed: the
-    implementations that `jgr bench ops` times; "pallas" on GPUs only.
+    call: the public function; it takes implementation=. shapes(case, dtype): the arrays among its arguments, by name,
+    as shapes without values. integers(case, rng): the values of those arrays that are not floats. work(case, dtype):
+    the least that a call must do. options(case): static keyword arguments. timed: the implementations that
+    `jgr bench ops` times; "pallas" on GPUs only.
     """
 
     name: str
@@ -60,7 +61,7 @@ class OpCases:
         return tuple(case for case in self.cases if tag in case.tags)
 
     def draw(self, case: Case, dtype: Any, seed: int = 0) -> dict[str, jax.Array]:
-        """Arguments with values: floats from a normal distribution, the rest from `integers`."""
+        """The arrays of a case with values: floats from a normal distribution, all others from `integers`."""
         rng = np.random.default_rng(seed)
         given = self.integers(case, rng)
         return {

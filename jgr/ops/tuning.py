@@ -34,7 +34,7 @@ Shape = TypeVar("Shape", bound=tuple[int, ...])
 class Tree:
     """A regression tree over features of a shape and a configuration.
 
-    low, high: of each number of the shape, what was measured. A node's feature is -1 where it is a leaf.
+    low, high: the least and the greatest value that was measured of each number of the shape. feature: -1 at a leaf.
     """
 
     low: tuple[float, ...]
@@ -90,7 +90,7 @@ def load(op: str, device: str) -> Tree | None:
 
 
 def plain_features(shape: tuple[int, ...], candidate: DataclassInstance) -> tuple[float, ...]:
-    """All numbers of both."""
+    """The numbers of the shape and of the configuration."""
     return (*shape, *astuple(candidate))
 
 
@@ -103,7 +103,7 @@ def choose(
 ) -> Candidate:
     """The candidate that the tree of `op` expects to be fastest, the first of equals; or `otherwise`.
 
-    candidates: dataclasses of numbers. features: what the tree was fitted on.
+    candidates: dataclasses of numbers. features: makes the numbers that the tree was fitted on.
     """
     tree = load(op, target_device())
     return otherwise if tree is None else best(tree, shape, candidates, otherwise, features)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Items' KV over the devices of a mesh: hot items on every device, cold ones on one, read inside a program (BAT-7, 11).
 
-The host knows the placement, so it knows before a batch runs which device wants which cell of which other one. It gives
-every device the list of cells to send to each other one, and of where to find what arrives; the program is a gather, an
-all_to_all and another gather. Lists have one length, Q, for all pairs of devices, so that shapes are fixed; what they
-are filled up with is moved too, and counted apart. The arrays are filled once, for one placement (BAT-11).
+The host knows the placement, so it knows before a batch runs which device wants which cells of which other device. It
+gives every device two lists: the cells to send to each other device, and where to find the cells that arrive. The
+program is a gather, an all_to_all and another gather. All lists have the same length, Q, so that shapes are fixed;
+the padding in them is moved as well, and is counted apart. The arrays are filled once, for one placement (BAT-11).
 
 Letters: D devices, H cells of replicated items, C cells of sharded items on a device, Q cells for a pair of devices, M
 cells that a device wants, E numbers of a cell.
@@ -31,10 +31,10 @@ EVERYWHERE, NOBODY = -1, -2
 
 
 class Where(NamedTuple):
-    """Cells of all items, behind each other in the order of the rows.
+    """Where each cell stands. The cells of all items are numbered in the order of the items' rows.
 
-    owner: [cells] int32, the device that has it, or EVERYWHERE or NOBODY. slot: [cells] int32, its number there, among
-    the replicated cells or among the device's own. ends: [n] int64, behind each item's last cell.
+    owner: [cells] int32, the device that has the cell, or EVERYWHERE or NOBODY. slot: [cells] int32, the cell's number
+    among the replicated cells, or among those of its device. ends: [n] int64, the number after each item's last cell.
     """
 
     owner: Int32
@@ -42,7 +42,7 @@ class Where(NamedTuple):
     ends: Int64
 
     def cells(self, rows: Int32) -> Int32:
-        """The cells of these items, in order."""
+        """The numbers of the items' cells, item by item."""
         starts = np.concatenate([[0], self.ends[:-1]])[rows]
         counts = self.ends[rows] - starts
         first = np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -50,12 +50,12 @@ class Where(NamedTuple):
         return cells
 
     def on(self, owner: int) -> Int32:
-        """What the arrays hold: the cells of a device, or the replicated ones, by slot."""
+        """The cells of a device, or the replicated ones, in order of their slots: what the arrays must hold."""
         return np.flatnonzero(self.owner == owner).astype(np.int32)
 
 
 def lay_out(placement: ItemPlacement) -> Where:
-    """A place for each cell of a placement whose workers are the devices."""
+    """Give each cell of a placement its place; the placement's workers are the devices."""
     items = placement.items
     counts = items.room_bytes // (items.cell_tokens * items.bytes_per_token)
     sharded_or_not = np.where(placement.replicated, EVERYWHERE, NOBODY)
@@ -68,10 +68,11 @@ def lay_out(placement: ItemPlacement) -> Where:
 
 
 class Exchange(NamedTuple):
-    """A batch's reads.
+    """The reads of one batch.
 
-    send: [D, D, Q] int32, [from, to]: cells. take: [D, M] int32: of each wanted cell its place among the replicated
-    cells (below H) and behind them the received ones, by sender. useful: [D, D] int64, cells that are wanted.
+    send: [D, D, Q] int32, the slots that each device sends to each other one. take: [D, M] int32, where each wanted
+    cell is found: below H among the replicated cells, from H on among the received ones, sender after sender.
+    useful: [D, D] int64, how many of the sent cells are wanted.
     """
 
     send: Int32
@@ -80,9 +81,10 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(where: Where, wanted: Sequence[Int32], pair: int, most: int, replicated: int) -> Exchange:
-    """wanted: per device, cells in any order, at most `most`. pair: Q. replicated: H.
+    """Plan the reads of a batch.
 
-    ValueError: they do not fit, or nobody has one of them.
+    wanted: the cells that each device wants, in any order, at most `most` (M). pair: Q. replicated: H.
+    ValueError where the cells do not fit, or where no device has one of them.
     """
     devices = len(wanted)
     send = np.zeros((devices, devices, pair), np.int32)
@@ -108,7 +110,7 @@ def plan_exchange(where: Where, wanted: Sequence[Int32], pair: int, most: int, r
 
 
 class ItemStore:
-    """The arrays of a mesh's devices. hot: [H, E], on each; cold: [D, C, E], a part on each."""
+    """The cells on the devices of a mesh. hot: [H, E], copied to each device; cold: [D, C, E], one part a device."""
 
     def __init__(self, mesh: Mesh, hot: npt.NDArray[np.floating], cold: npt.NDArray[np.floating]) -> None:
         self._mesh = mesh
@@ -125,13 +127,13 @@ class ItemStore:
         )
 
     def read(self, exchange: Exchange) -> jax.Array:
-        """[D, M, E]: what every device wanted; behind what it wanted, anything."""
+        """[D, M, E]: the cells that each device wanted; the rows after them hold anything."""
         send, take = (jax.device_put(x, self._spread) for x in (exchange.send, exchange.take))
         out: jax.Array = self._read(self.hot, self.cold, send, take)
         return out
 
     def moved_bytes(self, exchange: Exchange) -> tuple[int, int]:
-        """Over links between devices: of cells that were wanted, and of all that the program sends."""
+        """Bytes that go over links between devices: those of wanted cells, and all that the program sends."""
         devices, _, pair = exchange.send.shape
         cell = self.hot.shape[-1] * self.hot.dtype.itemsize
         between = ~np.eye(devices, dtype=bool)
@@ -139,7 +141,7 @@ class ItemStore:
 
 
 def read(hot: jax.Array, cold: jax.Array, send: jax.Array, take: jax.Array) -> jax.Array:
-    """One device's part of a read, for shard_map over AXIS: hot [H, E], cold [1, C, E], send [1, D, Q], take [1, M]."""
+    """What one device does in a read (shard_map over AXIS): hot [H, E], cold [1, C, E], send [1, D, Q], take [1, M]."""
     sent = cold[0][send[0]]  # [D, Q, E]
     received = jax.lax.all_to_all(sent, AXIS, split_axis=0, concat_axis=0, tiled=True)
     everything = jnp.concatenate([hot, received.reshape(-1, hot.shape[-1])])

@@ -6,10 +6,10 @@ row that also divides any run of rows evenly, so a catalog in order of popularit
 does not depend on the frequencies, an item that cools down or warms up never moves from one worker to another: copies
 beside the one at home come and go, which is what keeps the life cycle simple.
 
-An item held anywhere beats an item held twice: where memory is short, HRCS first replicates less and then drops the
-coldest. Items without a single access yield to replication.
+One copy of every item is worth more than two copies of some: where memory is short, HRCS first replicates fewer items,
+and then drops the coldest. Only items that were never accessed are dropped in favour of replicas.
 
-Pure; n items are rows 0..n-1, N workers are 0..N-1. Sizes are bytes.
+All functions are pure. The n items are rows 0..n-1, the N workers are 0..N-1. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Bound = Literal["paper", "physical"]
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """What is placed. ValueError where shapes or values are wrong.
+    """The items that are placed. ValueError where shapes or values are wrong.
 
-    frequency: [n] float64, accesses in any unit. tokens: [n] int64, >= 1. bytes_per_token: KV of one token.
-    cell_tokens: the smallest unit of memory, in tokens; an item takes whole cells.
+    frequency: [n] float64, how often each is accessed, in any unit. tokens: [n] int64, at least 1 each.
+    bytes_per_token: the KV of one token. cell_tokens: the tokens of a cell; an item takes whole cells of memory.
     """
 
     frequency: Float64
@@ -64,7 +64,7 @@ class Items:
 
     @cached_property
     def share(self) -> Float64:
-        """[n]: of all accesses; the same for all where none was seen."""
+        """[n]: each item's share of all accesses; equal shares where no access was seen."""
         largest = self.frequency.max()
         weight = self.frequency / largest if largest > 0 else np.ones(len(self))
         share: Float64 = weight / weight.sum()
@@ -72,24 +72,24 @@ class Items:
 
     @cached_property
     def transfer_bytes(self) -> Int64:
-        """[n]: what a read over a link moves."""
+        """[n]: the bytes that a read of the item over a link moves."""
         return self.tokens.astype(np.int64) * self.bytes_per_token
 
     @cached_property
     def room_bytes(self) -> Int64:
-        """[n]: what a copy takes of a worker's memory."""
+        """[n]: the bytes of a worker's memory that a copy of the item takes."""
         cells = -(-self.tokens.astype(np.int64) // self.cell_tokens)
         return cells * self.cell_tokens * self.bytes_per_token
 
     @cached_property
     def by_share(self) -> Int32:
-        """[n]: rows, the hottest first, ties by row."""
+        """[n]: the rows in order of their share of accesses, the hottest first; ties in order of the rows."""
         return np.argsort(-self.share, kind="stable").astype(np.int32)
 
 
 @dataclass(frozen=True)
 class Workers:
-    """count: N, cache workers. capacity_bytes: what each of them has for items. UserError where they make no sense."""
+    """The cache workers: how many (N), and the bytes that each has for items. UserError where one is not possible."""
 
     count: int
     capacity_bytes: int
@@ -105,10 +105,10 @@ class Workers:
 
 @dataclass(frozen=True)
 class LinkBudget:
-    """The bound of HRCS. alpha: transfer time wanted, as a share of the prefill time, at most.
+    """The bound of HRCS: transfers may take at most the share `alpha` of the prefill time.
 
-    per_remote: that share if every access went to a sharded item; inf for one worker, where the paper's form allows
-    no such access.
+    per_remote: the share that transfers would take if every access went to a sharded item. It is inf for one worker,
+    where the paper's form allows no such access.
     """
 
     alpha: float
@@ -125,7 +125,7 @@ class ItemPlacement:
     """Which worker holds which item.
 
     holding: [n] uint8, NOWHERE, SHARDED (at home only) or REPLICATED (everywhere).
-    order: [n] int32, rows, the most wanted first. budget: what HRCS was asked to keep, None for the others.
+    order: [n] int32, the rows, the most wanted first. budget: the bound that HRCS was given; None for other placements.
     """
 
     items: Items
@@ -136,12 +136,12 @@ class ItemPlacement:
 
     @property
     def replicated(self) -> Bool:
-        """[n]: on every worker."""
+        """[n]: whether every worker holds the item."""
         return np.equal(self.holding, REPLICATED)
 
     @property
     def dropped(self) -> Int32:
-        """The rows that no worker has memory for, ascending."""
+        """The rows that no worker holds, ascending."""
         return np.flatnonzero(self.holding == NOWHERE).astype(np.int32)
 
     @cached_property
@@ -153,17 +153,17 @@ class ItemPlacement:
 
     @property
     def replicated_fraction(self) -> float:
-        """r of BAT-11."""
+        """The share of the items that are replicated: r of BAT-11."""
         return float(self.replicated.mean())
 
     @property
     def sharded_share(self) -> float:
-        """R of BAT-11: the share of accesses that go to sharded items."""
+        """The share of the accesses that go to sharded items: R of BAT-11."""
         return float(self.items.share[self.holding == SHARDED].sum())
 
     @property
     def alpha(self) -> float | None:
-        """The alpha that this placement needs, in the bound that it was made with."""
+        """The share of the prefill time that transfers take under this placement, by its own bound."""
         if self.budget is None:
             return None
         if self.workers.count == 1 or self.sharded_share == 0:
@@ -172,36 +172,36 @@ class ItemPlacement:
 
     @property
     def alpha_exceeded(self) -> bool:
-        """Whether memory forced more remote reads than the bound allows. BAT-11, note 4."""
+        """Whether short memory forced more remote reads than the bound allows (BAT-11, note 4)."""
         needed = self.alpha
         return self.budget is not None and needed is not None and needed > self.budget.alpha * (1 + 1e-9)
 
     def held(self) -> Bool:
-        """[N, n]: worker w holds row i."""
+        """[N, n]: whether worker w holds row i."""
         workers = np.arange(self.workers.count)[:, None]
         held: Bool = self.replicated | (self.owner == workers)
         return held
 
     def held_by(self, worker: int) -> Int32:
-        """The rows on this worker, ascending."""
+        """The rows that the worker holds, ascending."""
         return np.flatnonzero(self.replicated | (self.owner == worker)).astype(np.int32)
 
     def used_bytes(self) -> Int64:
-        """[N]: memory taken on each worker."""
+        """[N]: the bytes that are taken on each worker."""
         room = self.items.room_bytes
         sharded = self.owner >= 0
         shards = _sums(self.owner[sharded], room[sharded], self.workers.count)
         return shards + int(room[self.replicated].sum())
 
     def check(self) -> None:
-        """Audit: every worker's items fit. AssertionError."""
+        """Audit: each worker's items fit into its memory. AssertionError where they do not."""
         used = self.used_bytes()
         assert (used <= self.workers.capacity_bytes).all(), f"{used} bytes of {self.workers.capacity_bytes}"
         assert np.array_equal(np.sort(self.order), np.arange(len(self.items))), "order is not a permutation"
 
 
 def home(n: int, n_workers: int) -> Int32:
-    """[n]: the worker that holds each row if any does."""
+    """[n]: the home of each row, the worker that holds it if any does."""
     return np.arange(n, dtype=np.int32) % n_workers
 
 
@@ -230,10 +230,10 @@ def hrcs(
 ) -> ItemPlacement:
     """Hot items replicated, cold ones sharded, so that transfers take at most alpha of the prefill time (BAT-11).
 
-    prefill_s: t, of a typical request with all its items cached. item_tokens: c * tau_i, its item tokens.
-    bound: "paper" has the factor (N - 1) / N as printed, "physical" its reciprocal, since 1 / N of the accesses to
-    sharded items are local; both clamp R_max to [0, 1]. One worker replicates everything that fits.
-    UserError names the argument that makes no sense. Memory may make it replicate less: see `alpha_exceeded`.
+    prefill_s: t, the prefill time of a typical request whose items are all cached. item_tokens: c * tau_i, the item
+    tokens of that request. bound: "paper" has the factor (N - 1) / N as printed; "physical" has its reciprocal, since
+    1 / N of the accesses to sharded items are local. Both clamp R_max to [0, 1]. One worker replicates all that fits.
+    Short memory may make it replicate less: see `alpha_exceeded`. UserError names an argument that is not possible.
     """
     for name, value in (
         ("prefill_s", prefill_s),
@@ -261,10 +261,10 @@ def hrcs(
 
 
 def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:
-    """These rows join the replicated ones now (BAT-12), for an HRCS placement.
+    """An HRCS placement in which these rows are replicated, too, because of a burst of accesses (BAT-12).
 
-    Where memory is short, the coldest others give way: first their replicas, then their places. Of rows that do not
-    all fit on a worker, the last ones are held as far as there is room. ValueError for a row that does not exist.
+    Where memory is short, the coldest other items give way: first their replicas, then their only copies. Where not
+    all of the rows fit on a worker, the last of them are sharded or dropped. ValueError for a row that does not exist.
     """
     n = len(placement.items)
     pushed = np.array(list(dict.fromkeys(rows)), np.int32)
@@ -278,10 +278,10 @@ def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:
 
 
 def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) -> ItemPlacement:
-    """New items, as rows n, n + 1, ..., join the sharded ones (BAT-12), for an HRCS placement.
+    """An HRCS placement with m new items as rows n, n + 1, ..., which are sharded (BAT-12).
 
-    frequency: [m], expected accesses in the unit of the others; tokens: [m]. They take the places of colder items
-    where memory is short, and have none where they are the coldest. ValueError as of `Items`.
+    frequency: [m], the accesses that are expected, in the unit of the other items. tokens: [m]. Where memory is short
+    they take the places of colder items, or get none where they are the coldest. ValueError as for `Items`.
     """
     old = placement.items
     items = Items(
@@ -298,11 +298,11 @@ def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) 
 def expected_bytes(
     placement: ItemPlacement, requests: Iterable[tuple[int, Int32]], *, whole_cells: bool = False
 ) -> Int64:
-    """[N, N], [source, destination]: exactly what reads of cached items move over each link.
+    """[N, N]: the bytes that reads of cached items move from each source to each destination.
 
-    requests: (the worker that serves it, the rows that it reads); each occurrence of a row is one read, so who reads a
-    row once for a whole batch gives the batch as one request. Dropped items are computed where they are needed.
-    whole_cells: count the cells that an item takes, not only its tokens.
+    requests: for each request, the worker that serves it and the rows that it reads. Each occurrence of a row is one
+    read; where a row is read once for a whole batch, give the batch as one request. Dropped items move nothing: they
+    are computed where they are needed. whole_cells: count the cells that an item takes, not only its tokens.
     """
     n_workers = placement.workers.count
     sizes = placement.items.room_bytes if whole_cells else placement.items.transfer_bytes
@@ -315,7 +315,7 @@ def expected_bytes(
 
 
 def _budget(n_workers: int, prefill_s: float, transfer_s: float, alpha: float, bound: Bound) -> LinkBudget:
-    """transfer_s: of all item tokens of a request over one link."""
+    """transfer_s: the time that all item tokens of a request take over one link."""
     if n_workers == 1:
         return LinkBudget(alpha, math.inf)
     factor = (n_workers - 1) / n_workers
@@ -331,10 +331,10 @@ def _place(
     at_least: int = 0,
     budget: LinkBudget | None = None,
 ) -> ItemPlacement:
-    """The first `wanted` rows of `order` replicated and the rest sharded, as far as memory allows.
+    """Replicate the first `wanted` rows of `order` and shard the rest, as far as memory allows.
 
-    Fewer are replicated where the accessed items would not all be held otherwise, but the first `at_least` are if
-    only they fit. Then each home is filled in order.
+    Fewer are replicated where otherwise some accessed item would be held nowhere; but the first `at_least` rows are
+    replicated whenever they fit. Then each home is filled in order.
     """
     room, homes = items.room_bytes[order], order % workers.count
     replicas = np.concatenate([[0], np.cumsum(room)])  # [n + 1]: of the k first
@@ -357,12 +357,12 @@ def _place(
 
 
 def _fitting(sizes: Int64, workers: Workers) -> int:
-    """How many of these sizes, which do not decrease, are within the capacity."""
+    """How many of these sums of sizes, which never decrease, are within a worker's capacity."""
     return int(np.searchsorted(sizes, workers.capacity_bytes, side="right"))
 
 
 def _sums(keys: Int32, values: Int64, n: int) -> Int64:
-    """[n]: exact sums of the values by key."""
+    """[n]: the exact sum of the values of each key."""
     sums = np.zeros(n, np.int64)
     np.add.at(sums, keys, values)
     return sums

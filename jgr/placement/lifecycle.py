@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the items on the cache workers become those of another placement, while they are read (BAT-12).
 
-Copy, publish, drop. A copy takes its room before it can be read; a published copy is read until it is dropped; and what
-is dropped is either one of several copies, or of an item that the new placement holds nowhere. This rests on one
-invariant: an item that is published anywhere is published at home. Homes never change (jgr/placement/items.py), so
-making room on one worker never takes another worker's last source, and no exchange of items can deadlock.
+There are three steps: copy, publish, drop. A copy takes its memory before it can be read. A published copy is read
+until it is dropped. A copy is dropped if the item has others, or if the new placement holds the item nowhere. One
+invariant makes this safe: an item that is published anywhere is published at its home. Homes never change
+(jgr/placement/items.py), so making room on one worker never takes another worker's last source, and no exchange of
+items can deadlock. Before a copy, a worker drops only as much as that copy needs. Hot items come first.
 
-A worker drops before it copies only as much as that copy needs. Hot items come first.
-
-Pure: the steps are data for whoever moves the bytes, and nothing happens before `commit` says that it did.
+Everything here is pure: the steps are data for whoever moves the bytes, and a step has happened when `commit` says so.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from jgr.placement.items import Bool, Int32, Int64, ItemPlacement, Workers, home
 
 
 class IllegalStep(RuntimeError):
-    """A step that is not the next one. Nothing has changed."""
+    """Somebody reported a step that is not the next one. Nothing has changed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """One thing to do to `rows`, int32, on `worker`.
 
-    copy: from `source`, or computed there where that is None; unreadable yet. publish: readers find it from now on.
-    drop: readers do not find it any more; who reads it already must be waited for before its memory is used.
+    copy: fetch the items from the worker `source`, or compute them where that is None; nobody can read them yet.
+    publish: from now on readers find the copied items. drop: readers do not find the items any more; their memory may
+    be used again when those who read them already have finished.
     """
 
     kind: Literal["copy", "publish", "drop"]
@@ -42,9 +42,9 @@ class Step:
 
 
 class Lifecycle:
-    """The items on the workers, at first none.
+    """Which items are on the workers, at first none, and the steps to another placement.
 
-    step_bytes: a copy step moves at most this much, but at least one item.
+    step_bytes: a copy step moves at most this many bytes, but at least one item.
     """
 
     def __init__(self, workers: Workers, step_bytes: int = 64 << 20) -> None:
@@ -57,14 +57,15 @@ class Lifecycle:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What is left to do, in order."""
+        """The steps that are left to do, in order."""
         return tuple(self._steps)
 
     def plan(self, target: ItemPlacement) -> tuple[Step, ...]:
-        """The steps from what is held now to `target`; they replace those that were left. Call it between two steps.
+        """Plan the steps from what is held now to `target`; they replace those that were left.
 
-        A refresh, a burst (`items.burst`) and new items (`items.with_new_items`) are all targets. ValueError for
-        other workers, or where rows are missing or take other room than before; AssertionError where it does not fit.
+        Call it between two steps. New frequencies, a burst (`items.burst`) and new items (`items.with_new_items`) all
+        come as a target. ValueError where the target is for other workers, or its rows are missing or take other room
+        than before; AssertionError where it does not fit into memory.
         """
         known, room = len(self._room), target.items.room_bytes
         if target.workers != self._workers:
@@ -81,7 +82,7 @@ class Lifecycle:
         return self.steps
 
     def commit(self, step: Step) -> None:
-        """The step, which must be the next one, was done."""
+        """Report that the next step was done. IllegalStep where `step` is another one."""
         self._must_be_next(step)
         self._steps.popleft()
         if step.kind == "publish":
@@ -97,20 +98,20 @@ class Lifecycle:
             self._published[step.worker, step.rows] = False
 
     def fail(self, step: Step) -> None:
-        """The next step, a copy, was not done. What is held stays as it is and the rest of the plan is forgotten."""
+        """Report that the next step, a copy, failed. What is held stays, and the rest of the plan is forgotten."""
         self._must_be_next(step)
         if step.kind != "copy":
             raise IllegalStep(f"a {step.kind} cannot fail")
         self._steps.clear()
 
     def where(self, worker: int, rows: Int32) -> Int32:
-        """Of the shape of `rows`: whose copy the worker reads, its own or the home's; -1 where there is none."""
+        """For each row the worker whose copy `worker` reads, its own or the home's; -1 where there is no copy."""
         homes = np.asarray(rows, np.int32) % self._workers.count
         elsewhere = np.where(self._published[homes, rows], homes, -1)
         return np.where(self._published[worker, rows], worker, elsewhere).astype(np.int32)
 
     def check(self) -> None:
-        """Audit; AssertionError."""
+        """Audit the invariants. AssertionError names what is broken."""
         used = self._published.astype(np.int64) @ self._room
         if self._copied is not None:
             used[self._copied.worker] += self._room[self._copied.rows].sum()
@@ -130,7 +131,7 @@ class Lifecycle:
 
 
 class _Draft:
-    """What the workers would hold after the steps so far. published, used: its own to change."""
+    """What the workers would hold after the steps drafted so far. It changes `published` and `used` in place."""
 
     def __init__(self, published: Bool, used: Int64, target: ItemPlacement, step_bytes: int) -> None:
         self._published, self._used, self._step_bytes = published, used, step_bytes
@@ -160,7 +161,7 @@ class _Draft:
         return self._steps
 
     def _to_drop(self, worker: int) -> deque[int]:
-        """In order: copies besides the one at home, the coldest first, then the homes' own."""
+        """The rows to drop, in order: copies away from home, the coldest first, then copies at home."""
         coldest = self._target.order[::-1]
         rows = coldest[self._published[worker, coldest] & ~self._wanted[worker, coldest]]
         at_home = rows % self._target.workers.count == worker
@@ -185,7 +186,7 @@ class _Draft:
             start = stop
 
     def _make_room(self, worker: int, needed: int | None) -> None:
-        """Drop what the target does not want here until `needed` bytes are free; all of it for None."""
+        """Drop what the target does not want on the worker until `needed` bytes are free; None: drop all of it."""
         free = self._target.workers.capacity_bytes - int(self._used[worker])
         surplus, rows = self._surplus[worker], list[int]()
         while surplus and (needed is None or free < needed):
@@ -196,7 +197,7 @@ class _Draft:
         self._drop(worker, np.array(rows, np.int32))
 
     def _drop(self, worker: int, rows: Int32) -> None:
-        """Items that lose their home lose their other copies first."""
+        """Drop the rows on the worker; where it is their home, first drop their copies on other workers."""
         leaving = rows[rows % self._target.workers.count == worker]
         for other in range(self._target.workers.count):
             there = leaving[self._published[other, leaving]]

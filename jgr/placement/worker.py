@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The placed items of one cache worker, as entries of its meta service (BAT-7, BAT-12).
 
-What the life cycle's steps are to a worker: a copy takes cells, which nobody can read before they are published; what
-is published is pinned, so that it never goes to make room for something else; and what is dropped cannot be found any
-more, but keeps its cells until the last of those who read it has finished.
+A worker does the steps of the life cycle. A copy takes cells, which nobody can read before they are published. A
+published item is pinned, so that it is never evicted to make room for something else. A dropped item cannot be found
+any more, but keeps its cells until the last of its readers has finished.
 
-Pure: who moves the bytes fills the cells that `copy` names. Calls come in the order of the life cycle's steps.
+Everything here is pure: whoever moves the bytes fills the cells that `copy` names. The calls come in the order of the
+life cycle's steps.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from jgr.cache.meta import CacheMeta
 
 
 def item_name(row: int) -> Name:
-    """What a catalog's row is called in a meta service."""
+    """The name of a catalog's row in a meta service."""
     return Name("item", row, "item_prefix")
 
 
 class CacheWorker:
-    """meta: of the worker, which may have other entries too. content: of a row.
+    """The placed items of one worker.
 
-    The pages that the meta service allows to items must hold what the placement puts here.
+    meta: the worker's meta service, which may have other entries as well; the pages that it allows to items must hold
+    all that the placement puts here. content: gives the tokens of a row.
     """
 
     def __init__(self, meta: CacheMeta, content: Callable[[int], Content]) -> None:
@@ -33,9 +35,9 @@ class CacheWorker:
         self._arriving: dict[int, Entry] = {}
 
     def copy(self, rows: Iterable[int]) -> dict[int, tuple[int, ...]] | None:
-        """Of each row the cells to be filled; rows that are there already, as somebody's own result, are left out.
+        """The cells to be filled, by row; rows that are cached already, since a request computed them, are left out.
 
-        None: there is no room before readers of dropped items, or the writer of one of these, have finished.
+        None: there is no room before the readers of dropped items, or the writer of one of these rows, have finished.
         """
         assert not self._arriving, "one copy at a time"
         to_fill: dict[int, tuple[int, ...]] = {}
@@ -53,7 +55,7 @@ class CacheWorker:
         return to_fill
 
     def publish(self) -> None:
-        """The cells of the last copy are filled."""
+        """Report that the cells of the last copy are filled."""
         for row, entry in self._arriving.items():
             if entry.growing is not None:
                 self._meta.written(entry)
@@ -61,7 +63,7 @@ class CacheWorker:
         self._arriving.clear()
 
     def fail(self) -> None:
-        """The last copy was given up; its cells are free again."""
+        """Report that the last copy was given up; its cells are free again."""
         for entry in self._arriving.values():
             if entry.growing is not None:
                 self._meta.failed(entry)
@@ -69,7 +71,7 @@ class CacheWorker:
         self._arriving.clear()
 
     def drop(self, rows: Iterable[int]) -> None:
-        """Published rows; ValueError names one that is not."""
+        """Drop published rows. ValueError names a row that is not published."""
         for row in rows:
             if row not in self._placed:
                 raise ValueError(f"item {row} is not published here")
@@ -77,7 +79,7 @@ class CacheWorker:
             self._meta.release(self._placed.pop(row))
 
     def check(self) -> None:
-        """Audit: what is placed is pinned, complete and can be found. AssertionError."""
+        """Audit: each placed item is pinned, complete and can be found. AssertionError names one that is not."""
         self._meta.check()
         for row, entry in self._placed.items():
             content = self._content(row)

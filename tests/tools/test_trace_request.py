@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jgr.catalog.prefix_tree import PrefixTree
+from tools.draw_house import committed, room_of
 from tools.trace_request import Event, Profiler, Trace, exceeded, route, trace_all
 
 LIMITS = {"recommend_files": 19, "recommend_moves": 88, "rank_files": 19, "rank_moves": 111}
@@ -64,6 +66,15 @@ def test_limits_that_are_exceeded_are_named() -> None:
 @pytest.mark.slow
 def test_a_request_enters_few_files_and_moves_between_them_seldom(traces: Mapping[str, Trace]) -> None:
     assert exceeded(traces, LIMITS) == []
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_house_shows_these_ways(traces: Mapping[str, Trace]) -> None:
+    drawn = json.loads(committed())["ways"]
+    for kind, traced in traces.items():
+        assert {room for edge in drawn[kind] for room in edge} == {room_of(file) for file in traced.files}, (
+            "run python -m tools.draw_house"
+        )
 
 
 @pytest.mark.slow

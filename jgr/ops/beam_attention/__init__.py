@@ -36,12 +36,12 @@ def beam_attention(
     Args:
         q: [B, W, H, d], one query per beam.
         context_k, context_v: [B, K, T, d], the prompt, shared by the W beams of a request.
-        lengths: [B] int32, prompt tokens of each request; what stands beyond is never read into an answer.
-        beam_k, beam_v: [B, S, W, K, d], slot s holds the keys and values of the s-th generated token of row w.
+        lengths: [B] int32, the prompt tokens of each request; what stands after them has no effect.
+        beam_k, beam_v: [B, S, W, K, d]; slot s holds the keys and values of the s-th generated token of each row w.
         ancestors: [B, S, W] int32; beam w's s-th token stands in row ancestors[b, s, w] of slot s (XGR-4, the table
             variant: beams are re-ordered by moving indices, not keys and values). The last slot is the query's own.
-            None: in row w of every slot (the direct variant, see reorder_beam_kv).
-        widths: [B] int32, beams of each request; the rows beyond are dead. None: W.
+            None: beam w's tokens stand in row w of every slot (the direct variant, see reorder_beam_kv).
+        widths: [B] int32, the beams of each request; the rows after them are dead. None: W beams.
 
     Returns:
         [B, W, H, d] in q's dtype; zeros in dead rows.

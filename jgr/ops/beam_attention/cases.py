@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of beam attention and of the re-ordering of beam keys and values, for tests, compile checks and timing.
 
-lengths: prompt tokens of each request; slots: generated tokens so far; widths: beams of each request, default all.
+lengths: the prompt tokens of each request; slots: the tokens generated so far; widths: the beams of each request, by
+default as many as there are rows.
 """
 
 from __future__ import annotations

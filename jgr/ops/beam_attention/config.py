@@ -10,11 +10,11 @@ from jgr.ops import tuning
 
 H200_CORES = 132
 SPLIT_TOKENS = 256
-"""The fewest prompt tokens of a program that shares its prompt; what a shorter part saves is lost in the merge."""
+"""The fewest prompt tokens of a program that shares its prompt: what shorter parts save is lost in the merge."""
 
 
 class Shape(NamedTuple):
-    """What the choice may depend on. rows: beams x query heads of one key/value head; itemsize: bytes of a value."""
+    """What the tiles depend on. rows: beams x query heads of one key/value head; itemsize: bytes of a value."""
 
     batch: int
     kv_heads: int
@@ -28,9 +28,9 @@ class Shape(NamedTuple):
 class Config:
     """Tiles of the kernel.
 
-    block_rows: rows of one program; block_tokens: prompt tokens of one step of its loop; splits: programs that share
-    the prompt of the same rows, merged by a second kernel where there is more than one; merge_rows: rows of one of
-    its programs; warps, stages: Triton's num_warps and num_stages.
+    block_rows: the rows of one program; block_tokens: the prompt tokens of one step of its loop; splits: how many
+    programs share the prompt of the same rows (where more than one, a second kernel merges their results);
+    merge_rows: the rows of one program of that second kernel; warps, stages: Triton's num_warps and num_stages.
     """
 
     block_rows: int = 64
@@ -52,17 +52,17 @@ class Config:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def choose_config(shape: Shape) -> Config:
-    """What was measured to be fastest on this kind of device, else the heuristic's."""
+    """The tiles that were measured to be fastest on this kind of device, or else the heuristic's."""
     return tuning.choose("beam_attention", shape, candidates(shape), heuristic(shape))
 
 
 def candidates(shape: Shape) -> list[Config]:
-    """The heuristic's tiles and smaller ones, which spill no more, with more and fewer programs per prompt."""
+    """The tiles to choose from: the heuristic's, and smaller ones, which spill no more, with other splits."""
     largest = heuristic(shape)
     splits = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= max(1, -(-shape.tokens // SPLIT_TOKENS))]
     smaller = [

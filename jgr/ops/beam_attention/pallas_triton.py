@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staged beam attention as a GPU kernel (XGR-5): the beams of a request are the rows of one matmul with its prompt.
 
-One program owns `block_rows` rows (beam, query head of its key/value head). Its own stage, the few generated tokens
-of each beam, seeds an online softmax; a loop over the prompt's blocks, bounded by the request's length, goes on from
-there. So there is no merge, and no case in which a row sees nothing. Where rows are too few to fill the device, several
-programs share a prompt (`splits`): they leave (output, log-sum-exp) of their parts, and a second kernel seeds from the
-own stage and merges them.
+One program owns `block_rows` rows; a row is a beam and a query head of the program's key/value head. An online softmax
+begins with the own stage, the few generated tokens of each beam, and goes on with a loop over the prompt's blocks up to
+the request's length. So nothing has to be merged, and no row sees nothing. Where there are too few rows to fill the
+device, several programs share a prompt (`splits`): each leaves the output and the log-sum-exp of its part, and a second
+kernel computes the own stage and merges the parts into it.
 
-Invariants: rows past the last one repeat it, so no store needs a mask; what stands at or beyond a request's length is
+Invariants: rows after the last one repeat it, so no store needs a mask; what stands after a request's last token is
 never loaded; scores and accumulators are float32 in units of log2.
 
 Letters: B batch, W beams, H heads, K key/value heads, G = H / K, T prompt tokens, S slots, d head size, R block_rows.
@@ -33,11 +33,11 @@ _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
 
 Chunks = tuple[tuple[int, int], ...]
 Running = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
-"""Of an online softmax: maximum [R], sum [R], and the weighted values of each chunk of the head [R, size]."""
+"""State of an online softmax: maximum [R], sum [R], and the weighted values of each piece of the head [R, size]."""
 
 
 def chunks(dim: int) -> Chunks:
-    """A head as (start, size) pieces whose sizes are powers of two, as a block in the kernel must be: 96 = 64 + 32."""
+    """Cut a head into (start, size) pieces. Sizes in the kernel must be powers of two, so 96 is 64 + 32."""
     sizes = [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
     return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
@@ -89,7 +89,7 @@ class _Static(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Of a program: the beam of each row [R], and its row in [W * H] of q and out."""
+    """The rows of a program: the beam of each [R], and its place in the [W * H] rows of q and out."""
 
     beam: jax.Array
     head: jax.Array
@@ -118,7 +118,7 @@ def _own_stage(
     ancestors_ref: Any,  # [S, W]
     static: _Static,
 ) -> Running:
-    """The softmax over each row's own slots; too few keys for a matmul."""
+    """Begin the softmax with each row's own slots, which are too few keys for a matmul."""
     pieces, (slots, width) = static.pieces, ancestors_ref.shape
     index = [(s * width + ancestors_ref[s, rows.beam]) * static.kv_heads + kv_head for s in range(slots)]
     scores = []
@@ -152,7 +152,7 @@ def _shared_stage(
     running: Running,
     static: _Static,
 ) -> Running:
-    """Go on with an online softmax over the prompt's tokens start .. stop - 1, start a multiple of the block."""
+    """Go on with the softmax over the prompt's tokens start .. stop - 1; start is a multiple of the block."""
     pieces, block_tokens = static.pieces, static.config.block_tokens
 
     def step(i: Any, running: Running, masked: bool) -> Running:
@@ -215,7 +215,7 @@ def _attend(
     *,
     static: _Static,
 ) -> None:
-    """Both stages, or with lse_ref the shared stage over one of `splits` parts of the prompt."""
+    """Compute both stages, or with lse_ref the shared stage over one of `splits` parts of the prompt."""
     config, pieces = static.config, static.pieces
     block, request = pl.program_id(0), pl.program_id(2)
     kv_head, split = pl.program_id(1) // config.splits, pl.program_id(1) % config.splits
@@ -254,7 +254,7 @@ def _merge(
     *,
     static: _Static,
 ) -> None:
-    """The own stage, and the parts of the prompt merged into it by their log-sum-exps."""
+    """Compute the own stage, and merge the parts of the prompt into it by their log-sum-exps."""
     pieces = static.pieces
     block, kv_head, request = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     rows = _rows(block, static.config.merge_rows, static.width, static.groups, static.heads, kv_head)
@@ -274,7 +274,7 @@ def _merge(
 
 
 def run(call: Arguments, config: Config | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.beam_attention. config: default the heuristic's. interpret: on any platform, slowly."""
+    """See jgr.ops.beam_attention. config: None for the chosen one. interpret: run on any platform, slowly."""
     q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths = call
     batch, width, heads, dim = q.shape
     kv_heads, tokens = context_k.shape[1:3]
@@ -341,5 +341,5 @@ def beam_attention(call: Arguments) -> jax.Array:
 
 
 def interpreted(call: Arguments) -> jax.Array:
-    """See jgr.ops.beam_attention; the kernel step by step."""
+    """See jgr.ops.beam_attention. Runs the kernel step by step, on any platform."""
     return run(call, interpret=True)

@@ -33,7 +33,7 @@ def _supports(kv: jax.Array, parents: jax.Array) -> str | None:
 
 
 def _take(kv: jax.Array, parents: jax.Array) -> jax.Array:
-    """A copy by index; parents in any order."""
+    """Copy the rows by index; here the parents may come in any order."""
     index = parents.reshape(*(1,) * (kv.ndim - 5), parents.shape[0], 1, parents.shape[1], 1, 1)
     return jnp.take_along_axis(kv, index, axis=-3)
 
@@ -45,7 +45,7 @@ def _move(
     *,
     requests: int,
 ) -> None:
-    """Each program owns some columns of all rows of a slot, and each thread some of those: order is program order."""
+    """Move the rows. A program owns some columns of all rows of a slot, a thread some of those, so order is kept."""
     width = out_ref.shape[0]
     request = pl.program_id(2) % requests
 
@@ -105,14 +105,14 @@ IMPLEMENTATIONS = (*kernel(_kernel, _interpreted, _supports), Implementation("xl
 
 
 def reorder_beam_kv(kv: jax.Array, parents: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """Row w of every slot becomes what row parents[w] was.
+    """Give row w of every slot the content that row parents[w] had.
 
     Args:
         kv: [B, S, W, K, d], or with more axes in front (layers). Donate it, and the kernel copies nothing else.
         parents: [B, W] int32, never decreasing along W.
 
     Returns:
-        What kv has become.
+        kv with its rows moved.
     """
     out: jax.Array = dispatch("reorder_beam_kv", IMPLEMENTATIONS, implementation, kv, parents)
     return out

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staged beam attention (XGR-5): the shared stage is one matmul for all beams of a request, the own stage a few rows.
 
-The prompt's keys and values are read once per request whatever the beam width; the two stages meet in a log-sum-exp
-merge. The own stage has at most depth - 1 keys a beam, too few for matmuls: it is a multiply and a sum.
+The prompt's keys and values are read once per request, whatever the beam width; a log-sum-exp merges the two stages.
+The own stage has at most depth - 1 keys a beam, too few for matmuls: it is a multiply and a sum.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def beam_attention(call: Arguments) -> jax.Array:
 
 
 def _rows(own: jax.Array, ancestors: jax.Array | None) -> jax.Array:
-    """[B, S, W, K, d], each beam's own slots."""
+    """The slots of each beam: [B, S, W, K, d]."""
     return own if ancestors is None else jnp.take_along_axis(own, ancestors[..., None, None], axis=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a relative bias, by softmax or SiLU: of HSTU (MODEL-6, 15) and Climber (MODEL-19); FLAME-8."""
+"""Attention with a relative bias, by softmax or SiLU, as HSTU (MODEL-6, 15) and Climber (MODEL-19) have it; FLAME-8."""
 
 from __future__ import annotations
 
@@ -44,27 +44,29 @@ def biased_attention(
         softmax   sum_j softmax_j((q.k_j + bias_j) * scale) * v_j             Climber: scale is 1 / temperature
 
     The mask and the bias are evaluated block by block from vectors over tokens; no T x T array exists. Sums and
-    activations are in float32. Who sees whom is the rule of jgr.ops.segment_attention. The forms "xla" and "reference"
-    have gradients, of q, k, v, tables and scale; the kernel has none.
+    activations are in float32. Which keys a query sees is the rule of jgr.ops.segment_attention. The forms "xla" and
+    "reference" have gradients by q, k, v, tables and scale; the kernel has none.
 
     Args:
         q: [B, T, H, dq]. Rows are independent.
-        k, v: [B, H, S, dq] and [B, H, S, dv] of the new tokens; S = T unless `keys`.
-        tokens: of the queries, [B, T] each, padding wherever request < 0; or Causal(lengths [B]): row b is one history;
-            or Targets(lengths [B]): candidates behind a Causal context. What stands in padding has no effect.
-        layout: a Layout; or [B, T] int32, of each query `Layout.bits[kind]`.
-        keys: the tokens of k and v, [B, S], where they are not the queries' own.
-        context: keys and values in front of the new ones (M-FALCON's, MODEL-13); of Causal tokens, Causal too.
-        window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
-        bias: tables for tokens' `position`; those of Causal tokens are 0, 1, 2, ..., the context's first. Or what a
-            table gives, `spread` once for layers that share it: [1 or B, 1 or H, 1 or T, C + S] float32; of Targets
-            [1 or B, 1 or H, 1, C + 1], the last for what each sees of itself.
-        query_times, key_times: [B, T] and [B, C + S] int32 seconds, needed where the bias has times, from an origin
-            that a row's tokens share, so that no difference leaves int32. The context's C stand first. HSTU's query
-            time is that of the next event (MODEL-7).
+        k, v: [B, H, S, dq] and [B, H, S, dv], keys and values of the new tokens; S = T where `keys` is None.
+        tokens: the queries' tokens, fields [B, T], padding where request < 0; or Causal(lengths [B]), each row one
+            history; or Targets(lengths [B]), candidates after a Causal context. What stands in padding has no effect.
+        layout: a Layout; or [B, T] int32, `Layout.bits[kind]` for each query.
+        keys: the tokens of k and v, fields [B, S], where they are other tokens than the queries'.
+        context: keys and values that stand before the new ones (M-FALCON, MODEL-13); Causal for Causal tokens.
+        window: [B, T] int32; a query sees only keys whose order is at least its own order minus its window.
+        bias: tables that are looked up by the tokens' `position`; Causal tokens have the positions 0, 1, 2, ..., the
+            context first. Or the looked-up bias, made by `spread` once for layers that share it:
+            [1 or B, 1 or H, 1 or T, C + S] float32; for Targets [1 or B, 1 or H, 1, C + 1], where the last entry is for
+            what each target sees of itself.
+        query_times, key_times: [B, T] and [B, C + S] int32 seconds, the context first; needed where the bias has times.
+            The tokens of a row share an origin, so that no difference leaves int32. HSTU's query time is that of the
+            next event (MODEL-7).
         activation: "softmax" or "silu".
         scale: a number, or float32 [B] or [B, H].
-        divisor: of silu's weights (MODEL-6: a property of the checkpoint, not of the call); 1 for softmax.
+        divisor: what silu's weights are divided by (MODEL-6: a property of the checkpoint, not of the call); 1 for
+            softmax.
 
     Returns:
         [B, T, H, dv] in q's dtype; 0 for padding and for queries that see nothing.

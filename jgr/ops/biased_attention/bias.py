@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relative bias of HSTU and Climber (MODEL-7), and the arguments of biased attention as plain arrays.
 
-All forms of the op begin with `prepare`. Who sees whom is segment attention's rule; what is added to a logit depends on
-two differences only, of positions and of times, so that any block of the bias can be computed from the vectors of its
-rows and columns. Where many layers share a bias of few pairs it is looked up once, by `spread`.
+All forms of the op begin with `prepare`. Which keys a query sees is segment attention's rule. What is added to a logit
+depends on two differences only, of positions and of times, so any block of the bias can be computed from the vectors
+of its rows and columns. Where many layers share a bias, `spread` looks it up once for all of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jgr.prompt.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Kind, Layout, Tok
 Activation = Literal["softmax", "silu"]
 
 _BUCKET_WIDTH = 0.301
-"""Of a bucket of times, in the natural logarithm of seconds."""
+"""The width of a bucket of times, in the natural logarithm of seconds."""
 
 
 class Bias(NamedTuple):
-    """Tables of a relative bias, float32. K: 1, shared by the heads, or H.
+    """Tables of a relative bias, float32. K is 1 where the heads share a table, else H.
 
     positions: [K, 2N - 1], or [B, K, 2N - 1] where the rows of the batch have tables of their own (Climber's
-        scenarios). Entry N - 1 + key's position - query's position; the nearest where that is beyond the table.
-    times: [K, n] or [B, K, n]. Entry bucket(query's time - key's time, n). None: times have no part in it.
+        scenarios). The entry is N - 1 + key's position - query's position, clipped to the table.
+    times: [K, n] or [B, K, n]. The entry is bucket(query's time - key's time, n). None: times do not matter.
     """
 
     positions: jax.Array
@@ -37,23 +37,23 @@ class Bias(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Tokens of candidates for the event behind a Causal context: lengths [B] int32, padding behind.
+    """Candidates for the event that follows a Causal context: `lengths` [B] int32 of them; padding follows.
 
-    Each sees the context and itself, and all stand at the place behind it (MODEL-13).
+    Each sees the context and itself, and all have the position right after the context (MODEL-13).
     """
 
     lengths: jax.Array
 
 
 class Places(NamedTuple):
-    """What the bias needs to know of tokens, [B, n] int32. time: None where times have no part in it."""
+    """What the bias needs to know of tokens, [B, n] int32 each. time: None where times do not matter."""
 
     position: jax.Array
     time: jax.Array | None = None
 
 
 class Source(NamedTuple):
-    """Some of the keys: k [B, H, n, dq], v [B, H, n, dv], and what is known of their tokens."""
+    """A part of the keys: k [B, H, n, dq], v [B, H, n, dv], and the vectors of their tokens."""
 
     k: jax.Array
     v: jax.Array
@@ -62,12 +62,13 @@ class Source(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The arguments of biased_attention: sources are the context's keys, where there is a context, and the new ones.
+    """A call of biased_attention, as all forms of the op take it. sources: the context, if there is one; the new keys.
 
-    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or what they give, [1 or B, 1 or H, 1 or T, S], where S is the
-    keys of all sources, and of targets those of the first and one more, their own. scale: [1 or B, 1 or H]. triangle:
-    plain causal from position 0 on, whatever the values. targets: queries see all keys of the first source, and of the
-    second their own. lengths: where one of both, how many queries and how many keys of the first source are no padding.
+    q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or the looked-up bias [1 or B, 1 or H, 1 or T, S] for the S keys
+    of all sources (targets: for the keys of the first source, and one more entry for their own key). scale:
+    [1 or B, 1 or H]. triangle: the tokens are plain causal from position 0 on, whatever the values. targets: queries
+    see all keys of the first source, and only their own key of the second. lengths: for a triangle and for targets, how
+    many queries, and how many keys of the first source, are no padding.
     """
 
     q: jax.Array
@@ -84,7 +85,7 @@ class Problem(NamedTuple):
 
     @property
     def in_rows(self) -> bool:
-        """Whether no bias has to be looked up: then it is computed row by row, with all keys at once."""
+        """Whether no bias has to be looked up: then a block of queries takes all of its keys at once."""
         return isinstance(self.bias, jax.Array) or (self.bias is None and self.targets)
 
 
@@ -95,19 +96,19 @@ def bucket(difference: jax.Array, buckets: int) -> jax.Array:
 
 
 def entry(query: jax.Array, key: jax.Array, entries: int) -> jax.Array:
-    """Of the table of positions, int32; shapes broadcast. entries: 2N - 1."""
+    """The entry of the table of positions, int32; shapes broadcast. entries: 2N - 1."""
     return jnp.clip(entries // 2 + key - query, 0, entries - 1)
 
 
 def look_up(table: jax.Array, index: jax.Array) -> jax.Array:
-    """table [1 or B, K, n] at index [B, T, S] int32 -> [B, K, T, S] float32."""
+    """The values of table [1 or B, K, n] at index [B, T, S] int32: [B, K, T, S] float32."""
     each = jnp.broadcast_to(table, (index.shape[0], *table.shape[1:])).astype(jnp.float32)
     found: jax.Array = jax.vmap(lambda row, at: row[:, at])(each, index)
     return found
 
 
 def spread(tables: Bias, rows: Places, columns: Places) -> jax.Array:
-    """[B, K, T, S] float32: the bias of every pair of a row [B, T] and a column [B, S], for layers that share it."""
+    """The bias of every pair of a row [B, T] and a column [B, S], for layers that share it: [B, K, T, S] float32."""
     tables = _batched(tables)
     positions, times = tables
     found = look_up(
@@ -123,7 +124,7 @@ def _batched(tables: Bias) -> Bias:
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """One behind the other; v is 0 in padding, where not-a-number times a weight of 0 would still be one."""
+    """All sources as one. v is 0 in padding, which may hold NaN that a weight of zero would not remove."""
     keys, places = (
         jax.tree.map(lambda *parts: jnp.concatenate(parts, 1), *(getattr(s, name) for s in sources))
         for name in ("keys", "places")
@@ -148,7 +149,7 @@ def prepare(
     scale: float | jax.Array,
     divisor: float,
 ) -> Problem:
-    """Raises ValueError where the arguments do not fit together."""
+    """The arguments of biased_attention as a Problem. ValueError where they do not fit together."""
     if activation not in get_args(Activation):
         raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
     if activation == "softmax" and divisor != 1:
@@ -202,7 +203,7 @@ def prepare(
 def _spell_out_targets(
     lengths: jax.Array, context: Context, ends: jax.Array, count: int
 ) -> tuple[Tokens, Context]:
-    """So many targets behind the ends of the context's rows, and the context, both as Tokens."""
+    """`count` targets after the ends of the context's rows, and the context, both as Tokens."""
     history = spell_out(context.tokens, context.k.shape[2], 0)
     place = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*lengths.shape, count))
     behind = jnp.broadcast_to(jnp.asarray(ends, jnp.int32)[:, None], place.shape)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of biased attention for tests, compile checks and timing.
 
-Prompts as in segment attention's cases. v_dim: size of a value's head, default `dim`. reach: N, the table of positions
-has 2N - 1 entries, default no bias; timed: a table of times too; tables: 1 or the heads. scales: shape of an array,
-default a number, 1 / sqrt(dim).
+Prompts are given as in segment attention's cases. v_dim: the size of a value's head; default: `dim`. reach: N, where
+the table of positions has 2N - 1 entries; default: no bias. timed: whether there is a table of times as well. tables:
+1, or one a head. scales: the shape of `scale` as an array; default: the number 1 / sqrt(dim).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def flat(
     implementation: str = "auto",
     **vectors: jax.Array,
 ) -> jax.Array:
-    """biased_attention with every array an argument of its own, as OpCases has it."""
+    """biased_attention with each array as an argument of its own, as OpCases calls it."""
     context = None
     if context_k is not None and context_v is not None:
         context = Context(context_k, context_v, tokens_of(vectors, "context_"))
@@ -164,7 +164,7 @@ def flat(
 
 
 def _work(case: Case, dtype: Any) -> Work:
-    """Of the pairs that see each other, two products each; biases and activations left out."""
+    """The work of two products for each pair that sees each other; biases and activations are left out."""
     s, size = case.shape, jnp.dtype(dtype).itemsize
     v_dim = s.get("v_dim", s["dim"])
     flops = segments.OP.work(case, dtype).flops * (s["dim"] + v_dim) / (2 * s["dim"])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Biased attention with a bias that is looked up already, as a GPU kernel (FLAME-8), of a history or of targets.
 
-Who sees whom follows from the numbers of a block's rows and columns and two lengths, so that a call needs no other
-program before it: on a short history that takes longer than the attention. One program owns a block of queries of one
-head. Blocks of keys of which nothing is seen are not visited; a target begins with its own key, and visits only the
-context's.
+Which keys a query sees follows from the numbers of its block's rows and columns and from two lengths. So a call needs
+no other program before it, which on a short history would take longer than the attention. One program owns a block of
+queries of one head. Blocks of keys in which nothing is seen are not visited; a target begins with its own key, and
+visits only the context's blocks.
 
-Invariants: arrays are padded to whole blocks; logits, weights and accumulators are float32; rows behind a length are 0.
-No gradients.
+Invariants: arrays are padded to whole blocks; logits, weights and accumulators are float32; rows of padding are 0.
+There are no gradients.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MOST_DIM = 128
 
 
 def choose_tiles(queries: int, keys: int, itemsize: int, dim: int) -> Tiles:
-    """The largest that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
+    """The largest tiles that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
     rows, columns = (64, 64) if itemsize == 2 else (32, 32)
     rows = min(rows, max(16, pl.next_power_of_2(queries)))
     return Tiles(rows, min(columns, max(16, pl.next_power_of_2(keys))), warps=4, stages=1 if dim > 64 else 2)
 
 
 class _Static(NamedTuple):
-    """What the kernel knows at trace time. keys: of the context, without padding; biased: whether there is a bias."""
+    """What the kernel knows at trace time. keys: places for keys in the context; biased: whether there is a bias."""
 
     activation: Activation
     divisor: float
@@ -49,7 +49,7 @@ class _Static(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Weighted values [R, dv]; for softmax the maximum and the sum [R], in units of log2."""
+    """The running result: weighted values [R, dv]; for softmax the maximum and the sum [R], in units of log2."""
 
     out: jax.Array
     top: jax.Array
@@ -77,7 +77,7 @@ def _visit(
     masked: bool,
     static: _Static,
 ) -> _Running:
-    """One block of keys, the at-th."""
+    """Add the at-th block of keys."""
     k_ref, v_ref, bias_ref = refs
     size = static.tiles.keys
     here = pl.ds(at * size, size)
@@ -88,7 +88,7 @@ def _visit(
         real = columns < there
         seen = real[None, :] if static.targets else real[None, :] & (columns[None, :] <= rows[:, None])
         logits = jnp.where(seen, logits, _MASKED)
-        v = jnp.where(real[:, None], v, jnp.zeros_like(v))  # not-a-number times a weight of 0 is one still
+        v = jnp.where(real[:, None], v, jnp.zeros_like(v))  # NaN stays NaN with a weight of 0
     if static.activation == "silu":
         return running._replace(out=running.out + dot(_silu(logits).astype(v.dtype), v, static.interpret))
     top = jnp.maximum(running.top, logits.max(axis=1))
@@ -100,7 +100,7 @@ def _visit(
 def _begin(
     q: jax.Array, scale: jax.Array, bias_ref: Any, own: tuple[Any, ...], v_dim: int, static: _Static
 ) -> _Running:
-    """Nothing is seen yet; or of targets, their own keys are."""
+    """The state before the first block: nothing is seen yet, or targets have seen their own keys."""
     if not own:
         nothing = jnp.zeros((static.tiles.queries,), jnp.float32)
         return _Running(jnp.zeros((static.tiles.queries, v_dim), jnp.float32), nothing + _MASKED, nothing)
@@ -144,7 +144,7 @@ def _kernel(
 
 
 def supports(problem: Problem) -> str | None:
-    """Why the kernel cannot run though the arrays are those of a GPU kernel, or None."""
+    """Why this kernel cannot run, though the arrays suit a GPU kernel; or None."""
     if problem.lengths is None:
         return "the bias is looked up already, and the tokens are neither a history nor targets"
     dim = max(problem.q.shape[-1], problem.sources[0].v.shape[-1])
@@ -152,7 +152,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _per_head(x: jax.Array) -> pl.BlockSpec:
-    """Of [1 or B, 1 or H, ...], the program's own."""
+    """The block of an array [1 or B, 1 or H, ...] that belongs to the program's row and head."""
     batched, headed = x.shape[0] > 1, x.shape[1] > 1
     rest = x.shape[2:]
     return pl.BlockSpec(
@@ -161,7 +161,7 @@ def _per_head(x: jax.Array) -> pl.BlockSpec:
 
 
 def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.biased_attention. tiles: default the heuristic's. interpret: on any platform, slowly."""
+    """See jgr.ops.biased_attention. tiles: None for the heuristic's. interpret: run on any platform, slowly."""
     assert problem.lengths is not None and not isinstance(problem.bias, tuple)
     source, targets = problem.sources[0], problem.targets
     batch, count, heads, dim = problem.q.shape

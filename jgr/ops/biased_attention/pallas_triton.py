@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biased attention as a GPU kernel (FLAME-8): segment attention's walk over the blocks of keys of which something is
-seen, with the bias looked up in its tables from the coordinates of the block, and softmax or SiLU.
+"""Biased attention as a GPU kernel (FLAME-8), with softmax or SiLU. As in segment attention, only blocks of keys in
+which something is seen are visited; the bias of a block is looked up in its tables.
 
-One program owns a block of queries of one head, and is given for each source of keys the list of blocks to visit. With
-SiLU the weighted values are summed as they are, with softmax as an online softmax in units of log2. Where the bias is
-looked up already `pallas_rows` computes it.
+One program owns a block of queries of one head, and gets for each source of keys the list of blocks to visit. With SiLU
+the weighted values are summed as they are, with softmax as an online softmax in units of log2. Where the bias is looked
+up already, `pallas_rows` computes the call.
 
 Invariants: arrays are padded to whole blocks, with tokens of no request; a row that sees nothing is 0; logits, weights
-and accumulators are float32. No gradients.
+and accumulators are float32. There are no gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def choose_tiles(queries: int, keys: int, dim: int, itemsize: int, biased: bool) -> Tiles:
-    """The largest that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
+    """The largest tiles that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
     rows, columns, warps, stages = 128, 32 if biased and dim > 96 else 64, 8, 2
     if itemsize > 2 and dim > (64 if biased else 128):
         rows, columns, stages = 16, 32, 1
@@ -72,8 +72,8 @@ def supports(problem: Problem) -> str | None:
 
 
 class _Static(NamedTuple):
-    """What the kernel knows at trace time. query_fields, key_fields: names of the rows of the stacked vectors; entries,
-    buckets: sizes of the tables, 0 for none."""
+    """What the kernel knows at trace time. query_fields, key_fields: the names of the stacked vectors. entries: the
+    size of the table of positions, 0 for none; buckets: that of the table of times."""
 
     activation: Activation
     divisor: float
@@ -88,7 +88,7 @@ class _Static(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """The weighted values of each piece of the head [R, size]; for softmax the maximum and the sum [R]."""
+    """The running result: weighted values of each piece of the head [R, size]; for softmax maximum and sum [R]."""
 
     out: tuple[jax.Array, ...]
     top: jax.Array | None
@@ -99,7 +99,7 @@ Vectors = dict[str, jax.Array]
 
 
 def _bias(rows: Vectors, columns: Vectors, tables: tuple[Any, ...], static: _Static) -> Any:
-    """[R, C] of the block."""
+    """The bias of the block: [R, C]."""
     if not static.entries:
         return 0.0
     at = entry(rows["position"][:, None], columns["position"][None, :], static.entries)
@@ -110,7 +110,7 @@ def _bias(rows: Vectors, columns: Vectors, tables: tuple[Any, ...], static: _Sta
 
 
 def _add(running: _Running, logits: jax.Array, values: list[jax.Array], static: _Static) -> _Running:
-    """Values [C, size] of a block weighted by its logits [R, C], _MASKED where nothing is seen."""
+    """Add the values [C, size] of a block, weighted by its logits [R, C], which are _MASKED where nothing is seen."""
 
     def weighted(weights: jax.Array) -> list[jax.Array]:
         return [dot(weights.astype(x.dtype), x, static.interpret) for x in values]
@@ -136,7 +136,7 @@ def _visit(
     masked: bool,
     static: _Static,
 ) -> _Running:
-    """One block of keys, the at-th of the list."""
+    """Add the at-th block of keys in the list."""
     k_ref, v_ref, keys_ref, list_ref, _ = source
     here = pl.ds(list_ref[at] * static.tiles.keys, static.tiles.keys)
     parts = [
@@ -154,7 +154,7 @@ def _visit(
         keys, queries = _of(Keys, columns), _of(Queries, rows)
         seen = visible(jax.tree.map(lambda x: x[:, None], queries), jax.tree.map(lambda x: x[None, :], keys))
         logits = jnp.where(seen, logits, _MASKED)
-        # What stands in padding may be not-a-number, and is one still with a weight of zero.
+        # Padding may hold NaN, which a weight of zero does not remove.
         values = [jnp.where((keys.request >= 0)[:, None], x, jnp.zeros_like(x)) for x in values]
     return _add(running, logits, values, static)
 
@@ -201,14 +201,14 @@ def _kernel(
 def _stacked(
     tokens: Queries | Keys, places: Places, biased: bool, multiple: int
 ) -> tuple[tuple[str, ...], jax.Array]:
-    """The vectors that are there, filled up: their names, and [B, fields, n]."""
+    """The vectors that are not None, filled up: their names, and all of them as [B, fields, n]."""
     vectors = tokens._asdict() | (places._asdict() if biased else {})
     there = {name: fill(value, 1, multiple) for name, value in vectors.items() if value is not None}
     return tuple(there), jnp.stack(list(there.values()), axis=1)
 
 
 def _per_head(x: jax.Array) -> pl.BlockSpec:
-    """Of [1 or B, 1 or H, n], the program's own [n]."""
+    """The block [n] of an array [1 or B, 1 or H, n] that belongs to the program's row and head."""
     batched, headed = x.shape[0] > 1, x.shape[1] > 1
     return pl.BlockSpec(
         (None, None, x.shape[2]), lambda i, h, b: (b if batched else 0, h if headed else 0, 0)
@@ -216,8 +216,8 @@ def _per_head(x: jax.Array) -> pl.BlockSpec:
 
 
 def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.biased_attention, of a bias in tables or none. tiles: default the heuristic's. interpret: on any
-    platform, slowly."""
+    """See jgr.ops.biased_attention; the bias is in tables, or None. tiles: None for the heuristic's. interpret: run on
+    any platform, slowly."""
     assert not isinstance(problem.bias, jax.Array)
     _, count, heads, dim = problem.q.shape
     v_dim = problem.sources[0].v.shape[3]
@@ -261,7 +261,7 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
             pl.BlockSpec((None, None, span // tiles.keys), lambda i, h, b: (b, blocks - 1 - i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, h, b: (b, blocks - 1 - i, 0)),
         ]
-    # A product of float32 is three of TF32: of a whole wide head it spills registers.
+    # A float32 product is made of three TF32 products; for a whole wide head these spill registers.
     most = 64 if q.dtype == jnp.float32 else 256
     entries, buckets = [*(x.shape[2] for x in tables), 0, 0][:2]
     static = _Static(
@@ -295,5 +295,5 @@ def biased_attention(problem: Problem) -> jax.Array:
 
 
 def interpreted(problem: Problem) -> jax.Array:
-    """See jgr.ops.biased_attention; the kernel step by step."""
+    """See jgr.ops.biased_attention. Runs the kernel step by step, on any platform."""
     return (pallas_rows.run if problem.in_rows else run)(problem, interpret=True)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biased attention with a bias that is looked up already: a block of queries with all the keys that it may see at once.
+"""Biased attention with a bias that is looked up already: a block of queries takes all keys that it may see at once.
 
-Those are, of a history, the keys up to the block's end, and of candidates the context and, apart from it, their own. A
-softmax is divided by its sum after the product with the values, which has fewer numbers. Gradients are JAX's own.
+In a history these are the keys up to the block's end; for candidates they are the context and, computed apart, their
+own keys. Softmax is divided by its sum after the product with the values, which has fewer numbers. Gradients are JAX's
+own.
 
-XLA:CPU computes the products quickly, and every function quickly that it does not make part of a product: the selects
-between them, which the mask needs anyway, keep them apart.
+XLA:CPU computes products quickly, and elementwise functions too as long as it does not fuse them into a product. The
+selects between them, which the mask needs anyway, keep them apart.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from jgr.ops.segment_attention.visibility import visible
 
 QUERIES = 128
 MOST_BLOCKS = 8
-"""Queries of a block, and blocks that a program is made of: of more queries, blocks are larger."""
+"""The queries of a block, and the most blocks of a program: for more queries, the blocks are larger."""
 MOST_LOGIT_BYTES = 1 << 20
-_MASKED = -1e30  # finite: no difference of two is not-a-number, and SiLU of it is 0
+_MASKED = -1e30  # finite: a difference of two is no NaN, and SiLU of it is 0
 
 
 class _Row(NamedTuple):
-    """Of a row of the batch: q [H, T, dq], k [H, S, dq], v [H, S, dv], bias [1 or H, 1 or T, S] or None.
+    """One row of the batch: q [H, T, dq], k [H, S, dq], v [H, S, dv], bias [1 or H, 1 or T, S] or None.
 
-    scale: [1 or H]. seen: [1, 1 or T, S], or None of a triangle. Of targets themselves own_k [H, T, dq],
-    own_v [H, T, dv], own_bias [1 or H, 1].
+    scale: [1 or H]. seen: [1, 1 or T, S], or None for a triangle. own_k [H, T, dq], own_v [H, T, dv] and
+    own_bias [1 or H, 1] are the targets' own keys, values and bias; None without targets.
     """
 
     q: jax.Array
@@ -66,7 +67,7 @@ def run(problem: Problem) -> jax.Array:
 
 
 def _rows(problem: Problem) -> _Row:
-    """With a leading axis B on every array."""
+    """All rows of the batch: every array has a leading axis B."""
     batch = len(problem.q)
 
     def every(x: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def _rows(problem: Problem) -> _Row:
 
 
 def _cut(rows: _Row, start: int, stop: int, triangle: bool) -> _Row:
-    """The queries from start to stop, and the keys that they may see."""
+    """The rows with only the queries from start to stop, and the keys that these may see."""
     keys = slice(stop if triangle else None)
 
     def queries(x: jax.Array | None) -> jax.Array | None:
@@ -110,7 +111,7 @@ def _cut(rows: _Row, start: int, stop: int, triangle: bool) -> _Row:
 
 
 def _attend(row: _Row, problem: Problem, start: int) -> jax.Array:
-    """[H, T, dv] float32 of one row, without a batch axis; its first query is number `start` of a triangle."""
+    """Attention of one row: [H, T, dv] float32. In a triangle its first query is number `start`."""
     seen = row.seen
     if seen is None:
         seen = jnp.asarray(np.tri(row.q.shape[1], row.k.shape[1], start, dtype=bool))[None]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Biased attention over the pairs of (query block, key block) in which something is seen, forwards and backwards.
+"""Biased attention over the pairs (query block, key block) in which something is seen, forwards and backwards.
 
-The pairs are those of jgr.ops.segment_attention.xla. A turn's logits, and the block of the bias that belongs to them,
-are the only ones that exist; the gradient computes them again. SiLU's turns add up; softmax's are an online softmax,
-whose gradient needs the logarithm of each row's sum.
+The pairs are those of jgr.ops.segment_attention.xla; a loop has one turn for each. Only one turn's logits, and its
+block of the bias, exist at a time; the gradient computes them again. With SiLU the turns add up; with softmax they are
+an online softmax, whose gradient needs the logarithm of each row's sum.
 
 Where tokens are Causal, position i is place i: a block of the position bias is a few entries of the table, copied along
-diagonals, and its gradient sums of diagonals, after that of the batch. Elsewhere it is gathered, and scattered back.
-Where the bias is looked up already, or targets have none, `rows` computes it.
+diagonals, and its gradient is the sums of diagonals. Elsewhere the bias is gathered, and its gradient scattered back.
+Where the bias is looked up already, or targets have none, `rows` computes the call.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jgr.ops.segment_attention.xla import Pairs, causal_pairs, seen_pairs
 
 MOST_TOKENS = 512
 MOST_LOGIT_BYTES = 1 << 20
-_MASKED = -1e30  # finite: no difference of two is not-a-number, and SiLU of it is 0
+_MASKED = -1e30  # finite: a difference of two is no NaN, and SiLU of it is 0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tokens of a block of queries and of keys, and rows of the batch that are computed together."""
+    """Tokens of a block of queries, tokens of a block of keys, and how many rows of the batch are computed together."""
 
     queries: int
     keys: int
@@ -43,7 +43,7 @@ class Blocks:
 
 
 def choose_blocks(batch: int, heads: int, queries: int, keys: int) -> Blocks:
-    """The largest whose turn's logits stay in a core's cache; where prompts are short, several of them."""
+    """The largest blocks with which one turn's logits fit into a core's cache; several rows where prompts are short."""
     most = min(MOST_TOKENS, math.isqrt(MOST_LOGIT_BYTES // (4 * heads)))
 
     def equal(tokens: int) -> int:
@@ -55,7 +55,7 @@ def choose_blocks(batch: int, heads: int, queries: int, keys: int) -> Blocks:
 
 
 class _Arrays(NamedTuple):
-    """What gradients are of. q: [n, B, H, block, dq]; the rest as in Problem; S is a multiple of the key block."""
+    """The arrays that have gradients. q: [n, B, H, block, dq]; others as in Problem, S a multiple of the key block."""
 
     q: jax.Array
     k: jax.Array
@@ -66,7 +66,7 @@ class _Arrays(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """Of the tokens, padded to whole blocks."""
+    """What is known of the tokens, padded to whole blocks."""
 
     queries: Queries
     keys: Keys
@@ -75,7 +75,7 @@ class _Facts(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known when the program is traced. triangle: plain causal, whatever the values."""
+    """What is known when the program is traced. triangle: the tokens are plain causal, whatever the values."""
 
     activation: Activation
     divisor: float
@@ -85,7 +85,7 @@ class _Static(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """A pair of blocks: its numbers, what is known of its tokens, whether a mask is needed."""
+    """A pair of blocks: their numbers, whether a mask is needed, and what is known of their tokens."""
 
     i: Any
     j: Any
@@ -94,7 +94,7 @@ class _Turn(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Weighted values [n, B, H, block, dv]; for softmax the maximum and the sum [n, B, H, block]; float32."""
+    """The running result: weighted values [n, B, H, block, dv]; for softmax maximum and sum [n, B, H, block]."""
 
     out: jax.Array
     top: jax.Array
@@ -109,7 +109,7 @@ def _cut(x: Any, at: Any, size: int, axis: int = 1) -> Any:
 
 
 def _each_turn(static: _Static, facts: _Facts, step: Callable[[State, _Turn], State], state: State) -> State:
-    """The state after all pairs of blocks in which something is seen."""
+    """The state after a step for each pair of blocks in which something is seen."""
     query_blocks = facts.queries.request.shape[1] // static.rows
     if static.triangle:
         pairs: Pairs = causal_pairs(query_blocks)
@@ -130,17 +130,17 @@ def _each_turn(static: _Static, facts: _Facts, step: Callable[[State, _Turn], St
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """In y's dtype, summed in float32."""
+    """The einsum of x, cast to y's dtype, and y, summed in float32."""
     return jnp.einsum(subscripts, x.astype(y.dtype), y, preferred_element_type=jnp.float32)
 
 
 def _position_block(positions: jax.Array, turn: _Turn, static: _Static) -> jax.Array:
-    """[1 or B, K, rows, columns] of the bias."""
+    """The turn's block of the bias by positions: [1 or B, K, rows, columns]."""
     entries = positions.shape[-1]
     if not static.triangle:
         return look_up(positions, _entries(turn.tokens, entries))
-    # Row i of the block is the table shifted by i. Of n = rows + columns entries, laid out again and again, those from
-    # i (n - 1) on are the same shifted by i.
+    # Row i of the block is the table shifted by i. Where n = rows + columns entries are repeated again and again, the
+    # n - 1 entries from place i (n - 1) on are those entries shifted by i.
     n = static.rows + static.columns
     away = np.concatenate([np.arange(static.columns + 1), np.arange(1 - static.rows, 0)])
     there = positions[..., entry(turn.i * static.rows, turn.j * static.columns + away, entries)]
@@ -149,13 +149,13 @@ def _position_block(positions: jax.Array, turn: _Turn, static: _Static) -> jax.A
 
 
 def _entries(tokens: _Facts, entries: int) -> jax.Array:
-    """[B, rows, columns] of the table of positions."""
+    """Which entries of the table of positions the pairs of a turn have: [B, rows, columns]."""
     rows, columns = tokens.query_places.position, tokens.key_places.position
     return entry(rows[:, :, None], columns[:, None], entries)
 
 
 def _buckets(tokens: _Facts, buckets: int) -> jax.Array | None:
-    """[B, rows, columns] of the table of times."""
+    """Which entries of the table of times the pairs of a turn have: [B, rows, columns]; None without times."""
     rows, columns = tokens.query_places.time, tokens.key_places.time
     if rows is None or columns is None:
         return None
@@ -163,7 +163,7 @@ def _buckets(tokens: _Facts, buckets: int) -> jax.Array | None:
 
 
 def _logits(arrays: _Arrays, turn: _Turn, static: _Static) -> tuple[jax.Array, jax.Array]:
-    """Of a turn [B, H, rows, columns]: the logits, _MASKED where nothing is seen, and what scale multiplies."""
+    """A turn's logits, _MASKED where nothing is seen, and what `scale` multiplies: [B, H, rows, columns] each."""
     q, k = arrays.q[turn.i], _cut(arrays.k, turn.j, static.columns, 2)
     scaled = _product("bhtd,bhsd->bhts", q, k)
     bias: Any = 0.0
@@ -190,7 +190,7 @@ def _logits(arrays: _Arrays, turn: _Turn, static: _Static) -> tuple[jax.Array, j
 
 
 def _forward(static: _Static, arrays: _Arrays, tokens: _Facts) -> tuple[jax.Array, jax.Array]:
-    """[n, B, H, rows, dv] float32, and for softmax each row's logarithm of the sum [n, B, H, rows]."""
+    """The result [n, B, H, rows, dv] float32, and for softmax the logarithm of each row's sum [n, B, H, rows]."""
 
     def step(running: _Running, turn: _Turn) -> _Running:
         logits, _ = _logits(arrays, turn, static)
@@ -247,7 +247,7 @@ def _attend_backward(static: _Static, saved: Any, d_out: jax.Array) -> tuple[_Ar
         d_bias = d_scaled if static.activation == "softmax" else d_logits
 
         def add(total: jax.Array, block: jax.Array) -> jax.Array:
-            """To the columns' part."""
+            """Add the block to the columns' part of `total`."""
             at = turn.j * static.columns
             old = jax.lax.dynamic_slice_in_dim(total, at, static.columns, 2)
             return jax.lax.dynamic_update_slice_in_dim(total, old + block, at, 2)
@@ -271,7 +271,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def _bias_gradients(
     sums: _Arrays, arrays: _Arrays, d_bias: jax.Array, turn: _Turn, static: _Static
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The tables' sums with those of a turn, whose gradient is d_bias [B, H, rows, columns]."""
+    """The tables' gradients after a turn whose bias has the gradient d_bias [B, H, rows, columns]."""
     positions, times = sums.positions, sums.times
     if arrays.positions is not None and positions is not None:
         block = functools.partial(_position_block, turn=turn, static=static)
@@ -289,16 +289,16 @@ def _bias_gradients(
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The sum over those of the first two dimensions that are 1 in shape."""
+    """The sum of x over those of its first two axes that have size 1 in `shape`."""
     over = tuple(axis for axis in (0, 1) if shape[axis] == 1)
     return x.sum(over, keepdims=True)
 
 
 def _add_up(x: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x [B, H, rows, columns] summed into the tables [1 or B, 1 or H, n] whose entries are index [B, rows, columns].
+    """Add x [B, H, rows, columns] up in tables [1 or B, 1 or H, n] at the entries `index` [B, rows, columns].
 
-    By scattering: of 128 rows of 211 tokens 40 ms on one core, where products with one-hot digits take 60 and with
-    one-hot vectors 350.
+    It scatters: for 128 rows of 211 tokens that takes 40 ms on one core, where products with one-hot digits take 60 ms
+    and with one-hot vectors 350 ms.
     """
     x = _sum_to(x, (x.shape[0], *shape[1:]))
     groups = shape[0]
@@ -313,7 +313,7 @@ def _add_up(x: jax.Array, index: jax.Array, shape: tuple[int, ...]) -> jax.Array
 
 
 def _in_groups(static: _Static, arrays: _Arrays, tokens: _Facts, rows: int) -> jax.Array:
-    """_attend of so many rows of the batch at a time; queries and result as [B, n, ...]."""
+    """_attend for `rows` rows of the batch at a time; queries and result are [B, n, ...]."""
     batch = arrays.q.shape[0]
 
     def attend(arrays: _Arrays, tokens: _Facts) -> jax.Array:
@@ -334,7 +334,7 @@ def _in_groups(static: _Static, arrays: _Arrays, tokens: _Facts, rows: int) -> j
 
 
 def run(problem: Problem, blocks: Blocks | None = None) -> jax.Array:
-    """See jgr.ops.biased_attention, of a bias in tables or none. blocks: default what choose_blocks says."""
+    """See jgr.ops.biased_attention; the bias is in tables, or None. blocks: None for those of choose_blocks."""
     q, source, bias = problem.q, joined(problem.sources), problem.bias
     assert not isinstance(bias, jax.Array)
     batch, count, heads, dim = q.shape

@@ -19,11 +19,14 @@ IMPLEMENTATIONS = (
 )
 
 DENSE_OVER_PACKED = 64
-"""How much more a gathered output row costs than a column of the matmul, as measured (docs/architecture.md)."""
+"""How many times as much a gathered output row costs as a column of the matmul (measured)."""
 
 
 class BeamStep(NamedTuple):
-    """scores [B, width] float32, descending, -inf where dead; parents, nodes, codes [B, width] int32, 0 where dead."""
+    """The best continuations: scores [B, width] float32, descending; parents, nodes, codes [B, width] int32.
+
+    A row without a continuation is dead: its score is -inf and the others are 0.
+    """
 
     scores: jax.Array
     parents: jax.Array
@@ -32,7 +35,7 @@ class BeamStep(NamedTuple):
 
 
 def packed_capacity(beams: int, vocabulary: int) -> int:
-    """Children, of all beams of a request, up to which gathering their output rows beats the matmul; 0: never."""
+    """The most children (of all beams of a request) for which gathering output rows beats the matmul; 0: never."""
     capacity = beams * vocabulary // DENSE_OVER_PACKED
     return capacity if capacity >= 2 * beams else 0
 
@@ -63,12 +66,12 @@ def constrained_topk(
             vocabulary). None: the log-sum-exp over the node's children ("valid").
         filters: which children may be taken. The others still count in the normalizer, so that a filter removes items
             and leaves the scores of the rest alone.
-        packed: static; where no request's beams have more children than this, only their output rows are gathered,
-            and the matmul with the whole head is left out. 0: never.
-        approximate: static; at most so many children of one beam are taken (K < BW in XGR-2). 0: exact.
+        packed: static; where no request's beams have more children than this, only the children's output rows are
+            gathered, and the matmul with the whole head is left out. 0: never.
+        approximate: static; the most children of one beam that are taken (K < BW in XGR-2). 0: exact.
 
     Returns:
-        A BeamStep. Equal scores: the lower beam first, then the lower child.
+        A BeamStep. Of equal scores the lower beam comes first, then the lower child.
     """
     call = Arguments(hidden, head, beam_scores, nodes, level, width, normalizer, filters, packed, approximate)
     return BeamStep(*dispatch("constrained_topk", IMPLEMENTATIONS, implementation, call))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes that test and time the beam step: `vocabulary` columns, `nodes` nodes of at most `degree` children.
 
-packed: capacity of the packed form, 0 for the dense one.
+packed: the capacity of the packed form; 0 for the dense form.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def flat(
     packed: int,
     implementation: str = "auto",
 ) -> BeamStep:
-    """constrained_topk with every array an argument of its own, as OpCases has it."""
+    """constrained_topk with each array as an argument of its own, as OpCases calls it."""
     level = TreeLevel(offsets, codes, wide_nodes, wide_bitmaps)
     return constrained_topk(
         hidden, head, beam_scores, nodes, level, width=width, packed=packed, implementation=implementation
@@ -85,7 +85,7 @@ def _shapes(case: Case, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _work(case: Case, dtype: Any) -> Work:
-    """Of the form that the case runs; packed: for half of `degree` children a beam."""
+    """The work of the form that the case runs; the packed form has half of `degree` children a beam."""
     s, size = case.shape, jnp.dtype(dtype).itemsize
     beams = s["batch"] * s["beams"]
     rows = beams * (s["degree"] + 1) / 2 if s["packed"] else s["vocabulary"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which columns of a level's logits are children of a beam's node, and which of them a filter leaves (XGR-7, XGR-8).
 
-The one idea: both are sets of columns, a bit each: [B, W, V / 32] words. Nodes with many children bring theirs as a row
-of a table, the others list a few codes; a filter names the nodes that it empties, which are as few as the items that
-it names, or brings a bit for every node of a segment. So nothing here costs more for a larger catalog or degree.
+The one idea: both are sets of columns, kept as one bit a column in [B, W, V / 32] words. A node with many children has
+its words in a table; the others list a few codes. A filter lists the nodes that it empties, which are at most as many
+as the items that it names, or has one bit for every node of a segment. So nothing here costs more for a larger catalog.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class TreeLevel(NamedTuple):
 
 
 class StepFilter(NamedTuple):
-    """What the requests of a batch leave of one level's children.
+    """Which children of one level the requests of a batch may take.
 
     children: [B, E] int32, distinct listed nodes of the next level; parents: [B, E] int32, the node above each;
-    counts: [B] int32, how many of them are there.
+    counts: [B] int32, how many of the listed are no padding.
     only: [B] bool; True: nothing but the listed may be taken, False: everything else may.
     segment: [B] int32, the row of `segments` that a child must also be in.
     segments: [R, C / 32 rounded up, + 1] uint32, a bit for every node of the next level, row 0 all ones; or None.
@@ -74,7 +74,7 @@ class Arguments(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The beams' nodes [B, W], clamped to the table, their first child, and their degree, 0 for dead beams."""
+    """The beams' nodes [B, W], clamped to the table, their first children, and their degrees, 0 for dead beams."""
 
     node: jax.Array
     first: jax.Array
@@ -110,7 +110,7 @@ def legal_words(level: TreeLevel, nodes: Nodes, words: int) -> jax.Array:
 
 
 def narrowed(level: TreeLevel, nodes: Nodes, legal: jax.Array, filters: StepFilter) -> jax.Array:
-    """The words of the children that may be taken, of the words of all children."""
+    """The words of the children that a filter leaves, made from the words of all children."""
     batch = jnp.arange(legal.shape[0])[:, None]
 
     def mark(words: jax.Array, beam: jax.Array, child: jax.Array) -> jax.Array:
@@ -137,9 +137,10 @@ def each_listed(
     mark: Callable[[S, jax.Array, jax.Array], S],
     state: S,
 ) -> S:
-    """Hand the listed children to `mark`, some at a time, with the beam above each; as long as there are any.
+    """Hand all listed children to `mark`, a few at a time, with the beam that stands above each.
 
-    mark(state, beam, child) -> state, with beam and child [B, n] int32; beam W: no beam stands above it, or padding.
+    mark(state, beam, child) -> state, with beam and child [B, n] int32; beam is W for padding, and where no beam
+    stands above the child.
     """
     width = nodes.node.shape[1]
     keys = jnp.where(nodes.degree > 0, nodes.node, NOBODY)  # a dead beam claims no node
@@ -169,7 +170,7 @@ def in_segment(filters: StepFilter, child: jax.Array) -> jax.Array:
 
 
 def child_of(nodes: Nodes, legal: jax.Array, beam: jax.Array, column: jax.Array) -> jax.Array:
-    """The child [B, n] that a beam's column stands for: as many stand before it as bits in its beam's words."""
+    """The child [B, n] that a column of a beam stands for: the bits before it in the beam's words are counted."""
     words = jnp.take_along_axis(legal, beam[..., None], axis=1)
     before = jnp.arange(words.shape[-1]) < column[..., None] // WORD
     full = jnp.where(before, _popcount(words), 0).sum(axis=-1)
@@ -180,7 +181,7 @@ def child_of(nodes: Nodes, legal: jax.Array, beam: jax.Array, column: jax.Array)
 
 
 def _segment_words(nodes: Nodes, legal: jax.Array, segment: jax.Array, segments: jax.Array) -> jax.Array:
-    """A segment's bits stand by child, ours by column: take 32 children at a time and lay them on a word's set bits."""
+    """A segment's bits by column. They are kept by child, so 32 children at a time are laid on a word's set bits."""
     counts = _popcount(legal)
     at = nodes.first[..., None] + jnp.cumsum(counts, axis=-1) - counts
     word, shift = at // WORD, (at % WORD).astype(jnp.uint32)

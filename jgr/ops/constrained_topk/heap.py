@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's early sorting termination (XGR-10) on the host: a heap, and how many candidates it had to look at.
 
-The reference that the device's form is tested and measured against. A beam's candidates descend, so the first one that
-does not enter a full heap ends the beam.
+The device's form is tested and measured against this one. A beam's candidates are sorted, so the first that does not
+enter a full heap ends the beam.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 class Heaped(NamedTuple):
-    """scores [m], descending, m <= width; indices [m], beam * K + child; visited: candidates compared with the heap."""
+    """The result. scores [m], descending, m <= width; indices [m], beam * K + child; visited: candidates looked at."""
 
     scores: npt.NDArray[np.float32]
     indices: npt.NDArray[np.int64]
@@ -23,12 +23,12 @@ class Heaped(NamedTuple):
 
 
 def top_k(scores: npt.NDArray[np.float32], width: int) -> Heaped:
-    """The `width` best of scores [W, K] float32, -inf where there is no candidate. Of equal ones the lower first."""
+    """The `width` best of scores [W, K] float32, -inf where there is no candidate. Of equal ones the lower is first."""
     return merge(scores, np.argsort(-scores, axis=1, kind="stable"), width)
 
 
 def merge(scores: npt.NDArray[np.float32], order: npt.NDArray[np.int64], width: int) -> Heaped:
-    """The same, of candidates that each beam has sorted: order [W, K], the best first."""
+    """The same as `top_k`, where each beam's candidates are sorted already: order [W, K], the best first."""
     children = scores.shape[1]
     heap: list[tuple[float, int]] = []
     visited = 0

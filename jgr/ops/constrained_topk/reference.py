@@ -40,7 +40,7 @@ def constrained_topk(call: Arguments) -> Step:
 
 
 def _allowed(filters: StepFilter, children: int) -> jax.Array:
-    """[B, C] bool."""
+    """Which children the filter leaves: [B, C] bool."""
     batch = jnp.arange(filters.children.shape[0])[:, None]
     given = jnp.arange(filters.children.shape[1]) < filters.counts[:, None]
     listed = jnp.zeros((filters.children.shape[0], children), bool)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact top-k with early termination on a device (XGR-10): only the best blocks of candidates are ever sorted.
 
-The k best candidates lie in the k blocks with the largest maxima: whoever stands in another block has k blocks' maxima
-before it. So the maxima, which one streaming pass gives, are ranked first, and then the candidates of k blocks; the
-rest is never looked at again. Ties keep this exact: blocks are consecutive, so of equal candidates the one with the
-lower index stands in the lower block, and both rankings take the lower first.
+The k best candidates lie in the k blocks with the largest maxima: to a candidate in another block those k maxima are
+all preferred. So one streaming pass takes the maxima, they are ranked, and then the candidates of k blocks are ranked;
+the rest is never looked at again. This is exact with ties, too: blocks are consecutive, so of equal candidates the one
+with the lower index stands in the lower block, and both rankings take the lower first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The beam step in two forms, chosen while it runs by how many children the beams have together.
 
-dense: one matmul for the level's columns, every beam's children as bits over them; its cost is that of a step without
-a catalog. packed: where there are few children, their output rows are gathered, one behind the other whatever the
-degrees are, and only their logits computed. Neither depends on the size of the catalog or on its largest degree.
+dense: one matmul for the level's columns, with the children of each beam as bits over the columns; it costs what a step
+without a catalog costs. packed: where there are few children, the output rows of all of them are gathered one after the
+other, and only their logits are computed. Neither depends on the size of the catalog or on its largest degree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKED_CHUNK = 2048
 
 
 def columns(vocabulary: int) -> int:
-    """Rows that an output head is padded to, so that its columns divide into blocks."""
+    """How many rows an output head is padded to, so that its columns divide into blocks."""
     unit = select.BLOCK if vocabulary > select.BLOCK else WORD
     return -(-vocabulary // unit) * unit
 
@@ -117,7 +117,7 @@ def _best(
 def _few_of_each(
     logits: jax.Array, allowed: jax.Array, scores: jax.Array, norm: jax.Array, width: int, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """At most k children of a beam (XGR-2 with K < BW): not exact."""
+    """Take at most k children of each beam (XGR-2 with K < BW), which is not exact."""
     batch, beams, vocabulary = logits.shape
     best, column = jax.lax.top_k(_masked(logits, allowed).reshape(logits.shape), min(k, vocabulary))
     flat = (scores[..., None] + (best - norm[..., None])).reshape(batch, -1)
@@ -137,7 +137,7 @@ def _packed(
     width: int,
     capacity: int,
 ) -> Step:
-    """All children of all beams in a row; a beam's stand at starts .. ends - 1. They fit into `capacity`."""
+    """All children of all beams in one row, each beam's at starts .. ends - 1; they fit into `capacity`."""
     batch, n_beams = beams.scores.shape
     block = min(select.BLOCK, capacity)
     chunk = min(_PACKED_CHUNK, -(-capacity // block) * block)
@@ -197,7 +197,7 @@ def _packed(
 
 
 def _child(nodes: Nodes, starts: jax.Array, owner: jax.Array, at: jax.Array, level: TreeLevel) -> jax.Array:
-    """The child that stands at `at` of the packed row, of beam `owner`."""
+    """The child of beam `owner` that stands at place `at` of the packed row."""
     child = jnp.take_along_axis(nodes.first - starts, owner, axis=1) + at
     return jnp.clip(child, 0, level.codes.shape[0] - 1)
 
@@ -205,7 +205,7 @@ def _child(nodes: Nodes, starts: jax.Array, owner: jax.Array, at: jax.Array, lev
 def _packed_filter(
     nodes: Nodes, starts: jax.Array, owners: jax.Array, at: jax.Array, level: TreeLevel, filters: StepFilter
 ) -> jax.Array:
-    """[B, size] bool: the children that may be taken."""
+    """Which children of the packed row may be taken: [B, size] bool."""
     batch, size = owners.shape
     rows = jnp.arange(batch)[:, None]
     to_row = jnp.pad(starts - nodes.first, ((0, 0), (0, 1)))
@@ -221,13 +221,13 @@ def _packed_filter(
 
 
 def legal_logsumexp(logits: jax.Array, legal: jax.Array, most: jax.Array) -> jax.Array:
-    """The log-sum-exp [B, W] of the logits [B, W, V] whose bit is set; most: the largest of them; 0 where none is."""
+    """The log-sum-exp [B, W] of those logits [B, W, V] whose bit is set; 0 where none is. most: their maximum."""
     mass = jnp.exp(_masked(logits, legal) - _finite(most)[..., None, None]).sum(axis=(-1, -2))
     return _finite(most + jnp.log(mass))
 
 
 def largest_legal(logits: jax.Array, legal: jax.Array) -> jax.Array:
-    """The largest of the logits [B, W, V] whose bit is set: [B, W]."""
+    """The largest of those logits [B, W, V] whose bit is set: [B, W]."""
     return _masked(logits, legal).max(axis=(-1, -2))
 
 
@@ -237,7 +237,7 @@ def _block_maxima(logits: jax.Array, words: jax.Array, block: int) -> jax.Array:
 
 
 def _masked(logits: jax.Array, words: jax.Array) -> jax.Array:
-    """[B, W, V / 32, 32], -inf where the bit is not set."""
+    """The logits as [B, W, V / 32, 32], -inf where the bit is not set."""
     return jnp.where(_bits(words), logits.reshape(*words.shape, WORD), -jnp.inf)
 
 
@@ -246,5 +246,5 @@ def _bits(words: jax.Array) -> jax.Array:
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """-inf becomes 0, so that a difference of two of them is a number; a NaN stays what it is."""
+    """x with 0 in place of -inf, so that differences are numbers; NaN stays NaN."""
     return jnp.where(jnp.isneginf(x), 0.0, x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer norm, matrix, activation and residual in one op (FLAME-9)."""
+"""Layer norm, matrix product, activation and residual in one op (FLAME-9)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fused_linear(
         x: [..., D].
         w: [D, F] in x's dtype.
         bias: [F], or None for none.
-        normalize: whether there is a norm; its scale and shift [D], each None for none.
+        normalize: whether there is a norm. scale, shift: [D] of the norm, or None for none.
         activation: "none", "silu", "gelu" (by the error function) or "relu".
         residual: [..., F], or None for none.
 

@@ -30,9 +30,9 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def gelu_by_series(x: jax.Array, exp_negative: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """gelu for Triton, which has no error function, and for XLA:CPU, whose is slow. float32 of any shape.
+    """gelu of float32 of any shape, for Triton, which has no error function, and XLA:CPU, whose own is slow.
 
-    Abramowitz and Stegun 7.1.26, to an absolute 1.5e-7 of the error function.
+    It is formula 7.1.26 of Abramowitz and Stegun, within 1.5e-7 of the error function.
     """
     size = jnp.abs(x) * math.sqrt(0.5)
     t = 1.0 / (1.0 + 0.3275911 * size)
@@ -43,7 +43,7 @@ def gelu_by_series(x: jax.Array, exp_negative: Callable[[jax.Array], jax.Array])
 
 
 class Layer(NamedTuple):
-    """x: [M, D]. w: [D, F]. bias: [F]. scale, shift: [D] of the norm. residual: [M, F]."""
+    """A call of fused_linear. x: [M, D]. w: [D, F]. bias: [F]. scale, shift: [D] of the norm. residual: [M, F]."""
 
     x: jax.Array
     w: jax.Array
@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
 
 def normalized(layer: Layer) -> jax.Array:
-    """What the matrix is multiplied with: [M, D] in float32."""
+    """x after its norm, which the matrix is multiplied with: [M, D] float32."""
     x = layer.x.astype(jnp.float32)
     if not layer.normalize:
         return x
@@ -72,7 +72,7 @@ def finished(
     product: jax.Array,
     activations: Mapping[str, Callable[[jax.Array], jax.Array]] = ACTIVATIONS,
 ) -> jax.Array:
-    """What follows on the product [M, F], in float32; the result in x's dtype."""
+    """The result, in x's dtype: bias, activation and residual, computed in float32 on the product [M, F]."""
     out = product.astype(jnp.float32)
     if layer.bias is not None:
         out = out + layer.bias.astype(jnp.float32)

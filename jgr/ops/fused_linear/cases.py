@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of the fused linear layer for tests, compile checks and timing.
 
-rows, inner, width: of the product. with_: which optional arrays there are. Widths are those of HSTU (u, v, q and k
-side by side), DLRMv3's STU layers and Climber.
+rows, inner, width: the sizes of the product. with_: which optional arrays there are. The widths are those of HSTU (u,
+v, q and k side by side), of DLRMv3's STU layers and of Climber.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _work(case: Case, dtype: Any) -> Work:
-    """The product; norm and activation left out."""
+    """The work of the product; norm and activation are left out."""
     rows, inner, width = (case.shape[name] for name in ("rows", "inner", "width"))
     moved = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in _shapes(case, dtype).values())
     return Work(2.0 * rows * inner * width, float(moved + rows * width * np.dtype(dtype).itemsize))

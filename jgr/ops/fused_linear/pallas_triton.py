@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fused linear layer as a GPU kernel (FLAME-9): norm in the prologue, matrix product, the rest in the epilogue.
 
-One program owns a tile of the result. It goes over its rows once for their mean and variance, merging those of pieces,
-and once more piece by piece for the product of the normalised values; neither they nor the product are ever stored.
+One program owns a tile of the result. It goes over its rows of x piece by piece, first for their mean and variance,
+then for the product of the normalised values. Neither these values nor the product are ever stored.
 
 Invariants: the inner size and the width are multiples of the tile's; rows are padded; statistics, accumulator and
-epilogue are float32. No gradients.
+epilogue are float32. There are no gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
 
 @dataclass(frozen=True)
 class Tiles:
-    """rows, columns: of the result's tile; inner: of a piece of x; warps, stages: Triton's num_warps and num_stages."""
+    """rows, columns: a tile of the result; inner: columns of a piece of x; warps, stages: as Triton calls them."""
 
     rows: int
     columns: int
@@ -38,7 +38,7 @@ class Tiles:
 
 
 def choose_tiles(rows: int, inner: int, width: int, itemsize: int) -> Tiles:
-    """The largest that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
+    """The largest tiles that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
     most_rows, most_columns, most_inner = (64, 64, 32) if itemsize > 2 else (128, 128, 64)
     return Tiles(
         min(most_rows, max(16, pl.next_power_of_2(rows))),
@@ -68,7 +68,7 @@ def supports(layer: Layer) -> str | None:
 
 @dataclass(frozen=True)
 class _Static:
-    """What the kernel knows when traced. given: names of the optional arrays, in the order of their references."""
+    """What the kernel knows at trace time. given: the names of the optional arrays, in order of their references."""
 
     inner: int
     tiles: Tiles
@@ -87,7 +87,7 @@ def _statistics(x_ref: Any, static: _Static) -> tuple[jax.Array, jax.Array]:
     size = static.tiles.inner
 
     def merge(at: Any, known: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Of the first `at` pieces and one more: mean, and sum of squares around it."""
+        """Mean, and sum of squares around it, of the first `at` pieces and one more."""
         mean, squares = known
         x = x_ref[:, pl.ds(at * size, size)].astype(jnp.float32)
         own = x.sum(axis=1) / size
@@ -103,7 +103,7 @@ def _statistics(x_ref: Any, static: _Static) -> tuple[jax.Array, jax.Array]:
 
 
 def _kernel(x_ref: Any, w_ref: Any, *refs: Any, static: _Static) -> None:
-    """x_ref [R, D], w_ref [D, C], the given ones of bias [C], scale [D], shift [D], residual [R, C]; out [R, C]."""
+    """refs: those that are given of bias [C], scale [D], shift [D], residual [R, C]; last out [R, C]. x_ref: [R, D]."""
     given, out_ref, size = dict(zip(static.given, refs[:-1], strict=True)), refs[-1], static.tiles.inner
     mean, deviation = _statistics(x_ref, static) if static.normalize else (None, None)
 
@@ -129,7 +129,7 @@ def _kernel(x_ref: Any, w_ref: Any, *refs: Any, static: _Static) -> None:
 
 
 def run(layer: Layer, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.fused_linear. tiles: default the heuristic's. interpret: on any platform, slowly."""
+    """See jgr.ops.fused_linear. tiles: None for the heuristic's. interpret: run on any platform, slowly."""
     count, inner = layer.x.shape
     width = layer.w.shape[1]
     tiles = tiles or choose_tiles(count, inner, width, layer.x.dtype.itemsize)
@@ -168,5 +168,5 @@ def fused_linear(layer: Layer) -> jax.Array:
 
 
 def interpreted(layer: Layer) -> jax.Array:
-    """See jgr.ops.fused_linear; the kernel step by step."""
+    """See jgr.ops.fused_linear. Runs the kernel step by step, on any platform."""
     return run(layer, interpret=True)

@@ -33,18 +33,21 @@ def segment_attention(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(d)) v over the keys that each query sees, with grouped key/value heads; softmax in float32.
 
-    A query sees a key iff both are of the same request and either of the same segment, the key's order not larger, or
-    the layout lets the query's kind see the key's. The rule is evaluated on the fly; no T x T mask exists.
+    A query sees a key iff both belong to the same request and either they stand in the same segment and the key's order
+    is not larger, or the layout lets the query's kind see the key's kind. The rule is evaluated block by block; no T x
+    T mask exists.
 
     Args:
         q: [B, T, H, d]. Rows are independent. A row may hold one request and padding, or several requests, packed.
-        k, v: [B, K, S, d] of the new tokens, H a multiple of K; query head h reads key/value head h // (H / K).
-        tokens: of the queries, [B, T] each, padding wherever request < 0; or Causal(lengths [B]): row b is one plain
-            causal prompt. What stands in padding has no effect. Gradients: for Causal without context and options only.
-        layout: a Layout; or [B, T] int32, of each query `Layout.bits[kind]`, where requests of several layouts meet.
-        keys: the tokens of k and v, [B, S], where they are not the queries' own.
-        context: keys and values in front of the new ones; with Causal tokens, its tokens are Causal too.
-        window: [B, T] int32; a query sees only keys whose order is at least its own less its window.
+        k, v: [B, K, S, d], keys and values of the new tokens; query head h reads key/value head h // (H / K), and H is
+            a multiple of K.
+        tokens: the queries' tokens, fields [B, T], padding where request < 0; or Causal(lengths [B]), where each row
+            is one plain causal prompt. What stands in padding has no effect. There are gradients for Causal tokens
+            without context and options only.
+        layout: a Layout; or [B, T] int32, `Layout.bits[kind]` for each query, where a batch mixes layouts.
+        keys: the tokens of k and v, fields [B, S], where they are other tokens than the queries'.
+        context: keys and values that stand before the new ones. Its tokens are Causal iff `tokens` are.
+        window: [B, T] int32; a query sees only keys whose order is at least its own order minus its window.
 
     Returns:
         [B, T, H, d] in q's dtype; 0 for padding and for queries that see nothing.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of segment attention for tests, compile checks and timing.
 
-prompts: of each row, the prompts packed into it, each a list of (kind, tokens). cached: tokens of every row that are
-cached context in front; they stand at the beginning of the row. tokens: room for tokens that are not, default the
-longest row's. causal: plain prompts, by lengths alone. window: draw that vector.
+prompts: for each row the prompts that are packed into it; a prompt is a list of (kind, tokens). cached: how many tokens
+at the beginning of every row are cached context. tokens: room for the other tokens; default: as many as the longest row
+has. causal: the prompts are plain ones, told by their lengths. window: whether windows are drawn.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ CASES = (
 
 
 def row(prompts: Sequence[Prompt], size: int = 0) -> Tokens:
-    """The tokens of packed prompts, filled up with padding."""
+    """The tokens of prompts packed into one row, filled up with padding to `size`."""
     parts = [describe(*zip(*prompt, strict=True), request=r) for r, prompt in enumerate(prompts)]
     joined = Tokens(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     extra = max(0, size - len(joined.request))
@@ -129,7 +129,7 @@ def row(prompts: Sequence[Prompt], size: int = 0) -> Tokens:
 
 
 def batch(case: Case) -> tuple[Tokens, int]:
-    """All rows' tokens, [B, C + T], and how many of them are cached context (C)."""
+    """The tokens of all rows, [B, C + T], and how many at the beginning are cached context (C)."""
     prompts, cached = case.shape["prompts"], case.shape.get("cached", 0)
     size = max(sum(n for prompt in packed for _, n in prompt) for packed in prompts)
     rows = [row(packed, max(size, cached + case.shape.get("tokens", 0))) for packed in prompts]
@@ -137,7 +137,7 @@ def batch(case: Case) -> tuple[Tokens, int]:
 
 
 def _lengths(case: Case) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Of plain prompts: tokens in the context, and new ones."""
+    """Of each plain prompt how many tokens are in the context, and how many are new."""
     whole = np.array([sum(n for _, n in packed[0]) for packed in case.shape["prompts"]], np.int32)
     known = np.minimum(whole, case.shape.get("cached", 0)).astype(np.int32)
     return known, whole - known
@@ -202,7 +202,7 @@ def flat(
     implementation: str = "auto",
     **vectors: jax.Array,
 ) -> jax.Array:
-    """segment_attention with every array an argument of its own, as OpCases has it."""
+    """segment_attention with each array as an argument of its own, as OpCases calls it."""
     context = None
     if context_k is not None and context_v is not None:
         context = Context(context_k, context_v, tokens_of(vectors, "context_"))
@@ -219,7 +219,7 @@ def flat(
 
 
 def _work(case: Case, dtype: Any) -> Work:
-    """Of the prompts themselves; windows, which change little, left out."""
+    """The work of the prompts; windows change little and are left out."""
     s, size = case.shape, jnp.dtype(dtype).itemsize
     layout, cached = LAYOUTS[s["layout"]], s.get("cached", 0)
     pairs = 0.0
@@ -236,7 +236,7 @@ def _work(case: Case, dtype: Any) -> Work:
 
 
 def _seen(prompt: Prompt, bits: npt.NDArray[np.int32], cached: int) -> float:
-    """Pairs of a query at or behind `cached` and a key that it sees."""
+    """How many pairs there are of a query, not among the `cached` first tokens, and a key that it sees."""
     kinds = np.array([kind for kind, _ in prompt])
     lengths = np.array([n for _, n in prompt], np.float64)
     ends = np.cumsum(lengths)

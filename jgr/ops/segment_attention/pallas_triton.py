@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment attention as a GPU kernel: an online softmax over those blocks of keys of which something is seen.
+"""Segment attention as a GPU kernel: an online softmax over the blocks of keys in which a query sees something.
 
-One program owns a block of queries of one head. For each source of keys (the cached context, the new tokens) it is
-given a list of key blocks, first those of which it sees everything, for which no mask is computed, then those of which
-it sees a part, and how many they are; other blocks are never loaded. The mask is computed from the vectors of tokens.
+One program owns a block of queries of one head. For each source of keys (the cached context, the new tokens) it gets a
+list of key blocks and their number: first the blocks that it sees whole, for which it computes no mask, then those that
+it sees in part. Other blocks are never loaded. The mask is computed from the vectors of tokens.
 
 Invariants: arrays are padded to whole blocks, with tokens of no request; a row that sees nothing is 0; scores and
 accumulators are float32 in units of log2.
@@ -42,7 +42,7 @@ Chunks = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Tiles:
-    """queries, keys: tokens of a block; warps, stages: Triton's num_warps and num_stages."""
+    """Block sizes. queries, keys: tokens of a block; warps, stages: Triton's num_warps and num_stages."""
 
     queries: int
     keys: int
@@ -51,7 +51,7 @@ class Tiles:
 
 
 def choose_tiles(queries: int, keys: int, dim: int, itemsize: int) -> Tiles:
-    """The largest that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
+    """The largest tiles that spill no register when compiled for an H200 (`make compile-gpu`); not timed on one."""
     if itemsize > 2:
         rows, columns, warps, stages = (16, 32, 8, 1) if dim > 128 else (64, 32, 8, 2)
     elif dim > 128:
@@ -64,7 +64,7 @@ def choose_tiles(queries: int, keys: int, dim: int, itemsize: int) -> Tiles:
 
 
 def chunks(dim: int, most: int) -> Chunks:
-    """A head as (start, size) pieces whose sizes are powers of two, as a block in the kernel must be: 96 = 64 + 32."""
+    """Cut a head into (start, size) pieces. Sizes in the kernel must be powers of two, so 96 is 64 + 32."""
     pieces, start = [], 0
     while start < dim:
         size = min(most, 1 << (dim - start).bit_length() - 1)
@@ -92,7 +92,7 @@ def supports(call: Arguments) -> str | None:
 
 
 class _Static(NamedTuple):
-    """What the kernel knows at trace time. query_fields, key_fields: names of the rows of the stacked vectors."""
+    """What the kernel knows at trace time. query_fields, key_fields: the names of the stacked vectors."""
 
     pieces: Chunks
     scale: float
@@ -103,7 +103,7 @@ class _Static(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Of an online softmax: maximum [R], sum [R], and the weighted values of each piece of the head [R, size]."""
+    """State of an online softmax: maximum [R], sum [R], and the weighted values of each piece of the head [R, size]."""
 
     top: jax.Array
     total: jax.Array
@@ -126,7 +126,7 @@ def _visit(
     masked: bool,
     static: _Static,
 ) -> _Running:
-    """One block of keys, the at-th of the list."""
+    """Add the at-th block of keys in the list."""
     k_ref, v_ref, keys_ref, list_ref, _ = source
     here = pl.ds(list_ref[at] * static.tiles.keys, static.tiles.keys)
     parts = [
@@ -138,7 +138,7 @@ def _visit(
         keys = Keys(**{name: keys_ref[f, here] for f, name in enumerate(static.key_fields)})
         rows = jax.tree.map(lambda x: x[:, None], queries)
         scores = jnp.where(visible(rows, jax.tree.map(lambda x: x[None, :], keys)), scores, _MASKED)
-        # What stands in padding may be not-a-number, and is one still with a weight of zero.
+        # Padding may hold NaN, which a weight of zero does not remove.
         values = [jnp.where((keys.request >= 0)[:, None], x, jnp.zeros_like(x)) for x in values]
     top = jnp.maximum(running.top, scores.max(axis=1))
     shrink, weights = jnp.exp2(running.top - top), jnp.exp2(scores - top[:, None])
@@ -177,7 +177,7 @@ def _kernel(
 
 
 Lists = tuple[jax.Array, jax.Array]
-"""Of each block of queries the key blocks, wholly seen ones first [B, n, m], and how many: wholly, at all [B, n, 2]."""
+"""For each block of queries its key blocks [B, n, m], those seen whole first; how many whole, and at all [B, n, 2]."""
 
 
 def lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
@@ -187,7 +187,7 @@ def lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
 
 
 def causal_lists(lengths: jax.Array, n: int, m: int, tiles: Tiles) -> Lists:
-    """Of plain prompts without context: the blocks are in order already, and their numbers are known without a sort."""
+    """The lists of plain prompts without context, whose blocks are in order and need no sort."""
     first = jnp.arange(n) * tiles.queries
     counts = jnp.stack([first // tiles.keys, pl.cdiv(first + tiles.queries, tiles.keys)], axis=-1)
     counts = jnp.where((first < lengths[:, None])[..., None], jnp.minimum(counts, m), 0)
@@ -196,7 +196,7 @@ def causal_lists(lengths: jax.Array, n: int, m: int, tiles: Tiles) -> Lists:
 
 
 def _stacked(x: Queries | Keys) -> tuple[tuple[str, ...], jax.Array]:
-    """The vectors that are there: their names, and [B, fields, T]."""
+    """The vectors that are not None: their names, and all of them as [B, fields, T]."""
     there = {name: value for name, value in x._asdict().items() if value is not None}
     return tuple(there), jnp.stack(list(there.values()), axis=1)
 
@@ -207,7 +207,7 @@ def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
-    """See jgr.ops.segment_attention. tiles: default the heuristic's. interpret: on any platform, slowly."""
+    """See jgr.ops.segment_attention. tiles: None for the heuristic's. interpret: run on any platform, slowly."""
     batch, count, heads, dim = call.q.shape
     groups = heads // call.k.shape[1]
     prepared, sources = prepare(call)
@@ -245,7 +245,7 @@ def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) ->
             pl.BlockSpec((None, None, span // tiles.keys), lambda i, h, b: (b, blocks - 1 - i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, h, b: (b, blocks - 1 - i, 0)),
         ]
-    # A product of float32 is three of TF32: of a whole wide head it spills registers.
+    # A float32 product is made of three TF32 products; for a whole wide head these spill registers.
     pieces = chunks(dim, 64 if q.dtype == jnp.float32 else 256)
     scale = dim**-0.5 * math.log2(math.e)
     static = _Static(pieces, scale, tiles, query_fields, key_fields, interpret)
@@ -268,5 +268,5 @@ def segment_attention(call: Arguments) -> jax.Array:
 
 
 def interpreted(call: Arguments) -> jax.Array:
-    """See jgr.ops.segment_attention; the kernel step by step."""
+    """See jgr.ops.segment_attention. Runs the kernel step by step, on any platform."""
     return run(call, interpret=True)

@@ -18,7 +18,7 @@ def segment_attention(call: Arguments) -> jax.Array:
     real = jnp.concatenate([s.keys.request >= 0 for s in sources], 1)[:, None, :, None]
     groups = q.shape[2] // call.k.shape[1]
     k, v = (jnp.concatenate([getattr(s, name) for s in sources], 2) for name in ("k", "v"))
-    # Not-a-number in padding times a weight of zero would still be one.
+    # Padding may hold NaN, which a weight of zero does not remove.
     k, v = (jnp.repeat(jnp.where(real, x, 0), groups, 1).astype(jnp.float32) for x in (k, v))
     scores = jnp.einsum("bthd,bhsd->bhts", q.astype(jnp.float32), k) / jnp.sqrt(jnp.float32(q.shape[3]))
     scores = jnp.where(mask[:, None], scores, -jnp.inf)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The visibility rule of jgr.prompt.layouts on arrays, token by token and block by block.
 
-All forms of the op begin with `prepare`, which reduces their arguments to a few int32 vectors per query and per key,
-and decide with `visible`. `relation` says of whole blocks whether nothing, something or everything in them is seen. It
-knows the least and greatest values of a block, so it may say "something" too often, but never wrongly the others.
+All forms of the op begin with `prepare`, which reduces the arguments to a few int32 vectors per query and per key, and
+decide with `visible`. `relation` says for whole blocks whether nothing, something or everything in them is seen. It
+looks at the least and greatest values of a block only: so it may say SOMETHING where NOTHING or ALL is true, but it
+never says NOTHING or ALL wrongly.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _MOST = 2**31 - 1
 
 
 class Causal(NamedTuple):
-    """Tokens of rows that are plain causal prompts: lengths [B] int32, padding behind."""
+    """The tokens of rows that are plain causal prompts of `lengths` [B] int32 tokens; padding follows."""
 
     lengths: jax.Array
 
 
 class Context(NamedTuple):
-    """Keys and values computed before, k and v [B, K, C, d], and their tokens [B, C]; all stand before the new ones."""
+    """Keys and values of an earlier call, k and v [B, K, C, d], and their tokens [B, C]; they precede the new ones."""
 
     k: jax.Array
     v: jax.Array
@@ -35,9 +36,10 @@ class Context(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """[B, T] int32 each. None: what the call has no use for.
+    """What the rule needs to know of queries, [B, T] int32 each; None where the call does not need it.
 
-    sees, earlier: kinds seen anywhere, and in earlier segments, as bits. lowest: the least order in the window.
+    sees, earlier: bits of the kinds that a query sees anywhere, and in earlier segments only. lowest: the least order
+    that its window holds.
     """
 
     request: jax.Array  # padding: -2
@@ -49,7 +51,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """[B, T] int32 each; kind as a bit."""
+    """What the rule needs to know of keys, [B, T] int32 each; kind is one bit."""
 
     request: jax.Array  # padding: -1
     segment: jax.Array
@@ -61,7 +63,7 @@ Side = TypeVar("Side", Queries, Keys)
 
 
 class Source(NamedTuple):
-    """Some of the keys: k, v [B, K, T, d] and what is known of their tokens."""
+    """A part of the keys: k, v [B, K, T, d], and the vectors of their tokens."""
 
     k: jax.Array
     v: jax.Array
@@ -69,7 +71,7 @@ class Source(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The queries, and their keys: the context's, where there is one, and the new ones."""
+    """The queries and their sources of keys: the context, where there is one, then the new tokens."""
 
     queries: Queries
     sources: tuple[Source, ...]
@@ -128,7 +130,7 @@ def prepare(call: Arguments) -> Problem:
 
 
 def spell_out(tokens: Tokens | Causal, count: int, before: jax.Array | int) -> Tokens:
-    """Five arrays [B, count], also of plain prompts: those stand behind `before` tokens of each row."""
+    """The tokens as five arrays [B, count]; those of plain prompts follow `before` tokens in each row."""
     if isinstance(tokens, Tokens):
         return Tokens(*(jnp.asarray(x, jnp.int32) for x in tokens))
     place = jnp.arange(count, dtype=jnp.int32)
@@ -146,7 +148,7 @@ def _keys(tokens: Tokens, needs_kinds: bool) -> Keys:
 
 
 def visible(q: Queries, k: Keys) -> jax.Array:
-    """The rule, elementwise; shapes broadcast."""
+    """Whether the query sees the key, elementwise; shapes broadcast."""
     seen = (q.segment == k.segment) & (k.order <= q.order)
     if q.sees is not None and k.kind is not None:
         seen |= (q.sees & k.kind) != 0
@@ -158,7 +160,7 @@ def visible(q: Queries, k: Keys) -> jax.Array:
 
 
 def pad_tokens(x: Side, multiple: int) -> Side:
-    """Fill up with padding tokens to a multiple of so many."""
+    """Fill up with padding tokens, to a multiple of `multiple`."""
     extra = -x.request.shape[1] % multiple
     if extra == 0:
         return x
@@ -169,9 +171,10 @@ def pad_tokens(x: Side, multiple: int) -> Side:
 
 
 def relation(queries: Queries, keys: Keys, query_block: int, key_block: int) -> jax.Array:
-    """[B, query blocks, key blocks] int32, NOTHING, SOMETHING or ALL: what a block of queries sees of one of keys.
+    """What each block of queries sees of each block of keys: [B, query blocks, key blocks] int32.
 
-    ALL: every real query of the block sees every key, none of which is padding. Sizes are multiples of the blocks.
+    NOTHING, SOMETHING or ALL. ALL: every real query of the block sees every key, and no key is padding. The numbers of
+    tokens are multiples of the block sizes.
     """
     q = _Bounds(queries.request, query_block, 2)
     k = _Bounds(keys.request, key_block, 1)
@@ -209,10 +212,10 @@ def relation(queries: Queries, keys: Keys, query_block: int, key_block: int) -> 
 
 
 class _Bounds:
-    """Of each block the least and greatest value, the union and the intersection of bits, over its real tokens."""
+    """The least and greatest value, and the union and intersection of bits, over the real tokens of each block."""
 
     def __init__(self, request: jax.Array, size: int, axis: int) -> None:
-        """axis: where the other side's blocks stand in [B, queries, keys]."""
+        """axis: the axis of [B, query blocks, key blocks] that belongs to the other side."""
         self._size, self._axis = size, axis
         self._real = self._cut(request) >= 0
         self.all_real = jnp.expand_dims(self._real.all(-1), axis)

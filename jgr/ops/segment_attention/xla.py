@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment attention over the pairs of (query block, key block) in which something is seen, by an online softmax.
+"""Segment attention as an online softmax over the pairs (query block, key block) in which something is seen.
 
-The pairs are a list: of a causal prompt without context known when the program is traced, otherwise computed in it, so
-that a loop of that many turns visits no other block. A turn's scores are the only ones that exist. The mask is computed
-for pairs in which not everything is seen. Reverse-mode gradients exist where the list is known when traced.
+A loop has one turn for each pair of a list and visits no other block; only the scores of one pair exist at a time. The
+list is known at trace time for causal prompts without context, and computed in the program otherwise. A mask is
+computed only for pairs in which not everything is seen. Gradients exist where the list is known at trace time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weig
 
 
 class Running(NamedTuple):
-    """Of an online softmax: weighted values [n, B, K, R, d], maximum and sum [n, B, K, R], float32."""
+    """State of an online softmax, float32: weighted values [n, B, K, R, d], maximum and sum [n, B, K, R]."""
 
     out: jax.Array
     top: jax.Array
@@ -42,7 +42,7 @@ class Running(NamedTuple):
 
 
 Pairs = tuple[Any, Any, Any]
-"""Query block, key block, and whether a mask is needed, of each pair; int32 [P]."""
+"""For each pair its query block, its key block, and whether a mask is needed; int32 [P] each."""
 
 
 class Shape(NamedTuple):
@@ -60,42 +60,42 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """most: tokens of a block of queries, and of keys, at most."""
+    """The most tokens that a block of queries, or of keys, may have."""
 
     most: int
 
     def of(self, tokens: int) -> int:
-        """Of equal size, so that the last is not mostly padding."""
+        """The block size for so many tokens: blocks are of equal size, so that the last is not mostly padding."""
         return -(-tokens // -(-tokens // self.most))
 
 
 def candidates(shape: Shape) -> list[Blocks]:
-    """Smaller blocks leave out more of what is not seen, larger ones are faster matmuls."""
+    """The blocks to choose from. Smaller ones leave out more of what is not seen, larger ones are faster matmuls."""
     sizes = (32, 64, 96, 128, 192, 256, 384, 512)
     return [Blocks(n) for i, n in enumerate(sizes) if i == 0 or sizes[i - 1] < shape.keys]
 
 
 def features(shape: Shape, blocks: Blocks) -> tuple[float, ...]:
-    """What the time of a call depends on beyond its size: bytes of a turn's scores, tokens of a block, blocks."""
+    """What the time of a call depends on besides its size: bytes of one turn's scores, tokens of a block, blocks."""
     query_block, key_block = blocks.of(shape.queries), blocks.of(shape.keys)
     rows = shape.batch * shape.kv_heads * shape.rows
     return rows * query_block * key_block * 4, key_block, -(-shape.keys // key_block)
 
 
 def heuristic(shape: Shape) -> Blocks:
-    """The largest blocks whose turn's scores stay in a core's caches (over 48 shapes 5 % behind the best)."""
+    """The largest blocks with which one turn's scores fit into a core's caches (over 48 shapes 5 % off the best)."""
     fitting = [blocks for blocks in candidates(shape) if features(shape, blocks)[0] <= MOST_SCORE_BYTES]
     return fitting[-1] if fitting else candidates(shape)[0]
 
 
 def causal_pairs(blocks: int) -> Pairs:
-    """Blocks of one size, so that the mask is only needed where they are the same."""
+    """The pairs of a causal prompt. Blocks have one size, so a mask is needed on the diagonal only."""
     i, j = np.tril_indices(blocks)
     return i.astype(np.int32), j.astype(np.int32), i == j
 
 
 def seen_pairs(queries: Queries, keys: Keys, query_block: int, key_block: int) -> tuple[Pairs, jax.Array]:
-    """The pairs that see each other in any row of the batch, and how many they are."""
+    """The pairs in which anything is seen in any row of the batch, and their number."""
     related = relation(queries, keys, query_block, key_block)
     seen, masked = (related != NOTHING).any(0), (related != ALL).any(0)
     (at,) = jnp.nonzero(seen.ravel(), size=seen.size, fill_value=0)
@@ -143,7 +143,7 @@ def _visit(
 
 
 def run(call: Arguments, blocks: Blocks | None = None) -> jax.Array:
-    """See jgr.ops.segment_attention. blocks: default what was measured or the heuristic says."""
+    """See jgr.ops.segment_attention. blocks: None for the measured choice, or else the heuristic's."""
     q = call.q
     batch, count, heads, dim = q.shape
     kv_heads = call.k.shape[1]
