@@ -139,7 +139,10 @@ class Filters(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """leaves [B, W] int32 and scores [B, W] float32, best first, -inf where dead; codes [B, W, depth] int32."""
+    """The result of a search: leaves [B, W] int32 and scores [B, W] float32, best first; codes [B, W, depth] int32.
+
+    The score of a beam that ended without an item is -inf.
+    """
 
     leaves: jax.Array
     scores: jax.Array
@@ -181,7 +184,7 @@ def recommend(
         filters: what may be returned, None: everything. A node below which nothing may be returned is never taken,
             at any level, and the scores of the others are what they are without a filter: the search is that of the
             tree of what may be returned, with the normalizer of the whole tree.
-        approximate: a beam may have at most so many children at each step; 0: exact.
+        approximate: the most children that a step keeps of one beam; 0: all, the exact search.
     """
     hidden, state = generator(cfg).begin(params, cfg, tokens, lengths)
     return search(

@@ -22,7 +22,7 @@ from jgr.ops.biased_attention import Causal, Context, Targets, biased_attention
 from jgr.ops.fused_linear import Activation, fused_linear
 
 Build = Literal["op_by_op", "xla", "fused"]
-"""How it is computed, with the same result.
+"""How the layers are computed; all three give the same result.
 
 op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
     and a user's keys and values are tuples (`by_layer`).
@@ -232,8 +232,10 @@ def candidate_layers(
     bias: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """[N_b, B, m, D] of candidates h, each of which sees the history and itself. bias: [G, 1, 1, s + 1], the last of
-    itself. The rest as given to `history_layers`, and as it gave them.
+    """The layers' output for candidates h, [N_b, B, m, D], each of which sees the history and itself.
+
+    k, v: from `history_layers`. bias: [G, 1, 1, s + 1], the last entry for the candidate itself. For the other
+    arguments see `history_layers`.
     """
     attend_to = _attend_to_user(build, lengths, bias, scale)
 
@@ -256,7 +258,7 @@ def all_layers(
     candidates_bias: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """What `candidate_layers` gives behind `history_layers`, in one pass that keeps no keys and values."""
+    """The result of `history_layers` and `candidate_layers`, in one pass that keeps no keys and values."""
     places = history.shape[2]
     of_history = _attend_to_history(build, lengths, bias, scale)
     to_user = _attend_to_user(build, lengths, candidates_bias, scale)

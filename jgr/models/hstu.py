@@ -34,9 +34,9 @@ from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
 BEHIND = 11
-"""N less max_items in the authors' code: places for the ten events that it may generate, and for the target."""
+"""N minus max_items in the authors' code: positions for the ten events that it may generate, and for the target."""
 BUCKETS = 129
-"""Of times, the last for all that is longer ago."""
+"""Buckets of times; the last one is for everything longer ago."""
 
 
 class WindowSlides(ValueError):
@@ -231,7 +231,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, D] of length 1: at each place what is looked for after the items up to it.
+    """The query vectors, [B, T, D] of length 1: at each position, for the next item after those up to it.
 
     rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 seconds where cfg.timed, of each event from an
     origin of the history's own, and behind the last one of the event that is asked for. dropout: (x, key) -> x on the
@@ -247,15 +247,15 @@ def encode(
 
 
 def output(params: HstuParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D] at length 1, and no bias."""
+    """The items' output vectors, [n, D] of length 1, and no bias: an item's score is its product with the query."""
     return unit(params.embed), None
 
 
 class History(NamedTuple):
-    """Users' events, each with the keys and values of all layers, in absolute places (MODEL-12).
+    """Users' events with the keys and values of all layers, at absolute positions (MODEL-12).
 
-    k: [L, B, H, S, a]. v: [L, B, H, S, b]. rows: [B, S] int32, -1 behind the last event. times: [B, S] int32 seconds,
-    of use where cfg.timed; from an origin per user that never changes.
+    k: [L, B, H, S, a]. v: [L, B, H, S, b]. rows: [B, S] int32, -1 after the last event. times: [B, S] int32, in seconds
+    from an origin per user that never changes; used only if cfg.timed.
     """
 
     k: jax.Array
@@ -267,7 +267,7 @@ class History(NamedTuple):
 def begin(
     params: HstuParams, cfg: HstuConfig, rows: jax.Array, times: jax.Array | None = None
 ) -> tuple[jax.Array, History]:
-    """What `extend` of users without events gives by all of theirs: rows [B, S], times [B, S + 1] as of `encode`."""
+    """Read whole histories at once: equals `extend` of `empty` users. rows: [B, S]; times: [B, S + 1], see `encode`."""
     lengths = (rows >= 0).sum(axis=1)
     h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])
     h, (k, v) = _blocks(params.layers, cfg, h, lengths, times, None, None, keep=True)
@@ -289,7 +289,7 @@ def empty(cfg: HstuConfig, batch: int) -> History:
 def extend(
     params: HstuParams, cfg: HstuConfig, history: History, rows: jax.Array, times: jax.Array | None = None
 ) -> tuple[jax.Array, History]:
-    """[B, D] of length 1, what is looked for after all events, and the history with the new ones.
+    """Add new events: the query vector after all events, [B, D] of length 1, and the history with the new ones.
 
     The result is that of `encode` over all events, at the cost of the new ones and of the newest before them. That one
     is computed again: its bias held the time of the last request, and now holds the time of the event that came. All

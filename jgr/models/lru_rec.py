@@ -29,7 +29,7 @@ from jgr.ops.dense import dense
 
 NAME = "LRURec"
 RING = (0.8, 0.99)
-"""|lambda| of fresh parameters lies between these."""
+"""The range of |lambda| in fresh parameters."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -144,7 +144,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, N, D]: at each place what is looked for after the items up to it. rows: [B, N] int32, -1 on the right.
+    """The query vector at each position, for the item after it, [B, N, D]. rows: [B, N] int32, -1 on the right.
 
     dropout: (x, key) -> x on the embedding, on each block's output and inside the mlp, for training; needs key.
     """
@@ -169,5 +169,5 @@ def encode(
 
 
 def output(params: LruRecParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D], and its bias of [n]."""
+    """The items' output vectors, [n, D], and biases, [n]: a score is the product with the query plus the bias."""
     return params.embed, params.bias

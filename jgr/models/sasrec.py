@@ -123,7 +123,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, N, D]: at each place what is looked for after the items up to it. rows: [B, N] int32, -1 on the right.
+    """The query vector at each position, for the item after it, [B, N, D]. rows: [B, N] int32, -1 on the right.
 
     dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
     """
@@ -154,5 +154,5 @@ def encode(
 
 
 def output(params: SasrecParams) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of [n, D], and no bias."""
+    """The items' output vectors, [n, D], and no bias: an item's score is its product with the query."""
     return params.embed, None

@@ -91,9 +91,10 @@ def spec(cfg: StuConfig) -> StuLayer:
 def describe(
     cfg: StuConfig, history_ends: jax.Array, ends: jax.Array, starts: jax.Array | int, rows: int
 ) -> Tokens:
-    """[B, rows] each: the tokens of so many rows of prompts, from row `starts` of each on (MODEL-14).
+    """Describe `rows` rows of each prompt, from its row `starts` on, as Tokens of [B, rows] each (MODEL-14).
 
-    history_ends: [B] int32 rows of context and history; ends: [B] of candidates too. What is behind is padding.
+    history_ends: [B] int32, the rows of context and history; ends: [B] int32, with the candidates. Further rows are
+    padding.
     """
     context = cfg.contextual
     place = jnp.broadcast_to(
