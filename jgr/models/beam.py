@@ -4,11 +4,11 @@
     recommend:  begin -> step 1 over the root's children -> (advance -> step) x (depth - 1) -> leaves and scores
     rank:       begin -> the same advances with the candidates in the beams' place -> their log-likelihoods
 
-begin (the prompt) and advance (one more token a beam) are the generator's: see jgr.models.generators. The number of
-phases is the catalog's depth, fixed at trace time, so the host dispatches once and hears leaves and
-scores only. The output head is multiplied for the level's columns alone, or for the beams' children where they are few;
-with normalize="full" once more for the log-sum-exp over the whole vocabulary, so that scores compare with an
-unconstrained model's.
+begin (which reads the prompt) and advance (which adds one token to each beam) belong to the generator: see
+jgr.models.generators. The number of phases is the catalog's depth, fixed at trace time, so the host dispatches once and
+gets only leaves and scores back. The output head is multiplied only for the columns of the level, or of the beams'
+children if these are few; with normalize="full" also for the log-sum-exp over the whole vocabulary, so that scores can
+be compared with an unconstrained model's.
 
 Letters: B batch, T tokens, W beams, C candidates, V_l vocabulary of level l, N_l tree nodes at depth l, D hidden,
 E most nodes that a request's filter lists in a level.

@@ -59,8 +59,8 @@ def of_candidates(cfg: Climber, candidates: int) -> Work:
 
 def of_both(cfg: Climber, candidates: int) -> Work:
     """The work of `rank`, which stores no keys and values."""
-    history, behind = of_history(cfg), of_candidates(cfg, candidates)
-    return Work(history.tokens + behind.tokens, history.pairs + behind.pairs, cached=0, candidates=candidates)
+    history, scored = of_history(cfg), of_candidates(cfg, candidates)
+    return Work(history.tokens + scored.tokens, history.pairs + scored.pairs, cached=0, candidates=candidates)
 
 
 def all_pairs(cfg: Climber, candidates: int) -> Work:

@@ -125,13 +125,13 @@ def spec(cfg: HstuConfig) -> HstuParams:
 
 
 def standard(x: jax.Array, eps: float = NORM_EPS) -> jax.Array:
-    """x [..., D] at mean 0 and variance 1."""
+    """Normalise x, [..., D], to mean 0 and variance 1."""
     x = x - x.mean(axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """x [..., D] at length 1; shorter than 1e-6 stays short."""
+    """Scale x, [..., D], to length 1; a vector shorter than 1e-6 stays short."""
     # Not jnp.linalg.norm: its gradient at 0 is not a number.
     return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=-1, keepdims=True), NORM_EPS**2))
 
@@ -180,7 +180,7 @@ def blocks(
     dropout: Dropout | None = None,
     keys: jax.Array | None = None,
 ) -> jax.Array:
-    """The layers over embedded histories: h [B, T, D] -> [B, T, D]; what stands behind a length has no meaning.
+    """The layers over embedded histories: h [B, T, D] -> [B, T, D]; rows after a length are padding.
 
     lengths: [B] int32. times: [B, T + 1] int32 seconds where cfg.timed, see `encode`. keys: [L], for dropout.
     """

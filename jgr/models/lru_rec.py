@@ -7,8 +7,8 @@
     score of item i after the history's last item = x . embed[i] + bias[i]
     lambda = exp(-exp(nu) + i exp(theta)),   gamma = sqrt(1 - |lambda|^2)
 
-A recurrence over time is an associative scan: log2 N steps, not N. Histories are padded on the right, so a padded
-place only ever comes after the real ones, and the recurrence needs no mask.
+A recurrence over time is an associative scan: log2 N steps, not N. Histories are padded on the right, so padding only
+comes after the real items, and the recurrence needs no mask.
 
 Letters: B batch, N items of a history, n items of the catalog, L layers, D hidden, S = 2 D state, F mlp.
 """

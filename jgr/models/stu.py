@@ -100,10 +100,10 @@ def describe(
     place = jnp.broadcast_to(
         jnp.reshape(starts, (-1, 1)) + jnp.arange(rows, dtype=jnp.int32), (len(ends), rows)
     )
-    behind = place - history_ends[:, None]
-    candidate, slot = behind >= 0, place < context
+    number = place - history_ends[:, None]
+    candidate, slot = number >= 0, place < context
     kind = jnp.where(candidate, int(Kind.ITEM), jnp.where(slot, int(Kind.CONTEXT), int(Kind.USER)))
-    segment = jnp.where(candidate, 2 + behind, jnp.where(slot, 0, 1))
+    segment = jnp.where(candidate, 2 + number, jnp.where(slot, 0, 1))
     order = jnp.minimum(_number(cfg, place), _number(cfg, history_ends)[:, None])
     return Tokens(jnp.where(place < ends[:, None], 0, -1), segment, kind, order, place)
 
