@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     store.set_schema(str(schema))
     store.close()
     if before not in (None, str(schema)):
-        print(f"the schema was {before}: restart the servers that use this store")
+        print(f"the schema was {before}: restart what serves from this store")
     loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
     # A server's address may hold a password.
     where = "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items' features on their way to the model (FLAME's PDA): stores, the cache in this process, and one packed transfer.
+"""Item features on their way to the model (FLAME's PDA): stores, the cache in this process, and records on the device.
 
-`schema` says what a record is, `stores` where records lie, `states`, `lru` and `bucket` what the cache decides (pure),
-`cache` drives it with threads, `numa` says where threads should run, and `packed` takes arrays to the device.
+`schema` defines a record, `extraction` makes records from metadata, `stores` keep them. `states` and `memory` decide
+what the cache does (pure), `cache` drives them with threads, `numa` binds threads, `unpacking` reads records on the
+device.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an address to a store."""
+"""Opens the feature store at an address."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def open_store(address: str, timeout_s: float, *, create: bool = False) -> FeatureStore:
-    """The store at redis://host:port/db (also rediss://, unix://), or in the SQLite file of that path.
+    """Open the store at redis://host:port/db (also rediss://, unix://), or in the SQLite file of that path.
 
-    timeout_s: how long a connection or an answer is waited for. create: make the file where there is none. StoreError
-    for an address that cannot be read and for a file that is not a store; a Redis server is not asked yet.
+    timeout_s: how long to wait for a connection or an answer. create: make the file if it is missing. Raises StoreError
+    for a malformed address and for a file that is not a store; a Redis server is not asked yet.
     """
     if address.startswith(REDIS_SCHEMES):
         return RedisStore(address, timeout_s)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feature cache as the serving path sees it: `get_many`, from any thread or from an event loop (FLAME-2..4).
+"""The feature cache of the serving path: `get_many`, from any thread or from an event loop (FLAME-2..4).
 
 The one idea: the pure `memory` decides, under one lock for tens of microseconds; this file owns the clock, the threads
-that ask the store, and who waits for what. All of a request's items that are to be fetched go to the store in one round
+that ask the store, and the requests that wait. All items of a request that must be fetched go to the store in one round
 trip, together with those of other requests that wait for a free thread.
 
-Invariants: each item is fetched once at a time (single flight); every fetch that starts ends in a commit, whatever the
-store does; a get never waits beyond its deadline, and serves what is there then. Values that are not records of the
-schema are counted and never served. In the modes that wait, how much memory there is decides how often the store is
-asked, never what a request is given; without any, it is asked for every item of every request.
+Invariants: an item has at most one fetch at a time (single flight); every fetch that starts ends in a commit, even if
+the store fails; a get never waits beyond its deadline, and then serves the records that are there. Values that are not
+records of the schema are counted and never served. In the modes that wait, the cache's memory decides how often the
+store is asked, never what a request is given; without memory the store is asked for every item of every request.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from jgr.features.states import WAITS
 from jgr.features.stores import FeatureStore, StoreError
 
 MAX_BATCH = 4096
-"""Items of a round trip, unless one request alone has more."""
+"""The most items in a round trip, unless one request alone has more."""
 MAX_QUEUED = 1 << 16
-"""Items that may wait for the store; while there are more, nothing further is fetched."""
+"""The most items that wait for the store; beyond it no further item is fetched."""
 COMMITTED = 512
-"""Items whose fetch ends at once; more would keep gets waiting for the lock."""
+"""The most items that are committed under one hold of the lock; more would delay gets."""
 JITTER = 0.1
 
 UInt8 = npt.NDArray[np.uint8]
@@ -48,10 +48,10 @@ _log = logging.getLogger(__name__)
 
 
 class Features(NamedTuple):
-    """What there is of n items. records: [n] of the schema's dtype. states: [n] uint8, FRESH, STALE or MISSING.
+    """The features of n items. records: [n] of the schema's dtype. states: [n] uint8, FRESH, STALE or MISSING.
 
-    stale: how many were served after their time to live. missing: FLAME's `feature_missing`, how many have the default
-    record (EMPTY), since they are not there yet or the store has none.
+    stale: how many records are older than their time to live. missing: how many are the default record (EMPTY), since
+    they are not fetched yet or the store has none; FLAME's `feature_missing`.
     """
 
     records: npt.NDArray[np.void]
@@ -62,30 +62,30 @@ class Features(NamedTuple):
 
 @dataclass
 class Counts:
-    """Since the start, but for the last two; items unless it says otherwise."""
+    """Counters since the start; the last two are current values. They count items unless they say otherwise."""
 
     fresh: int = 0
     stale: int = 0
     missing: int = 0
     waits: int = 0  # gets that waited for a fetch
-    late: int = 0  # gets whose fetch was not there by the deadline
-    fetched: int = 0  # asked for at the store
-    joined: int = 0  # not asked for, since that was under way: single flight's savings
+    late: int = 0  # gets whose fetch had not ended by the deadline
+    fetched: int = 0  # items that the store was asked for
+    joined: int = 0  # items that shared a fetch under way: the savings of single flight
     not_found: int = 0
     invalid: int = 0  # values that were truncated, foreign or of a wrong type
     round_trips: int = 0
     failures: int = 0  # round trips without an answer
-    held: int = 0  # gets of an item that was not fetched: after a failure, or since too many waited
-    bytes: int = 0  # of values that the store sent
+    held: int = 0  # items that were not fetched: after a failure, or since too many waited
+    bytes: int = 0  # bytes of the values that the store sent
     evicted: int = 0
-    entries: int = 0  # now
-    used_bytes: int = 0  # now
+    entries: int = 0  # items in the cache now
+    used_bytes: int = 0  # bytes in use now
 
 
 class _Wait:
     """A get that waits for fetches, which write into its records and states.
 
-    Its methods are called under the cache's lock. done: set once nothing is awaited.
+    Its methods are called under the cache's lock. done: set once all awaited fetches have ended.
     """
 
     def __init__(self, records: UInt8, seen: UInt8) -> None:
@@ -101,7 +101,7 @@ class _Wait:
         self.awaited -= 1
 
     def given_up(self) -> int:
-        """Nothing is written from now on to what was served; how many had not come."""
+        """Detach the served arrays, so that late fetches do not write to them; returns how many are still awaited."""
         if self.awaited:
             self.records, self.seen = self.records.copy(), self.seen.copy()
         return self.awaited
@@ -110,9 +110,9 @@ class _Wait:
 class FeatureCache:
     """Serves the records of `schema` from `store` by the mode of `config`; `close` it in the end.
 
-    item_ids: of the catalog, whose rows are asked for and whose ids the store knows. config.store and config.schema are
-    not read here. clock: nanoseconds that never go back. seed: of the jitter. ConfigError where the mode serves only
-    what is cached (asynchronous) and there is no room for a record in every bucket.
+    item_ids: the catalog's ids, which are the store's keys; gets name items by row. config.store and config.schema are
+    not read here. clock: nanoseconds that never go back. seed: seed of the jitter of the times to live. Raises
+    ConfigError if the mode never waits (asynchronous) and there is no room for a record in every bucket.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class FeatureCache:
     def get_many(
         self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
     ) -> Features:
-        """The records of the items of rows [n], in order; one may come twice. Blocks as the mode says.
+        """The records of the items of rows [n], in order, repeats allowed. Blocks if the mode says so.
 
-        Waits until `deadline_ns` of the clock, and never longer than config.max_wait_ms. It raises nothing: what the
-        store does not give is stale or missing. out: where the records are written, [n, record bytes] of contiguous
-        rows, such as a view of a `packed.Staging`; the features returned are then a view of it.
+        Waits until `deadline_ns` of the clock, and never longer than config.max_wait_ms. It raises nothing: records
+        that the store does not give in time are stale or missing. out: where to write the records, [n, record bytes]
+        with contiguous rows, such as a view of a `Staging`; the returned records are then a view of it.
         """
         records, seen, wait = self._begin(rows, out)
         if wait is not None:
@@ -175,7 +175,7 @@ class FeatureCache:
     async def get_many_async(
         self, rows: Int32, deadline_ns: int | None = None, out: npt.NDArray[Any] | None = None
     ) -> Features:
-        """As `get_many`, while the event loop goes on."""
+        """The same as `get_many`, without blocking the event loop."""
         records, seen, wait = self._begin(rows, out)
         if wait is not None:
             await asyncio.wait([asyncio.wrap_future(wait.done)], timeout=self._patience_s(deadline_ns))
@@ -183,14 +183,14 @@ class FeatureCache:
         return self._finish(records, seen)
 
     def counts(self) -> Counts:
-        """A copy."""
+        """The counters, as a copy."""
         memory = self._memory
         with self._lock:
             used = memory.entries * memory.slot_bytes
             return replace(self._counts, evicted=memory.evicted, entries=memory.entries, used_bytes=used)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Fetch no more, and close the store. False where a thread still waits for the store; it ends with that."""
+        """Stop fetching, and close the store. False if a thread still waits for the store; it ends with its answer."""
         with self._lock:  # no thread is started from now on
             self._closed.set()
         for _ in self._threads:
@@ -202,7 +202,7 @@ class FeatureCache:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _begin(self, rows: Int32, out: npt.NDArray[Any] | None) -> tuple[UInt8, UInt8, _Wait | None]:
-        """Records and states as the cache has them, and what is waited for; fetches what has to be."""
+        """Read records and states from the cache, start the needed fetches, and say what to wait for."""
         shape = (len(rows), self.schema.record_bytes)
         records = np.empty(shape, np.uint8) if out is None else out.view(np.uint8)
         wait: _Wait | None = None
@@ -222,7 +222,7 @@ class FeatureCache:
         return records, got.seen, wait
 
     def _start(self) -> None:
-        """With the first fetch: an engine that is dropped before it serves is not closed, and leaves no thread."""
+        """Start the threads, at the first fetch: an engine that is dropped before it serves then leaves no thread."""
         self._threads = [
             threading.Thread(target=self._work, name=f"features-{number}", daemon=True)
             for number in range(self._connections)
@@ -258,11 +258,11 @@ class FeatureCache:
         return max(0, left_ns) / 1e9
 
     def _work(self) -> None:
-        """A thread: the store's answers, until there is nothing more to ask."""
+        """The loop of a thread: ask the store and commit its answers, until the cache is closed."""
         if self._bind:
             numa.bind_thread()
         while slots := self._gather():
-            # What is pending keeps its slot.
+            # A pending item keeps its slot.
             items = [self._item_ids[row] for row in self._memory.rows(slots)]
             ends: Sequence[End] = [FAILED] * len(slots)
             try:
@@ -273,7 +273,7 @@ class FeatureCache:
                 self._commit(slots[start : start + COMMITTED], ends[start : start + COMMITTED])
 
     def _gather(self) -> list[int]:
-        """The slots that wait for the store, MAX_BATCH or one request's; nothing: the end."""
+        """Take slots that wait for the store, up to MAX_BATCH or one request's; none: the cache is closed."""
         with self._gathering:
             first = self._queue.get()
             if first is None:
@@ -333,7 +333,7 @@ class FeatureCache:
             wait.done.set_result(None)
 
     def _answers(self, well: bool, cause: StoreError | None = None) -> None:
-        """Say once that the store fails, and once that it is back."""
+        """Log once that the store fails, and once that it is back."""
         if well != self._answering:
             self._answering = well
             if well:

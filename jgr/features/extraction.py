@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an item's metadata to its record: which features there are, and the numbers in them.
+"""Turns an item's metadata into its feature record.
 
-Numbers stay numbers. A text is a category: 1 plus its hash below 2^31 - 2, so that a model takes it modulo the rows of
-its table; 0 is no category. A list fills a feature from the left, what is too long is cut, what is missing is 0.
+Numbers stay numbers. A text becomes a category: 1 plus its hash modulo 2^31 - 2, which a model takes modulo the rows of
+its table; 0 means no category. A list fills a feature from the left; it is cut if too long and padded with 0.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class ExtractionError(UserError):
 
 
 def derive(metadata: Sequence[Metadata]) -> Schema:
-    """The features that the items' metadata holds, in order of name, at most MAX_WIDTH numbers of a list.
+    """Find the features that the items' metadata holds, sorted by name, with at most MAX_WIDTH numbers of a list.
 
-    Whole numbers become int32, others float32, texts int32 categories. A field whose texts are mostly of one item
-    alone, such as a title, is left out, and so is what is neither number nor text. SchemaError where nothing is left.
+    Whole numbers become int32, others float32, texts int32 categories. A field whose texts mostly belong to a single
+    item, such as a title, is left out, and so are values that are neither number nor text. Raises SchemaError if no
+    feature is left.
     """
     names = sorted({name for fields in metadata for name in fields})
     found = [feature for name in names if (feature := _feature(name, metadata)) is not None]
@@ -58,14 +59,14 @@ def _feature(name: str, metadata: Sequence[Metadata]) -> Feature | None:
 
 
 def extract(schema: Schema, item_ids: Sequence[str], metadata: Sequence[Metadata]) -> list[bytes]:
-    """The items' records. ExtractionError names the item and the field that does not fit."""
+    """Make the items' records. Raises ExtractionError, naming the item and the field that does not fit."""
     return schema.pack(columns(schema, item_ids, metadata))
 
 
 def columns(
     schema: Schema, item_ids: Sequence[str], metadata: Sequence[Metadata]
 ) -> dict[str, npt.NDArray[Any]]:
-    """What `extract` packs: [n, width] of each feature's dtype."""
+    """The items' features by name, [n, width] of the feature's dtype: the content of `extract`'s records."""
     found = {}
     for feature in schema.features:
         column = np.zeros((len(metadata), feature.width), feature.dtype)
@@ -84,12 +85,12 @@ def columns(
 
 
 def of_catalog(schema: str, catalog: Catalog) -> dict[str, npt.NDArray[Any]]:
-    """`columns` of a schema's text, for the items of a catalog; empty: none. UserError."""
+    """The features of a catalog's items, by the text of a schema; {} for an empty text. Raises UserError."""
     return columns(Schema.parse(schema), catalog.item_ids, catalog.metadata) if schema else {}
 
 
 def category(text: str) -> int:
-    """The number of a text: 1 to 2^31 - 2."""
+    """The category number of a text, 1 to 2^31 - 2."""
     hashed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return 1 + hashed % (_INT32.max - 1)
 

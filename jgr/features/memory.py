@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache's memory: records in one array, and what is known of each item (FLAME-2, 4). Pure: time and chance come in.
+"""The cache's memory: records in one array, and each item's state (FLAME-2, 4). Pure: time and jitter are arguments.
 
 The one idea: items are rows of a catalog, a cached row has a slot, and everything about slots is an array, so that a
 request's items take their steps of `states.TABLE` together, in a few array operations, and their records are copied
 once, to where they are needed. (In Python an object for each item behind a lock for each bucket took seven times as
 long, and slots in a dict of item ids twice as long.)
 
-Slots belong to buckets, as rows do, and each bucket drops what was used longest ago. All records have the same length,
-so that a capacity in bytes is one in slots. Slot 0 is nobody's: it stands for what has no slot.
+Slots belong to buckets, as rows do, and a full bucket drops its least recently used slot. All records have the same
+length, so a capacity in bytes is a number of slots. Slot 0 belongs to no item: rows without a slot point to it.
 
-A get may need more rows than its buckets have slots. Where gets wait for fetches, such a row is fetched for those who
-wait, and not kept: it passes through. Until its fetch ends it is named by -1 - row in the place of a slot.
+A get may need more rows than its buckets have slots. In the modes in which gets wait for fetches, such a row is fetched
+for the waiting request and not kept: it passes through. Until its fetch ends, -1 - row stands in the place of a slot.
 
-Invariants (`check`): a row has one slot, in its bucket; a slot without a found record holds the default one; what is
-pending keeps its slot.
+Invariants (`check`): a row has at most one slot, in its bucket; a slot without a found record holds the default one; a
+pending item keeps its slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jgr.features.states import ACTION, AGED, BACK_OFF_NS, FETCH, NEXT, Event, S
 
 FRESH, STALE, MISSING = 0, 1, 2
 SLOT_BYTES = 64
-"""What a slot takes besides its record: seven numbers about it, and three where its bucket sorts."""
+"""Bytes of a slot besides its record: seven numbers about it, and three for the sorting of its bucket."""
 _NEVER = np.iinfo(np.int64).max
 _SEEN = np.array([MISSING, FRESH], np.uint8)  # by whether a record is there
 _SEEN_OLD = np.array([MISSING, STALE], np.uint8)
@@ -40,20 +40,20 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Failed:
-    """How a fetch ended that gave neither a value nor the answer that there is none."""
+    """The end of a fetch that gave neither a value nor the answer that there is none."""
 
 
 FAILED = Failed()
 End = bytes | Failed | None
-"""Of a fetch; None: the store has none."""
+"""The result of a fetch: a record, FAILED, or None if the store has none."""
 
 
 class Got(NamedTuple):
-    """What a get found, and what it started.
+    """The result of a get.
 
-    seen: [n] FRESH, STALE or MISSING. old: [o] places in the request of what is not fresh, with their slots and their
-    states now. fetch: slots that must be fetched and committed. joined, held: items; see `states`. What passes through
-    is -1 - row among the slots, and PENDING.
+    seen: [n] FRESH, STALE or MISSING. old: [o] positions in the request of the items that are not fresh; slots, states:
+    their slots and states after the get. fetch: slots to be fetched and committed. joined, held: numbers of items, see
+    `states`. A row that passes through is -1 - row among the slots, and PENDING.
     """
 
     seen: UInt8
@@ -66,8 +66,10 @@ class Got(NamedTuple):
 
 
 class _Bucket:
-    """Slots from `unused` to `end` were never used. victims: the bucket's slots, used longest ago first, and the ticks
-    at which they were; those before `tried` are dealt with, and those that were used since are no victims."""
+    """The slots first .. end - 1, of which those from `unused` on were never used.
+
+    victims: the bucket's slots, least recently used first; ticks: when each was last used. Those before `tried` are
+    dealt with; a slot whose last use is later than its tick is no victim any more."""
 
     def __init__(self, first: int, end: int) -> None:
         self.first, self.end, self.unused, self.tried = first, end, first, 0
@@ -76,9 +78,11 @@ class _Bucket:
 
 
 class Memory:
-    """default: the record of an item without features. items: of the catalog. capacity: bytes. ttl_ns: of records,
-    absent_ttl_ns: of the knowledge that there is none. passes: rows without a slot pass through, see above; else they
-    are MISSING, and nothing is fetched for them."""
+    """The records and states of a catalog's items.
+
+    default: the record of an item without features. items: their number. capacity: in bytes. ttl_ns: how long a record
+    is fresh; absent_ttl_ns: how long it is trusted that the store has none. passes: rows without a slot pass through,
+    see above; otherwise they are MISSING, and nothing is fetched for them."""
 
     def __init__(
         self,
@@ -123,9 +127,9 @@ class Memory:
         return found
 
     def get(self, rows: Int32, now_ns: int, may_fetch: bool, out: UInt8) -> Got:
-        """Copy the records of rows [n] to out, [n, record bytes], and do what asking for them does.
+        """Copy the records of rows [n], repeats allowed, to out, [n, record bytes], and step the items' states.
 
-        may_fetch: whether anything may be fetched. A row may come twice.
+        may_fetch: whether fetches may start.
         """
         slots = self._slots[rows]
         self._tick += 1
@@ -142,7 +146,7 @@ class Memory:
         slots, found = slots[old], found[old]
         seen[old] = _SEEN_OLD[found]
         state = AGED[self._state[slots], found]
-        # GET is 0, HELD 1; one for all of them where all have slots and nothing failed lately.
+        # GET is 0, HELD 1; a single value for all if all have slots and no fetch failed lately.
         held: int | UInt8 = int(not may_fetch)
         if may_fetch and (now_ns < self._last_retry_ns or not slots.all()):
             held = (self._retry_ns[slots] > now_ns).view(np.uint8)
@@ -177,7 +181,7 @@ class Memory:
     def commit(
         self, slots: Sequence[int], ends: Sequence[End], now_ns: int, jitter: npt.NDArray[np.float64]
     ) -> None:
-        """Fetches ended, each slot once. jitter: [n], so much of the time to live is added."""
+        """Store the ends of fetches, each slot once. jitter: [n], the share of the time to live that is added."""
         if passed := [place for place, slot in enumerate(slots) if slot < 0]:
             self._passed([slots[place] for place in passed], [ends[place] for place in passed], now_ns)
             kept = [place for place, slot in enumerate(slots) if slot > 0]
@@ -208,7 +212,7 @@ class Memory:
         self._records[at[there]] = np.frombuffer(values, np.uint8).reshape(-1, len(self._default))
 
     def state(self, row: int, now_ns: int) -> State:
-        """Of an item; it does not count as used."""
+        """The state of a row's item; this does not count as a use."""
         slot = self._slots[row]
         aged = self._expires_ns[slot] <= now_ns
         return State(int(AGED[self._state[slot], int(self._found[slot])] if aged else self._state[slot]))
@@ -218,7 +222,7 @@ class Memory:
         return row % len(self._buckets)
 
     def kept(self) -> list[list[int]]:
-        """The rows of each bucket, used longest ago first."""
+        """The rows of each bucket, least recently used first."""
         rows: list[list[int]] = [[] for _ in self._buckets]
         for slot in np.argsort(self._used, kind="stable").tolist():
             if self._rows[slot] >= 0:
@@ -226,7 +230,7 @@ class Memory:
         return rows
 
     def check(self) -> None:
-        """Audit; AssertionError."""
+        """Check the invariants. Raises AssertionError if one is broken."""
         slots = np.flatnonzero(self._rows >= 0)
         assert (self._slots[self._rows[slots]] == slots).all(), "a row and its slot disagree"
         assert np.count_nonzero(self._slots) == len(slots) == self.entries, "slots are lost"
@@ -239,7 +243,7 @@ class Memory:
         assert (self._rows[pending] >= 0).all(), "a pending item lost its slot"
 
     def _admit(self, rows: list[int]) -> None:
-        """Slots for rows that have none, as far as there are slots that this get does not use itself."""
+        """Give rows without a slot one, as far as there are slots that this get does not use itself."""
         pairs = [(slot, row) for row in rows if (slot := self._room(self._buckets[self.bucket(row)]))]
         if not pairs:
             return
@@ -252,7 +256,7 @@ class Memory:
             self._drop(slots[dropped >= 0], dropped[dropped >= 0])
 
     def _drop(self, slots: Int64, rows: Int64) -> None:
-        """Forget what is known of rows whose slots others have now."""
+        """Reset the state of `slots`, which were taken from `rows`."""
         self._slots[rows] = 0
         self._found[slots] = False
         self._state[slots] = State.ABSENT
@@ -261,7 +265,7 @@ class Memory:
         self.evicted += len(rows)
 
     def _room(self, bucket: _Bucket) -> int:
-        """A slot for another row of a bucket, each call another one; 0: there is none."""
+        """Take a slot for a row of the bucket, another one in each call; 0: there is none."""
         slot = bucket.unused
         if slot == bucket.end:
             slot = self._victim(bucket)
@@ -271,9 +275,9 @@ class Memory:
         return slot
 
     def _victim(self, bucket: _Bucket) -> int:
-        """The slot that was used longest ago, before this tick, and is not pending; 0: none.
+        """The least recently used slot that was not used in this tick and is not pending; 0: none.
 
-        The order is sorted once and then read on: a slot that was used meanwhile comes after all that were not.
+        The order is sorted once and then read on: slots that were used meanwhile come after all others.
         """
         for _ in range(2):
             while bucket.tried < len(bucket.victims):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads near their memory and their accelerator (FLAME-5): the NUMA nodes by sysfs, and a thread's binding to one.
+"""Binds threads to the NUMA node of their memory and accelerator (FLAME-5), which it finds in sysfs.
 
-Memory is put on the node of the thread that first writes to it, so bind a thread before it makes its buffers.
+Linux puts memory on the node of the thread that first writes to it, so bind a thread before it makes its buffers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DISPLAY_OR_ACCELERATOR = ("0x03", "0x12")  # PCI classes
 
 
 def nodes(sysfs: Path = SYSFS) -> dict[int, frozenset[int]]:
-    """The CPUs of each node that has some; nothing where the system does not tell."""
+    """The CPUs of each node that has any; {} if the system does not tell."""
     found = {}
     for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):
         cpus = cpu_list(path.read_text())
@@ -28,7 +28,7 @@ def nodes(sysfs: Path = SYSFS) -> dict[int, frozenset[int]]:
 
 
 def cpu_list(text: str) -> frozenset[int]:
-    """The kernel's form of a set of CPUs, such as "0-3,8"."""
+    """Parse a set of CPUs in the kernel's form, such as "0-3,8"."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -38,7 +38,7 @@ def cpu_list(text: str) -> frozenset[int]:
 
 
 def accelerator_node(sysfs: Path = SYSFS) -> int | None:
-    """The node whose PCIe root has the first NVIDIA device, by address; None where there is none, or it has no node."""
+    """The node of the first NVIDIA device by PCIe address; None if there is no device, or it has no node."""
     for device in sorted(sysfs.glob("bus/pci/devices/*")):
         kind, vendor = (device / "class").read_text(), (device / "vendor").read_text().strip()
         if kind.startswith(_DISPLAY_OR_ACCELERATOR) and vendor == "0x10de":
@@ -50,9 +50,10 @@ def accelerator_node(sysfs: Path = SYSFS) -> int | None:
 def choose(
     found: dict[int, frozenset[int]], near: int | None, allowed: Collection[int]
 ) -> tuple[int, frozenset[int]] | None:
-    """The node to bind to, and its CPUs that are allowed: the accelerator's, else that with most of them.
+    """The node to bind to, with its allowed CPUs: the accelerator's node, else the one with most allowed CPUs.
 
-    None where there is nothing to choose: fewer than two nodes, or none with an allowed CPU.
+    found: the CPUs of each node. near: the accelerator's node. allowed: CPUs that the process may use. None if there
+    are fewer than two nodes, or none with an allowed CPU.
     """
     usable = {node: cpus & frozenset(allowed) for node, cpus in found.items()}
     usable = {node: cpus for node, cpus in usable.items() if cpus}
@@ -64,7 +65,7 @@ def choose(
 
 
 def bind_thread(sysfs: Path = SYSFS) -> int | None:
-    """Bind the calling thread to a node, and say which; on a machine of one node a line in the log, and None."""
+    """Bind the calling thread to a node and return the node; None, and no binding, on a machine with one node."""
     found = nodes(sysfs)
     chosen = choose(found, accelerator_node(sysfs), os.sched_getaffinity(0)) if len(found) > 1 else None
     if chosen is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature records in a Redis server: a string of each item under `jgr:item:<id>`, the schema under `jgr:schema`.
+"""Feature records in a Redis server: each item's record is the string `jgr:item:<id>`, the schema is `jgr:schema`.
 
-MGET gives nothing for a key that is not a string. So that a wrong key is not taken for an item without features, what
-was not found is asked for once more, by its type; where all is found there is one round trip.
+MGET returns nothing for a key that is not a string. So that such a key is not taken for an item without features, the
+types of the keys that were not found are asked for too; if all are found there is one round trip.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _NOT_A_RECORD = b""
 
 
 class RedisStore:
-    """address: redis://host:port/db, as redis-py reads it. timeout_s: of a connection, and of each answer.
+    """A store in a Redis server. address: redis://host:port/db, as redis-py reads it.
 
-    A connection that broke is made again at once, one time; whoever asks decides when to ask again.
+    timeout_s: how long to wait for a connection, and for each answer. A broken connection is made again once, at once;
+    further retries are the caller's.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -39,7 +40,7 @@ class RedisStore:
             raise StoreError(f"features.store: {cause}") from None
 
     def get_many(self, item_ids: Sequence[str]) -> list[bytes | None]:
-        """As FeatureStore; b"" for a key that is not a string."""
+        """The values of the items, see FeatureStore; b"" for a key that is not a string."""
         keys = [PREFIX + item for item in item_ids]
         try:
             values = cast(list[bytes | None], self._client.mget(keys))
@@ -49,7 +50,7 @@ class RedisStore:
                     for place in absent:
                         asking.type(keys[place])
                     for place, kind in zip(absent, asking.execute(), strict=True):
-                        # A string by now is one that was written in between: found when it is next asked for.
+                        # A key that is a string now was written in between: the next call finds it.
                         values[place] = None if kind in (b"none", b"string") else _NOT_A_RECORD
         except (redis.RedisError, OSError) as cause:
             raise _unusable(cause) from cause

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an item's feature record is: named features of a fixed dtype and width behind a header of 16 bytes.
+"""The form of an item's feature record: a header of 16 bytes, then named features of fixed dtype and width.
 
     b"jgr\\x01" | 8 bytes: sha256 of the schema's text | uint32: bytes of the whole record | the features, in order
 
@@ -37,7 +37,7 @@ class SchemaError(UserError):
 
 @dataclass(frozen=True)
 class Feature:
-    """width: numbers of the feature. dtype: one of DTYPES."""
+    """One feature. dtype: one of DTYPES. width: how many numbers it has."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class Schema:
 
     @classmethod
     def parse(cls, text: str) -> Schema:
-        """Read "price:float32, genres:int32[4]". SchemaError names the feature that is wrong."""
+        """Read a text such as "price:float32, genres:int32[4]". Raises SchemaError, naming the wrong feature."""
         features = []
         for part in text.split(","):
             found = _FEATURE.fullmatch(part.strip())
@@ -79,7 +79,7 @@ class Schema:
 
     @cached_property
     def dtype(self) -> np.dtype[np.void]:
-        """Of a record: each feature is a field of shape (width,)."""
+        """The NumPy dtype of a record: each feature is a field of shape (width,)."""
         names, formats, offsets, end = [], [], [], _HEADER_BYTES
         for feature in self.features:
             number = np.dtype(feature.dtype).newbyteorder("<")
@@ -104,11 +104,11 @@ class Schema:
 
     @cached_property
     def default(self) -> bytes:
-        """The record of an item whose features are not there: FLAME-2's EMPTY."""
+        """The record of an item without features: FLAME-2's EMPTY."""
         return self.header.ljust(self.record_bytes, b"\0")
 
     def faults(self, values: Sequence[bytes | None]) -> list[tuple[int, str]]:
-        """The places of values that are no records or hold NaN or infinity, and what is wrong. None is no fault."""
+        """The positions of values that are not records or hold NaN or infinity, with the reason. None is accepted."""
         size, header = self.record_bytes, self.header
         found, sound = [], list[tuple[int, bytes]]()
         for place, value in enumerate(values):
@@ -121,14 +121,14 @@ class Schema:
             else:
                 sound.append((place, value))
         floats = [feature.name for feature in self.features if feature.dtype.startswith("float")]
-        if floats:  # they would make a score that is no number, which fails a whole request
+        if floats:  # NaN or infinity would make a score that is NaN, which fails a whole request
             records = self.records([value for _, value in sound])
             finite = np.all([np.isfinite(records[name]).all(axis=1) for name in floats], axis=0)
             found += [(sound[at][0], "has a number that is not finite") for at in np.flatnonzero(~finite)]
         return found
 
     def pack(self, columns: Mapping[str, npt.NDArray[Any]]) -> list[bytes]:
-        """n records of [n, width] arrays, one for each feature. Numbers are cast to the feature's dtype."""
+        """Make n records from an array [n, width] for each feature. Numbers are cast to the feature's dtype."""
         n = len(next(iter(columns.values())))
         records = np.frombuffer(bytearray(self.default * n), self.dtype)
         for feature in self.features:
@@ -137,5 +137,5 @@ class Schema:
         return [content[start : start + size] for start in range(0, n * size, size)]
 
     def records(self, values: Sequence[bytes]) -> npt.NDArray[np.void]:
-        """[n] of `dtype`, read-only: n records without fault, copied end to end."""
+        """Copy n records without faults into one read-only array, [n] of `dtype`."""
         return np.frombuffer(b"".join(values), self.dtype)

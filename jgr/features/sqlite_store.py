@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feature records in an SQLite file, for one machine without a server: the embedded default."""
+"""Feature records in an SQLite file: the embedded store, for one machine without a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from jgr.features.stores import StoreError
 
 _VARIABLES = 1000
-"""Of a statement; SQLite takes 32,766."""
+"""The most variables in a statement; SQLite allows 32,766."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS features (item TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS schema (one INTEGER PRIMARY KEY CHECK (one = 1), text TEXT NOT NULL);
@@ -19,13 +19,13 @@ CREATE TABLE IF NOT EXISTS schema (one INTEGER PRIMARY KEY CHECK (one = 1), text
 
 
 class SqliteStore:
-    """path: of the file. timeout_s: how long another writer is waited for. create: make the file where it is not."""
+    """A store in an SQLite file. timeout_s: how long to wait for another writer. create: make the file if missing."""
 
     def __init__(self, path: str, timeout_s: float, *, create: bool = False) -> None:
         self._path, self._timeout_s = Path(path), timeout_s
         if not create and not self._path.is_file():
             raise StoreError(f"{path}: there is no such feature store; run jgr features load")
-        # A thread that connects later must not make an empty file where this one was.
+        # If the file is deleted, a thread that connects later must not make an empty one.
         self._uri = f"{self._path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
         # A connection belongs to one thread.
         self._connections: list[sqlite3.Connection] = []
@@ -37,7 +37,7 @@ class SqliteStore:
             raise self._unusable(cause) from cause
 
     def get_many(self, item_ids: Sequence[str]) -> list[bytes | None]:
-        """As FeatureStore; b"" for a value that is not bytes."""
+        """The values of the items, see FeatureStore; b"" for a value that is not bytes."""
         found: dict[str, object] = {}
         try:
             for start in range(0, len(item_ids), _VARIABLES):

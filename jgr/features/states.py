@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache knows of one item, and what that becomes (FLAME-2): five states, seven events, one table.
+"""The state machine of one item in the cache (FLAME-2): five states, seven events, one table.
 
-The one idea: everything that can happen is a row of TABLE; `memory` keeps the records of many items and takes all their
-steps at once from NEXT, which is TABLE as an array.
+The one idea: everything that can happen is a row of TABLE. `memory` keeps the records of many items and steps all of
+them at once by NEXT, which is TABLE as an array.
 
-That an item has no features is known for a short time too: it is FRESH, and is dropped when that has passed, since
-there is nothing to serve meanwhile. What is PENDING is fetched once however many ask (single flight), and is kept.
+An item without features is remembered too, for a short time: it is FRESH, and is dropped when the time has passed. A
+PENDING item has one fetch however many requests ask (single flight), and keeps its slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mode = Literal["asynchronous", "synchronous", "sync_missing"]
 
 
 class State(IntEnum):
-    """Of one item."""
+    """The state of one item."""
 
     ABSENT = 0
     PENDING = 1
@@ -29,9 +29,9 @@ class State(IntEnum):
 
 
 class Event(IntEnum):
-    """GET: somebody asks. HELD: somebody asks while nothing may be fetched, after a failure or under overload.
-
-    VALUE, NOT_FOUND, FAILURE: how a fetch ended. EXPIRY: the time to live has passed. EVICTION: it is dropped.
+    """What happens to an item. GET: a request asks for it. HELD: the same while it may not be fetched, after a failure
+    or under overload. VALUE, NOT_FOUND, FAILURE: how its fetch ended. EXPIRY: its time to live has passed. EVICTION: it
+    is dropped.
     """
 
     GET = 0
@@ -44,7 +44,7 @@ class Event(IntEnum):
 
 
 class Step(NamedTuple):
-    """state: the next one. fetch: a fetch starts. joined: it would have, were none under way."""
+    """A transition. state: the next state. fetch: a fetch starts. joined: a fetch that is under way is shared."""
 
     state: State
     fetch: bool = False
@@ -66,10 +66,10 @@ TABLE: dict[State, tuple[Step, ...]] = {
 }
 NEXT = np.array([[step.state for step in TABLE[state]] for state in State], np.uint8)
 AGED = NEXT[:, [Event.EVICTION, Event.EXPIRY]]
-"""[state, found]: the state once the time to live has passed, of what the store has none of and of what it has."""
+"""The state after the time to live, by [state, found]; found: whether the store has a record of the item."""
 
 NOTHING, FETCH, JOIN, HOLD = range(4)
-"""What a GET does besides: start a fetch, share one, or neither though there is nothing fresh."""
+"""What a GET does: nothing, start a fetch, share one, or neither although the item is not fresh."""
 
 
 def _action(step: Step) -> int:
@@ -79,14 +79,14 @@ def _action(step: Step) -> int:
 
 
 ACTION = np.array([[_action(TABLE[state][event]) for event in (Event.GET, Event.HELD)] for state in State])
-"""[state, held]"""
+"""What a GET does, by [state, held]."""
 
 WAITS: dict[Mode, tuple[State, ...]] = {
     "asynchronous": (),
     "sync_missing": (State.PENDING,),
     "synchronous": (State.PENDING, State.STALE_PENDING),
 }
-"""The states, after a GET, in which whoever asks waits for the fetch (FLAME-3)."""
+"""For each mode, the states after a GET in which the request waits for the fetch (FLAME-3)."""
 
 BACK_OFF_NS = np.minimum(10_000_000 << np.arange(8), 1_000_000_000)
-"""How long nothing is fetched after so many failures in a row, less one; from the last on it stays."""
+"""How long an item is not fetched after 1, 2, ... failures in a row, in ns; the last value is for all further ones."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where feature records lie: one interface, a Redis server or an SQLite file behind it.
+"""The interface of feature stores, which a Redis server and an SQLite file implement.
 
-A store holds bytes and knows nothing of records, but for the text of their schema, which it keeps beside them.
+A store holds bytes by item id, and the text of their schema. It does not interpret them.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from jgr.config import UserError
 
 
 class StoreError(UserError):
-    """The store did not answer, or not as a store does; nothing is known of the items that it was asked for."""
+    """The store did not answer, or not as a store should; nothing is known about the items that it was asked for."""
 
 
 class FeatureStore(Protocol):
-    """Safe to use from several threads at once. All methods raise StoreError."""
+    """A store that several threads may use at once. All methods raise StoreError."""
 
     def get_many(self, item_ids: Sequence[str]) -> list[bytes | None]:
-        """The values of the items, in order, in one round trip. None: the store has nothing of it."""
+        """The values of the items, in order, in one round trip; None for an item that the store does not have."""
 
     def put_many(self, item_ids: Sequence[str], values: Sequence[bytes]) -> None:
-        """Keep values, in place of earlier ones, all of them or none where the store can do that."""
+        """Store values, replacing earlier ones; all or none of them, if the store can do that."""
 
     def schema(self) -> str | None:
-        """The text of the schema; None where nothing was loaded."""
+        """The text of the schema; None if nothing was loaded yet."""
 
     def set_schema(self, text: str) -> None: ...
 
     def close(self) -> None:
-        """Let go of connections and files; of those that threads still use, once they have ended."""
+        """Close connections and files; those that other threads still use are closed when these end."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of features on the device: a record is words of a buffer, and many records are one input."""
+"""Reads feature records on the device, where n records are one input of 32-bit words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jgr.models.words import WORD, seen_as
 
 
 def unpack_records(schema: Schema, records: jax.Array) -> dict[str, jax.Array]:
-    """Each feature as [n, width] of its dtype, inside a jitted function. records: [n, record_bytes / 4] uint32."""
+    """Each feature by name, [n, width] of its dtype; for jitted functions. records: [n, record_bytes / 4] uint32."""
     features = {}
     fields = schema.dtype.fields
     assert fields is not None

@@ -4,11 +4,11 @@
     recommend:  begin -> step 1 over the root's children -> (advance -> step) x (depth - 1) -> leaves and scores
     rank:       begin -> the same advances with the candidates in the beams' place -> their log-likelihoods
 
-begin (the prompt) and advance (one more token a beam) are the generator's: see jgr.models.generators. The number of
-phases is the catalog's depth, fixed at trace time, so the host dispatches once and hears leaves and
-scores only. The output head is multiplied for the level's columns alone, or for the beams' children where they are few;
-with normalize="full" once more for the log-sum-exp over the whole vocabulary, so that scores compare with an
-unconstrained model's.
+begin (which reads the prompt) and advance (which adds one token to each beam) belong to the generator: see
+jgr.models.generators. The number of phases is the catalog's depth, fixed at trace time, so the host dispatches once and
+gets only leaves and scores back. The output head is multiplied only for the columns of the level, or of the beams'
+children if these are few; with normalize="full" also for the log-sum-exp over the whole vocabulary, so that scores can
+be compared with an unconstrained model's.
 
 Letters: B batch, T tokens, W beams, C candidates, V_l vocabulary of level l, N_l tree nodes at depth l, D hidden,
 E most nodes that a request's filter lists in a level.
@@ -139,7 +139,10 @@ class Filters(NamedTuple):
 
 
 class Beams(NamedTuple):
-    """leaves [B, W] int32 and scores [B, W] float32, best first, -inf where dead; codes [B, W, depth] int32."""
+    """The result of a search: leaves [B, W] int32 and scores [B, W] float32, best first; codes [B, W, depth] int32.
+
+    The score of a beam that ended without an item is -inf.
+    """
 
     leaves: jax.Array
     scores: jax.Array
@@ -181,7 +184,7 @@ def recommend(
         filters: what may be returned, None: everything. A node below which nothing may be returned is never taken,
             at any level, and the scores of the others are what they are without a filter: the search is that of the
             tree of what may be returned, with the normalizer of the whole tree.
-        approximate: a beam may have at most so many children at each step; 0: exact.
+        approximate: the most children that a step keeps of one beam; 0: all, the exact search.
     """
     hidden, state = generator(cfg).begin(params, cfg, tokens, lengths)
     return search(

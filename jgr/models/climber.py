@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Climber, the ranker of FLAME (MODEL-18, in the reconstruction of MODEL-19): sub-sequences in blocks of their own.
+"""Climber, FLAME's scorer (MODEL-18, as reconstructed in MODEL-19): each part of the history has a block of layers.
 
     sub-sequences  N_b parts of the history, each before the candidate, each through a stack of layers of its own
     per layer      h += softmax((q k^T + bias_k,r) / temperature_k,r) v W_o;   h += W_down gelu(W_up norm(h))
@@ -47,7 +47,7 @@ _ONE = math.log(math.e - 1)
 
 
 class Feature(NamedTuple):
-    """A feature of items: `width` numbers, or categories, hashed into a table of so many rows. rows 0: numbers."""
+    """A feature of items: `width` numbers or categories. rows: of the categories' embedding table; 0: numbers."""
 
     name: str
     width: int
@@ -153,7 +153,7 @@ class ClimberParams:
 
 
 class User(NamedTuple):
-    """What `score` needs of users, and all that their history is to it.
+    """The users' state, made by `read`: all that `score` reads of them and their history.
 
     k, v: [L, G, H, s, h]; of the build op_by_op tuples of L. lengths: [G] int32. bias: [G, 1, 1, s + 1] float32, of a
     candidate to each event, and to itself. scale: [G] float32, 1 / temperature. question: [B, D].
@@ -223,7 +223,7 @@ def spec(cfg: ClimberConfig) -> ClimberParams:
 
 
 def by_layer(params: ClimberParams) -> ClimberParams:
-    """With the layers' weights apart, as the build op_by_op wants them."""
+    """Split the layers' weights into a tuple of layers, as the build op_by_op needs them."""
     layers = len(params.layers.qkv)
     apart = tuple(jax.tree.map(lambda x, at=at: x[at], params.layers) for at in range(layers))
     return replace(params, layers=apart)
@@ -324,9 +324,8 @@ def _scale(weights: Temperature, cfg: ClimberConfig, scenario: jax.Array) -> jax
 
 
 class Events(NamedTuple):
-    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits. times: [B, S] int32 seconds, and
-    now [B], from an origin of each user's own. scenario: [B] int32. What the config has no use for is not read.
-    """
+    """Users' events: rows [B, S], oldest first, -1 on the right; actions [B, S] bits; times [B, S] and now [B], seconds
+    from an origin of each user's own; scenario [B]. All int32; fields that the config does not use are not read."""
 
     rows: jax.Array
     actions: jax.Array
@@ -336,7 +335,7 @@ class Events(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """x: [N_b, B, s, D]. bias: [G, 1, s, s]. of_candidates: [G, 1, 1, s + 1]. lengths, scale: [G]. question: [B, D]."""
+    """The layers' inputs: x [N_b, B, s, D]; lengths, scale [G]; bias [G, 1, s, s], of_candidates [G, 1, 1, s + 1]."""
 
     x: jax.Array
     lengths: jax.Array
@@ -347,7 +346,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(params: ClimberParams, cfg: ClimberConfig, events: Events) -> Prepared:
-    """What the layers need to know, all that does not depend on a layer."""
+    """Compute the layers' inputs, all that does not depend on a layer."""
     parts, lengths = _groups(cfg, events)
     happened, following, asked = _places(cfg, parts, lengths, events.now)
     scenario = jnp.clip(events.scenario, 0, cfg.scenarios - 1)
@@ -376,7 +375,7 @@ def _with(places: Places, others: Places) -> Places:
 
 
 def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Build = "fused") -> User:
-    """The users' part of every score asked for `now`; see `Build`."""
+    """Compute the users' state, from which `score` scores candidates at the time `now`. build: see `Build`."""
     given = prepare(params, cfg, events)
     k, v = history_layers(build, params.layers, given.x, cfg.heads, given.lengths, given.bias, given.scale)
     return User(k, v, given.lengths, given.of_candidates, given.scale, given.question)
@@ -434,9 +433,9 @@ def score(
     *,
     build: Build = "fused",
 ) -> jax.Array:
-    """[B, m, P] float32: the probability of every task for every candidate; 0 where there is none.
+    """The probability of every task for every candidate, [B, m, P] float32; 0 for padding.
 
-    rows: [B, m] int32, -1: none. features: by name [B, m, width], numbers or hashed categories from 1 on.
+    rows: [B, m] int32, -1 for padding. features: by name [B, m, width], numbers or hashed categories from 1 on.
     """
     asked = _asked(params, cfg, user.question, rows, features)
     out, _ = candidate_layers(
@@ -454,7 +453,7 @@ def rank(
     *,
     build: Build = "fused",
 ) -> jax.Array:
-    """What `score` gives behind `read`, in one pass (FLAME's, which keeps nothing of a user)."""
+    """The result of `read` and `score` in one pass: FLAME's way, which keeps nothing of a user."""
     given = prepare(params, cfg, events)
     asked = _asked(params, cfg, given.question, rows, features)
     out = all_layers(
@@ -465,7 +464,7 @@ def rank(
 
 
 def answer(params: ClimberParams, cfg: ClimberConfig, out: jax.Array, rows: jax.Array) -> jax.Array:
-    """[B, m, P] of the candidates [N_b, B, m, D] behind the layers."""
+    """The tasks' probabilities, [B, m, P], from the layers' output for the candidates, [N_b, B, m, D]."""
     out = out.reshape(cfg.blocks, -1, cfg.hidden).astype(jnp.float32)
     found = tasks(params.heads, fuse(params.fusion, out, cfg.heads)).reshape(*rows.shape, -1)
     return jnp.where(rows[..., None] >= 0, found, 0.0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Climber costs (MODEL-30): FLOPs of its products, bytes that must move. Imports no jax.
+"""Climber's costs (MODEL-30): FLOPs of its matrix products, and bytes that must move. Imports no jax.
 
-Multiply-adds count twice; norms, softmax, biases and gates are left out. Pairs are those of a query and a key that it
-sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which is what a whole square of pairs costs
-(`all_pairs`): 3.72e9 and 1.81e10 with the width and MLP of MODEL-19. What is needed is 2.72e9 and 1.01e10.
+A multiply-add counts as two FLOPs; norms, softmax, biases and gates are left out. A pair is a query and a key that it
+sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which counts all pairs (`all_pairs`: 3.72e9 and
+1.81e10 with the width and MLP of MODEL-19). The visible pairs cost 2.72e9 and 1.01e10.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 
 class Climber(Protocol):
-    """ClimberConfig. part: places of a block."""
+    """The sizes of a ClimberConfig. part: events of a block."""
 
     @property
     def blocks(self) -> int: ...
@@ -32,8 +32,8 @@ class Climber(Protocol):
 
 
 class Work(NamedTuple):
-    """Of one user in each block: tokens that are computed, pairs, tokens whose keys and values are read or stored;
-    candidates, for which there are a fusion and heads besides."""
+    """The work for one user. In each block: tokens that are computed, visible pairs, and tokens whose keys and values
+    are read or stored (cached). candidates: how many get a fusion and heads."""
 
     tokens: int
     pairs: int
@@ -47,35 +47,35 @@ class Cost(NamedTuple):
 
 
 def of_history(cfg: Climber) -> Work:
-    """`read` of a full history."""
+    """The work of `read` for a full history."""
     events = cfg.part
     return Work(events, events * (events + 1) // 2, events, 0)
 
 
 def of_candidates(cfg: Climber, candidates: int) -> Work:
-    """`score` of so many candidates behind a full history: each sees it and itself."""
+    """The work of `score` for candidates of a full history: each sees the history and itself."""
     return Work(candidates, candidates * (cfg.part + 1), cfg.part, candidates)
 
 
 def of_both(cfg: Climber, candidates: int) -> Work:
-    """`rank`, which stores no keys and values."""
-    history, behind = of_history(cfg), of_candidates(cfg, candidates)
-    return Work(history.tokens + behind.tokens, history.pairs + behind.pairs, cached=0, candidates=candidates)
+    """The work of `rank`, which stores no keys and values."""
+    history, scored = of_history(cfg), of_candidates(cfg, candidates)
+    return Work(history.tokens + scored.tokens, history.pairs + scored.pairs, cached=0, candidates=candidates)
 
 
 def all_pairs(cfg: Climber, candidates: int) -> Work:
-    """`rank` as FLAME counts it: every token with every other, history and candidates."""
+    """The work of `rank` as FLAME counts it: every token of history and candidates sees every other."""
     work = of_both(cfg, candidates)
     return work._replace(pairs=work.tokens**2)
 
 
 def exponentials(cfg: Climber, work: Work, heads: int) -> int:
-    """Of the softmax."""
+    """How many exponentials the softmax computes."""
     return cfg.blocks * cfg.layers * heads * work.pairs
 
 
 def cost(cfg: Climber, work: Work, itemsize: int = 4) -> Cost:
-    """Of one user. itemsize: bytes of a number; weights are read once."""
+    """The cost of one user's work. itemsize: bytes of a number. Weights are read once."""
     hidden, mlp, blocks, tasks = cfg.hidden, cfg.mlp, cfg.blocks, len(cfg.tasks)
     layer = 4 * hidden**2 + 2 * hidden * mlp
     fusion = 4 * hidden**2 + 2 * blocks * hidden**2

@@ -22,7 +22,7 @@ from jgr.ops.biased_attention import Causal, Context, Targets, biased_attention
 from jgr.ops.fused_linear import Activation, fused_linear
 
 Build = Literal["op_by_op", "xla", "fused"]
-"""How it is computed, with the same result; `executors.build` of a server.
+"""How the layers are computed, all with the same result; `executors.build` of a server.
 
 op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
     and a user's keys and values are tuples (`by_layer`).
@@ -232,9 +232,11 @@ def candidate_layers(
     bias: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """[N_b, B, m, D] of candidates h, each of which sees the history and itself, and their own keys and values.
+    """The layers' output for candidates h, [N_b, B, m, D], each of which sees the history and itself, and their own
+    keys and values.
 
-    bias: [G, 1, 1, s + 1], the last of itself. The rest as given to `history_layers`, and as it gave them.
+    k, v: from `history_layers`. bias: [G, 1, 1, s + 1], the last entry for the candidate itself. For the other
+    arguments see `history_layers`.
     """
     attend_to = _attend_to_user(build, lengths, bias, scale)
 
@@ -257,7 +259,7 @@ def all_layers(
     candidates_bias: jax.Array,
     scale: jax.Array,
 ) -> jax.Array:
-    """What `candidate_layers` gives behind `history_layers`, in one pass that keeps no keys and values."""
+    """The result of `history_layers` and `candidate_layers`, in one pass that keeps no keys and values."""
     places = history.shape[2]
     of_history = _attend_to_history(build, lengths, bias, scale)
     to_user = _attend_to_user(build, lengths, candidates_bias, scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model must give to be searched: five functions, and a config by whose type they are found.
+"""The interface of models that the beam search can use: five functions, found by the type of the config.
 
 The beam search knows a generator only by these. `begin` reads the prompt once for all beams; `advance` adds one token a
 beam; the state between them is the generator's own, and holds nothing that is reordered: beams are told apart by the
@@ -25,9 +25,9 @@ from jgr.models.params import PyTree, split_layers
 from jgr.ops.dispatch import target_platform
 
 GeneratorConfig = DecoderConfig | LazyConfig
-"""Each with family, vocab_size, hidden, layers, and max_position: tokens of a prompt and an item, at most."""
+"""Each has family, vocab_size, hidden, layers, and max_position: the most tokens of a prompt with an item."""
 GeneratorParams = DecoderParams | LazyParams
-"""Each with output_rows [V, D]: the row of a token, whatever the level that it belongs to."""
+"""Each has output_rows [V, D]: the output row of each token, whichever level it belongs to."""
 
 
 class Generator(Protocol):
@@ -37,9 +37,9 @@ class Generator(Protocol):
         """The declaration of every parameter."""
 
     def begin(self, params: Any, cfg: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, Any]:
-        """Prompts [B, T] int32, right padded, of lengths [B] -> what precedes the first token [B, 1, D], and a state.
+        """Read prompts [B, T] int32, right padded, of lengths [B]; returns their last hidden [B, 1, D] and a state.
 
-        Times output_rows, the hidden state gives the logits of the next token.
+        The product of the hidden state and output_rows gives the logits of the first generated token.
         """
 
     def advance(
@@ -57,7 +57,7 @@ class Generator(Protocol):
         """
 
     def misfit(self, cfg: Any, prompt: PromptConfig, level_tokens: Sequence[npt.NDArray[np.int32]]) -> str:
-        """Why the model cannot read such prompts or generate these tokens of a catalog's levels; empty: it can."""
+        """Say why the model cannot read such prompts or generate the tokens of a catalog's levels; empty: it can."""
 
 
 _GENERATORS: dict[type, Generator] = {DecoderConfig: decoder, LazyConfig: lazy_decoder}

@@ -67,7 +67,7 @@ def read_config(path: Path) -> DecoderConfig:
 
 
 def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Config:
-    """What `parse` makes of a config.json; the CheckpointErrors that it raises name the file besides."""
+    """Parse a config.json by `parse`, and add the file's name to the CheckpointErrors that it raises."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -34,9 +34,9 @@ from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
 BEHIND = 11
-"""N less max_items in the authors' code: places for the ten events that it may generate, and for the target."""
+"""N minus max_items in the authors' code: positions for the ten events that it may generate, and for the target."""
 BUCKETS = 129
-"""Of times, the last for all that is longer ago."""
+"""Buckets of times; the last one is for everything longer ago."""
 
 
 class WindowSlides(ValueError):
@@ -125,13 +125,13 @@ def spec(cfg: HstuConfig) -> HstuParams:
 
 
 def standard(x: jax.Array, eps: float = NORM_EPS) -> jax.Array:
-    """x [..., D] at mean 0 and variance 1."""
+    """Normalise x, [..., D], to mean 0 and variance 1."""
     x = x - x.mean(axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """x [..., D] at length 1; shorter than 1e-6 stays short."""
+    """Scale x, [..., D], to length 1; a vector shorter than 1e-6 stays short."""
     # Not jnp.linalg.norm: its gradient at 0 is not a number.
     return x * jax.lax.rsqrt(jnp.maximum((x * x).sum(axis=-1, keepdims=True), NORM_EPS**2))
 
@@ -180,7 +180,7 @@ def blocks(
     dropout: Dropout | None = None,
     keys: jax.Array | None = None,
 ) -> jax.Array:
-    """The layers over embedded histories: h [B, T, D] -> [B, T, D]; what stands behind a length has no meaning.
+    """The layers over embedded histories: h [B, T, D] -> [B, T, D]; rows after a length are padding.
 
     lengths: [B] int32. times: [B, T + 1] int32 seconds where cfg.timed, see `encode`. keys: [L], for dropout.
     """
@@ -231,7 +231,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, D] of length 1: at each place what is looked for after the items up to it.
+    """The query vectors, [B, T, D] of length 1: at each position, for the next item after those up to it.
 
     rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 seconds where cfg.timed, of each event from an
     origin of the history's own, and behind the last one of the event that is asked for. dropout: (x, key) -> x on the
@@ -247,15 +247,18 @@ def encode(
 
 
 def output(params: HstuParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: a vector of length 1, and no bias. As Retriever.output."""
+    """The items' output vectors, [n, D] of length 1, and no bias: an item's score is its product with the query.
+
+    rows: the items; None: all of them.
+    """
     return unit(params.embed if rows is None else params.embed[rows]), None
 
 
 class History(NamedTuple):
-    """Users' events, each with the keys and values of all layers, in absolute places (MODEL-12).
+    """Users' events with the keys and values of all layers, at absolute positions (MODEL-12).
 
-    k: [L, B, H, S, a]. v: [L, B, H, S, b]. rows: [B, S] int32, -1 behind the last event. times: [B, S] int32 seconds,
-    of use where cfg.timed; from an origin per user that never changes.
+    k: [L, B, H, S, a]. v: [L, B, H, S, b]. rows: [B, S] int32, -1 after the last event. times: [B, S] int32, in seconds
+    from an origin per user that never changes; used only if cfg.timed.
     """
 
     k: jax.Array
@@ -267,7 +270,7 @@ class History(NamedTuple):
 def begin(
     params: HstuParams, cfg: HstuConfig, rows: jax.Array, times: jax.Array | None = None
 ) -> tuple[jax.Array, History]:
-    """What `extend` of users without events gives by all of theirs: rows [B, S], times [B, S + 1] as of `encode`."""
+    """Read whole histories at once: equals `extend` of `empty` users. rows: [B, S]; times: [B, S + 1], see `encode`."""
     lengths = (rows >= 0).sum(axis=1)
     h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])
     h, (k, v) = _blocks(params.layers, cfg, h, lengths, times, None, None, keep=True)
@@ -289,7 +292,7 @@ def empty(cfg: HstuConfig, batch: int) -> History:
 def extend(
     params: HstuParams, cfg: HstuConfig, history: History, rows: jax.Array, times: jax.Array | None = None
 ) -> tuple[jax.Array, History]:
-    """[B, D] of length 1, what is looked for after all events, and the history with the new ones.
+    """Add new events: the query vector after all events, [B, D] of length 1, and the history with the new ones.
 
     The result is that of `encode` over all events, at the cost of the new ones and of the newest before them. That one
     is computed again: its bias held the time of the last request, and now holds the time of the event that came. All

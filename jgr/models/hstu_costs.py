@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HSTU's layers cost, in either form (MODEL-30): FLOPs of their products, bytes that must move. Imports no jax."""
+"""The costs of HSTU's and the STU's layers (MODEL-30): FLOPs of their products, bytes to move. Imports no jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FLOAT_BYTES = 4
 
 
 class Stack(Protocol):
-    """HstuConfig or StuConfig. gated: vectors of H * v_dim that W_o is given."""
+    """The sizes of an HstuConfig or StuConfig. gated: how many vectors of H * v_dim numbers W_o reads."""
 
     @property
     def hidden(self) -> int: ...
@@ -26,7 +26,7 @@ class Stack(Protocol):
 
 
 class Work(NamedTuple):
-    """new: rows that are computed. cached: rows whose keys and values are read. pairs: of a query and a key it sees."""
+    """The work. new: rows to compute. cached: rows whose keys and values are read. pairs: visible pairs of rows."""
 
     new: int
     cached: int
@@ -39,17 +39,17 @@ class Cost(NamedTuple):
 
 
 def of_history(events: int, cached: int = 0) -> Work:
-    """A user's events behind so many cached ones; each sees itself and those before it."""
+    """The work for a user's new events after cached ones; each sees itself and the events before it."""
     return Work(events, cached, events * cached + events * (events + 1) // 2)
 
 
 def of_candidates(candidates: int, history: int, micro_batch: int) -> Work:
-    """M-FALCON: each candidate sees the history, which every micro-batch reads, and itself."""
+    """The work for candidates by M-FALCON: each sees the history, which every micro-batch reads, and itself."""
     return Work(candidates, history * -(-candidates // micro_batch), candidates * (history + 1))
 
 
 def cost(cfg: Stack, work: Work) -> Cost:
-    """Of all layers, in float32; weights are read once."""
+    """The cost of all layers in float32. Weights are read once."""
     values, both = cfg.heads * cfg.v_dim, cfg.heads * (cfg.qk_dim + cfg.v_dim)
     products = cfg.hidden * (2 * both + cfg.gated * values)
     flops = 2 * (work.new * products + work.pairs * both)

@@ -7,8 +7,8 @@
     score of item i after the history's last item = x . embed[i] + bias[i]
     lambda = exp(-exp(nu) + i exp(theta)),   gamma = sqrt(1 - |lambda|^2)
 
-A recurrence over time is an associative scan: log2 N steps, not N. Histories are padded on the right, so a padded
-place only ever comes after the real ones, and the recurrence needs no mask.
+A recurrence over time is an associative scan: log2 N steps, not N. Histories are padded on the right, so padding only
+comes after the real items, and the recurrence needs no mask.
 
 Letters: B batch, N items of a history, n items of the catalog, L layers, D hidden, S = 2 D state, F mlp.
 """
@@ -29,7 +29,7 @@ from jgr.ops.dense import dense
 
 NAME = "LRURec"
 RING = (0.8, 0.99)
-"""|lambda| of fresh parameters lies between these."""
+"""The range of |lambda| in fresh parameters."""
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -144,7 +144,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, N, D]: at each place what is looked for after the items up to it. rows: [B, N] int32, -1 on the right.
+    """The query vector at each position, for the item after it, [B, N, D]. rows: [B, N] int32, -1 on the right.
 
     dropout: (x, key) -> x on the embedding, on each block's output and inside the mlp, for training; needs key.
     """
@@ -169,5 +169,8 @@ def encode(
 
 
 def output(params: LruRecParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of the table, and its bias. As Retriever.output."""
+    """The items' output vectors, [n, D], and biases, [n]: a score is the product with the query plus the bias.
+
+    rows: the items; None: all of them.
+    """
     return (params.embed, params.bias) if rows is None else (params.embed[rows], params.bias[rows])

@@ -123,7 +123,7 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, N, D]: at each place what is looked for after the items up to it. rows: [B, N] int32, -1 on the right.
+    """The query vector at each position, for the item after it, [B, N, D]. rows: [B, N] int32, -1 on the right.
 
     dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
     """
@@ -154,5 +154,8 @@ def encode(
 
 
 def output(params: SasrecParams, rows: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
-    """What an item's score is made of: its row of the table, and no bias. As Retriever.output."""
+    """The items' output vectors, [n, D], and no bias: an item's score is its product with the query.
+
+    rows: the items; None: all of them.
+    """
     return params.embed if rows is None else params.embed[rows], None

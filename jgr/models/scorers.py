@@ -316,7 +316,7 @@ def growing(cfg: ScorerConfig) -> Growing:
     if isinstance(cfg, StuScorerConfig):
         stu_scorer.refuse_growth(cfg)
         return _GrowingStu()
-    raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this ranker's are computed whole")
+    raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this scorer's are computed whole")
 
 
 def save(

@@ -91,18 +91,19 @@ def spec(cfg: StuConfig) -> StuLayer:
 def describe(
     cfg: StuConfig, history_ends: jax.Array, ends: jax.Array, starts: jax.Array | int, rows: int
 ) -> Tokens:
-    """[B, rows] each: the tokens of so many rows of prompts, from row `starts` of each on (MODEL-14).
+    """Describe `rows` rows of each prompt, from its row `starts` on, as Tokens of [B, rows] each (MODEL-14).
 
-    history_ends: [B] int32 rows of context and history; ends: [B] of candidates too. What is behind is padding.
+    history_ends: [B] int32, the rows of context and history; ends: [B] int32, with the candidates. Further rows are
+    padding.
     """
     context = cfg.contextual
     place = jnp.broadcast_to(
         jnp.reshape(starts, (-1, 1)) + jnp.arange(rows, dtype=jnp.int32), (len(ends), rows)
     )
-    behind = place - history_ends[:, None]
-    candidate, slot = behind >= 0, place < context
+    number = place - history_ends[:, None]
+    candidate, slot = number >= 0, place < context
     kind = jnp.where(candidate, int(Kind.ITEM), jnp.where(slot, int(Kind.CONTEXT), int(Kind.USER)))
-    segment = jnp.where(candidate, 2 + behind, jnp.where(slot, 0, 1))
+    segment = jnp.where(candidate, 2 + number, jnp.where(slot, 0, 1))
     order = jnp.minimum(_number(cfg, place), _number(cfg, history_ends)[:, None])
     return Tokens(jnp.where(place < ends[:, None], 0, -1), segment, kind, order, place)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DLRMv3's ranker: what surrounds the STU (MODEL-17), and candidates scored in micro-batches (M-FALCON, MODEL-13).
+"""DLRMv3's scorer: the parts around the STU (MODEL-17), and candidates in micro-batches (M-FALCON, MODEL-13).
 
     event      content(embed[item]) + action(bits)        candidate: action of its own, learned
     context    embed_slot[value] W_slot + b_slot          nothing where the value is missing
@@ -11,8 +11,8 @@
 a micro-batch at a time. Candidates see the user and themselves, so a score depends neither on the micro-batch nor on
 the other candidates.
 
-What a user's rows are depends on the whole history and on now: positions count back from its end, times from now, and
-contextual slots see all of it. Only a ranker without these can take further events: `extend` refuses for all others.
+A user's rows depend on the whole history and on now: positions count back from its end, times from now, and contextual
+slots see all of it. Only a scorer without these can take further events: `extend` refuses for all others.
 
 Letters: B users, S = max_items, C contextual slots, m candidates, b of them at once, n items of the catalog, D hidden,
 E width of an embedding, P tasks.
@@ -113,7 +113,7 @@ class Events(NamedTuple):
 
 
 class User(NamedTuple):
-    """What `score` needs of users. past: C + S rows. ends: [B] int32, C + events. now: [B] int32 seconds."""
+    """The users' state that `score` reads. past: C + S rows. ends: [B] int32, C + events. now: [B] int32 seconds."""
 
     past: Past
     ends: jax.Array
@@ -292,7 +292,7 @@ def refuse_growth(cfg: StuScorerConfig) -> None:
     }
     found = [reason for reason, given in reasons.items() if given]
     if found:
-        raise HistoryIsWhole(f"every row of this ranker's histories depends on their end: {'; '.join(found)}")
+        raise HistoryIsWhole(f"every row of this scorer's histories depends on their end: {'; '.join(found)}")
 
 
 def extend(

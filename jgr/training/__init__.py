@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the models that jgr serves."""
+"""Training of the models that jgr serves, and the making of semantic ids."""

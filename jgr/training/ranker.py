@@ -115,7 +115,7 @@ def lay_out(
     index. The last token is the one whose output is read.
     """
     batch, count = candidates.shape
-    before, behind, span = len(text.prefix), len(text.instruction), text.span
+    before, suffix, span = len(text.prefix), len(text.instruction), text.span
     prefix = jnp.broadcast_to(jnp.asarray(text.prefix), (batch, before))
     events = jnp.asarray(text.own)[jnp.maximum(history, 0)]
     user = jnp.concatenate([prefix, events], axis=1)
@@ -131,16 +131,16 @@ def lay_out(
     real = (
         jnp.arange(user.shape[1]) < users[:, None],
         (place < lengths[..., None]).reshape(batch, -1),
-        jnp.ones((batch, behind), bool),
+        jnp.ones((batch, suffix), bool),
     )
     position = (
         at_user[:, None] + jnp.arange(user.shape[1]),
         at_items[:, None] + jnp.tile(place, count),
-        (users + span)[:, None] + jnp.arange(behind),
+        (users + span)[:, None] + jnp.arange(suffix),
     )
-    sizes = np.array([user.shape[1], count * span, behind])
+    sizes = np.array([user.shape[1], count * span, suffix])
     kind = np.repeat([Kind.USER, Kind.ITEM, Kind.INSTRUCTION], sizes).astype(np.int32)
-    segment = np.repeat(np.arange(count + 2, dtype=np.int32), [user.shape[1], *[span] * count, behind])
+    segment = np.repeat(np.arange(count + 2, dtype=np.int32), [user.shape[1], *[span] * count, suffix])
 
     def every(row: npt.NDArray[np.int32]) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(row), (batch, len(row)))

@@ -99,10 +99,12 @@ class Metrics:
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
         self._parts = self._counter(
-            "jgr_parts", "Parts of rankers' requests, by candidates; 0: users.", "size"
+            "jgr_parts", "Parts of scorers' requests, by candidates; size 0: users.", "size"
         )
         self._pairs = self._counter(
-            "jgr_pairs", "Pairs of a user and a candidate that rankers scored, padding apart.", "of"
+            "jgr_pairs",
+            "Pairs of a user and a candidate that scorers computed, by candidates and padding.",
+            "of",
         )
         self._executor_wait = Histogram(
             "jgr_executor_wait_seconds",
@@ -111,7 +113,7 @@ class Metrics:
             buckets=SECONDS,
         )
         self.feature_counts: Callable[[], Counts] | None = None
-        """Of the feature cache in use; None: there is none."""
+        """Reads the counters of the feature cache in use; None: there is no such cache."""
         self.registry.register(_Features(lambda: self.feature_counts and self.feature_counts()))
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
@@ -149,20 +151,20 @@ class Metrics:
         self._catalog.remove(info.id, info.catalog_version)
 
     def count_request(self, endpoint: str, status: int) -> None:
-        """endpoint: a route's pattern, from a fixed set."""
+        """Count an answer. endpoint: its route's pattern, from a fixed set."""
         series = self._resolved.get((endpoint, status))
         if series is None:
             series = self._resolved[endpoint, status] = self._requests.labels(endpoint, str(status))
         series.inc()
 
     def observe_batch(self, profile: Profile, requests: int, real_tokens: int) -> None:
-        """real_tokens: prompt tokens plus widths of the batch's requests."""
+        """Record a batch. real_tokens: prompt tokens plus widths of its requests."""
         self._batch_size[profile.kind].observe(requests)
         self._real_tokens[profile.kind].inc(real_tokens)
         self._padded_tokens[profile.kind].inc(profile.cost_tokens)
 
     def observe_part(self, size: int, candidates: int, waited_s: float) -> None:
-        """Of one run of an executor; size 0: of a user's part."""
+        """Record one run of a scorer's executor. size: the part's compiled candidates; 0: a user's part."""
         self._parts.labels(str(size)).inc()
         self._pairs.labels("candidates").inc(candidates)
         self._pairs.labels("padding").inc(size - candidates)

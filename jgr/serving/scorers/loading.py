@@ -55,7 +55,7 @@ class ScorerModel:
 def load_scorer(folder: Path, config: Config) -> ScorerModel:
     """Raises CheckpointError for a damaged folder, ConfigError for what rankers cannot do."""
     if config.model.dtype != "float32":
-        raise ConfigError("model.dtype: rankers are served in float32")
+        raise ConfigError("model.dtype: scorers are served in float32")
     files = ModelFiles(folder)
     cfg, params = scorers.load(folder)
     return ScorerModel(cfg, params, files.revision(), folder)
