@@ -134,3 +134,14 @@ def test_what_a_page_says_works(terminal: Terminal, page: Path) -> None:
             if line.startswith("curl"):
                 answers = [json.loads(answer) for answer in re.split(r"(?<=})(?={)", printed)]
                 assert len(answers) == line.count("curl") and not any("error" in answer for answer in answers)
+            if '"explain": true' in line:
+                _check_reuse(terminal, page, line.split("\ncurl")[0])
+
+
+def _check_reuse(terminal: Terminal, page: Path, request: str) -> None:
+    """A request that comes twice reads the cache, as much of it as the page says."""
+    terminal.run("sh", request)
+    usage = json.loads(terminal.run("sh", request))["usage"]
+    assert usage["cached_tokens"] > 0
+    for cached, computed in re.findall(r'"cached_tokens": (\d+), "computed_tokens": (\d+)', page.read_text()):
+        assert (usage["cached_tokens"], usage["computed_tokens"]) == (int(cached), int(computed))
