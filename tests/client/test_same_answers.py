@@ -17,6 +17,8 @@ from tests.serving.scorer_fakes import HSTU, ITEMS, MONDAY, ScorerServer
 from tests.serving.scorer_fakes import make_folder as make_scorer_folder
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
+# Shapes that no other test compiles: one of these counts its own.
+SETTINGS = ("model.compilation_cache=", "profiles.widths=12", "profiles.candidates=12")
 HISTORIES = [
     [f"B{row:03}" for row in np.random.default_rng(seed).integers(0, N_ITEMS, 1 + seed % 9)]
     for seed in range(24)
@@ -34,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def make_config(folder: Path) -> jgr.Config:
-    return override(manifest.folder_config(folder), "server.port=0", "model.compilation_cache=")
+    return override(manifest.folder_config(folder), "server.port=0", *SETTINGS)
 
 
 def scores(answer: jgr.Answer) -> list[tuple[str, float]]:
@@ -43,7 +45,7 @@ def scores(answer: jgr.Answer) -> list[tuple[str, float]]:
 
 def test_an_engine_answers_as_http_does(served: Served) -> None:
     with (
-        jgr.Engine(served.config.model.path, ["model.compilation_cache="]) as engine,
+        jgr.Engine(served.config.model.path, SETTINGS) as engine,
         jgr.Client(served.url) as client,
     ):
         assert engine.info.version == client.info.version
