@@ -1,6 +1,6 @@
-# Serves on the CPU. Build and run, with a model and its catalog in ./model:
+# Serves on the CPU. Build and run, with a folder that jgr train or jgr convert wrote in ./model:
 #   docker build -t jgr .
-#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" jgr --set model.path=/model --set catalog.path=/model/catalog.jsonl
+#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" jgr /model
 FROM python:3.11-slim
 
 WORKDIR /app

@@ -56,9 +56,8 @@ class Engine(Recommender):
     def __init__(self, model: str | os.PathLike[str] | Config, settings: Sequence[str] = ()) -> None:
         base = model if isinstance(model, Config) else folder_config(os.fspath(model))
         thread = _EngineThread(override(base, *settings))
-        self._stop = weakref.finalize(
-            self, thread.stop
-        )  # also where nobody closes it, and at the interpreter's end
+        # Stops it too where nobody closes the engine: when it is freed, or the interpreter ends.
+        self._stop = weakref.finalize(self, thread.stop)
         self._thread = thread
         thread.started.result()
 

@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rankings for evaluation, asked of a running server: plain blocking HTTP from a few threads."""
+"""Rankings for evaluation, asked of a running server from a few threads."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
+from jgr.client import remote
+from jgr.client.errors import RequestFailed
 from jgr.config import UserError
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import Query, check_catalog, path, rows_of
-from jgr.serving.api import Item, ModelInfo, ModelList
+from jgr.serving.api import STATUS, Item, ModelInfo, ModelList
 
 CONNECTIONS = 16
-TIMEOUT_S = 60.0
 
 
 class ServerError(UserError):
@@ -31,16 +28,10 @@ class ServerError(UserError):
 
 
 class Client:
-    """Keep-alive connections to one jgr server, one for each calling thread; `close` ends them all."""
+    """A jgr server that is asked for JSON, from any thread; `close` ends its connections. UserError for a bad URL."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ServerError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._local = threading.local()
-        self._open: list[http.client.HTTPConnection] = []
+        self._url, self._server = url, remote.Client(url, api_key)
 
     def __enter__(self) -> Client:
         return self
@@ -49,45 +40,22 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close every connection; no other thread may be asking."""
-        for connection in self._open:
-            connection.close()
+        """Close every connection."""
+        self._server.close()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to one request. Raises ServerError for anything but 200."""
-        return self._ask("POST", path, json.dumps(body).encode())
+        return self._ask("POST", path, msgspec.json.encode(body))
 
     def get(self, path: str) -> dict[str, Any]:
         """As `post`, without a body."""
         return self._ask("GET", path, None)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        connection = self._connection()
-        headers = {**self._headers, "Content-Type": "application/json"}
         try:
-            try:
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-            except ConnectionError:  # the server closes what was idle for long; asking twice changes nothing
-                connection.close()
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-            answer: dict[str, Any] = json.loads(response.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ServerError(f"http://{self._host}:{self._port}{path}: {error}") from None
-        if response.status != 200:
-            message = answer.get("error", {}).get("message", answer)
-            raise ServerError(f"http://{self._host}:{self._port}{path}: {response.status}: {message}")
-        return answer
-
-    def _connection(self) -> http.client.HTTPConnection:
-        """This thread's own."""
-        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-            self._local.connection = connection
-            self._open.append(connection)
-        return connection
+            return self._server.fetch(method, path, body, dict[str, Any])
+        except RequestFailed as error:
+            raise ServerError(f"{self._url}{path}: {STATUS[error.type]}: {error}") from None
 
 
 class RemoteServer:

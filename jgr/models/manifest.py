@@ -148,11 +148,16 @@ def own_catalog(folder: Path) -> Catalog:
 
 
 def check_dataset(config: Config) -> None:
-    """Where config.data is the dataset that the model's manifest names: ConfigError if it is gone, a warning if it is
-    not the one any more that the model learnt from.
+    """ConfigError where the model's manifest should name the dataset and names none, or one that is gone; a warning
+    where it is not the one any more that the model learnt from.
     """
     manifest = read(Path(config.model.path)) if config.model.path else None
     reference = None if manifest is None else manifest.dataset
+    if manifest is not None and reference is None and config.data == DataConfig():
+        raise ConfigError(
+            f"data.path: {config.model.path} was converted, and names no dataset: name one with "
+            "--set data.kind=prepared --set data.path=FOLDER"
+        )
     if reference is None or (reference.kind, reference.path) != (config.data.kind, config.data.path):
         return
     if reference.path and not Path(reference.path).exists():

@@ -85,6 +85,10 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
         (["config", "--log_level=loud"], ["--log_level=loud", "debug|info|warning|error"]),
         (["config", "--set"], ["--set"]),
         (["config", "beam.width=3"], ["unexpected argument 'beam.width=3'"]),
+        (["evaluate", "runs/a", "runs/b"], ["unexpected argument 'runs/b'"]),
+        (["evaluate", "runs/a", "--config=b.py"], ["by its folder, runs/a, or by --config: leave out one"]),
+        (["serve", "runs/none"], ["model.path: there is no model folder runs/none"]),
+        (["config", "a.py"], ["no model folder a.py; a configuration file is given as --config=a.py"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]) -> None:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 
 import jgr
+from jgr.client import remote
 from jgr.client.recommender import PER_HISTORY, RankFields, RecommendFields
 from jgr.serving.api import RankRequest, RecommendRequest
 from tests.serving.fakes import PATIENCE_S, LiveServer
@@ -168,6 +170,17 @@ def test_nothing_is_asked_twice_unless_it_is_wanted() -> None:
         with pytest.raises(jgr.Overloaded):
             client.recommend(["x"])
         assert len(seen) == 2
+
+
+def test_a_retry_waits_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=waits.append))
+    patient = [
+        BUSY.replace(b"Retry-After: 0", b"Retry-After: %b" % wait) for wait in (b"7", b"999", b"Sun, 1 Jan")
+    ]
+    with scripted(*patient, None, ANSWER) as (url, _), jgr.Client(url, retries=4) as client:
+        assert client.recommend(["x"]).id == "r2"
+    assert waits == [7.0, remote.MAX_WAIT_S, 4 * remote.FIRST_WAIT_S, 8 * remote.FIRST_WAIT_S]
 
 
 def test_a_kept_connection_that_was_closed_is_opened_again() -> None:

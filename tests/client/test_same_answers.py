@@ -13,8 +13,12 @@ import jgr
 from jgr.config import override
 from jgr.models import manifest
 from tests.serving.decoders.test_model_server import Served
+from tests.serving.scorer_fakes import HSTU, ITEMS, MONDAY, ScorerServer
+from tests.serving.scorer_fakes import make_folder as make_scorer_folder
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
+# Shapes that no other test compiles: one of these counts its own.
+SETTINGS = ("model.compilation_cache=", "profiles.widths=12", "profiles.candidates=12")
 HISTORIES = [
     [f"B{row:03}" for row in np.random.default_rng(seed).integers(0, N_ITEMS, 1 + seed % 9)]
     for seed in range(24)
@@ -32,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def make_config(folder: Path) -> jgr.Config:
-    return override(manifest.folder_config(folder), "server.port=0", "model.compilation_cache=")
+    return override(manifest.folder_config(folder), "server.port=0", *SETTINGS)
 
 
 def scores(answer: jgr.Answer) -> list[tuple[str, float]]:
@@ -41,7 +45,7 @@ def scores(answer: jgr.Answer) -> list[tuple[str, float]]:
 
 def test_an_engine_answers_as_http_does(served: Served) -> None:
     with (
-        jgr.Engine(served.config.model.path, ["model.compilation_cache="]) as engine,
+        jgr.Engine(served.config.model.path, SETTINGS) as engine,
         jgr.Client(served.url) as client,
     ):
         assert engine.info.version == client.info.version
@@ -59,3 +63,23 @@ def test_an_engine_answers_as_http_does(served: Served) -> None:
                         assert item.score == pytest.approx(expected[item.item_id], abs=1e-4)
                     else:
                         assert item.score == pytest.approx(min(expected.values()), abs=1e-4)
+
+
+def test_a_scorer_is_asked_the_same(tmp_path: Path) -> None:
+    # One way to compute it: else the engine takes the one that it measured to be the fastest at its start.
+    settings = ("executors.share_user=part", "executors.sizes=8")
+    config = make_scorer_folder(tmp_path / "hstu", HSTU, *settings)
+    histories, candidates = [list(ITEMS[:3]), list(ITEMS[4:9])], list(ITEMS[:20:3])
+    times = [[MONDAY + at for at in range(len(history))] for history in histories]
+    nows = [MONDAY + 100, MONDAY + 5000]
+    with ScorerServer(config) as server, jgr.Engine(config) as engine:
+        answers = engine.rank(histories, candidates, history_times=times, time=nows)
+        for history, seconds, now, answer in zip(histories, times, nows, answers, strict=True):
+            fields = {"history": history, "candidates": candidates, "history_times": seconds, "time": now}
+            expected = [(item["item_id"], item["score"]) for item in server.rank(**fields)["items"]]
+            alone = engine.rank(history, candidates, history_times=seconds, time=now)
+            assert scores(alone) == expected
+            for (item_id, score), (same, close) in zip(scores(answer), expected, strict=True):
+                assert (item_id, score) == (same, pytest.approx(close, abs=1e-4))
+        with pytest.raises(jgr.InvalidRequest, match="no model of this server serves recommend"):
+            engine.recommend(histories[0])

@@ -163,6 +163,9 @@ def test_the_dataset_is_remembered_and_looked_for(
     with pytest.raises(ConfigError, match=r"^data\.path: .*data, .*is not there: .*--set data\.path=FOLDER"):
         manifest.check_dataset(config)
     manifest.check_dataset(override(config, "data.path=/another"))  # whoever reads it refuses it
+    manifest.write(folder, config, make_catalog())  # as a conversion does
+    with pytest.raises(ConfigError, match=r"^data\.path: .* names no dataset: .*--set data\.kind=prepared"):
+        manifest.check_dataset(manifest.folder_config(folder))
 
 
 def test_a_reload_takes_the_settings_that_stand_there_then(folder: Path) -> None:
@@ -175,6 +178,7 @@ def test_a_reload_takes_the_settings_that_stand_there_then(folder: Path) -> None
     assert (info.id, info.beam_width, info.max_history, info.max_history_in_prompt) == ("tiny", 5, 9, 3)
 
 
+@pytest.mark.slow
 def test_trainings_write_it_with_what_they_reached(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     dataset = Dataset(

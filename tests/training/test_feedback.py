@@ -89,7 +89,7 @@ def test_a_rule_is_learnt_and_served(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     areas = {line["step"]: line["auc"] for line in lines if "auc" in line}
     assert list(areas) == [60, 120] and max(areas.values()) > 0.9
-    assert {"config.json", "params", "catalog.jsonl", "metrics.jsonl", "curves.png"} == {
+    assert {"config.json", "params", "catalog.jsonl", "serving.json", "metrics.jsonl", "curves.png"} == {
         path.name for path in trained.iterdir()
     }
     cfg, params = scorers.load(trained)

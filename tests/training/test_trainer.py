@@ -298,6 +298,7 @@ def test_sasrec_learns_the_rule_and_its_best_weights_are_kept(tmp_path: Path) ->
         "curves.png",
         "metrics.jsonl",
         "params",
+        "serving.json",
     ]
     cfg, weights = retrievers.load(tmp_path / "sasrec")
     test = dataset.interactions.test

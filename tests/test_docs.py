@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's examples and the commands of docs/, run as they are written, over the folder that the demo leaves.
+
+What is run is tagged `sh` or `python`; other blocks need data or minutes. Three things are changed: the demo's model is
+trained for one step, a server listens on a free port in place of 8000, and commands that would take long get a flag
+that ends them sooner. A command that stands in several files is run once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jgr.config import load_config, override
+from jgr.data.datasets import load_dataset
+from jgr.training.generator import train_generator
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PATIENCE_S = 120.0
+ADDRESS = "127.0.0.1:8000"
+SHORTER = {
+    "jgr serve": "--port=0",
+    "jgr evaluate": "--limit=8 --requests=4 --resamples=10",
+    "jgr bench serve": "--duration=0.5",
+    "jgr profile": "--requests=4",
+}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return [(tag, text) for tag, text in BLOCK.findall(page.read_text()) if tag in ("sh", "python")]
+
+
+class Terminal:
+    """A project folder after `make demo`, a shell in it, and the server that was started last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(folder),
+        }
+        self._server: subprocess.Popen[str] | None = None
+        self._address = ADDRESS
+        (folder / "bin").mkdir()
+        (folder / "configs").symlink_to(ROOT / "configs")
+        start = (
+            f'{shlex.quote(sys.executable)} -c "import sys; from jgr.cli.main import run; sys.exit(run())"'
+        )
+        (folder / "bin" / "jgr").write_text(f'#!/bin/sh\nexec {start} "$@"\n')
+        (folder / "bin" / "jgr").chmod(0o755)
+
+    def run(self, tag: str, text: str) -> str:
+        """What a block printed; a block that serves goes on in the background."""
+        if ADDRESS in text and self._server is None:  # a page that says so only in words
+            self.run("sh", "jgr serve runs/shop\n")
+        text = text.replace(ADDRESS, self._address)
+        if tag == "python":
+            return self._run([sys.executable, "-c", text])
+        if text.startswith("jgr serve"):
+            self.stop()
+            command = ["bash", "-c", f"exec {self._shortened(text)}"]
+            self._server = subprocess.Popen(
+                command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE
+            )
+            assert self._server.stdout is not None
+            url = self._server.stdout.readline().strip()
+            assert url, text
+            self._address = url.removeprefix("http://")
+            return url
+        return self._run(["bash", "-euc", self._shortened(text)])
+
+    def stop(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            with server:
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(PATIENCE_S) == 0
+
+    def _shortened(self, text: str) -> str:
+        """The commands with a flag behind each that has one in SHORTER."""
+        for command, flag in SHORTER.items():
+            text = re.sub(rf"^{command}\b", f"{command} {flag}", text, flags=re.MULTILINE)
+        if self._address != ADDRESS:
+            text = text.replace("jgr bench serve", f"jgr bench serve --url=http://{self._address}")
+        return text
+
+    def _run(self, command: list[str]) -> str:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=PATIENCE_S, check=False
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    folder = tmp_path_factory.mktemp("project")
+    terminal = Terminal(folder)
+    config = override(
+        load_config(ROOT / "configs" / "shop.py"), f"train.out={folder / 'runs/shop'}", "train.steps=1"
+    )
+    train_generator(config, load_dataset(config.data))
+    yield terminal
+    terminal.stop()
+
+
+RUN: set[tuple[str, str]] = set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+def test_what_a_page_says_works(terminal: Terminal, page: Path) -> None:
+    for tag, text in blocks(page):
+        serves = tag == "sh" and text.startswith(("jgr serve", "curl"))
+        lines = [text] if serves or tag == "python" else text.replace("\\\n", "").splitlines()
+        for line in lines:
+            if (tag, line) in RUN and not serves:
+                continue
+            RUN.add((tag, line))
+            printed = terminal.run(tag, line)
+            if line.startswith("curl"):
+                answers = [json.loads(answer) for answer in re.split(r"(?<=})(?={)", printed)]
+                assert len(answers) == line.count("curl") and not any("error" in answer for answer in answers)
+            if '"explain": true' in line:
+                _check_reuse(terminal, page, line.split("\ncurl")[0])
+
+
+def _check_reuse(terminal: Terminal, page: Path, request: str) -> None:
+    """A request that comes twice reads the cache, as much of it as the page says."""
+    terminal.run("sh", request)
+    usage = json.loads(terminal.run("sh", request))["usage"]
+    assert usage["cached_tokens"] > 0
+    for cached, computed in re.findall(r'"cached_tokens": (\d+), "computed_tokens": (\d+)', page.read_text()):
+        assert (usage["cached_tokens"], usage["computed_tokens"]) == (int(cached), int(computed))
