@@ -22,7 +22,8 @@ from tools.golden_parity import Comparison
 
 # Of each model its comparisons, and the target: what its golden set states for float32.
 MODELS: dict[str, tuple[Callable[[], Iterable[Comparison]], float]] = {
-    family: (functools.partial(golden_parity.comparisons, family), 1e-4) for family in golden_parity.FAMILIES
+    family: (functools.partial(golden_parity.comparisons, family), golden_parity.ATOL)
+    for family in golden_parity.FAMILIES
 }
 MODELS["hstu"] = (
     lambda: itertools.chain.from_iterable(map(hstu_parity.comparisons, hstu_parity.FILES)),

@@ -2,9 +2,10 @@
 """Constrained generation on one H200: a Qwen3-1.7B in bfloat16, beam width 256, three tokens, 5 M items.
 
 The bar is what another engine has published for one H100 without a constraint: 17.6 and 93.2 ms for 1000 prompt tokens
-at batch 1 and 8, 42.3 and 307.9 ms for 5000. A time here is that of RowExecutor.run, from prompts as numpy arrays to
-leaves and scores as numpy arrays, with the constraint and normalize="valid". Weights and catalog are random: three
-levels of 8192 codes, drawn evenly.
+at batch 1 and 8, 42.3 and 307.9 ms for 5000. A time here is that of one call of the compiled program that `jgr serve`
+runs for a batch, from prompts as numpy arrays to leaves and scores as numpy arrays, with the constraint and
+normalize="valid"; the server around it is left out, and so are the packages that only a server needs. Weights and
+catalog are random: three levels of 8192 codes, drawn evenly.
 
 Beside it the floor: the multiplications and bytes that cannot be saved (benchmarks/work.py), at the rates of a large
 matmul and of a large copy that are timed in the same rounds. The scores that a search returns are checked against
@@ -13,7 +14,7 @@ matmul and of a large copy that are timed in the same rounds. The scores that a 
     python -m benchmarks.h200_serving            needs a GPU
     python -m benchmarks.h200_serving --quick    a tiny model on whatever there is; no claims
 
-Needs jax, numpy and what `jgr serve` needs besides.
+Needs jax, numpy and absl-py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,8 @@ from benchmarks import harness, work
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params, shapes
-from jgr.models.decoder import DecoderConfig
-from jgr.serving.decoders.row_executor import RowExecutor
-from jgr.serving.decoders.work import RankOutcome, RankWork, RecommendOutcome, RecommendWork
-from jgr.serving.policies.jobs import Profile
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import laid_out
 
 Int32 = npt.NDArray[np.int32]
 
@@ -97,32 +96,66 @@ def make_catalog(setting: Setting) -> tuple[PrefixTree, tuple[Int32, ...]]:
     return tree, tuple(np.arange(s, s + setting.level_size, dtype=np.int32) for s in starts)
 
 
-def make_executor(setting: Setting) -> tuple[RowExecutor, PrefixTree]:
-    """With a program for each point, and one that ranks as many items as a search returns."""
-    tree, level_tokens = make_catalog(setting)
-    weights = params.initialize(decoder.spec(setting.cfg), jax.random.key(0), jnp.dtype(setting.dtype))
-    tables = beam.catalog_tables(tree, level_tokens, weights)
-    profiles = [Profile("recommend", batch, tokens, setting.width) for tokens, batch in setting.points]
-    profiles.append(Profile("rank", 1, setting.points[0][0], setting.width))
-    executor = RowExecutor(setting.cfg, weights, tables, tuple(profiles), "valid")
-    executor.warm_up(lambda done, total, label: harness.note(f"compiled {done} of {total}: {label}"))
-    return executor, tree
+class Engine:
+    """The programs of all points, and one that ranks as many items as a search returns."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.tree, level_tokens = make_catalog(setting)
+        stacks = params.initialize(decoder.spec(setting.cfg), jax.random.key(0), jnp.dtype(setting.dtype))
+        weights = laid_out(stacks)
+        assert isinstance(weights, DecoderParams)
+        self._given = weights, beam.catalog_tables(self.tree, level_tokens, weights)
+        self._setting = setting
+        harness.note("compiling")
+        search = functools.partial(beam.recommend.lower, cfg=setting.cfg, width=setting.width)
+        self._searches = {
+            (tokens, batch): search(
+                *self._given, *_prompts([], tokens, batch), np.zeros(batch, np.int32), self._filters(batch)
+            ).compile()
+            for tokens, batch in setting.points
+        }
+        first, leaves = _prompts([], setting.points[0][0], 1), np.zeros((1, setting.width), np.int32)
+        self._rank = beam.rank.lower(*self._given, *first, leaves, cfg=setting.cfg).compile()
+
+    def _filters(self, batch: int) -> beam.Filters:
+        """Nothing is listed: what the server hands to a batch without filters."""
+        listed, rows = jnp.zeros((batch, DEPTH, 1), jnp.int32), jnp.zeros(batch, jnp.int32)
+        return beam.Filters(listed, listed, jnp.zeros((batch, DEPTH), jnp.int32), rows > 0, rows)
+
+    def search(self, tokens: int, batch: int) -> Callable[[Sequence[Int32]], tuple[Any, Any]]:
+        """Of prompts: leaves and scores [B, W]."""
+        filters, widths = self._filters(batch), np.full(batch, self._setting.width, np.int32)
+
+        def run(prompts: Sequence[Int32]) -> tuple[Any, Any]:
+            found = self._searches[tokens, batch](
+                *self._given, *_prompts(prompts, tokens, batch), widths, filters
+            )
+            return np.asarray(found.leaves), np.asarray(found.scores)
+
+        return run
+
+    def rank(self, prompt: Int32, leaves: Int32) -> Any:
+        """[W] scores of leaves [W]."""
+        return np.asarray(self._rank(*self._given, *_prompts([prompt], len(prompt), 1), leaves[None]))[0]
 
 
-def check(setting: Setting, executor: RowExecutor, prompts: Sequence[Int32], tree: PrefixTree) -> float:
+def _prompts(prompts: Sequence[Int32], tokens: int, batch: int) -> tuple[Int32, Int32]:
+    """Padded [B, T], and their lengths [B]."""
+    padded, lengths = np.zeros((batch, tokens), np.int32), np.ones(batch, np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    return padded, lengths
+
+
+def check(setting: Setting, engine: Engine, prompt: Int32) -> float:
     """The largest difference of a search's scores from those of `rank`. RuntimeError where a search is no search."""
     tokens, batch = setting.points[0]
-    profile = Profile("recommend", batch, tokens, setting.width)
-    (found,) = executor.run(profile, [RecommendWork(prompts[0], setting.width)])
-    assert isinstance(found, RecommendOutcome)
-    leaves, scores = found.leaves, found.scores
-    if len(np.unique(leaves)) != setting.width or leaves.min() < 0 or leaves.max() >= tree.n_leaves:
+    leaves, scores = (rows[0] for rows in engine.search(tokens, batch)([prompt]))
+    if len(np.unique(leaves)) != setting.width or leaves.min() < 0 or leaves.max() >= engine.tree.n_leaves:
         raise RuntimeError("a search returned what is no list of different items")
     if not np.isfinite(scores).all() or (np.diff(scores) > 0).any():
         raise RuntimeError("a search returned scores that do not descend")
-    (ranked,) = executor.run(Profile("rank", 1, tokens, setting.width), [RankWork(prompts[0], leaves)])
-    assert isinstance(ranked, RankOutcome)
-    return float(np.abs(ranked.scores - scores).max())
+    return float(np.abs(engine.rank(prompt, leaves) - scores).max())
 
 
 def least_work(setting: Setting, tokens: int, batch: int) -> work.Work:
@@ -139,21 +172,23 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     if not quick and jax.default_backend() != "gpu":
         raise Missing(f"needs a GPU; jax found {jax.default_backend()} (--quick runs a tiny model on it)")
     setting = QUICK if quick else full()
-    executor, tree = make_executor(setting)
+    engine = Engine(setting)
     rng = np.random.default_rng(1)
     longest, most = (max(point[i] for point in setting.points) for i in (0, 1))
     prompts = [rng.integers(0, setting.first_token, longest, np.int32) for _ in range(most)]
-    difference = check(setting, executor, [p[: setting.points[0][0]] for p in prompts], tree)
-    done = harness.interleave(_variants(setting, executor, prompts), setting.rounds, quiet)
+    difference = check(setting, engine, prompts[0][: setting.points[0][0]])
+    done = harness.interleave(_variants(setting, engine, prompts), setting.rounds, quiet)
     rows = make_rows(setting, done)
-    about = {"device": jax.devices()[0].device_kind, "items": tree.n_leaves, "beam_width": setting.width}
+    about = {
+        "device": jax.devices()[0].device_kind,
+        "items": engine.tree.n_leaves,
+        "beam_width": setting.width,
+    }
     rows.append({**about, "score_difference_from_rank": harness.rounded(difference, 2)})
     return Measured([] if quick else claims(rows, difference, setting), rows)
 
 
-def _variants(
-    setting: Setting, executor: RowExecutor, prompts: Sequence[Int32]
-) -> dict[str, Callable[[], float]]:
+def _variants(setting: Setting, engine: Engine, prompts: Sequence[Int32]) -> dict[str, Callable[[], float]]:
     """Milliseconds of a call, by "<prompt tokens> <batch>", and of "matmul" and "copy"."""
 
     def timed(call: Callable[[], object]) -> Callable[[], float]:
@@ -161,9 +196,8 @@ def _variants(
 
     found = {}
     for tokens, batch in setting.points:
-        works = [RecommendWork(prompt[:tokens], setting.width) for prompt in prompts[:batch]]
-        profile = Profile("recommend", batch, tokens, setting.width)
-        found[f"{tokens} {batch}"] = timed(functools.partial(executor.run, profile, works))
+        cut = [prompt[:tokens] for prompt in prompts[:batch]]
+        found[f"{tokens} {batch}"] = timed(functools.partial(engine.search(tokens, batch), cut))
     matrix = jnp.ones((setting.side, setting.side), jnp.dtype(setting.dtype))
     words = jnp.zeros(setting.copied // 4, jnp.float32)
     multiply, copy = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)

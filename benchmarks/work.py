@@ -35,11 +35,12 @@ def kv_bytes(cfg: DecoderConfig, tokens: int, itemsize: int) -> int:
 
 
 def prefill(cfg: DecoderConfig, batch: int, tokens: int, itemsize: int) -> Work:
-    """Prompts of `tokens` tokens each, causal, without the output head. Of the last layer only keys and values of all
-    but one token are needed, which no engine here makes use of: it is counted whole."""
-    attended = tokens * (tokens + 1) / 2
-    attention = 4 * cfg.layers * cfg.heads * cfg.head_dim * attended
-    flops = batch * (2 * weights(cfg) * tokens + attention)
+    """Prompts of `tokens` tokens each, causal, without the output head. Of the last layer only keys and values are
+    needed of all tokens; the rest of it is counted for the last token alone."""
+    attended = (cfg.layers - 1) * tokens * (tokens + 1) / 2 + tokens
+    attention = 4 * cfg.heads * cfg.head_dim * attended
+    unread = 2 * cfg.hidden * cfg.heads * cfg.head_dim + 3 * cfg.hidden * cfg.mlp
+    flops = batch * (2 * weights(cfg) * tokens - 2 * unread * (tokens - 1) + attention)
     return Work(flops, itemsize * weights(cfg) + batch * kv_bytes(cfg, tokens, itemsize))
 
 

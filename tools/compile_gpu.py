@@ -295,7 +295,12 @@ def large_copies(text: str) -> list[str]:
     for name, instructions in computations.items():
         for instruction, made, opcode, rest in () if name in fused else instructions:
             called = re.search(r"calls=%?([\w.-]+)", rest) if opcode == "fusion" else None
-            opcodes = {x[2] for x in computations[called[1]]} if called else {opcode.removesuffix("-start")}
+            inside = (
+                computations[called[1]] if called else [(instruction, made, opcode.removesuffix("-start"))]
+            )
+            opcodes = {
+                x[2] for x in inside if not x[1].endswith("[]")
+            }  # numbers alone say where a slice begins
             moved = opcodes - {"parameter", "constant", "tuple", "bitcast"}
             if moved and moved <= _COPIES and _bytes(made) > LARGE_COPY:
                 copies.append(f"{instruction} {made}")

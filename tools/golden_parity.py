@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parity of the decoders and of beam search with tests/golden/hf, array by array.
 
-    python -m tools.golden_parity          prints the largest error of every array
+    python -m tools.golden_parity [FOLDER]          prints the largest error of every array
 
-`comparisons` is the one place that says how each array is reproduced; the tests assert on what it yields.
+`comparisons` is the one place that says how each array is reproduced; the tests assert on what it yields. All sizes are
+those of the files: layers, heads, prompts, beam widths and the depth of an item. An array that is missing, that holds
+what is no number, or that nothing reproduces is a GoldenError, so no array can drop out unnoticed.
+
+Exit codes: 0 every array within what its golden set states, 1 not so.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +32,54 @@ GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hf"
 FAMILIES = ("qwen2", "qwen3", "llama3")
 FILES = ("forward", "bipartite", "beam")
 FORWARD_CASES = ("full", "rpad", "lpad", "custom", "packed")
-LAYOUTS = ("p0_up_", "p0_ip_", "p1_up_", "p1_ip_")
+ATOL = 1e-4  # what the golden set states for float32
+INPUTS = re.compile(
+    r"\w*(input_ids|position_ids|segment_ids|attention_mask|_mask|items|item_ids|item_lengths|instr_ids|user_ids"
+    r"|prompts|prompt_lengths|_width|min_decision_gap)"
+)
+"""Arrays that are fed to the model, or that describe the others; all the rest must be reproduced."""
 
 Array = npt.NDArray[Any]
 Model = tuple[decoder.DecoderConfig, decoder.DecoderParams]
 
 _prefill = jax.jit(decoder.prefill, static_argnames=("cfg", "keep_layers", "layout"))
 _score_leaves = jax.jit(beam.score_leaves, static_argnames=("cfg", "normalize"))
+
+
+class GoldenError(Exception):
+    """A golden file that cannot be held against the models; the message names the file and the array."""
+
+
+class Arrays(dict[str, Array]):
+    """The arrays of a golden file, or those whose names begin with a prefix, by the rest of their names."""
+
+    def __init__(self, file: str, arrays: Mapping[str, Array], prefix: str = "") -> None:
+        super().__init__({k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)})
+        self._file, self._prefix = file, prefix
+
+    def __missing__(self, name: str) -> Array:
+        raise GoldenError(f"{self._file}: there is no array {self._prefix}{name}")
+
+    def under(self, prefix: str) -> Arrays:
+        return Arrays(self._file, self, prefix)
+
+    def numbers(self, pattern: str) -> list[int]:
+        """The numbers that stand in names of this pattern, ascending; GoldenError where there are none."""
+        found = sorted({int(match[1]) for match in map(re.compile(pattern).fullmatch, self) if match})
+        if not found:
+            raise GoldenError(f"{self._file}: there is no array {pattern}")
+        return found
+
+
+def load(path: Path) -> Arrays:
+    """A golden file. GoldenError where it is missing, or an array holds what is no finite number."""
+    if not path.is_file():
+        raise GoldenError(f"{path}: there is no such file")
+    arrays = dict(np.load(path))
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise GoldenError(f"{path.stem}: {name} holds what is no finite number")
+    return Arrays(path.stem, arrays)
 
 
 class Comparison(NamedTuple):
@@ -52,16 +98,28 @@ class Comparison(NamedTuple):
         worst = float(np.abs(self.got.astype(np.float64) - self.want).max(initial=0.0))
         return float("inf") if np.isnan(worst) else worst
 
+    def is_within(self, atol: float) -> bool:
+        """Whether the error is; whole numbers and truth values must be equal."""
+        return self.error <= (0 if self.want.dtype.kind in "iub" else atol)
 
-def comparisons(family: str, files: Sequence[str] = FILES) -> Iterator[Comparison]:
-    """Every output array of the family's golden files, or of some of them."""
-    model = hf.load(GOLDEN / family)
+
+def comparisons(family: str, files: Sequence[str] = FILES, folder: Path = GOLDEN) -> Iterator[Comparison]:
+    """Every output array of the family's golden files, or of some of them. Raises GoldenError."""
+    model = hf.load(folder / family)
     compared_by = {"forward": _forward, "bipartite": _bipartite, "beam": _beam}
     for file in files:
-        compare = compared_by[file]
-        arrays = dict(np.load(GOLDEN / family / f"golden_{file}.npz"))
-        for name, got, want in compare(model, arrays):
-            yield Comparison(f"golden_{file}", name, np.asarray(got), want)
+        arrays = load(folder / family / f"golden_{file}.npz")
+        yield from held_against(f"golden_{file}", arrays, compared_by[file](model, arrays), INPUTS)
+
+
+def held_against(file: str, arrays: Arrays, named: Named, inputs: re.Pattern[str]) -> Iterator[Comparison]:
+    """What is named, as comparisons; at the end a GoldenError where an array but the inputs was not among them."""
+    left = {name for name in arrays if not inputs.fullmatch(name)}
+    for name, got, want in named:
+        left.discard(name)
+        yield Comparison(file, name, np.asarray(got), want)
+    if left:
+        raise GoldenError(f"{file}: nothing reproduces {', '.join(sorted(left))}")
 
 
 Named = Iterator[tuple[str, Any, Array]]
@@ -90,11 +148,12 @@ def _run(
     return out, np.asarray(decoder.logits(params, out.hidden))
 
 
-def _forward(model: Model, arrays: dict[str, Array]) -> Named:
+def _forward(model: Model, arrays: Arrays) -> Named:
     for case in FORWARD_CASES:
-        z = {k.removeprefix(case + "_"): v for k, v in arrays.items() if k.startswith(case + "_")}
+        z = arrays.under(case + "_")
         batch, tokens = z["input_ids"].shape
-        keep = z.get("attention_mask", np.ones((batch, tokens))).astype(bool)
+        is_padded = case in ("rpad", "lpad", "custom")
+        keep = z["attention_mask"].astype(bool) if is_padded else np.ones((batch, tokens), bool)
         segments, lengths = None, np.full(batch, tokens)
         if case == "rpad":
             lengths = keep.sum(1)  # by length, without segments
@@ -108,7 +167,7 @@ def _forward(model: Model, arrays: dict[str, Array]) -> Named:
             yield f"{case}_{name}", np.asarray(got)[keep], z[name][keep]
         yield f"{case}_layers", np.asarray(out.layers)[:, keep], z["layers"][:, keep]
         for name, got in (("k", out.context.k), ("v", out.context.v)):
-            if name in z:  # [L, B, K, T, d]
+            if case != "packed":  # which the library gives no cache of; [L, B, K, T, d]
                 ours, theirs = (np.moveaxis(np.asarray(x), 3, 2)[:, keep] for x in (got, z[name]))
                 yield f"{case}_{name}", ours, theirs
 
@@ -119,14 +178,15 @@ def _segments(request: Array, segment: Array, kind: Array) -> Tokens:
     return Tokens(*(x.astype(np.int32) for x in (request, segment, kind, order, order)))
 
 
-def _bipartite(model: Model, arrays: dict[str, Array]) -> Named:
+def _bipartite(model: Model, arrays: Arrays) -> Named:
     tree, tables = _item_tables(arrays["items"], model[1])
     leaves = tree.leaf_of_row[None]
-    for layout in LAYOUTS:
-        z = {k.removeprefix(layout): v for k, v in arrays.items() if k.startswith(layout)}
+    prompts = arrays.numbers(r"p(\d+)_\w+")
+    for layout in (f"p{prompt}_{which}_" for prompt in prompts for which in ("up", "ip")):
+        z = arrays.under(layout)
         length = np.array([len(z["input_ids"])], np.int32)
-        segment = z["segment_ids"][None]
-        kinds = np.array([Kind.USER, *[Kind.ITEM] * 4, Kind.INSTRUCTION])[segment]
+        segment = z["segment_ids"][None]  # the user's text, each item's, the instruction
+        kinds = np.array([Kind.USER, *[Kind.ITEM] * (segment.max() - 1), Kind.INSTRUCTION])[segment]
         segments = _segments(np.zeros_like(segment), segment, kinds)
         which = USER_PREFIX if layout.endswith("_up_") else ITEM_PREFIX
         out, logits = _run(model, z["input_ids"][None], z["position_ids"][None], length, segments, which)
@@ -154,15 +214,16 @@ def _bipartite(model: Model, arrays: dict[str, Array]) -> Named:
             yield layout + name, scores[0], z[name]
 
 
-def _beam(model: Model, arrays: dict[str, Array]) -> Named:
+def _beam(model: Model, arrays: Arrays) -> Named:
     cfg, params = model
+    depth, named_widths = arrays["items"].shape[1], arrays.numbers(r"w(\d+)_\w+")
     tokens = np.maximum(arrays["prompts"], 0).astype(np.int32)
     lengths = arrays["prompt_lengths"].astype(np.int32)
     tree, tables = _item_tables(arrays["items"], params)
     _, few = _item_tables(arrays["short_items"], params)
-    every = _unconstrained_tables(cfg, params, depth=3)
+    every = _unconstrained_tables(cfg, params, depth)
 
-    widest = max(32, int(arrays["free_width"]), int(arrays["short_width"]))
+    widest = max(*named_widths, int(arrays["free_width"]), int(arrays["short_width"]))
 
     def search(tables: beam.CatalogTables, width: int, normalize: beam.Normalize) -> tuple[Array, Array]:
         # as the engine runs it: narrow beams in a wide program
@@ -175,12 +236,12 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
         return np.stack(chosen, axis=-1), np.asarray(beams.scores)[:, :width]
 
     modes: tuple[tuple[beam.Normalize, str], ...] = (("full", ""), ("valid", "_renorm"))
-    for width in (8, 32):
+    for width in named_widths:
         for normalize, tag in modes:
             sequences, scores = search(tables, width, normalize)
             yield f"w{width}{tag}_sequences", sequences, arrays[f"w{width}{tag}_sequences"]
             yield f"w{width}{tag}_sum_logprob", scores, arrays[f"w{width}{tag}_sum_logprob"]
-            yield f"w{width}{tag}_hf_scores", scores / 3, arrays[f"w{width}{tag}_hf_scores"]
+            yield f"w{width}{tag}_hf_scores", scores / depth, arrays[f"w{width}{tag}_hf_scores"]
     sequences, scores = search(every, int(arrays["free_width"]), "full")
     yield "free_sequences", sequences, arrays["free_sequences"]
     yield "free_sum_logprob", scores, arrays["free_sum_logprob"]
@@ -198,7 +259,7 @@ def _beam(model: Model, arrays: dict[str, Array]) -> Named:
 
 
 def _item_tables(items: Array, params: decoder.DecoderParams) -> tuple[PrefixTree, beam.CatalogTables]:
-    """Catalog tables over [M, 3] token ids; each level's vocabulary is the tokens that occur."""
+    """Catalog tables over [M, depth] token ids; each level's vocabulary is the tokens that occur."""
     vocabularies = [np.unique(items[:, level]).astype(np.int32) for level in range(items.shape[1])]
     codes = [np.searchsorted(v, items[:, level]) for level, v in enumerate(vocabularies)]
     tree = PrefixTree.build(np.stack(codes, axis=1).astype(np.int32))
@@ -223,16 +284,29 @@ def _unconstrained_tables(
     )
 
 
-def show(compared: Iterable[tuple[str, Comparison]]) -> int:
-    """Print the largest error of every array, each with the name of its model; 0, the exit code."""
-    worst = 0.0
+def show(compared: Iterable[tuple[str, Comparison]], atol: float) -> int:
+    """Print the largest error of every array, each with the name of its model; the exit code."""
+    worst, within = 0.0, True
     print("| model | file | array | largest error |\n|---|---|---|---|")
-    for model, c in compared:
-        worst = max(worst, c.error)
-        print(f"| {model} | {c.file} | {c.array} | {'equal' if c.error == 0 else f'{c.error:.1e}'} |")
-    print(f"\nlargest of all: {worst:.1e}")
-    return 0
+    try:
+        for model, c in compared:
+            worst, within = max(worst, c.error), within and c.is_within(atol)
+            print(f"| {model} | {c.file} | {c.array} | {'equal' if c.error == 0 else f'{c.error:.1e}'} |")
+    except GoldenError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"\nlargest of all: {worst:.1e}; {'' if within else 'NOT '}all within {atol:.0e}")
+    return 0 if within else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    folder = Path(argv[0]) if argv else GOLDEN
+    families = sorted(path.parent.name for path in folder.glob("*/config.json")) if argv else FAMILIES
+    if not families:
+        print(f"{folder}: there is no folder with a model's config.json", file=sys.stderr)
+        return 1
+    return show(((family, c) for family in families for c in comparisons(family, folder=folder)), ATOL)
 
 
 if __name__ == "__main__":
-    sys.exit(show((family, c) for family in FAMILIES for c in comparisons(family)))
+    sys.exit(main(sys.argv[1:]))

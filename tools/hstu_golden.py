@@ -7,6 +7,7 @@ Letters: B histories, N places.
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,18 +15,26 @@ import numpy as np
 
 from jgr.models.hstu import HstuConfig, HstuLayer
 from jgr.models.stu import StuConfig, StuLayer
+from tools.golden_parity import Arrays, load
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "hstu"
 ATOL = 5e-5  # what the golden set states
 
 Array = Any  # numpy's, to be given to functions that ask for jax's
-Arrays = dict[str, Array]
+INPUTS = re.compile(
+    r"x|cached_x_old|delta_positions|past_ids|timestamps|q|k|v|delta_q|seq_embeddings|seq_offsets|lengths|num_targets"
+    r"|num_heads|attention_dim|linear_dim|num_buckets|eps|alpha|concat_ua|silu_uvqk|group_norm|delta_size"
+    r"|max_seq_len|contextual_seq_len|max_attn_len|min_full_attn_seq_len|variants|\w+_uses|\w+_max_seq_len"
+    r"|item_embedding|position_embedding|time_embedding"
+    r"|layer\d+_(uvqk|o_weight|o_bias|pos_w|ts_w|uvqk_weight|uvqk_beta|(input|output)_norm_(weight|bias)|output_weight)"
+)
+"""Arrays that are fed to a model or that describe the others, and weights; all the rest must be reproduced."""
 Layers = TypeVar("Layers", HstuLayer, StuLayer)
 
 
-def golden(file: str) -> Arrays:
-    """The arrays of a file by their names."""
-    return dict(np.load(GOLDEN / f"{file}.npz"))
+def golden(file: str, folder: Path = GOLDEN) -> Arrays:
+    """The arrays of a file by their names. Raises GoldenError."""
+    return load(folder / f"{file}.npz")
 
 
 def golden_config(z: Arrays, n_items: int = 1) -> HstuConfig:
@@ -102,4 +111,4 @@ def int32(x: Array) -> Array:
 
 
 def _depth(z: Arrays) -> int:
-    return len({name.partition("_")[0] for name in z if name.startswith("layer")})
+    return 1 + z.numbers(r"layer(\d+)_\w+")[-1]

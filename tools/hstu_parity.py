@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parity of HSTU, in its research form and as the STU, with tests/golden/hstu, array by array (MODEL-6 to MODEL-15).
 
-    python -m tools.hstu_parity          prints the largest error of every array
+    python -m tools.hstu_parity [FOLDER]          prints the largest error of every array
 
 `comparisons` is the one place that says how each array is reproduced; the tests assert on what it yields. Every number
 comes from the functions that serve: the stacks whole, grown by an event and in parts, and the operator in its XLA form.
+All sizes are those of the files; what is missing is an error, and exit codes are those of tools/golden_parity.py.
 
 Letters: B histories, N places, D hidden, L layers, H heads, a and b width of a query and of a value.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -27,10 +29,12 @@ from jgr.ops.biased_attention import Bias, Causal, Places, biased_attention, spr
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import visibility
 from jgr.prompt.layouts import CAUSAL, SINGLE_USER_MULTI_ITEM, Layout, Tokens
-from tools.golden_parity import Comparison, show
+from tools.golden_parity import Arrays, Comparison, held_against, show
 from tools.hstu_golden import (
+    ATOL,
+    GOLDEN,
+    INPUTS,
     Array,
-    Arrays,
     golden,
     golden_config,
     golden_stack,
@@ -49,11 +53,10 @@ _encode = jax.jit(hstu.encode, static_argnames="cfg")
 _encode_positions = jax.jit(stu_scorer.encode_positions, static_argnames=("contextual", "scale"))
 
 
-def comparisons(file: str) -> Iterator[Comparison]:
-    """Every output array of one of FILES."""
-    z = golden(file)
-    for name, got, want in _REPRODUCED_BY[file](z):
-        yield Comparison(file, name, np.asarray(got), want)
+def comparisons(file: str, folder: Path = GOLDEN) -> Iterator[Comparison]:
+    """Every output array of one of FILES. Raises GoldenError."""
+    z = golden(file, folder)
+    return held_against(file, z, _REPRODUCED_BY[file](z), INPUTS)
 
 
 def grown(z: Arrays) -> tuple[jax.Array, jax.Array, History]:
@@ -247,5 +250,10 @@ _REPRODUCED_BY: dict[str, Callable[[Arrays], Named]] = {
 FILES = tuple(_REPRODUCED_BY)
 
 
+def main(argv: Sequence[str]) -> int:
+    folder = Path(argv[0]) if argv else GOLDEN
+    return show((("hstu", c) for file in FILES for c in comparisons(file, folder)), ATOL)
+
+
 if __name__ == "__main__":
-    sys.exit(show(("hstu", c) for file in FILES for c in comparisons(file)))
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from benchmarks import h200_serving as bench
@@ -22,6 +23,7 @@ def test_the_tiny_model_goes_through_everything_and_claims_nothing() -> None:
     assert (point["prompt_tokens"], point["batch"], point["published_ms"]) == (24, 2, None)
     assert point["time_ms"]["runs"] == 1
     assert 0 < point["share_of_floor"]
+    assert about["device"] == jax.devices()[0].device_kind
     assert about["score_difference_from_rank"] <= bench.MAX_SCORE_DIFFERENCE["float32"]
 
 
@@ -30,10 +32,19 @@ def test_without_a_gpu_there_is_no_result() -> None:
         bench.measure(False, QUIET)
 
 
-def test_it_needs_no_package_that_serving_does_not() -> None:
-    absent = ("grain", "ray", "optax", "orbax", "torch", "matplotlib", "tokenizers", "starlette")
-    code = f"import sys; sys.modules |= dict.fromkeys({absent}); import benchmarks.h200_serving"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_it_needs_no_package_of_a_server_or_of_training() -> None:
+    """An image that runs it has jax, numpy and absl-py: nothing else may be imported, at once or later."""
+    absent = (
+        "msgspec", "starlette", "uvicorn", "redis", "grain", "h11", "orbax", "optax", "safetensors", "tokenizers",
+        "ray", "torch", "matplotlib", "psutil", "prometheus_client",
+    )  # fmt: skip
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({absent}); from benchmarks import h200_serving as bench;"
+        "tree, levels = bench.make_catalog(bench.QUICK); assert tree.n_leaves > 1000;"
+        "from jgr.models import generators, beam; print(*sorted(m for m in sys.modules if m.startswith('jgr.serving')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""  # nothing of the server either
 
 
 def test_rows_divide_by_the_rates_of_the_same_run() -> None:

@@ -60,7 +60,8 @@ STACKED = """HloModule jit_rank, is_scheduled=true, entry_computation_layout={(b
   %param_0 = bf16[28,2048,6144]{2,1,0} parameter(0)
   %param_1 = s32[] parameter(1)
   %constant = s32[] constant(0)
-  %slice = bf16[1,2048,6144]{2,1,0} dynamic-slice(%param_0, %param_1, %constant), dynamic_slice_sizes={1,2048,6144}
+  %at = s32[] add(%param_1, %constant)
+  %slice = bf16[1,2048,6144]{2,1,0} dynamic-slice(%param_0, %at, %constant), dynamic_slice_sizes={1,2048,6144}
   ROOT %copy.3 = bf16[1,2048,6144]{2,1,0} copy(%slice)
 }
 
