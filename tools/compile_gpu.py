@@ -171,7 +171,8 @@ def _renewed_climber(name: str, cfg: climber.ClimberConfig) -> Program:
     """A kept user who asks at another time: the last event of each group again."""
     places = _ints(1, cfg.max_items)
     weights = params.abstract(climber.spec(cfg), jnp.float32)
-    events: Any = climber.Events(places, places, places, _ints(1), _ints(1))
+    given: Any = (places, places, places, _ints(1), _ints(1))
+    events = climber.Events(*given)
     kept = jax.eval_shape(functools.partial(climber.read, cfg=cfg), weights, events=events)
 
     def call(weights: Any, k: Any, v: Any, events: Any) -> Any:
