@@ -166,6 +166,7 @@ def engine() -> Iterator[Program]:
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
+    yield _renewed_climber("long", climber.LONG)
     yield from _hstu(candidates=512, growth=16)
 
 
@@ -190,6 +191,20 @@ def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Progr
         return climber.rank(weights, cfg, events, rows, {})
 
     return Program("climber", name, call, (weights, climber.Events(*events), _ints(1, candidates)))
+
+
+def _renewed_climber(name: str, cfg: climber.ClimberConfig) -> Program:
+    """A kept user who asks at another time: the last event of each group again."""
+    places = _ints(1, cfg.max_items)
+    weights = params.abstract(climber.spec(cfg), jnp.float32)
+    given: Any = (places, places, places, _ints(1), _ints(1))
+    events = climber.Events(*given)
+    kept = jax.eval_shape(functools.partial(climber.read, cfg=cfg), weights, events=events)
+
+    def call(weights: Any, k: Any, v: Any, events: Any) -> Any:
+        return climber.renew(weights, cfg, k, v, events)
+
+    return Program("climber", f"{name}_renewed", call, (weights, kept.k, kept.v, events))
 
 
 def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:

@@ -283,15 +283,15 @@ def test_records_are_written_where_the_caller_says() -> None:
 def test_what_passes_through_is_fetched_once_at_a_time_and_left_alone_after_a_failure() -> None:
     store, clock = FakeStore({item: record(row) for item, row in ROWS.items()}), Clock()
     begun = threading.Semaphore(0)
+    with cached(store, "sync_missing", clock, cache_mb=0) as cache, ThreadPoolExecutor(8) as threads:
+        waits = cache._wait
 
-    def ticking() -> int:
-        begun.release()
-        return clock.now
+        def waiting(*given: Any) -> Any:  # under the cache's lock
+            found = waits(*given)
+            begun.release()
+            return found
 
-    with (
-        cached(store, "sync_missing", ticking, cache_mb=0) as cache,
-        ThreadPoolExecutor(8) as threads,
-    ):
+        cache._wait = waiting  # type: ignore[method-assign]
         store.open.clear()
         gets = [threads.submit(cache.get_many, rows("a", "b", "a")) for _ in range(8)]
         for _ in gets:

@@ -27,6 +27,7 @@ CLIMBER = ClimberConfig(
     items=items_digest(ITEMS), experts=2, actions=3,
 )  # fmt: skip
 LATER = (0, 1, 60, 3 * DAY)
+ONE_SIZE = ("executors.sizes=8",)
 
 
 def body(cfg: ScorerConfig, events: int = 5, **given: Any) -> dict[str, Any]:
@@ -55,7 +56,12 @@ def test_who_asks_again_later_is_the_same_user_and_is_scored_for_then(
     tmp_path: Path, cfg: ScorerConfig
 ) -> None:
     config = make_folder(
-        tmp_path / "model", cfg, "executors.share_user=cache", "cache.device_mb=0.1", "executors.number=1"
+        tmp_path / "model",
+        cfg,
+        "executors.share_user=cache",
+        "cache.device_mb=0.1",
+        "executors.number=1",
+        *ONE_SIZE,
     )
     with ScorerServer(config) as server:
         bodies = [body(cfg, time=MONDAY + DAY + later) for later in LATER]
@@ -85,7 +91,9 @@ def test_who_asks_again_later_is_the_same_user_and_is_scored_for_then(
 def test_where_every_event_depends_on_now_the_log_says_so_and_only_the_same_second_is_a_hit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = make_folder(tmp_path / "model", STU, "executors.share_user=cache", "cache.device_mb=0.1")
+    config = make_folder(
+        tmp_path / "model", STU, "executors.share_user=cache", "cache.device_mb=0.1", *ONE_SIZE
+    )
     with ScorerServer(config) as server:
         for time, cached in ((0, 0), (0, 7), (1, 0)):
             asked = body(STU, time=MONDAY + DAY + time)
