@@ -156,7 +156,7 @@ class CacheConfig:
     # Of the model's pages, for items; the others are for users. None: as many as all items need, at most four of five,
     # for a policy that caches both.
     item_share: float | None = None
-    cell_tokens: int = 4  # tokens of a cell, by which entries grow
+    cell_tokens: int = 2  # tokens of a cell, by which entries grow
     # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
     new_tokens: int = 16
     window_s: float = 300.0  # over which accesses are counted
