@@ -165,7 +165,7 @@ class CacheConfig:
     # Share of the model's pages that items may take; users get the others. None: what all items need, but at most 0.8,
     # where the policy caches both.
     item_share: float | None = None
-    cell_tokens: int = 4  # tokens in a cell, by which entries grow
+    cell_tokens: int = 2  # tokens in a cell, by which entries grow
     # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
     new_tokens: int = 16
     # With hotness, which user goes first. priced: as BAT-10, but a user is admitted, or read from the cache, only where

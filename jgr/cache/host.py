@@ -26,7 +26,7 @@ from jgr.cache.pool import DevicePool
 from jgr.models import words
 from jgr.models.words import Cells
 
-MOVED_BYTES, MOVED_CELLS = 16 << 20, 64
+MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
 """What one program moves at most."""
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of one server: which one a request means, and what is done to all of them.
 
-The one idea: models share a process and nothing else. Each is a deployment with an engine, a catalog, a worker thread,
-caches and series of its own; here they only have names. A request names one, or takes the first that serves its kind.
+The one idea: models share a process and its cache memory. Each is a deployment with an engine, a catalog, a worker
+thread, caches and series of its own; here they only have names. A request names one, or takes the first that serves its
+kind.
 
 What takes memory and time is done to one after the other: the first warm-up, and the reloads of a signal.
 """
