@@ -36,7 +36,8 @@ from jgr.models import checkpoint, decoder, params
 from jgr.prompt.tokens import semantic_id_tokenizer
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import DecoderExecutors
-from jgr.serving.decoders.serve import Engine
+from jgr.serving.decoders.serve import ServedDecoder
+from jgr.serving.engine.engine import Engine
 from jgr.serving.http.listener import Listener
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
@@ -87,7 +88,7 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, dict[str, Engine]]]:
+def serving(folder: Path) -> Iterator[tuple[str, dict[str, Engine[ServedDecoder]]]]:
     """The server's address, and its engines by name."""
     configs = [
         override(Config(), *SETTINGS, f"model.path={folder}", f"model.name={name}", f"cache.policy={policy}")
@@ -124,7 +125,7 @@ def ask(connection: http.client.HTTPConnection, model: str, tokens: int) -> Any:
     return answer
 
 
-def compiled(engine: Engine, prompt: int, cached: int) -> tuple[Profile, dict[str, float]]:
+def compiled(engine: Engine[ServedDecoder], prompt: int, cached: int) -> tuple[Profile, dict[str, float]]:
     """The smallest program that takes such a request, and what XLA says that it computes and reads."""
     executors = engine.served.executors
     assert isinstance(executors, DecoderExecutors)
@@ -157,7 +158,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 def point(
     connection: http.client.HTTPConnection,
-    engines: dict[str, Engine],
+    engines: dict[str, Engine[ServedDecoder]],
     tokens: int,
     rounds: int,
     quiet: Quiet,

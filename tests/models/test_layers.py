@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.config import CacheConfig
 from jgr.models import beam, decoder, generators, packed, params
-from jgr.models.decoder import DecoderConfig, DecoderParams, Prefill, SlotKV
+from jgr.models.decoder import CachedKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.generators import with_layers_apart
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.prompt.layouts import ITEM_PREFIX, Kind, Tokens
+from jgr.serving.decoders.caching import kv_cells
 
 CFG = DecoderConfig(
     family="qwen3", vocab_size=64, hidden=64, layers=4, heads=8, kv_heads=2, head_dim=16, mlp=192,
@@ -31,7 +33,10 @@ LAZY = LazyConfig(
 BATCH, COUNT = 2, 24
 HOLDINGS = pytest.mark.parametrize("held", [lambda w: w, with_layers_apart], ids=["stack", "apart"])
 
-prefill = jax.jit(decoder.prefill, static_argnames=("cfg", "keep_layers", "layout", "attention"))
+
+def prefill(weights: DecoderParams, cfg: DecoderConfig, tokens: Any, lengths: Any, **options: Any) -> Prefill:
+    """Compiled over the weights and tokens; cached tokens are given by a function, which is no argument."""
+    return jax.jit(lambda w, x, n: decoder.prefill(w, cfg, x, n, **options))(weights, tokens, lengths)
 
 
 def draw(cfg: DecoderConfig = CFG) -> DecoderParams:
@@ -54,11 +59,11 @@ def segments() -> dict[str, Any]:
     of_cached = Tokens(
         *(x.astype(np.int32) for x in (cached * 0, cached * 0 + 2, cached * 0 + Kind.USER, cached, cached))
     )
-    pool = jax.random.normal(jax.random.key(3), (8, CFG.layers, 2, CFG.kv_heads, CFG.head_dim))
+    kv = jax.random.normal(jax.random.key(3), (CFG.layers, 2, BATCH, CFG.kv_heads, 3, CFG.head_dim))
     return {
         "segments": described,
         "layout": ITEM_PREFIX,
-        "before": SlotKV(pool, np.arange(6, dtype=np.int32).reshape(BATCH, 3), of_cached),
+        "before": CachedKV(of_cached, lambda layer: (kv[layer, 0], kv[layer, 1])),
         "also": np.where(segment == 1, 5, -1).astype(np.int32),
     }
 
@@ -72,7 +77,6 @@ def test_what_is_read_is_what_the_whole_prompt_gives(
     """Against the reference form of attention, over whole stacks; keys and values are those of every token."""
     cfg, options, (tokens, lengths) = dataclasses.replace(CFG, layers=layers), made(), prompts()
     if "before" in options:
-        options["before"] = options["before"]._replace(pool=options["before"].pool[:, :layers])
         lengths[:] = COUNT
     weights, read = draw(cfg), np.array([[0, 5, 5], [8, 1, 3]], np.int32)
     want: Prefill = prefill(weights, cfg, tokens, lengths, attention="reference", **options)
@@ -135,14 +139,19 @@ def test_a_generator_reads_its_prompt_for_less() -> None:
 
 def test_candidates_in_the_prompt_are_scored_for_less() -> None:
     weights, count = with_layers_apart(draw()), 128
-    pool = np.zeros((4, 16 * packed.slot_elements(CFG)), np.float32)
+    kv = kv_cells(CacheConfig(), CFG, "float32", 4, 1 << 16)
+    pool = np.zeros((4, 1 << 14), np.uint32)
     described, cached = (Tokens(*[np.zeros(n, np.int32)] * 5) for n in (count, 16))
     row = packed.Row(
-        np.zeros(count, np.int32), described, np.zeros(count, np.int32), np.zeros(16, np.int32), cached
+        np.zeros(count, np.int32),
+        described,
+        np.zeros(count, np.int32),
+        np.zeros((16, kv.parts), np.int32),
+        cached,
     )
 
     def taken(candidates: int) -> float:
         asked = packed.Asked(*[np.zeros(candidates, np.int32)] * 3)
-        return flops(lambda *x: packed.rank(*x, cfg=CFG), weights, jnp.asarray(pool), row, asked)
+        return flops(lambda *x: packed.rank(*x, cfg=CFG, kv=kv), weights, jnp.asarray(pool), row, asked)
 
     assert taken(count) - taken(8) > (count - 8) * SAVED_PER_TOKEN
