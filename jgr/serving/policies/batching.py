@@ -240,7 +240,9 @@ class Batcher(Policy[Live]):
             starts.append(Start(run, 0, group.profile, work, group.moves, self._epoch))
         return starts
 
-    def _take_back(self, start: Start, outcome: Outcome, returned: list[Returned[Live]]) -> list[Returned[Live]]:
+    def _take_back(
+        self, start: Start, outcome: Outcome, returned: list[Returned[Live]]
+    ) -> list[Returned[Live]]:
         assert isinstance(start.shape, Profile)
         kind = start.shape.kind
         self._groupings[kind].finished(tuple(work.job for work in start.work), outcome == "well")

@@ -268,7 +268,9 @@ class Orchestrator(Policy[_Live]):
         self._found[run] = found
         return User(job.id, found.place, found.before, found.grown)
 
-    def _take_back(self, start: Start, outcome: Outcome, returned: list[Returned[_Live]]) -> list[Returned[_Live]]:
+    def _take_back(
+        self, start: Start, outcome: Outcome, returned: list[Returned[_Live]]
+    ) -> list[Returned[_Live]]:
         self._idle[self._size_of[start.lane]].append(start.lane)
         found = self._found.pop(start.run, None)
         if found is not None and self._users is not None:
