@@ -107,6 +107,22 @@ def test_the_buffer_is_not_written_while_a_program_reads_it() -> None:
     assert [np.asarray(out).tolist() for out in outs] == [[float(number)] * 64 for number in range(6)]
 
 
+def test_a_whole_buffer_is_written_at_once_and_read_as_one_record() -> None:
+    staging, other = Staging(LAYOUT), Staging(LAYOUT)
+    written = fill(staging, 5)
+    content = np.concatenate([np.zeros(0, np.uint8), staging._buffer])
+    other.write(content)
+    views = other.views()
+    for name, want in written.items():
+        assert bits(views[name]) == bits(want), name
+    plain = BufferLayout.of({"a": ((3,), np.int32), "b": ((2, 2), np.float32)})
+    buffer = np.zeros(plain.size, np.uint8)
+    record = buffer.view(plain.dtype)[0]
+    record["a"][:], record["b"][1, 0] = (1, 2, 3), 0.5
+    assert plain.views(buffer)["a"].tolist() == [1, 2, 3]
+    assert plain.views(buffer)["b"].tolist() == [[0, 0], [0.5, 0]]
+
+
 def test_a_program_is_compiled_for_the_buffer() -> None:
     staging = Staging(LAYOUT)
     compiled = unpacked.lower(staging.example).compile()

@@ -40,6 +40,8 @@ def test_tree_equals_a_dictionary_of_prefixes(paths: list[tuple[int, ...]]) -> N
             path[: level + 1] for level in range(depth)
         ]
         assert tree.rows_of(leaf).tolist() == [row for row, other in enumerate(paths) if other == path]
+    every = np.arange(len(nodes[depth]), dtype=np.int32)[::-1]
+    assert tree.rows_of_each(every) == [tree.rows_of(leaf).tolist() for leaf in every]
     assert [nodes[depth][leaf] for leaf in tree.leaf_of_row] == paths
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgr.catalog.item_filters import NO_FILTER, ItemFilter
+from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models.beam import catalog_tables
 from jgr.models.decoder import DecoderParams
@@ -18,10 +18,13 @@ from jgr.serving.decoders.device_filters import DeviceFilters
 BATCH, DEPTH, CAPACITY = 8, 3, 8192
 
 
-def make_filters() -> DeviceFilters:
-    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 9, (50, DEPTH)).astype(np.int32))
+TREE = PrefixTree.build(np.random.default_rng(0).integers(0, 9, (50, DEPTH)).astype(np.int32))
+
+
+def make_filters(segment_rows: int = 0) -> DeviceFilters:
     rows = DecoderParams(np.zeros((9, 2), np.float32), None, None)
-    return DeviceFilters(catalog_tables(tree, (np.arange(9, dtype=np.int32),) * DEPTH, rows), CAPACITY, 0)
+    tables = catalog_tables(TREE, (np.arange(9, dtype=np.int32),) * DEPTH, rows)
+    return DeviceFilters(tables, CAPACITY, segment_rows)
 
 
 def listing(rng: np.random.Generator, *sizes: int) -> ItemFilter:
@@ -81,3 +84,15 @@ def test_a_segment_alone_uploads_no_list(monkeypatch: pytest.MonkeyPatch) -> Non
     got = ours.lay_out(BATCH, [ItemFilter(only=True)])
     assert got.children is nothing.children and got.parents is nothing.parents
     assert got.only.tolist() == [True] + [False] * (BATCH - 1)
+
+
+def test_a_batch_without_filters_is_given_the_segments_as_they_are_now() -> None:
+    """A combination that is uploaded takes the rows' memory for good, so what was given before cannot be read again."""
+    ours, rows = make_filters(segment_rows=1), np.arange(7, dtype=np.int32)
+    named = ItemFilters(TREE, {"few": rows}).choose(rows[:0], None, ["few"])
+    ours.lay_out(BATCH, [])
+    given = ours.lay_out(BATCH, [named])
+    for level, now in zip(given.segments or (), ours.nothing[BATCH].segments or (), strict=True):
+        np.testing.assert_array_equal(now, level)
+        assert np.all(np.asarray(now)[0] == 2**32 - 1)
+    assert len(given.segments or ()) == DEPTH

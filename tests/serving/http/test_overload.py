@@ -6,6 +6,8 @@ Nothing sleeps: the executor is held where a request must be caught on its way.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import signal
 import socket
@@ -15,12 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jgr.config import UserError
 from jgr.serving.http.listener import bind
-from tests.serving.fakes import PATIENCE_S, LiveServer
+from jgr.serving.http.server import App
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.served_models import Models
+from tests.serving.fakes import PATIENCE_S, FakeExecutor, LiveServer, make_config, make_engine
 
 ROOT = Path(__file__).resolve().parents[3]
 BODY = {"history": ["a"], "top_k": 1}
@@ -71,6 +78,38 @@ def test_a_deadline_ends_queued_and_running_work_with_504() -> None:
         assert patient.reply().status == 200
         assert server.executor.batches == [1, 1], "the expired job never ran"
         assert server.call("/v1/rank", {**RANK, "deadline_ms": 60_000}).status == 200
+
+
+def test_a_request_that_its_server_gives_up_is_cancelled() -> None:
+    """As an ASGI server does that stops without waiting any longer: the application's task is cancelled."""
+    config = make_config()
+    executor = FakeExecutor(make_profiles(config.profiles))
+    engine = make_engine(config, executor)
+
+    async def receive() -> Any:
+        return bodies.pop() if bodies else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        raise AssertionError("there is no answer")
+
+    async def scenario() -> None:
+        await engine.start()
+        executor.wait_entered()
+        executor.hold()
+        application = App(Models([Deployment(engine, config.catalog)]), config.server)
+        scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "headers": []}
+        task = asyncio.ensure_future(application(scope, receive, send))
+        while not engine._tickets:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and not engine._tickets
+        engine.check()
+        executor.release()
+        assert await engine.drain(PATIENCE_S)
+
+    bodies = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+    asyncio.run(scenario())
 
 
 def test_the_default_deadline_is_for_requests_that_name_none() -> None:

@@ -249,10 +249,13 @@ def test_one_model_is_reloaded_while_the_others_stay() -> None:
         assert (entry(server, "jgr")["reload"], entry(server, "ranker")["reload"]) == ("never", "running")
         assert told(server.call("/v1/rank", RANK)) == ["jgr", CATALOG.version, "b", -1.0]
         assert told(server.call("/v1/rank", RANK_CAPITALS)) == ["ranker@0", CAPITALS.version, "B", 99.0]
+        by_version = {**RANK_CAPITALS, "model": "ranker@0"}
+        assert server.call("/v1/rank", by_version).status == 200
         ranker.open.set()
         while entry(server, "ranker")["reload"] == "running":
             pass
         assert told(server.call("/v1/rank", RANK_CAPITALS)) == ["ranker@1", CAPITALS.version, "B", 109.0]
+        assert server.call("/v1/rank", by_version).status == 404, "that version is gone"
         assert post(server, "/v1/models/jgr/reload").status == 409, "it came from no folder"
         assert server.metric('jgr_model_reloads_total{model="ranker",outcome="done"}') == 1
         assert server.metric('jgr_model_reloads_total{model="jgr",outcome="done"}') == 0
