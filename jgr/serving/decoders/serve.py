@@ -129,6 +129,8 @@ class Engine(Driver[Ticket]):
         return self._batcher
 
     async def _warm_up(self, progress: Progress) -> None:
+        if self.caching is not None:
+            self.caching.start()
         self._worker.start()
         await self._worker.warm_up(self.executor.warm_up, progress)
 
