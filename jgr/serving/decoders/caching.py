@@ -36,12 +36,14 @@ MOST_FOR_ITEMS = 0.8
 class Caching:
     """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt.
 
-    lease: of the meta service, which other engines of the same model may share. kv: its cells.
+    lease: of the meta service, which other engines of the same model may share. kv: its cells. limits: pages of each
+    kind.
     """
 
     memory: Memory
     lease: Lease
     kv: KVCells
+    limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
 
@@ -49,9 +51,10 @@ class Caching:
     def meta(self) -> CacheMeta:
         return self.lease.meta
 
-    def renew(self) -> None:
-        """Before every plan: forget what the pool has lost."""
-        self.meta.renew(self.memory.pool.epoch)
+    def start(self) -> None:
+        """Divide the model's pages as this engine's catalog wants them; on the event loop, as all that plans."""
+        for kind, pages in self.limits.items():
+            self.meta.set_limit(kind, pages)
 
     def forget(self, user_id: str) -> int:
         """Drop a user's entries; how many there were."""
@@ -131,6 +134,7 @@ def make_caching(
     cache, name = config.cache, config.model.name
     count = memory.limit(name) if cache.policy != "none" else 0
     items = round(item_share(cache, kv, count, segments) * count)
+    limits = {"item": items, "user": count - items}
 
     def make() -> CacheMeta:
         hotness = None
@@ -141,8 +145,6 @@ def make_caching(
         return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
-    lease.meta.set_limit("item", items)
-    lease.meta.set_limit("user", count - items)
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
@@ -154,7 +156,7 @@ def make_caching(
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    return Caching(memory, lease, kv, groupings, segments)
+    return Caching(memory, lease, kv, limits, groupings, segments)
 
 
 def planned(start: Start, tasks: Sequence[Task], caching: Caching | None) -> list[Work]:

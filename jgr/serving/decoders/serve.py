@@ -116,7 +116,8 @@ class ServedDecoder:
         return 0 if self.caching is None else self.caching.forget(user_id)
 
     def started(self) -> None:
-        """Nothing else is to be opened."""
+        if self.caching is not None:
+            self.caching.start()
 
     def epoch(self) -> int:
         return 0 if self.caching is None else self.caching.memory.pool.epoch

@@ -154,11 +154,11 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView
         raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")
 
     def make() -> CacheMeta:
-        return CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta = CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta.set_limit("user", pages)
+        return meta
 
-    lease = memory.lease(("states", name, model.revision, room, config.executors.growth), make)
-    lease.meta.set_limit("user", pages)
-    return lease
+    return memory.lease(("states", name, model.revision, room, config.executors.growth), make)
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

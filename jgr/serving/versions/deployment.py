@@ -108,8 +108,9 @@ class Deployment:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
         await self.engine.start(progress)
         self._loaded_at = now()
-        parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
-        _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
+        if self.engine.memory:
+            parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
+            _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
 
     def reload(self) -> None:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""
