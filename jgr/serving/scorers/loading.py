@@ -131,7 +131,7 @@ def make_scorer_engine(
         features=features,
         cache=cache,
         lease=lease,
-        pool_epoch=lambda: memory.pool.epoch,
+        pool_epoch=(lambda: 0) if lease is None else (lambda: memory.pool.epoch),
         memory={
             "weights": tree_bytes(model.params),
             "features": 0 if features is None else round(config.features.cache_mb * 2**20),
