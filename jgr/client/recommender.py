@@ -134,7 +134,8 @@ class Recommender(ABC):
     ) -> Any:
         """The candidates by how likely each follows a history, best first. top_k: None for all of them.
 
-        Several histories have the same candidates, or a list of candidates each; "all" is the whole catalog. fields: those of POST /v1/rank.
+        Several histories have the same candidates, or a list of candidates each; "all" is the whole catalog. fields:
+        those of POST /v1/rank.
         """
         bodies, several = _bodies(history, {"candidates": candidates, "top_k": top_k, **fields})
         return _as_asked(self._ask("rank", bodies), several)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
-from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
@@ -20,7 +19,6 @@ from jgr.models.words import WORD, Cells
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
-from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 
@@ -55,10 +53,6 @@ class Caching:
         """Divide the model's pages as this engine's catalog wants them; on the event loop, as all that plans."""
         for kind, pages in self.limits.items():
             self.meta.set_limit(kind, pages)
-
-    def forget(self, user_id: str) -> int:
-        """Drop a user's entries; how many there were."""
-        return int(self.meta.forget(Name("user", user_entry(user_id), "user_prefix")))
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:

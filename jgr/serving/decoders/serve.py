@@ -112,9 +112,6 @@ class ServedDecoder:
             shadows.append((causal, partial(compare, self.metrics.repair_drift)))
         return shadows
 
-    def forget(self, user_id: str) -> int:
-        return 0 if self.caching is None else self.caching.forget(user_id)
-
     def started(self) -> None:
         if self.caching is not None:
             self.caching.start()
@@ -181,7 +178,9 @@ def decoder_engine(
     )
     served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
     timed = {} if clock is None else {"clock": clock}
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, **timed)
+    return Engine(
+        served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal, **timed
+    )
 
 
 def _compare(answered: Outcome, drift: Histogram, again: Task) -> None:

@@ -115,9 +115,6 @@ class Served(Protocol[T]):
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries; how many there were."""
-
     def started(self) -> None:
         """The warm-up has ended well."""
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from jgr.cache.entries import Entry, Name, Stored, Whole
 from jgr.cache.meta import CacheMeta
+from jgr.serving.policies.jobs import UserPart
 
 UInt8 = npt.NDArray[np.uint8]
 Growth = Callable[[UInt8, UInt8], int | None]
@@ -27,13 +28,6 @@ Growth = Callable[[UInt8, UInt8], int | None]
 
 LAYOUT = "state"
 """The layout that the entries' names have."""
-
-
-class UserPart(NamedTuple):
-    """A user, by the name that an entry has, and the block that the user's part is computed from; None: not kept."""
-
-    name: str
-    block: UInt8 | None = None
 
 
 class Found(NamedTuple):
@@ -62,9 +56,9 @@ class UserCache:
 
     def find(self, user: UserPart) -> Found | None:
         """None: it is being written, or there is no room."""
-        assert user.block is not None
-        block = user.block
-        name, content = Name("user", user.name, LAYOUT), Whole(block.tobytes())
+        assert user.key is not None
+        block = np.frombuffer(user.key, np.uint8)
+        name, content = Name("user", user.name, LAYOUT), Whole(user.key)
         old, grown = self._before(name, block)
         entry = self.meta.find(name, content)
         if entry is not None:

@@ -143,7 +143,7 @@ def make_scorer_engine(
         partial(_fit, model),
         partial(make_scorer_engine, model, config, metrics=metrics, memory=memory, like=executors),
     )
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild)
+    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 
 
 def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease:
