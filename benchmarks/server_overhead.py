@@ -161,7 +161,7 @@ def server(core: int, checkout: Path = HERE) -> Iterator[Address]:
     end well."""
     settings = [f"--set={setting}" for setting in SETTINGS]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jgr.cli.main", "serve", "--null", *settings],
+        [sys.executable, "-c", "from jgr.cli.main import run; run()", "serve", "--null", *settings],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout)},
         stdout=subprocess.PIPE,
@@ -176,6 +176,8 @@ def server(core: int, checkout: Path = HERE) -> Iterator[Address]:
     finally:
         process.terminate()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
     if process.returncode != 0:
         raise RuntimeError(f"the server ended with exit code {process.returncode}")
 
