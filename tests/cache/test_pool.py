@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.cache.entries import Content, Entry, Move, Name, Stored, Whole
+from jgr.cache.entries import Content, Entry, Move, Name, Stored
 from jgr.cache.host import HostTier
 from jgr.cache.memory import Memory
 from jgr.cache.meta import CacheMeta
@@ -23,6 +23,7 @@ from jgr.cache.pool import DevicePool, PoolLost
 from jgr.config import Config, ConfigError, override
 from jgr.models import words
 from jgr.models.words import Cells
+from jgr.serving.policies.user_cache import Whole
 
 
 def broken(array: Any) -> Any:

@@ -153,9 +153,9 @@ def make_caching(
     return Caching(memory, lease, kv, limits, groupings, segments)
 
 
-def planned(start: Start, tasks: Sequence[Task], caching: Caching | None) -> list[Work]:
+def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]:
     """The tasks' works with what their batch's plan says; it is noted in the tasks too."""
-    if caching is not None and caching.memory.host is not None:
+    if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
     works: list[Work] = []
     for task, request in zip(tasks, start.work, strict=True):

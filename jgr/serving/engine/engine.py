@@ -93,6 +93,15 @@ class Engine(Generic[S]):
         journal: str = "",
     ) -> None:
         self.served, self.clock, self.rebuild = served, clock, rebuild
+        self.metrics: Metrics = served.metrics
+        """May be shared with the engines of other versions."""
+        self.info: ModelInfo = served.info
+        """What is served, and the limits on its requests."""
+        self.catalog: Catalog = served.catalog
+        self.meta: CacheMeta | None = served.meta
+        """The meta service of its cache; None where nothing is cached."""
+        self.memory: Mapping[str, int] = served.memory
+        """Bytes that its parts take, on the device and on the host, by their names."""
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes = Lanes(served.executors, clock)
@@ -101,33 +110,9 @@ class Engine(Generic[S]):
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
         self._journal = journal_at(journal) if journal else None  # a file that cannot be written is told now
-        self._pump_due, self._epoch = False, 0
+        self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
-
-    @property
-    def metrics(self) -> Metrics:
-        """May be shared with the engines of other versions."""
-        return self.served.metrics
-
-    @property
-    def info(self) -> ModelInfo:
-        """What is served, and the limits on its requests."""
-        return self.served.info
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.served.catalog
-
-    @property
-    def meta(self) -> CacheMeta | None:
-        """The meta service of its cache; None where nothing is cached."""
-        return self.served.meta
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes that its parts take, on the device and on the host, by their names."""
-        return self.served.memory
 
     @property
     def queued(self) -> int:
@@ -156,7 +141,7 @@ class Engine(Generic[S]):
         """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
-        if self._policy.full:
+        if self._policy.queued >= self._policy.max_queue:
             raise _refusal("queue_full")  # before it is translated, which costs the loop milliseconds
         arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ms = request.deadline_ms or self._default_deadline_ms
@@ -250,17 +235,16 @@ class Engine(Generic[S]):
     def _pump(self) -> None:
         """Do what the policy plans now, and wake up when time alone changes the plan."""
         self._pump_due = False
-        now_ns, epoch = self.clock(), self.served.epoch()
-        if epoch != self._epoch:
-            self._policy.renew(epoch, now_ns)
-            self._epoch = epoch
-        plan = self._policy.plan(now_ns)
+        now_ns = self.clock()
+        if self._pool is not None and self._pool.epoch != self._epoch:
+            self._epoch = self._pool.epoch
+            self._policy.renew(self._epoch, now_ns)
+        plan, wakeup_ns = self._policy.plan(now_ns), self._policy.next_wakeup_ns()
         if plan.expired:
             self._expire(plan.expired)
         for start in plan.starts:
-            work = self.served.begin(start, [self._tickets[job_id].task for job_id in start.jobs])
-            self._lanes.run(start, work, partial(self._finished, start))
-        wakeup_ns = self._policy.next_wakeup_ns()
+            tasks = [self._tickets[work.job].task for work in start.work]
+            self._lanes.run(start, self.served.begin(start, tasks), partial(self._finished, start))
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
             self._wakeup[1].cancel()
             self._wakeup = None
@@ -277,7 +261,14 @@ class Engine(Generic[S]):
         outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
         committed = self._policy.commit(start.run, outcome, self.clock())
         if run.error is None:
-            self._take(start, run)
+            tasks: list[Any] = []
+            for work in start.work:
+                ticket = self._tickets.get(work.job)
+                if ticket is not None:
+                    ticket.started_ns = ticket.started_ns or run.start_ns
+                    ticket.ended_ns = run.end_ns
+                tasks.append(None if ticket is None else ticket.task)
+            self.served.take(start, tasks, run.outcomes)
         self._pump()
         if run.error is not None and not lost:
             self._fail(committed.failed, run.error)
@@ -286,14 +277,6 @@ class Engine(Generic[S]):
         for job_id in committed.done:
             self._answer(self._tickets.pop(job_id))
         self._check_drained()
-
-    def _take(self, start: Start, run: Run) -> None:
-        tickets = [self._tickets.get(job_id) for job_id in start.jobs]
-        for ticket in tickets:
-            if ticket is not None:
-                ticket.started_ns = ticket.started_ns or run.start_ns
-                ticket.ended_ns = run.end_ns
-        self.served.take(start, [None if t is None else t.task for t in tickets], run.outcomes)
 
     def _answer(self, ticket: Ticket) -> None:
         task, info, served = ticket.task, self.info, self.served
@@ -320,7 +303,7 @@ class Engine(Generic[S]):
             usage=task.usage,
             timing_ms=timing,
         )
-        if task.usage.cached_tokens:
+        if served.compares and task.usage.cached_tokens:
             self._shadow(task)
         if task.request.explain:
             answer.explain = served.explain(task)

@@ -12,13 +12,14 @@ is not to see more events. Entries belong to one revision of a model, so another
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Entry, Name, Stored, Whole
+from jgr.cache.entries import Entry, Name, Stored
 from jgr.cache.meta import CacheMeta
 from jgr.serving.policies.jobs import UserPart
 
@@ -28,6 +29,20 @@ Growth = Callable[[UInt8, UInt8], int | None]
 
 LAYOUT = "state"
 """The layout that the entries' names have."""
+
+
+class Whole:
+    """A content that is reused whole or not at all: any bytes, of length 1."""
+
+    def __init__(self, data: bytes) -> None:
+        self.digest = hashlib.blake2b(data, digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return 1
+
+    def prefix(self, count: int) -> bytes:
+        """See `jgr.cache.entries.Valued`; there is one prefix."""
+        return self.digest
 
 
 class Found(NamedTuple):
