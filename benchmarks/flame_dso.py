@@ -181,7 +181,7 @@ def make_engine(path: str, setting: Setting, folder: Path) -> Engine[ServedScore
         "pad_1024": (lambda n: LARGEST, [LARGEST]),
         "implicit": (lambda n: n, FOUR_SIZES),
     }[path]
-    return flame_serving.behind(engine, ShapeOnDemand(cfg, params, *padded, LARGEST))
+    return flame_serving.with_executors(engine, ShapeOnDemand(cfg, params, *padded, LARGEST))
 
 
 PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")

@@ -121,7 +121,7 @@ def make_inputs(cfg: ClimberConfig, candidates: int, dtype: Any) -> tuple[Climbe
 def make_engines(
     folder: Path, cfg: ClimberConfig, candidates: int, streams: int
 ) -> dict[str, Engine[ServedScorer]]:
-    """Of each build, the engine that serves the folder, which is written here. Not yet started."""
+    """Write a model folder, and make the engine of each build that serves it. Not yet started."""
     flame_serving.save(folder, cfg)
     settings = [f"executors.{name}={streams}" for name in ("number", "streams")]
     settings += [f"executors.sizes={candidates}"]
@@ -146,7 +146,8 @@ async def drive(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
-    """As `under_load`, of clients that ask an engine."""
+    """Have clients ask an engine for some seconds, each one request after the other: answers a second, and each one's
+    ms."""
     taken: list[float] = []
     asked, until = itertools.cycle(requests), clock() + seconds
 
@@ -168,12 +169,12 @@ def _drive(runner: asyncio.Runner, *given: Any) -> Run:
 
 
 def scores_of(answer: Answer) -> dict[str, Sequence[float]]:
-    """Of each item, its score by task."""
+    """The scores of each item of an answer, one for each task."""
     return {item.item_id: list(item.scores.values()) for item in answer.items if item.scores}
 
 
 def difference(answers: Sequence[Answer]) -> float:
-    """The largest between the scores of two answers to one request."""
+    """The largest difference between the scores of several answers to one request."""
     first, *others = (scores_of(answer) for answer in answers)
     return max(
         float(np.abs(np.subtract(scores, other[item])).max())
@@ -275,7 +276,7 @@ def make_stages(
     rates: Mapping[str, float],
     products: Sequence[str],
 ) -> Row:
-    """Of each stage: what it took, with the streams side by side, the least that it could, and what binds that."""
+    """What each stage took, with the streams side by side, the least that it could take, and what binds that."""
     best = Work(max(rates[product] for product in products), rates["bytes"], rates["exponentials"])
     found: Row = {}
     for name, stage in stages.items():

@@ -173,7 +173,7 @@ def make_engine(folder: Path, items: int, address: str, path: str, setting: Sett
     assert isinstance(engine.served.executors, ScorerExecutors)
     params, cfg = engine.served.executors.programs.params, replace(pda_world.MODEL, n_items=items)
     executors = ShapeOnDemand(cfg, params, lambda n: CANDIDATES, [CANDIDATES], CANDIDATES, schema=SCHEMA)
-    return flame_serving.behind(engine, executors)
+    return flame_serving.with_executors(engine, executors)
 
 
 class System:

@@ -55,7 +55,7 @@ def load(folder: Path, *settings: str) -> Engine[ServedScorer]:
     return engine
 
 
-def behind(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[ServedScorer]:
+def with_executors(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[ServedScorer]:
     """The same engine with other executors, which compute a user's part in every part; not yet started."""
     return Engine(replace(engine.served, executors=executors, reads=False), None)
 
@@ -105,11 +105,11 @@ class ShapeOnDemand:
         return self.score(work)
 
     def collect(self, start: Start, pending: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """What `launch` returned, as the one outcome of a run."""
+        """The scores that `launch` returned, as the one outcome of a run."""
         return [pending]
 
     def score(self, work: PartWork) -> npt.NDArray[np.float32]:
-        """[c, P]."""
+        """The scores of a part's candidates, [c, P] float32."""
         count = len(work.rows)
         size = self._padded(count)
         rows = np.full((1, size), -1, np.int32)

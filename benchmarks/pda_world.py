@@ -43,14 +43,14 @@ MODEL = ClimberConfig(
 
 
 class Request(NamedTuple):
-    """ids: of the candidates, rows: of the same, history: rows."""
+    """One request. ids and rows: of its candidates. history: rows, oldest first."""
 
     ids: list[str]
     rows: Int32
     history: Int32
 
     def asked(self) -> RankRequest:
-        """As the engine is asked."""
+        """The request as the engine takes it."""
         history: list[str | int] = list(map(str, self.history.tolist()))
         return RankRequest(history=history, candidates=list(self.ids), top_k=TOP_K)
 

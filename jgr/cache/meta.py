@@ -166,7 +166,7 @@ class CacheMeta:
         return True
 
     def forget(self, user: Name) -> bool:
-        """`drop`, and nothing is known any more of how often the user came."""
+        """Drop a user's entry, and forget how often the user came. False where there was no entry."""
         dropped = self.drop(user)
         if self.hotness is not None:
             self.hotness.forget(user)
@@ -185,7 +185,7 @@ class CacheMeta:
             self._evict(victim)
 
     def valid_tokens(self, name: Name, content: Valued) -> int:
-        """Of what `find` would find, 0 for nothing; changes nothing."""
+        """The number of valid tokens of the entry that `find` would return, 0 for none. Changes nothing."""
         entry = self._entries[name.kind].get(name) or self._aside.get(name)
         return entry.tokens if entry is not None and serves(entry, content) else 0
 

@@ -384,10 +384,10 @@ def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Bu
 def renew(
     params: ClimberParams, cfg: ClimberConfig, k: Any, v: Any, events: Events, *, build: Build = "fused"
 ) -> User:
-    """What `read` of the events gives, from the keys and values that it gave for the same events and another `now`.
+    """Compute the state that `read` gives, from keys and values that it gave for the same events at another `now`.
 
-    Of these, `now` is in the bias of each group's last event alone, so that event is computed again: it stands to the
-    events before it as a candidate does. The bias of the candidates is looked up again.
+    k, v: of that state. In them, `now` matters for the bias of each group's last event only, so that event alone is
+    computed again: it stands to the events before it as a candidate does. The candidates' bias is looked up again.
     """
     parts, lengths = _groups(cfg, events)
     given = prepare(
@@ -414,7 +414,8 @@ def renew(
 def _places(
     cfg: ClimberConfig, parts: _Parts, lengths: jax.Array, asked: jax.Array
 ) -> tuple[Places, Places, Places]:
-    """Of events [G, s] as keys; as queries, whose time is that of the next event (MODEL-7); of candidates [G, 1]."""
+    """The places of events [G, s] as keys; as queries, whose time is the next event's (MODEL-7); of candidates [G,
+    1]."""
     times, now = parts.times.reshape(len(lengths), -1), jnp.tile(asked, cfg.blocks)
     place = jnp.broadcast_to(jnp.arange(cfg.part), times.shape)
     if not cfg.timed:

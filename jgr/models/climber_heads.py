@@ -70,7 +70,7 @@ def fuse(weights: Fusion, x: jax.Array, heads: int) -> jax.Array:
 
 
 def tasks(weights: Heads, z: jax.Array) -> jax.Array:
-    """[n, P] of z [n, D]: experts that the tasks mix, each by a gate of its own (MMoE)."""
+    """The tasks' probabilities [n, P] of inputs z [n, D]: each task mixes the experts by a gate of its own (MMoE)."""
     inner = jax.nn.relu(z @ weights.expert1 + weights.expert1_bias[:, None])
     experts = inner @ weights.expert2  # [X, n, D]
     mixed = []

@@ -27,7 +27,7 @@ from jgr.prompt.tokens import (
 Int32 = npt.NDArray[np.int32]
 
 LAST = -1
-"""In an instruction's tokens: one of the semantic id of the history's last item."""
+"""Stands in an instruction's tokens for one token of the semantic id of the history's last item."""
 
 
 class SegmentPrompts:
@@ -75,7 +75,7 @@ class SegmentPrompts:
 
     @property
     def item_lengths(self) -> npt.NDArray[np.int64]:
-        """[n]: tokens of each item of the catalog."""
+        """Number of tokens of each item of the catalog, [n]."""
         return np.minimum(self._lengths, self._span)
 
     def content(self, row: int) -> Content:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.cache.entries import Content, Entry, Move, Name, Stored, Whole
+from jgr.cache.entries import Content, Entry, Move, Name, Stored, WholeContent
 from jgr.cache.host import HostTier
 from jgr.cache.memory import Memory
 from jgr.cache.meta import CacheMeta
@@ -187,7 +187,9 @@ def test_free_and_used_are_all_pages_whatever_several_models_do(
     for what, model, kind, who, length in events:
         meta, name = metas[model], Name(kind, who, "l")
         meta.renew(epoch)
-        content: Any = Whole(bytes([length])) if rooms[model][kind].step == 0 else Content(np.arange(length))
+        content: Any = (
+            WholeContent(bytes([length])) if rooms[model][kind].step == 0 else Content(np.arange(length))
+        )
         if what == "write" and (entry := meta.extend(name, content)) is not None:
             writing.append((meta, entry))
         elif what == "end" and writing:

@@ -246,10 +246,10 @@ def _check_lengths(
             field,
             longest,
         )
-    behind = catalog.depth
+    following = catalog.depth
     if segments is not None:
-        behind = max(behind, config.rank.item_span + len(segments.instruction) + len(segments.probe))
-    positions = min(prompts.max_tokens, longest) + behind
+        following = max(following, config.rank.item_span + len(segments.instruction) + len(segments.probe))
+    positions = min(prompts.max_tokens, longest) + following
     if positions > model.cfg.max_position:
         raise ConfigError(
             f"prompt.max_items: a prompt and what follows it can need {positions} positions, "

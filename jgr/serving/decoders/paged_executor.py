@@ -211,7 +211,7 @@ class PagedExecutor:
         widths = np.zeros(profile.batch, np.int32)
         widths[: len(works)] = [work.beam_width for work in works]
         filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
-        return self._tables, arrays.row, arrays.whole, widths, filters
+        return self._tables, arrays.row, arrays.prompts, widths, filters
 
 
 class DecoderExecutors:

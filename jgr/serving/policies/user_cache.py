@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Entry, Name, Stored, Whole
+from jgr.cache.entries import Entry, Name, Stored, WholeContent
 from jgr.cache.meta import CacheMeta
 
 UInt8 = npt.NDArray[np.uint8]
@@ -64,7 +64,7 @@ class UserCache:
         """None: it is being written, or there is no room."""
         assert user.block is not None
         block = user.block
-        name, content = Name("user", user.name, LAYOUT), Whole(block.tobytes())
+        name, content = Name("user", user.name, LAYOUT), WholeContent(block.tobytes())
         old, grown = self._before(name, block)
         entry = self.meta.find(name, content)
         if entry is not None:

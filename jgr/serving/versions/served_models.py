@@ -42,7 +42,7 @@ class Models:
 
     @property
     def status(self) -> Status:
-        """That of the first model that is not ready; "ready" where all are."""
+        """The status of the first model that is not ready; "ready" where all are."""
         return next((d.status for d in self.deployments if d.status != "ready"), "ready")
 
     @property
@@ -67,7 +67,7 @@ class Models:
         return engine
 
     def find(self, model: str) -> Deployment:
-        """The one whose name or exact version `model` is. RequestError where there is none."""
+        """The deployment whose name or exact version `model` is. Raises RequestError where there is none."""
         found = self._by_name.get(model)
         if found is not None:
             return found
@@ -78,7 +78,10 @@ class Models:
         raise RequestError("not_found", f"there is no model {quoted(model)}; {there}", "model")
 
     def choose(self, model: str | None) -> Deployment:
-        """As `find`; None: the only one. RequestError where there are several."""
+        """The deployment that `model` names, see `find`; None: the only one.
+
+        Raises RequestError where there is none of that name, or where several are there to choose from.
+        """
         if model is not None:
             return self.find(model)
         if len(self.deployments) > 1:
@@ -102,7 +105,9 @@ class Models:
         several = len(self.deployments) > 1
         for deployment in self.deployments:
             if deployment.status == "starting":
-                await deployment.start(partial(_note, progress, deployment.name) if several else progress)
+                await deployment.start(
+                    partial(_with_name, progress, deployment.name) if several else progress
+                )
 
     def reload_all(self) -> None:
         """Begin to reload one model after the other, each when the change that it may be in is over.
@@ -146,5 +151,5 @@ def serves(info: ModelInfo, kind: Kind) -> bool:
     return (info.max_beam_width if kind == "recommend" else info.max_candidates) > 0
 
 
-def _note(progress: Progress, name: str, done: int, total: int, label: str) -> None:
+def _with_name(progress: Progress, name: str, done: int, total: int, label: str) -> None:
     progress(done, total, f"{name}: {label}")
