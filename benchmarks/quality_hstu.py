@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How HSTU's quality is measured: a ranker of the whole catalog, asked of a running server over HTTP (POST /v1/rank).
+"""How HSTU's quality is measured: a scorer of the whole catalog, asked of a running server over HTTP (POST /v1/rank).
 
 The files quality_hstu_*.py say of what. What lies in runs/ is used as it is; what is not there is prepared and trained
 first (minutes to hours on a CPU).

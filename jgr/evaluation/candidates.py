@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The candidates that a retriever names for a split's users, which a ranker then orders, as one .npz file.
 
-A ranker over candidates is measured on the users whose target is among them (LlamaRec's protocol), so its figures say
+A ranker is measured on the users whose target is among them (LlamaRec's protocol), so its figures say
 nothing without the retriever's recall: `Candidates.recall`.
 
 File: users [e] text ids, in the split's order; candidates [e, k] int32 rows, best first, then -1; target_at [e] int32,

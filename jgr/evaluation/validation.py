@@ -108,7 +108,7 @@ def retriever_recall(config: Config, dataset: Dataset) -> Callable[[RetrieverCon
 
 
 def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, DecoderParams], float]:
-    """recall@10 of a ranker of train.layouts, the mean where they are both.
+    """recall@10 of a ranker in the layouts of train.layouts; the mean where these are both.
 
     The candidates are those of train.retriever, for the users whose target is among them; without one the target and
     others drawn as for training, RANKED in all.
