@@ -374,8 +374,8 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     depth: Annotated[int, Meta(description="Number of levels in a semantic id.")]
     normalize: Annotated[Literal["valid", "full"], Meta(description="How scores are normalised; see Answer.")]
     beam_width: Annotated[int, Meta(description="Beam width of a request that names none.")]
-    max_beam_width: Annotated[int, Meta(description="Largest beam_width served; 0: no recommend.")]
-    max_candidates: Annotated[int, Meta(description="Most candidates in a request; 0: no rank.")]
+    max_beam_width: Annotated[int, Meta(description="Largest beam_width; 0: recommend is not served.")]
+    max_candidates: Annotated[int, Meta(description="Most candidates in a request; 0: rank is not served.")]
     timed: Annotated[bool, Meta(description="Whether the model reads times: it needs history_times.")] = False
     tasks: Annotated[
         list[str], Meta(description="Names of the tasks that are scored; empty: there is one score.")
