@@ -52,10 +52,10 @@ WORKLOADS = {"base": (BASE, 128), "long": (LONG, 512)}
 PUBLISHED_FLOPS = {"base": 3.72e9, "long": 1.64e10}
 STREAMS = {"cpu": 2, "gpu": 8}
 DTYPE = jnp.float32
-"""Scorers are served in it."""
+"""The type in which scorers are served."""
 MAX_DIFFERENCE = {"cpu": 1e-4, "gpu": 3e-2}
 RATIO = {"cpu": {"base": 1.0, "long": 1.0}, "gpu": {"base": 4.6, "long": 6.1}}
-"""Of the fused build's throughput over op by op: the paper's are for a GPU."""
+"""The target for the fused build's throughput over op by op, by device and workload; a GPU's are the paper's."""
 PAIRS_PER_S = 1.38e6  # the paper's, of long
 SHARE = 0.5
 BUILDS: tuple[Build, ...] = get_args(Build)
@@ -65,13 +65,13 @@ START_S = 1_700_000_000
 
 
 class Answers(Protocol):
-    """What clients need of an engine."""
+    """The part of an engine that clients use."""
 
     async def answer(self, request: RankRequest) -> Answer: ...
 
 
 class Run(NamedTuple):
-    """calls: in a second, of all streams. milliseconds: what each took."""
+    """What clients measured. calls: answers a second, of all streams. milliseconds: what each answer took."""
 
     calls: float
     milliseconds: list[float]
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 def under_load(
     call: Callable[[], Any], streams: int, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Run:
-    """So many threads call, for about so long; every call that began is waited for."""
+    """Have `streams` threads call for about so many seconds; every call that began is waited for."""
     taken: list[float] = []
     until = clock() + seconds
 
@@ -146,8 +146,7 @@ async def drive(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
-    """Have clients ask an engine for some seconds, each one request after the other: answers a second, and each one's
-    ms."""
+    """Have clients ask an engine for some seconds, each one request after the other, and count and time the answers."""
     taken: list[float] = []
     asked, until = itertools.cycle(requests), clock() + seconds
 
@@ -246,7 +245,7 @@ def make_row(
     rates: Mapping[str, float],
     products: Sequence[str],
 ) -> Row:
-    """runs: of each build. rates: of a second. products: those that are of FLOPs."""
+    """runs: by build. rates: what the device does in a second. products: names of the rates in FLOPs."""
     needed = climber_costs.cost(cfg, climber_costs.of_both(cfg, candidates)).flops
     peak = max(rates[product] for product in products)
     found: Row = {

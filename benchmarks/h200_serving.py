@@ -138,7 +138,7 @@ class Engine:
         return run
 
     def rank(self, prompt: Int32, leaves: Int32) -> Any:
-        """[W] scores of leaves [W]."""
+        """The scores [W] of leaves [W] after a prompt, by the program that ranks."""
         return np.asarray(self._rank(*self._given, *_prompts([prompt], len(prompt), 1), leaves[None]))[0]
 
 
@@ -151,7 +151,7 @@ def _prompts(prompts: Sequence[Int32], tokens: int, batch: int) -> tuple[Int32, 
 
 
 def check(setting: Setting, engine: Engine, prompt: Int32) -> float:
-    """The largest difference of a search's scores from those of `rank`. RuntimeError where a search is no search."""
+    """The largest difference of a search's scores from those of `rank`. RuntimeError where its result is not valid."""
     tokens, batch = setting.points[0]
     leaves, scores = (rows[0] for rows in engine.search(tokens, batch)([prompt]))
     if len(np.unique(leaves)) != setting.width or leaves.min() < 0 or leaves.max() >= engine.tree.n_leaves:
@@ -162,8 +162,7 @@ def check(setting: Setting, engine: Engine, prompt: Int32) -> float:
 
 
 def least_work(setting: Setting, tokens: int, batch: int) -> work.Work:
-    """The least work of one batch: prefill, the decode steps, and the output columns of each level, for all beams at
-    once."""
+    """The least work of one batch for all its beams: prefill, decode steps, and each level's output columns."""
     size, width = jnp.dtype(setting.dtype).itemsize, setting.width
     parts = [work.prefill(setting.cfg, batch, tokens, size)]
     parts += [work.decode(setting.cfg, batch, width, tokens, step, size) for step in range(1, DEPTH)]

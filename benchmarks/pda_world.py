@@ -103,7 +103,7 @@ def redis_program() -> str:
 
 @contextmanager
 def redis_server(folder: Path, core: int) -> Iterator[str]:
-    """The path of its Unix socket; nothing is kept on disk."""
+    """Run a Redis server on one core that keeps nothing on disk, and give the path of its Unix socket."""
     path = str(folder / "redis.sock")
     command = [redis_program(), "--port", "0", "--unixsocket", path, "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:

@@ -97,19 +97,19 @@ def only(layers: Layers, count: int) -> Layers:
 
 
 def masked_by(z: Arrays, variant: str) -> tuple[StuConfig, Array]:
-    """What says who sees whom in a variant of the operator, and [B] where its histories end."""
+    """The mask arguments of a variant of the operator, which say who sees whom, and [B] where its histories end."""
     targets, window, context, full = [*z[f"{variant}_uses"].tolist(), 0][:4]
     cfg = StuConfig(1, 1, 1, 1, 1, 1, contextual=context, max_attention=window, full_rows=full)
     return cfg, int32(z["lengths"] - z["num_targets"] * targets)
 
 
 def padded(x: Array, offsets: Array, rows: int) -> Array:
-    """Jagged [S, ...] -> [B, rows, ...], anything behind a row's end."""
+    """Jagged rows [S, ...] as [B, rows, ...]; what follows a row's end may be anything."""
     return x[np.minimum(offsets[:-1, None] + np.arange(rows), len(x) - 1)]
 
 
 def int32(x: Array) -> Array:
-    """As our functions want whole numbers."""
+    """Whole numbers in the type that our functions take."""
     return x.astype(np.int32)
 
 

@@ -108,7 +108,7 @@ def _research(z: Arrays) -> Named:
 def _inside(
     layer: HstuLayer, h: Array, k: Array, v: Array, lengths: Array, times: Array, *, cfg: HstuConfig
 ) -> dict[str, jax.Array]:
-    """Of one layer over h [B, N, D] with its cached keys and values [B, H, N, a and b].
+    """What one layer computes over h [B, N, D] with its cached keys and values [B, H, N, a and b].
 
     Queries [B, N, H, a], what attention gives [B, N, H b] and, where timed, the bias [B, N, N].
     """

@@ -41,10 +41,10 @@ class Valued(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """16 bytes: the hash of all of it."""
+        """The hash of all of it, 16 bytes."""
 
     def prefix(self, count: int) -> bytes:
-        """16 bytes: the hash of its first `count`."""
+        """The hash of its first `count` tokens, 16 bytes."""
 
 
 class WholeContent:

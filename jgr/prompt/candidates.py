@@ -34,8 +34,8 @@ class SegmentPrompts:
     """The prompts of a catalog's candidates.
 
     instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked.
-    max_position: positions that the model was made for. PromptError names the field that does not fit the tokenizer or
-    the catalog.
+    max_position: number of positions that the model was made for. Raises PromptError, which names the field that does
+    not fit the tokenizer or the catalog.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class SegmentPrompts:
         )
 
     def item(self, row: int) -> Int32:
-        """[t] int32, at most item_span; a longer one loses the end of its text, never its last token."""
+        """The tokens of an item, [t] int32, at most item_span; a longer one loses the end of its text, not its last
+        token."""
         start, end = self._ends[row] - self._lengths[row], self._ends[row]
         tokens = self._flat[start:end]
         return tokens if len(tokens) <= self._span else np.append(tokens[: self._span - 1], tokens[-1])

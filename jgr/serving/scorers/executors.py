@@ -3,15 +3,15 @@
 
 The one idea: an executor does one part of one request at a time, from beginning to end: it writes the part into its
 staging buffer, sends that in one transfer, runs its compiled program and reads the scores, all in its own thread. So
-parts run at once, and nobody waits for a device under a lock. Scores go to an array that the next run is given back for
-good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
+parts run at once, and nobody waits for a device under a lock. Scores are written to an array that the next run gets
+back (donation), inputs to the staging buffer, so after the warm-up a run allocates nothing that grows with the traffic.
 
-What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
-published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
-MODEL-13); or a part does that is all of its request, which saves the arrays' way through memory.
-`cache`: such an executor also keeps it in cells of the pool (`StateView`), or fetches it from there, or computes it
-from what is there of the user when the history was shorter. What depends on the moment of the request is never kept:
-where there is any, another program makes the state of what is kept (`scorers.keeping`).
+How often a user's part is computed decides which programs there are (`share`). "part": every part computes it (FLAME as
+published). "request": an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
+MODEL-13); where a request has a single part, that part may compute the user itself, which saves the arrays' way through
+memory. "cache": the executor of size USER_PART also keeps the user in cells of the pool (`StateView`), fetches it from
+there, or computes it from what was kept when the history was shorter. What depends on the moment of the request is
+never kept: where there is any, another program makes the state of what is kept (`scorers.keeping`).
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -51,7 +51,7 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 Share = Literal["part", "request", "cache"]
 Program = Callable[..., Any]
-"""Compiled, or a plain function that dispatches its operations one by one."""
+"""A compiled program, or a plain function that dispatches its operations one by one."""
 
 TIMED_RUNS = 3
 """Runs of each size at warm-up that are timed; the fastest of them is the size's cost."""
@@ -115,10 +115,11 @@ class PartExecutors(Executors, Protocol):
 class Programs:
     """The programs of a scorer, for any number of executors; made by `compile`.
 
-    sizes: candidates of a part, ascending. share: for what a user's part is computed. schema: of the features' records;
-    None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`. build:
-    see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one operation
-    after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no such build.
+    sizes: candidates of a part, ascending. share: how often a user's part is computed. schema: of the features'
+    records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
+    build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
+    operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
+    such build.
     """
 
     def __init__(
@@ -156,24 +157,26 @@ class Programs:
 
     @property
     def to_compile(self) -> int:
-        """Sizes without a program."""
+        """The number of sizes that have no program yet."""
         return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> Program:
-        """program(words, params, state, out) -> scores [1, m, P]; of USER_PART: program(words, params) -> kept."""
+        """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
+        kept."""
         return self._compiled[size]
 
     def whole(self, size: int) -> Program:
-        """program(words, params, None, out) -> scores, of parts that compute the user too; compiled with the size."""
+        """The program of a part that computes the user too: (words, params, None, out) -> scores; compiled with the
+        size."""
         return self._whole[size]
 
     @property
     def grow(self) -> Program:
-        """grow(words, params, kept) -> kept; where there is growth, compiled with USER_PART."""
+        """The program that adds events to a kept user: (words, params, kept) -> kept; compiled with USER_PART."""
         return self._grow
 
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
-        """[count] records of items whose features are not there; None where the model reads none."""
+        """Records [count] for items whose features are not there; None where the model reads none."""
         schema = self.schema
         return None if schema is None else np.frombuffer(schema.default * count, schema.dtype)
 

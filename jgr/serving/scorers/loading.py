@@ -70,8 +70,8 @@ def make_scorer_engine(
     memory: Memory | None = None,
     like: ScorerExecutors | None = None,
 ) -> Engine[ServedScorer]:
-    """An engine for a catalog, not yet started. memory: of the server; None: of its own. like: executors of the model,
-    whose programs are used.
+    """An engine for a catalog, not yet started. memory: the server's; None: one of its own. like: executors of the
+    model, whose programs are used.
 
     UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
     """
