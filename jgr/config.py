@@ -442,7 +442,10 @@ def override(config: Config, *assignments: str) -> Config:
 
 
 def from_json(sections: Mapping[str, Mapping[str, Any]]) -> Config:
-    """What `to_json` gave; sections and fields that are left out have their defaults. ConfigError as `override`."""
+    """The configuration that `to_json` wrote; sections and fields that are left out have their defaults.
+
+    Raises ConfigError for an unknown field, and for a value that the field excludes.
+    """
     hints = _field_types()
     updates: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():

@@ -26,7 +26,7 @@ from jgr.config import Config, ConfigError
 
 PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
 FEWEST_PAGES = 32
-"""A small pool has smaller pages, so that it has so many."""
+"""The fewest pages that a pool has: a small pool has smaller pages."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Lease:
         self._open = True
 
     def close(self) -> None:
-        """Give it back; once, however often it is called."""
+        """Give the part back. Further calls do nothing."""
         if self._open:
             self._open = False
             self._memory._end(self._key)
@@ -74,7 +74,7 @@ class Memory:
 
     @classmethod
     def of(cls, *configs: Config) -> Memory:
-        """As the first configuration says, for the models of all. Where none of them caches it is one page."""
+        """The memory of a server, of the sizes in its first configuration. Where no model caches it is one page."""
         first = configs[0].cache
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
         if not shares:
@@ -91,7 +91,7 @@ class Memory:
 
     @cached_property
     def host(self) -> HostTier | None:
-        """None where there is no page of it."""
+        """The host tier; None where host_mb does not hold a page."""
         return HostTier(self.pool, self._host_count) if self._host_count else None
 
     def limit(self, model: str) -> int:

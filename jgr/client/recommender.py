@@ -27,7 +27,7 @@ PER_HISTORY = frozenset(("user_id", "history_times", "time", "history_actions", 
 
 
 class Array(Protocol):
-    """A numpy array, or what turns itself into lists as one does."""
+    """A numpy array, or another object with its method `tolist`."""
 
     def tolist(self) -> Any: ...
 
@@ -64,8 +64,8 @@ class Recommender(ABC):
 
     One history gives one Answer; a list of histories gives a list of as many Answers in their order, and goes out
     together. With several histories the fields of PER_HISTORY are lists of one value for each, and so may be the
-    candidates. Item ids are text; an integer is read as its decimal text. Every method raises a RequestFailed; of
-    several histories that of the first that failed, whose `index` it names, and the other answers are dropped.
+    candidates. Item ids are text; an integer is read as its decimal text. Every method raises a RequestFailed.
+    Where several histories are asked, it is that of the first that failed, with its `index`; other answers are dropped.
     """
 
     @property
@@ -83,7 +83,7 @@ class Recommender(ABC):
 
     @abstractmethod
     async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
-        """As `_ask`, on any event loop."""
+        """The answers to JSON bodies, awaited on any event loop."""
 
     @overload
     def recommend(

@@ -23,7 +23,7 @@ from jgr.cache.pool import DevicePool, PoolLost
 from jgr.config import Config, ConfigError, override
 from jgr.models import words
 from jgr.models.words import Cells
-from jgr.serving.policies.user_cache import Whole
+from jgr.serving.policies.user_cache import WholeContent
 
 
 def broken(array: Any) -> Any:
@@ -189,7 +189,7 @@ def test_free_and_used_are_all_pages_whatever_several_models_do(
         meta, name = metas[model], Name(kind, who, "l")
         meta.renew(epoch)
         content: Any = (
-            Whole(bytes([length])) if rooms[model][kind].step == 0 else Content.of(np.arange(length))
+            WholeContent(bytes([length])) if rooms[model][kind].step == 0 else Content.of(np.arange(length))
         )
         if what == "write" and (entry := meta.extend(name, content)) is not None:
             writing.append((meta, entry))

@@ -27,15 +27,16 @@ REMEMBERED = 10
 
 
 MOST_FOR_ITEMS = 0.8
-"""Of the pages, where nothing is configured."""
+"""The largest share of the pages that items take where nothing is configured and users are cached too."""
 
 
 @dataclass(frozen=True, eq=False)
 class Caching:
-    """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt.
+    """The parts that an engine with a cache has beyond one without.
 
-    lease: of the meta service, which other engines of the same model may share. kv: its cells. limits: pages of each
-    kind.
+    memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
+    its entries. limits: pages of each kind. groupings: by kind of request, what plans the prompts. segments: makes
+    prompts with candidates in them; None where candidates are not in the prompt.
     """
 
     memory: Memory
@@ -50,13 +51,13 @@ class Caching:
         return self.lease.meta
 
     def start(self) -> None:
-        """Divide the model's pages as this engine's catalog wants them; on the event loop, as all that plans."""
+        """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
         for kind, pages in self.limits.items():
             self.meta.set_limit(kind, pages)
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:
-    """The compiled shapes of prompts with candidates; a row has so many candidates of all requests together."""
+    """The compiled shapes of prompts with candidates; a row holds rank.candidates of all its requests together."""
     rank = config.rank
     return tuple(
         Profile("rank", rank.requests, tokens, rank.candidates, packed=True, context=context)
@@ -100,12 +101,16 @@ def kv_cells(cache: CacheConfig, cfg: DecoderConfig, dtype: str, itemsize: int, 
 
 
 def kv_room(kv: KVCells) -> Room:
-    """What an entry of some tokens takes."""
+    """The room that an entry takes, by its number of tokens."""
     return Room(kv.cells.words * WORD, kv.parts, kv.tokens)
 
 
 def item_share(cache: CacheConfig, kv: KVCells, pages: int, segments: SegmentPrompts | None) -> float:
-    """Of the pages: as configured; else what the policy has a use for, and all items where both are cached (BAT-12)."""
+    """The share of the pages that items may take.
+
+    What is configured; else none or all where the policy caches users or items alone; where it caches both, room for
+    all items (BAT-12), within MOST_FOR_ITEMS.
+    """
     if cache.item_share is not None:
         return cache.item_share
     if segments is None or cache.policy in ("none", "user"):
@@ -154,7 +159,7 @@ def make_caching(
 
 
 def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]:
-    """The tasks' works with what their batch's plan says; it is noted in the tasks too."""
+    """Give each task's work the plan of its batch, and write into each task what the plan says of it."""
     if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
     works: list[Work] = []

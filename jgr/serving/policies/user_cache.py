@@ -31,7 +31,7 @@ LAYOUT = "state"
 """The layout that the entries' names have."""
 
 
-class Whole:
+class WholeContent:
     """A content that is reused whole or not at all: any bytes, of length 1."""
 
     def __init__(self, data: bytes) -> None:
@@ -73,7 +73,7 @@ class UserCache:
         """None: it is being written, or there is no room."""
         assert user.key is not None
         block = np.frombuffer(user.key, np.uint8)
-        name, content = Name("user", user.name, LAYOUT), Whole(user.key)
+        name, content = Name("user", user.name, LAYOUT), WholeContent(user.key)
         old, grown = self._before(name, block)
         entry = self.meta.find(name, content)
         if entry is not None:
