@@ -54,7 +54,7 @@ PAPER = {
     "books-280k": {"ABC": 128, "AB": 128, "AC": 115, "A": 102, "none": 83},
     "books-1m": {"ABC": 126, "AB": 106, "AC": 125, "A": 105, "none": 83},
 }
-"""Requests per second."""
+"""The requests per second of the paper's table, by catalog and parts."""
 ITEMS = {"books-280k": 280_000, "books-1m": 1_000_000}
 USERS = {"all": BOOKS.users, "returning": returning(BOOKS)}
 PAIRS = (("ABC", "AB"), ("ABC", "AC"), ("ABC", "A"), ("ABC", "none"), ("A", "none"))
@@ -62,7 +62,7 @@ PAPER_SKEW, PAPER_GBIT = 0.9, 100
 
 
 class Setting(NamedTuple):
-    """skew: share of the accesses that go to a tenth of the items."""
+    """Which parts of BAT are on, and for which users. skew: share of the accesses that go to a tenth of the items."""
 
     catalog: str
     users: str
@@ -70,8 +70,10 @@ class Setting(NamedTuple):
 
 
 class Size(NamedTuple):
-    """factor: that users and items are divided by. before, counted, timed: requests of each setting, see `Device.plan`;
-    tokens are of those counted, requests per second of those timed. tokens: compiled sizes."""
+    """How much is measured. factor: by which users and items are divided.
+
+    before, counted, timed: numbers of requests of each setting, see `Device.plan`; tokens are summed over those
+    counted, requests per second come from those timed. tokens: compiled sizes."""
 
     factor: float
     before: int

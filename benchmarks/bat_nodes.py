@@ -268,7 +268,10 @@ def link_row(system: System, base: System, seconds: Mapping[Key, float], rate: f
 
 
 def spent(system: System, seconds: Mapping[Key, float], rate: float) -> Float64:
-    """[timed requests, 2]: seconds on the device and on the network. rate: tokens a second of a node's link."""
+    """Seconds on the device and on the network, [timed requests, 2].
+
+    rate: tokens a second that a node's link passes.
+    """
     buckets = [TokenBucket(rate, BOOKS.item_tokens) for _ in range(NODES)]
     now = [0.0] * NODES
     times = []

@@ -29,20 +29,20 @@ from jgr.ops.exponential import exp_negative
 SQUARE = {"cpu": 1024, "gpu": 8192}
 COPIED = {"cpu": 2**16, "gpu": 2**28}
 EXPONENTIALS = {"cpu": 2**17, "gpu": 2**26}
-"""Numbers; on a CPU what a core's cache holds, as it holds a block's logits: memory would be a lower roof."""
+"""How many numbers are exponentiated to measure the rate. On a CPU they fit a core's cache, as a block's logits do."""
 
 Call = Callable[[], Any]
 
 
 class Work(NamedTuple):
-    """What a stage must do at least; or what a device does in a second."""
+    """An amount of work: what a stage must do at least, or what a device does in a second."""
 
     flops: float
     bytes: float
     exponentials: float = 0.0
 
     def seconds(self, rates: Work) -> dict[str, float]:
-        """By what it is bound: the time of each."""
+        """The time that FLOPs, bytes and exponentials each need at these rates; the longest binds the stage."""
         return {name: getattr(self, name) / getattr(rates, name) for name in self._fields}
 
 
@@ -106,7 +106,7 @@ def works(cfg: ClimberConfig, candidates: int, size: int, small: int) -> dict[st
 
 
 def stages(params: ClimberParams, cfg: ClimberConfig, events: Events, rows: jax.Array) -> dict[str, Stage]:
-    """One user's, by the fused ops."""
+    """The stages' programs for one user, by the fused ops."""
     dtype, m, s = params.embed.dtype, rows.shape[1], cfg.part
     small = sum(x.size for x in jax.tree.leaves((params.fusion, params.heads)))
     work = works(cfg, m, dtype.itemsize, small)
@@ -155,7 +155,7 @@ def _to_user(
 
 
 def _repeat(attend: Callable[..., jax.Array], times: int, q: jax.Array, *others: Any) -> jax.Array:
-    """So many times, each on what the one before gave."""
+    """Call `attend` so many times, each time with the last result as the queries."""
     out: jax.Array = jax.lax.scan(lambda q, _: (attend(q, *others), None), q, None, length=times)[0]
     return out
 

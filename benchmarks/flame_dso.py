@@ -65,7 +65,10 @@ SHARES = {"dso": "request", "dso_per_part": "part", "dso_cached": "cache"}
 
 @dataclass(frozen=True)
 class Setting:
-    """sizes: of the executors. smallest: power of two. requests: of a round. cold: `implicit`'s, where it compiles."""
+    """How much is measured. sizes: of the executors. smallest: the least power of two that candidates are padded to.
+
+    requests: in a round. cold: how many of them `implicit` answers where it compiles for each.
+    """
 
     cfg: ClimberConfig = MODEL
     sizes: tuple[int, ...] = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
@@ -102,7 +105,7 @@ class Traffic:
         return history.tolist(), times.tolist()
 
     def size(self) -> int:
-        """Candidates of a request."""
+        """Draw the number of candidates of a request."""
         if self._mix == "uniform":
             return int(self._rng.integers(1, LARGEST + 1))
         return int(self._rng.choice(FOUR_SIZES))
@@ -110,7 +113,7 @@ class Traffic:
 
 @dataclass
 class Run:
-    """What one round of one path gave."""
+    """The figures of one round of one path."""
 
     latencies_ms: list[float]
     pairs: int
@@ -154,7 +157,7 @@ class System:
         return found
 
     def _counts(self) -> tuple[float, float, float, float]:
-        """Pairs, padding, seconds that parts waited for executors, and parts, so far."""
+        """The counts so far: pairs, padding, seconds that parts waited for executors, and parts."""
         read = self.engine.metrics.registry.get_sample_value
         wait = [read(f"jgr_executor_wait_seconds_{name}") or 0.0 for name in ("sum", "count")]
         executors: Any = self.engine.served.executors
@@ -181,7 +184,7 @@ def make_engine(path: str, setting: Setting, folder: Path) -> Engine[ServedScore
         "pad_1024": (lambda n: LARGEST, [LARGEST]),
         "implicit": (lambda n: n, FOUR_SIZES),
     }[path]
-    return flame_serving.behind(engine, ShapeOnDemand(cfg, params, *padded, LARGEST))
+    return flame_serving.with_executors(engine, ShapeOnDemand(cfg, params, *padded, LARGEST))
 
 
 PATHS = ("dso", "dso_per_part", "dso_cached", "pow2", "pad_1024", "implicit")
@@ -236,7 +239,7 @@ def _run(runner: asyncio.Runner, system: System) -> Run:
 
 
 def agree(runner: asyncio.Runner, engines: Mapping[str, Engine[ServedScorer]], cfg: ScorerConfig) -> None:
-    """All paths give a request the same scores; but for `implicit`, which would compile for it."""
+    """Check that all paths give a request the same scores, except `implicit`, which would compile for it."""
     request = next(iter(Traffic("uniform", cfg, seed=9)))
     answers = [runner.run(engine.answer(request)) for path, engine in engines.items() if path != "implicit"]
     scores = {item.item_id: item.score for item in answers[0].items}

@@ -52,10 +52,10 @@ WORKLOADS = {"base": (BASE, 128), "long": (LONG, 512)}
 PUBLISHED_FLOPS = {"base": 3.72e9, "long": 1.64e10}
 STREAMS = {"cpu": 2, "gpu": 8}
 DTYPE = jnp.float32
-"""Scorers are served in it."""
+"""The type in which scorers are served."""
 MAX_DIFFERENCE = {"cpu": 1e-4, "gpu": 3e-2}
 RATIO = {"cpu": {"base": 1.0, "long": 1.0}, "gpu": {"base": 4.6, "long": 6.1}}
-"""Of the fused build's throughput over op by op: the paper's are for a GPU."""
+"""The target for the fused build's throughput over op by op, by device and workload; a GPU's are the paper's."""
 PAIRS_PER_S = 1.38e6  # the paper's, of long
 SHARE = 0.5
 BUILDS: tuple[Build, ...] = get_args(Build)
@@ -65,13 +65,13 @@ START_S = 1_700_000_000
 
 
 class Answers(Protocol):
-    """What clients need of an engine."""
+    """The part of an engine that clients use."""
 
     async def answer(self, request: RankRequest) -> Answer: ...
 
 
 class Run(NamedTuple):
-    """calls: in a second, of all streams. milliseconds: what each took."""
+    """What clients measured. calls: answers a second, of all streams. milliseconds: what each answer took."""
 
     calls: float
     milliseconds: list[float]
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 def under_load(
     call: Callable[[], Any], streams: int, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> Run:
-    """So many threads call, for about so long; every call that began is waited for."""
+    """Have `streams` threads call for about so many seconds; every call that began is waited for."""
     taken: list[float] = []
     until = clock() + seconds
 
@@ -121,7 +121,7 @@ def make_inputs(cfg: ClimberConfig, candidates: int, dtype: Any) -> tuple[Climbe
 def make_engines(
     folder: Path, cfg: ClimberConfig, candidates: int, streams: int
 ) -> dict[str, Engine[ServedScorer]]:
-    """Of each build, the engine that serves the folder, which is written here. Not yet started."""
+    """Write a model folder, and make the engine of each build that serves it. Not yet started."""
     flame_serving.save(folder, cfg)
     settings = [f"executors.{name}={streams}" for name in ("number", "streams")]
     settings += [f"executors.sizes={candidates}"]
@@ -146,7 +146,7 @@ async def drive(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Run:
-    """As `under_load`, of clients that ask an engine."""
+    """Have clients ask an engine for some seconds, each one request after the other, and count and time the answers."""
     taken: list[float] = []
     asked, until = itertools.cycle(requests), clock() + seconds
 
@@ -168,12 +168,12 @@ def _drive(runner: asyncio.Runner, *given: Any) -> Run:
 
 
 def scores_of(answer: Answer) -> dict[str, Sequence[float]]:
-    """Of each item, its score by task."""
+    """The scores of each item of an answer, one for each task."""
     return {item.item_id: list(item.scores.values()) for item in answer.items if item.scores}
 
 
 def difference(answers: Sequence[Answer]) -> float:
-    """The largest between the scores of two answers to one request."""
+    """The largest difference between the scores of several answers to one request."""
     first, *others = (scores_of(answer) for answer in answers)
     return max(
         float(np.abs(np.subtract(scores, other[item])).max())
@@ -245,7 +245,7 @@ def make_row(
     rates: Mapping[str, float],
     products: Sequence[str],
 ) -> Row:
-    """runs: of each build. rates: of a second. products: those that are of FLOPs."""
+    """runs: by build. rates: what the device does in a second. products: names of the rates in FLOPs."""
     needed = climber_costs.cost(cfg, climber_costs.of_both(cfg, candidates)).flops
     peak = max(rates[product] for product in products)
     found: Row = {
@@ -275,7 +275,7 @@ def make_stages(
     rates: Mapping[str, float],
     products: Sequence[str],
 ) -> Row:
-    """Of each stage: what it took, with the streams side by side, the least that it could, and what binds that."""
+    """What each stage took, with the streams side by side, the least that it could take, and what binds that."""
     best = Work(max(rates[product] for product in products), rates["bytes"], rates["exponentials"])
     found: Row = {}
     for name, stage in stages.items():

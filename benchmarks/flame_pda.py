@@ -58,15 +58,18 @@ NETWORK = Network()
 FIRST_RATE = 100.0
 """Requests a second, before it is known what they cost."""
 CONNECTIONS = 16
-"""To the store: more than there are ever round trips under way at once."""
+"""Connections to the store: more than there are ever round trips under way at once."""
 PATIENCE_MS = 5000.0
-"""Of requests for the store, so that who waits is served what it waits for."""
+"""The longest time that requests wait for the store: long enough that a request is served what it waits for."""
 LOAD = 0.16 * (os.cpu_count() or 1)
-"""In cores, of all but the model; the paper's machines stood at 16 %."""
+"""The CPU load in cores, of all but the model; the paper's machines stood at 16 %."""
 
 
 class Setting(NamedTuple):
-    """ttl_s: of the cache, and of what is requested before anything is timed. seconds: of a run."""
+    """How long is measured. ttl_s: the cache's time to live, for which requests come before anything is timed.
+
+    seconds: of a run.
+    """
 
     items: int = 1_000_000
     cache_mb: float = 512.0
@@ -98,7 +101,7 @@ class Clock:
 
 
 class Switch:
-    """A store near by while a cache is brought to its steady state, and the far one while it is timed."""
+    """A feature store that is near while a cache is brought to its steady state, and far while it is timed."""
 
     def __init__(self, near: FeatureStore, far: FeatureStore) -> None:
         self.now, self._near, self._far = near, near, far
@@ -124,7 +127,7 @@ class Switch:
 
 
 class Served(NamedTuple):
-    """What a run took. bytes: of the values that the store sent."""
+    """The figures of a run. bytes: of the values that the store sent."""
 
     answers: list[Answer]
     seconds: float
@@ -146,7 +149,7 @@ class Served(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Latency counts from the time that the request was due."""
+    """One answer. Its latency counts from the time at which the request was due."""
 
     latency_ms: float
     missing: int
@@ -173,7 +176,7 @@ def make_engine(folder: Path, items: int, address: str, path: str, setting: Sett
     assert isinstance(engine.served.executors, ScorerExecutors)
     params, cfg = engine.served.executors.programs.params, replace(pda_world.MODEL, n_items=items)
     executors = ShapeOnDemand(cfg, params, lambda n: CANDIDATES, [CANDIDATES], CANDIDATES, schema=SCHEMA)
-    return flame_serving.behind(engine, executors)
+    return flame_serving.with_executors(engine, executors)
 
 
 class System:
@@ -216,7 +219,7 @@ class System:
         self._store.to(near=False)
 
     def run(self, seconds: float | None = None) -> Served:
-        """Random arrivals at the rate."""
+        """Send requests at random times, at the present rate, for so many seconds."""
         seconds = seconds or self._setting.seconds
         count = max(1, round(self.rate * seconds))
         requests = [request.asked() for request in self._traffic.requests(count)]
@@ -301,7 +304,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def agree(runner: asyncio.Runner, engines: Sequence[Engine[ServedScorer]]) -> None:
-    """All paths give a request the same scores, once its features are cached."""
+    """Check that all paths give a request the same scores, once its features are cached."""
     request = next(Traffic(CANDIDATES).requests(1)).asked()
     found = []
     for engine in engines:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks of FLAME's parts share: a model folder that `jgr serve` could serve, the engine that it would be
-served by, and executors with none of FLAME's, for baselines behind the same engine.
+"""What the benchmarks of FLAME's parts share.
+
+They share a model folder that `jgr serve` could serve, the engine that would serve it, and executors that have none of
+FLAME's parts, so that baselines run in the same engine.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def load(folder: Path, *settings: str) -> Engine[ServedScorer]:
     return engine
 
 
-def behind(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[ServedScorer]:
+def with_executors(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[ServedScorer]:
     """The same engine with other executors, which compute a user's part in every part; not yet started."""
     return Engine(replace(engine.served, executors=executors, reads=False), None)
 
@@ -63,9 +65,10 @@ def behind(engine: Engine[ServedScorer], executors: ShapeOnDemand) -> Engine[Ser
 class ShapeOnDemand:
     """Executors of a program for each padded number of candidates: the baselines of FLAME-6 and FLAME-13.
 
-    padded: how many candidates n of them are computed as. ahead: numbers whose programs are compiled at the start.
-    largest: of all candidates. kept: programs, the last used. schema: of the features' records, where there are any.
-    Every request allocates its inputs and its scores, each input crosses by itself.
+    padded: gives the number of candidates that n of them are padded to. ahead: numbers whose programs are compiled at
+    the start. largest: the most candidates of a request. kept: how many programs are kept, the last used. schema: of
+    the features' records, where there are any. Each request allocates its inputs and scores, and each input crosses by
+    itself.
     """
 
     lanes = STREAMS
@@ -105,11 +108,11 @@ class ShapeOnDemand:
         return self.score(work)
 
     def collect(self, start: Start, pending: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """What `launch` returned, as the one outcome of a run."""
+        """The scores that `launch` returned, as the one outcome of a run."""
         return [pending]
 
     def score(self, work: PartWork) -> npt.NDArray[np.float32]:
-        """[c, P]."""
+        """The scores of a part's candidates, [c, P] float32."""
         count = len(work.rows)
         size = self._padded(count)
         rows = np.full((1, size), -1, np.int32)
@@ -131,7 +134,7 @@ class ShapeOnDemand:
         return Users(**of, now=now, context=context, scenario=scenario)  # type: ignore[arg-type]
 
     def _features(self, records: npt.NDArray[np.void] | None, size: int) -> dict[str, npt.NDArray[Any]]:
-        """[1, size, width] of each feature that the model reads, an array of its own."""
+        """The features that the model reads, by name an array [1, size, width] for each."""
         if self._schema is None:
             return {}
         given = np.zeros(size, self._schema.dtype)

@@ -42,12 +42,15 @@ Int32 = npt.NDArray[np.int32]
 DEPTH = shapes.LEVELS
 MAX_SCORE_DIFFERENCE = {"bfloat16": 0.1, "float32": 1e-4}
 PUBLISHED_MS = {(1000, 1): 17.6, (1000, 8): 93.2, (5000, 1): 42.3, (5000, 8): 307.9}
-"""(prompt tokens, batch): another engine on an H100, unconstrained."""
+"""Milliseconds by (prompt tokens, batch) that another engine has published for an H100, unconstrained."""
 
 
 class Setting(NamedTuple):
-    """side: of the square matmul that gives the FLOP rate; copied: bytes of the copy; tokens of level l begin at
-    first_token + l * level_size."""
+    """What is measured: a model, a catalog, the points, and the probes of the device's rates.
+
+    The tokens of level l of the ids begin at first_token + l * level_size. points: (prompt tokens, batch). side: of the
+    square matmul that gives the FLOP rate. copied: bytes of the copy that gives the bandwidth.
+    """
 
     cfg: DecoderConfig
     dtype: str
@@ -123,7 +126,7 @@ class Engine:
         return beam.Filters(listed, listed, jnp.zeros((batch, DEPTH), jnp.int32), rows > 0, rows)
 
     def search(self, tokens: int, batch: int) -> Callable[[Sequence[Int32]], tuple[Any, Any]]:
-        """Of prompts: leaves and scores [B, W]."""
+        """A function that searches prompts, and returns leaves and scores [B, W]."""
         filters, widths = self._filters(batch), np.full(batch, self._setting.width, np.int32)
 
         def run(prompts: Sequence[Int32]) -> tuple[Any, Any]:
@@ -135,7 +138,7 @@ class Engine:
         return run
 
     def rank(self, prompt: Int32, leaves: Int32) -> Any:
-        """[W] scores of leaves [W]."""
+        """The scores [W] of leaves [W] after a prompt, by the program that ranks."""
         return np.asarray(self._rank(*self._given, *_prompts([prompt], len(prompt), 1), leaves[None]))[0]
 
 
@@ -148,7 +151,7 @@ def _prompts(prompts: Sequence[Int32], tokens: int, batch: int) -> tuple[Int32, 
 
 
 def check(setting: Setting, engine: Engine, prompt: Int32) -> float:
-    """The largest difference of a search's scores from those of `rank`. RuntimeError where a search is no search."""
+    """The largest difference of a search's scores from those of `rank`. RuntimeError where its result is not valid."""
     tokens, batch = setting.points[0]
     leaves, scores = (rows[0] for rows in engine.search(tokens, batch)([prompt]))
     if len(np.unique(leaves)) != setting.width or leaves.min() < 0 or leaves.max() >= engine.tree.n_leaves:
@@ -159,7 +162,7 @@ def check(setting: Setting, engine: Engine, prompt: Int32) -> float:
 
 
 def least_work(setting: Setting, tokens: int, batch: int) -> work.Work:
-    """Of one batch: prefill, the decode steps, and the output columns of each level, for all beams at once."""
+    """The least work of one batch for all its beams: prefill, decode steps, and each level's output columns."""
     size, width = jnp.dtype(setting.dtype).itemsize, setting.width
     parts = [work.prefill(setting.cfg, batch, tokens, size)]
     parts += [work.decode(setting.cfg, batch, width, tokens, step, size) for step in range(1, DEPTH)]

@@ -83,7 +83,7 @@ def calls(case: Case, forms: Sequence[str]) -> dict[str, Callable[[Arrays], jax.
 
 
 def gradient(call: Callable[[Arrays], jax.Array]) -> Callable[[Arrays], Any]:
-    """Of the sum of squares, so that the result itself is needed too."""
+    """The gradient of the sum of squares of a result, so that the result itself is needed too."""
 
     def loss(of: Arrays, others: Arrays) -> jax.Array:
         out = call(of | others).astype(jnp.float32)

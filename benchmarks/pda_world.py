@@ -43,14 +43,14 @@ MODEL = ClimberConfig(
 
 
 class Request(NamedTuple):
-    """ids: of the candidates, rows: of the same, history: rows."""
+    """One request. ids and rows: of its candidates. history: rows, oldest first."""
 
     ids: list[str]
     rows: Int32
     history: Int32
 
     def asked(self) -> RankRequest:
-        """As the engine is asked."""
+        """The request as the engine takes it."""
         history: list[str | int] = list(map(str, self.history.tolist()))
         return RankRequest(history=history, candidates=list(self.ids), top_k=TOP_K)
 
@@ -103,7 +103,7 @@ def redis_program() -> str:
 
 @contextmanager
 def redis_server(folder: Path, core: int) -> Iterator[str]:
-    """The path of its Unix socket; nothing is kept on disk."""
+    """Run a Redis server on one core that keeps nothing on disk, and give the path of its Unix socket."""
     path = str(folder / "redis.sock")
     command = [redis_program(), "--port", "0", "--unixsocket", path, "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:

@@ -36,11 +36,11 @@ SPANS = 40  # of a training's losses, whose means are in the result
 class Quality:
     """One model on one dataset.
 
-    name: of the result's claims. raw: the dataset's folder in JGR_DATA. counts: its train, valid and test examples.
-    config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this split.
-    exclude_history: whether these were measured without the items of the history.
-    prepare: the arguments of jgr prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the
-    dataset is read as it comes. settings: fields that differ from the config.
+    name: with which its claims begin. raw: the dataset's folder in JGR_DATA. counts: numbers of its train, valid and
+    test examples. config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this
+    split. exclude_history: whether those were measured without the items of the history. prepare: the arguments of jgr
+    prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the dataset is read as it comes.
+    settings: fields that differ from the config.
     """
 
     name: str
@@ -169,7 +169,7 @@ def training(folder: Path) -> Row:
 
 @contextlib.contextmanager
 def server(fields: Sequence[str]) -> Iterator[str]:
-    """`jgr serve` on a free port; its URL."""
+    """Run `jgr serve` on a free port, and give its URL."""
     command = [*JGR, "serve", *fields, "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=harness.ROOT) as process:
         assert process.stdout is not None

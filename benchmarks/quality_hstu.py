@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How HSTU's quality is measured: a ranker of the whole catalog, asked of a running server over HTTP (POST /v1/rank).
+"""How HSTU's quality is measured: a scorer of the whole catalog, asked of a running server over HTTP (POST /v1/rank).
 
-The files quality_hstu_*.py say of what. What lies in runs/ is used as it is; what is not there is prepared and trained
-first (minutes to hours on a CPU).
+The files quality_hstu_*.py say for which task. What lies in runs/ is used as it is; what is not there is prepared and
+trained first (minutes to hours on a CPU).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ WIDE = ("train.hidden=128", "train.heads=4", "train.steps=8000")
 
 @dataclass(frozen=True)
 class Task:
-    """config: file in configs/. source: of jgr prepare, empty where the raw folder is read as it is. out: in runs/.
+    """One model on one dataset. config: a file in configs/. out: its folder in runs/.
+
+    source: for jgr prepare; empty where the raw folder is read as it is.
 
     baseline: another task's `out`, compared user by user. targets and published as in benchmarks.quality.Quality.
     """
@@ -94,7 +96,7 @@ def measure(task: Task, quick: bool) -> Measured:
 
 
 def _require_trained_as(config: Config, out: str) -> None:
-    """What lies in runs/ may be an older recipe's. Missing."""
+    """Raise Missing where what lies in runs/ was trained by another recipe."""
     train, found = config.train, json.loads((harness.ROOT / out / "config.json").read_text(encoding="utf-8"))
     steps = training(harness.ROOT / out)["steps"]
     sizes = [found[name] == getattr(train, name) for name in ("hidden", "layers", "heads")]

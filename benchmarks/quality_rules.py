@@ -30,9 +30,9 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Split:
-    """names: of the rows of other results that are measured on it. raw: the dataset's folder in JGR_DATA.
+    """A test split. names: of the rows of other results that are measured on it. raw: its folder in JGR_DATA.
 
-    source: of jgr prepare; empty where the raw folder is read as it comes. exclude_history: as those rows have it.
+    source: for jgr prepare; empty where the raw folder is read as it comes. exclude_history: as those rows have it.
     targets: by metric.
     """
 
@@ -109,7 +109,7 @@ def measure(split: Split, quick: bool) -> Measured:
 
 
 def _measure_all(quick: bool, quiet: Quiet) -> Measured:
-    """Nothing is timed."""
+    """Measure every split. Nothing is timed."""
     parts = [measure(split, quick) for split in SPLITS]
     return Measured([c for part in parts for c in part.claims], [r for part in parts for r in part.rows])
 

@@ -262,6 +262,9 @@ class ServerConfig:
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
+    journal: str = (
+        ""  # file to which every call of a policy is written, with what requests say of users; empty: none
+    )
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
@@ -439,7 +442,10 @@ def override(config: Config, *assignments: str) -> Config:
 
 
 def from_json(sections: Mapping[str, Mapping[str, Any]]) -> Config:
-    """What `to_json` gave; sections and fields that are left out have their defaults. ConfigError as `override`."""
+    """The configuration that `to_json` wrote; sections and fields that are left out have their defaults.
+
+    Raises ConfigError for an unknown field, and for a value that the field excludes.
+    """
     hints = _field_types()
     updates: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():

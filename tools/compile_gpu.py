@@ -54,7 +54,7 @@ from jgr.serving.decoders.caching import kv_cells
 POOL_TOKENS = 64_000
 
 LARGE_COPY = 10_000_000
-"""Bytes. Copies of activations between kernels are of no such size, but for those that a transposition needs."""
+"""The bytes from which on a copy counts as large: copies of activations between kernels are smaller than that."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
 H200 = """
@@ -89,7 +89,7 @@ class Program(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """temp_bytes: scratch memory of the whole program. copies: those above LARGE_COPY.
+    """What came of compiling a program. temp_bytes: its scratch memory. copies: those above LARGE_COPY.
 
     error: empty where all is as it must be.
     """
@@ -171,7 +171,7 @@ def engine() -> Iterator[Program]:
 
 
 def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
-    """With every kind of filter."""
+    """`recommend` with every kind of filter."""
     weights, tables = _model(name)
     listed, flags = _ints(batch, 3, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
     bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
@@ -259,7 +259,7 @@ def _model(name: str) -> tuple[Any, beam.CatalogTables]:
 
 
 def _weights(name: str, apart: bool = True) -> Any:
-    """As `jgr serve` holds them on a GPU, or in stacks."""
+    """The shapes of the weights, as `jgr serve` holds them on a GPU, or in stacks."""
     cfg = shapes.named(name)
     stacks = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
     return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
@@ -323,7 +323,7 @@ def large_copies(text: str) -> list[str]:
 
 
 def _bytes(made: str) -> int:
-    """Of a type, such as bf16[28,8]{1,0}, or of a tuple of types."""
+    """The bytes of a type, such as bf16[28,8]{1,0}, or of a tuple of types."""
     return sum(
         math.prod(map(int, filter(None, sides.split(","))))
         * (_BITS.get(kind) or int(kind.strip("abcdefgsu")))

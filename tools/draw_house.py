@@ -47,8 +47,9 @@ Edge = tuple[str, str]
 
 
 class House(NamedTuple):
-    """floors: of each, the lowest first, the rooms by name and their numbers of lines. imports: from a room to another.
-    ways: of each kind of request its moves from a room to another, and how many."""
+    """The data of the picture. floors: the lowest first, for each its rooms by name with their numbers of lines.
+
+    imports: from a room to another. ways: for each kind of request, the number of moves from a room to another."""
 
     floors: tuple[Mapping[str, int], ...]
     imports: tuple[Edge, ...]

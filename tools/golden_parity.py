@@ -113,7 +113,10 @@ def comparisons(family: str, files: Sequence[str] = FILES, folder: Path = GOLDEN
 
 
 def held_against(file: str, arrays: Arrays, named: Named, inputs: re.Pattern[str]) -> Iterator[Comparison]:
-    """What is named, as comparisons; at the end a GoldenError where an array but the inputs was not among them."""
+    """Compare the named arrays with a file's.
+
+    Raises GoldenError at the end where an array, not an input, was not named.
+    """
     left = {name for name in arrays if not inputs.fullmatch(name)}
     for name, got, want in named:
         left.discard(name)

@@ -38,7 +38,7 @@ def golden(file: str, folder: Path = GOLDEN) -> Arrays:
 
 
 def golden_config(z: Arrays, n_items: int = 1) -> HstuConfig:
-    """Of a file of the research form."""
+    """The config that a golden file of the research form was made with."""
     length = int(z["max_seq_len"])
     return HstuConfig(
         n_items=n_items, max_items=length, hidden=len(z["layer0_uvqk"]), layers=_depth(z),
@@ -58,7 +58,10 @@ def next_times(z: Arrays) -> Array | None:
 
 
 def research_layers(z: Arrays) -> HstuLayer:
-    """Of a file of the research form; without tables where it has no times: then its logits have no bias at all."""
+    """The weights of a golden file of the research form.
+
+    A file without times has no tables, and then the logits have no bias at all.
+    """
 
     def of(name: str) -> Array:
         return np.stack([z[f"layer{i}_{name}"] for i in range(_depth(z))])
@@ -68,7 +71,7 @@ def research_layers(z: Arrays) -> HstuLayer:
 
 
 def golden_stack(z: Arrays) -> tuple[StuConfig, StuLayer]:
-    """Of a file of the STU."""
+    """The config and the weights of a golden file of the STU."""
     depth = _depth(z)
     cfg = StuConfig(
         hidden=z["x"].shape[2], layers=depth, heads=int(z["num_heads"]), qk_dim=int(z["attention_dim"]),
@@ -94,19 +97,19 @@ def only(layers: Layers, count: int) -> Layers:
 
 
 def masked_by(z: Arrays, variant: str) -> tuple[StuConfig, Array]:
-    """What says who sees whom in a variant of the operator, and [B] where its histories end."""
+    """The mask arguments of a variant of the operator, which say who sees whom, and [B] where its histories end."""
     targets, window, context, full = [*z[f"{variant}_uses"].tolist(), 0][:4]
     cfg = StuConfig(1, 1, 1, 1, 1, 1, contextual=context, max_attention=window, full_rows=full)
     return cfg, int32(z["lengths"] - z["num_targets"] * targets)
 
 
 def padded(x: Array, offsets: Array, rows: int) -> Array:
-    """Jagged [S, ...] -> [B, rows, ...], anything behind a row's end."""
+    """Jagged rows [S, ...] as [B, rows, ...]; what follows a row's end may be anything."""
     return x[np.minimum(offsets[:-1, None] + np.arange(rows), len(x) - 1)]
 
 
 def int32(x: Array) -> Array:
-    """As our functions want whole numbers."""
+    """Whole numbers in the type that our functions take."""
     return x.astype(np.int32)
 
 

@@ -60,10 +60,11 @@ def comparisons(file: str, folder: Path = GOLDEN) -> Iterator[Comparison]:
 
 
 def grown(z: Arrays) -> tuple[jax.Array, jax.Array, History]:
-    """Of histories that grow event by event, asked at a wrong time before every event: the last two answers.
+    """Grow histories event by event, each asked at a wrong time before its next event comes.
 
-    Both [B, D] of length 1, and the histories then. The authors' cached run replaces the last row of each history; what
-    they cache holds a row that was computed for another time, which growing must repair.
+    Returns the last two answers, [B, D] of length 1 each, and the histories at the end. The authors' cached run
+    replaces the last row of each history; what they cache holds a row that was computed for another time, which growing
+    must repair.
     """
     cfg, at = golden_config(z, z["x"].shape[0] * z["x"].shape[1]), z["delta_positions"]
     embed = z["x"].reshape(cfg.n_items, -1) / np.sqrt(cfg.hidden)  # every place an item of its own
@@ -107,7 +108,7 @@ def _research(z: Arrays) -> Named:
 def _inside(
     layer: HstuLayer, h: Array, k: Array, v: Array, lengths: Array, times: Array, *, cfg: HstuConfig
 ) -> dict[str, jax.Array]:
-    """Of one layer over h [B, N, D] with its cached keys and values [B, H, N, a and b].
+    """What one layer computes over h [B, N, D] with its cached keys and values [B, H, N, a and b].
 
     Queries [B, N, H, a], what attention gives [B, N, H b] and, where timed, the bias [B, N, N].
     """

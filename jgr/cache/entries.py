@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cached entry is: whose, of which content, and in which cells it stands (BAT-6, BAT-8).
+"""What a cached entry is: its name, the content that it was computed from, and the cells that hold it (BAT-6, BAT-8).
 
 An entry is what was computed from a content: the KV of one user's or one item's segment in one layout, a user's state,
 an embedding row. Its first `tokens` are valid, and their hash says which they were: a segment that begins with just
@@ -22,8 +22,11 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Name(NamedTuple):
-    """Whose an entry is. kind: any name that the meta service was given. layout: the segment's place and what it sees,
-    as far as its KV depends on them."""
+    """The name under which an entry is found.
+
+    kind: "user", "item", or any other class that the meta service was given. id: of the user or the item within its
+    kind. layout: the segment's place and what it sees, as far as its KV depends on them.
+    """
 
     kind: str
     id: str | int
@@ -31,25 +34,26 @@ class Name(NamedTuple):
 
 
 class Valued(Protocol):
-    """What an entry is computed from, by its length and its hashes."""
+    """The content that an entry is computed from, described by its length and its hashes."""
 
     def __len__(self) -> int: ...
 
     @property
     def digest(self) -> bytes:
-        """16 bytes: the hash of all of it."""
+        """The hash of all of it, 16 bytes."""
 
     def prefix(self, count: int) -> bytes:
-        """16 bytes: the hash of its first `count`."""
+        """The hash of its first `count` tokens, 16 bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """tokens: the number of valid ones; digest: their hash. cells: numbers of its class's cells, in order of the
-    tokens, with room for `growing` as well.
+    """One cached entry: its valid tokens and the cells that hold them.
 
-    pins: requests that read or write it. growing: what a writer makes of it, or None. named: whether it can be found;
-    one that cannot is freed with its last pin. made_from: its owner's record of what it was computed from.
+    tokens: number of valid tokens; digest: their hash. cells: numbers of its class's cells, in order of the tokens,
+    with room for `growing` as well. pins: requests that read or write it. growing: the longer content that a writer is
+    making of it, or None. named: whether it can be found; an entry that cannot is freed with its last pin. made_from:
+    its owner's record of what it was computed from.
     """
 
     name: Name
@@ -63,8 +67,11 @@ class Entry:
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Where a user's state is in the pool, or where a new one is to be put. cells: their numbers; epoch: of the pool
-    that they are cells of."""
+    """Where a user's state is in the pool, or where a new one is to be put.
+
+    cells: their numbers in the pool. epoch: the pool's epoch when they were given out; they mean nothing in another.
+    new: whether the state is still to be written.
+    """
 
     cells: tuple[int, ...]
     epoch: int
@@ -72,7 +79,10 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Cells of one class, on the device and on the host, that are copied from the one to the other, in order."""
+    """A copy between device and host: the n-th cell of `device` and the n-th of `host` hold the same bytes after it.
+
+    of: the class of the cells, which says their size.
+    """
 
     direction: Literal["to_host", "to_device"]
     of: str
@@ -81,14 +91,14 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Valid(Protocol):
-    """Some tokens that are there, and their hash."""
+    """Tokens that are computed already: how many, and their hash."""
 
     tokens: int
     digest: bytes
 
 
 def serves(valid: Valid, content: Valued) -> bool:
-    """Whether the valid tokens are the first of the content's; where there are none they serve nobody."""
+    """Whether the valid tokens are the first ones of the content. No valid token at all serves nothing."""
     if not 0 < valid.tokens <= len(content):
         return False
     return valid.digest == (content.digest if valid.tokens == len(content) else content.prefix(valid.tokens))

@@ -27,11 +27,14 @@ from jgr.models import words
 from jgr.models.words import Cells
 
 MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
-"""What one program moves at most."""
+"""The most bytes, and the most cells, that one program moves."""
 
 
 class HostTier:
-    """[pages, page_bytes / 4] uint32 on the host, and the moves between it and a pool. pages: who holds them."""
+    """Pages on the host, [pages, page_bytes / 4] uint32, and the moves between them and a pool.
+
+    pages: who holds them.
+    """
 
     def __init__(self, pool: DevicePool, pages: int) -> None:
         self.pages = Pages(pages, pool.page_bytes)
@@ -41,14 +44,14 @@ class HostTier:
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
         self._copying: list[Future[None]] = []
         self._planned: deque[tuple[int, Move, Cells]] = deque()
-        self._lock = threading.Lock()  # of whoever catches up
+        self._lock = threading.Lock()  # held by the thread that catches up
 
     @property
     def nbytes(self) -> int:
         return self._array.nbytes
 
     def plan(self, moves: Iterable[Move], cells: Cells, epoch: int) -> None:
-        """Moves of one model's entries, planned in this epoch of the pool."""
+        """Queue moves of one model's entries, which were planned in this epoch of the pool."""
         self._planned.extend((epoch, move, cells) for move in moves)
 
     def warm_up(self, cells: Cells) -> None:
@@ -97,7 +100,7 @@ class HostTier:
             )
 
     def _view(self, cells: Cells) -> npt.NDArray[np.uint32]:
-        """[pages, cells of a page, words]."""
+        """The host's array as cells, [pages, cells of a page, words of a cell]."""
         used = self._array[:, : cells.per_page * cells.words]
         return np.lib.stride_tricks.as_strided(
             used,
@@ -108,7 +111,7 @@ class HostTier:
 
 @functools.partial(jax.jit, static_argnames="cells")
 def _read(array: jax.Array, *, numbers: jax.Array, cells: Cells) -> jax.Array:
-    """[n, words of a cell] uint32: cells [n] int32 of the pool."""
+    """Gather cells of the pool, [n, words of a cell] uint32. numbers: [n] int32."""
     return words.read(array, *cells.place(numbers), cells.words)
 
 

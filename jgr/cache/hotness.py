@@ -114,7 +114,7 @@ class ExponentialWindow:
 
 
 def _plus_one(key: float, now: float) -> float:
-    """log(exp(key - now) + 1) + now"""
+    """A key after one more access now: log(exp(key - now) + 1) + now."""
     return now + math.log1p(math.exp(key - now))
 
 

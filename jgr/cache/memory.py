@@ -11,6 +11,7 @@ model's pages: the new one gets what is free until the old one has ended.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from jgr.config import Config, ConfigError
 
 PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
 FEWEST_PAGES = 32
-"""A small pool has smaller pages, so that it has so many."""
+"""The fewest pages that a pool has: a small pool has smaller pages."""
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class Lease:
         self._open = True
 
     def close(self) -> None:
-        """Give it back; once, however often it is called."""
+        """Give the part back. Further calls do nothing."""
         if self._open:
             self._open = False
             self._memory._end(self._key)
@@ -69,10 +70,11 @@ class Memory:
             raise ConfigError(f"cache.device_mb: {device_mb} is less than a page of {page_mb:.3g} MB")
         self._shares = dict(shares or {})
         self._held: dict[Hashable, _Held] = {}
+        self._lock = threading.Lock()  # a version is loaded in a thread of its own
 
     @classmethod
     def of(cls, *configs: Config) -> Memory:
-        """As the first configuration says, for the models of all. Where none of them caches it is one page."""
+        """The memory of a server, of the sizes in its first configuration. Where no model caches it is one page."""
         first = configs[0].cache
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
         if not shares:
@@ -89,7 +91,7 @@ class Memory:
 
     @cached_property
     def host(self) -> HostTier | None:
-        """None where there is no page of it."""
+        """The host tier; None where host_mb does not hold a page."""
         return HostTier(self.pool, self._host_count) if self._host_count else None
 
     def limit(self, model: str) -> int:
@@ -102,19 +104,21 @@ class Memory:
 
     def lease(self, key: Hashable, make: Callable[[], CacheMeta]) -> Lease:
         """The meta service of a key that names model and revision; made where nobody holds it."""
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held(make())
-            held.meta.renew(self.pool.epoch)
-        held.leases += 1
-        return Lease(self, key, held.meta)
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                held = self._held[key] = _Held(make())
+                held.meta.renew(self.pool.epoch)
+            held.leases += 1
+            return Lease(self, key, held.meta)
 
     def _end(self, key: Hashable) -> None:
-        held = self._held[key]
-        held.leases -= 1
-        if not held.leases:
-            del self._held[key]
-            held.meta.close()
+        with self._lock:
+            held = self._held[key]
+            held.leases -= 1
+            if not held.leases:
+                del self._held[key]
+                held.meta.close()
 
     def parts(self, model: str) -> dict[str, int]:
         """Bytes of the pool and of the host tier that count as a model's; those of all models are all of them."""

@@ -43,8 +43,8 @@ class _Aside:
 class CacheMeta:
     """Entries over the pages of a device, and of a host where there are some.
 
-    rooms: of each kind of entries. hotness: which users go first; None: the least recently used ones. owner: what sets
-    its classes of pages apart from those of other services over the same pages.
+    rooms: the room of entries, by kind. hotness: decides which users go first; None: the least recently used ones.
+    owner: a name that keeps its classes of pages apart from those of other services over the same pages.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CacheMeta:
         self._unnamed: set[Entry] = set()
         self._moves: list[Move] = []
         self.counts: Counter[str] = Counter()
-        """{kind}_evicted, {kind}_stale, {kind}_refused of each kind; to_host, to_device"""
+        """Events by name: {kind}_evicted, {kind}_stale and {kind}_refused for each kind; to_host and to_device."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class CacheMeta:
         entry.pins += 1
 
     def release(self, entry: Entry) -> None:
-        """The other end of `hold`; also of `extend`, after `written` or `failed`."""
+        """End a `hold`, or an `extend` after `written` or `failed`: the entry is pinned once less."""
         entry.pins -= 1
         if entry.pins == 0 and not entry.named:
             self._unnamed.remove(entry)
@@ -166,7 +166,7 @@ class CacheMeta:
         return True
 
     def forget(self, user: Name) -> bool:
-        """`drop`, and nothing is known any more of how often the user came."""
+        """Drop a user's entry, and forget how often the user came. False where there was no entry."""
         dropped = self.drop(user)
         if self.hotness is not None:
             self.hotness.forget(user)
@@ -185,7 +185,7 @@ class CacheMeta:
             self._evict(victim)
 
     def valid_tokens(self, name: Name, content: Valued) -> int:
-        """Of what `find` would find, 0 for nothing; changes nothing."""
+        """The number of valid tokens of the entry that `find` would return, 0 for none. Changes nothing."""
         entry = self._entries[name.kind].get(name) or self._aside.get(name)
         return entry.tokens if entry is not None and serves(entry, content) else 0
 
@@ -214,17 +214,20 @@ class CacheMeta:
         return 0.0 if name is None else self.hotness.frequency(name, now_ns)
 
     def take_moves(self) -> list[Move]:
-        """What must be copied, in this order, before the programs that are planned from now on."""
+        """The copies to be made, in this order, before the programs that are planned from now on.
+
+        Each is given once.
+        """
         moves, self._moves = self._moves, []
         return moves
 
     @property
     def pinned(self) -> int:
-        """Entries that somebody reads or writes."""
+        """The number of entries that somebody reads or writes."""
         return sum(entry.pins > 0 for kind in self.kinds for entry in self._all(kind))
 
     def number(self, kind: str) -> int:
-        """Entries on the device."""
+        """The number of entries of a kind on the device."""
         return len(self._entries[kind])
 
     def fragmentation(self, kind: str) -> float:

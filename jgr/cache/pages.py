@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells of the page pool are free (DESIGN idea 3, BAT-6).
+"""The free list of the page pool: which cells are taken by whom (DESIGN idea 3, BAT-6).
 
 The pool is one array of pages of one size in bytes, which say nothing of what stands in them. A page is empty or
 belongs to one class: it is then a slab of as many cells of the class's size as fit. Small cells share a page, and a
@@ -22,7 +22,7 @@ MOST_PIECES = 64
 class Room(NamedTuple):
     """What an entry of a class takes: cells of `bytes` each, at most a page's.
 
-    cells: so many for each `step` of the entry's length, the last step rounded up; step 0: so many whatever the length.
+    cells: their number for each `step` of the entry's length, rounded up. step 0: their number, for any length.
     """
 
     bytes: int
@@ -60,8 +60,10 @@ def pieces(grains: int, grain_bytes: int, page_bytes: int) -> tuple[int, int]:
 
 @dataclass
 class _Class:
-    """cells: of a page. limit: pages that it may hold. holes: free cells of its partly used pages, by page; used: the
-    number of used cells of each of its pages."""
+    """One class's cells. cells: in a page. limit: pages that the class may hold.
+
+    holes: free cells of its partly used pages, by page. used: number of used cells, by page.
+    """
 
     cells: int
     limit: int

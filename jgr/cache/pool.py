@@ -40,7 +40,7 @@ class PoolLost(Exception):
 
 
 class DevicePool:
-    """[pages, page_bytes / 4] uint32 on a device; by default the first."""
+    """The pool of one device, by default the first: an array [pages, page_bytes / 4] uint32."""
 
     def __init__(self, pages: int, page_bytes: int, device: jax.Device | None = None) -> None:
         self.page_bytes, self.pages = page_bytes, pages
@@ -52,7 +52,7 @@ class DevicePool:
 
     @property
     def example(self) -> jax.ShapeDtypeStruct:
-        """What programs are compiled for, in the place of the array."""
+        """The array's shape, dtype and placement, for which programs are compiled."""
         return jax.ShapeDtypeStruct(self._array.shape, jnp.uint32, sharding=self.sharding)
 
     @property
@@ -104,9 +104,9 @@ class DevicePool:
 
 
 class StateView:
-    """Cells of the pool as users' states, which have the same shapes whoever the user is. state: shapes and dtypes.
+    """Cells of the pool as users' states, which have the same shapes for every user.
 
-    like: a view of such states over the same pool, of which the programs are used.
+    state: their shapes and dtypes. like: a view of such states over the same pool, whose compiled programs are used.
     """
 
     def __init__(self, pool: DevicePool, state: PyTree, like: StateView | None = None) -> None:

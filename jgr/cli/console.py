@@ -41,7 +41,7 @@ def load(values: flags.FlagValues, default: Config | None = None) -> Config:
 
 
 def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
-    """As `load`; a command's only argument may name a model folder in place of --config."""
+    """The configuration by the flags, where the command's one argument may name a model folder in place of --config."""
     refuse_arguments(argv[1:] if argv and "=" not in argv[0] else argv)
     if argv and values.config:
         raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")

@@ -38,7 +38,7 @@ from jgr.serving.versions.loading import load_any
 from jgr.serving.versions.served_models import Models
 
 IN_FLIGHT = 256
-"""Requests of calls with several histories that are with the engine at a time, if its queue takes so many."""
+"""The most requests that one call with several histories has in the engine at a time, if its queue takes so many."""
 
 _read: dict[Kind, Callable[[bytes], Request]] = {
     "recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
@@ -47,7 +47,7 @@ _read: dict[Kind, Callable[[bytes], Request]] = {
 
 
 class Engine(Recommender):
-    """A model in this process; returns when its programs are compiled.
+    """A model in this process. Its construction returns when all programs are compiled.
 
     model: a folder that `jgr train` or `jgr convert` wrote, or a whole configuration. settings: overrides such as
     "beam.width=64". Raises jgr.Error, naming the field, for what cannot be served.
@@ -81,7 +81,7 @@ class Engine(Recommender):
 
 
 class _EngineThread:
-    """The event loop of an engine, in a daemon thread. It knows nothing of the Engine, which may so be freed."""
+    """The event loop of an engine, in a daemon thread. It holds no reference to the Engine, which can so be freed."""
 
     def __init__(self, config: Config) -> None:
         self.models = Models([Deployment(load_any(config), config.catalog)])
@@ -103,7 +103,7 @@ class _EngineThread:
             return asyncio.run_coroutine_threadsafe(self._answers(kind, bodies), self._loop)
 
     def stop(self) -> None:
-        """Finish what was accepted, and end the thread. From any thread, again too."""
+        """Finish what was accepted, and end the thread. May be called from any thread, and again."""
         with self._lock:
             if not self._closed:
                 self._closed = True

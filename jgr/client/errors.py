@@ -15,8 +15,8 @@ Error = UserError
 class RequestFailed(Error):
     """The base class. type: the error's stable name, as in HTTP answers. field: the part of the request at fault.
 
-    request_id: as in the server's log, where it was given. retry_after: seconds to wait before another try, where that
-    may help. index: which of several histories this is about.
+    request_id: the id that the server's log has, where it is known. retry_after: seconds to wait before another try,
+    where that may help. index: the place of the history at fault, where there are several.
     """
 
     def __init__(
@@ -86,6 +86,6 @@ def failure(
     request_id: str | None = None,
     retry_after: float | None = None,
 ) -> RequestFailed:
-    """The exception of an error type; what is left of the types is about the request itself."""
+    """Make the exception of an error type. Types without a class of their own become InvalidRequest."""
     found = _CLASSES.get(type, InvalidRequest)
     return found(message, type, field=field, request_id=request_id, retry_after=retry_after)

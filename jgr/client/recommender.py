@@ -27,7 +27,7 @@ PER_HISTORY = frozenset(("user_id", "history_times", "time", "history_actions", 
 
 
 class Array(Protocol):
-    """A numpy array, or what turns itself into lists as one does."""
+    """A numpy array, or another object with its method `tolist`."""
 
     def tolist(self) -> Any: ...
 
@@ -49,7 +49,8 @@ class RecommendFields(CommonFields, total=False):
 
 
 class RankFields(CommonFields, total=False):
-    layout: Literal["user_prefix", "item_prefix"] | None
+    exclude_history: bool
+    layout: Literal["user_prefix", "item_prefix", "causal"] | None
     history_times: Sequence[int] | Sequence[Sequence[int]] | None
     time: int | Sequence[int] | None
     history_actions: Sequence[int] | Sequence[Sequence[int]] | None
@@ -63,8 +64,8 @@ class Recommender(ABC):
 
     One history gives one Answer; a list of histories gives a list of as many Answers in their order, and goes out
     together. With several histories the fields of PER_HISTORY are lists of one value for each, and so may be the
-    candidates. Item ids are text; an integer is read as its decimal text. Every method raises a RequestFailed; of
-    several histories that of the first that failed, whose `index` it names, and the other answers are dropped.
+    candidates. Item ids are text; an integer is read as its decimal text. Every method raises a RequestFailed.
+    Where several histories are asked, it is that of the first that failed, with its `index`; other answers are dropped.
     """
 
     @property
@@ -82,7 +83,7 @@ class Recommender(ABC):
 
     @abstractmethod
     async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
-        """As `_ask`, on any event loop."""
+        """The answers to JSON bodies, awaited on any event loop."""
 
     @overload
     def recommend(
@@ -112,13 +113,18 @@ class Recommender(ABC):
 
     @overload
     def rank(
-        self, history: History, candidates: History, *, top_k: int | None = ..., **fields: Unpack[RankFields]
+        self,
+        history: History,
+        candidates: History | Literal["all"],
+        *,
+        top_k: int | None = ...,
+        **fields: Unpack[RankFields],
     ) -> Answer: ...
     @overload
     def rank(
         self,
         history: Histories | Array,
-        candidates: History | Histories | Array,
+        candidates: History | Histories | Array | Literal["all"],
         *,
         top_k: int | None = ...,
         **fields: Unpack[RankFields],
@@ -128,20 +134,26 @@ class Recommender(ABC):
     ) -> Any:
         """The candidates by how likely each follows a history, best first. top_k: None for all of them.
 
-        Several histories have the same candidates, or a list of candidates each. fields: those of POST /v1/rank.
+        Several histories have the same candidates, or a list of candidates each; "all" is the whole catalog. fields:
+        those of POST /v1/rank.
         """
         bodies, several = _bodies(history, {"candidates": candidates, "top_k": top_k, **fields})
         return _as_asked(self._ask("rank", bodies), several)
 
     @overload
     async def arank(
-        self, history: History, candidates: History, *, top_k: int | None = ..., **fields: Unpack[RankFields]
+        self,
+        history: History,
+        candidates: History | Literal["all"],
+        *,
+        top_k: int | None = ...,
+        **fields: Unpack[RankFields],
     ) -> Answer: ...
     @overload
     async def arank(
         self,
         history: Histories | Array,
-        candidates: History | Histories | Array,
+        candidates: History | Histories | Array | Literal["all"],
         *,
         top_k: int | None = ...,
         **fields: Unpack[RankFields],

@@ -24,7 +24,7 @@ from jgr.serving.api import STATUS, Answer, ErrorAnswer, ErrorType, ModelInfo, M
 MAX_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 60.0
-"""Of a retry; the first doubles with each where the server does not say how long."""
+"""The longest wait before a retry. The wait doubles each time, where the server does not say how long it should be."""
 
 T = TypeVar("T")
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 class Client(Recommender):
     """A server, asked from any thread.
 
-    url: such as "http://127.0.0.1:8000". key: of the server, if it has one. model: the name of the one to ask, where
-    the server has several; None: the first that serves what is asked. timeout_s: without a byte of an answer.
-    retries: how often a request is sent again that found the server overloaded or unavailable, after the time that
-    the server names. connections: how many of several histories are asked for at a time.
+    url: such as "http://127.0.0.1:8000". key: the server's API key, if it has one. model: the name of the model to ask;
+    None: the first that serves what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how
+    often a request is sent again that found the server overloaded or unavailable, after the time that the server
+    names. connections: how many of several histories are asked for at a time.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class Client(Recommender):
             self._idle.pop().close()
 
     def fetch(self, method: str, path: str, body: bytes | None, type: type[T]) -> T:
-        """Ask for anything, such as GET /v1/models, and read the JSON of a 200 as `type`. Raises RequestFailed."""
+        """Send any request, such as GET /v1/models, and read the JSON of its 200 as `type`.
+
+        Raises RequestFailed otherwise.
+        """
         for attempt in range(self._retries + 1):
             try:
                 content = self._exchange(method, self._path + path, body)
@@ -173,7 +176,7 @@ def _named(body: bytes, model: str) -> bytes:
 
 
 def _failure(url: str, response: http.client.HTTPResponse, content: bytes) -> RequestFailed:
-    """The exception of a refusal; a proxy's, which is not in our shape, goes by its status."""
+    """The exception of a refusal. A proxy's refusal, which has another form, is known by its status."""
     waits = response.headers.get("Retry-After", "")
     retry_after = float(waits) if waits.isdecimal() else None
     try:

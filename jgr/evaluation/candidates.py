@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The candidates that a retriever names for a split's users, which a ranker then orders, as one .npz file.
 
-A ranker over candidates is measured on the users whose target is among them (LlamaRec's protocol), so its figures say
+A ranker is measured on the users whose target is among them (LlamaRec's protocol), so its figures say
 nothing without the retriever's recall: `Candidates.recall`.
 
 File: users [e] text ids, in the split's order; candidates [e, k] int32 rows, best first, then -1; target_at [e] int32,
@@ -33,7 +33,12 @@ TOP_K = 100
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """users: [e] ids. rows: [e, k], -1 where the catalog has no further item. target_at: [e], -1: not among them."""
+    """Each user's candidates, as a retriever ordered them.
+
+    users: [e] ids. rows: [e, k] int32 catalog rows, best first, -1 where the catalog has no further item. target_at:
+    [e] int32, the target's place among the candidates, -1 where it is not one of them. items: the digest of the
+    catalog's item ids.
+    """
 
     users: npt.NDArray[np.str_]
     rows: Int32
@@ -46,7 +51,7 @@ class Candidates:
 
     @property
     def eligible(self) -> npt.NDArray[np.bool_]:
-        """[e]: whose target is among the candidates."""
+        """Which users have their target among their candidates, [e] bool."""
         return self.target_at >= 0
 
 
@@ -70,7 +75,7 @@ def retrieve(
 
 
 def save_candidates(found: Candidates, path: Path) -> None:
-    """Write the file, whole or not at all. DataError."""
+    """Write the file, whole or not at all. Raises DataError where it cannot be written."""
     with writing(path, DataError) as stream:
         np.savez_compressed(
             stream,
@@ -82,7 +87,10 @@ def save_candidates(found: Candidates, path: Path) -> None:
 
 
 def load_candidates(path: Path, dataset: Dataset) -> Candidates:
-    """What `save_candidates` wrote. DataError where it is damaged or names other items than the dataset's."""
+    """Read the file that `save_candidates` wrote.
+
+    Raises DataError where it is damaged or names other items than the dataset's.
+    """
     content: dict[str, Any] = load_npz(path)
     if content.keys() != {"users", "candidates", "target_at", "items"}:
         raise DataError(f"{path}: holds other arrays than jgr retrieve writes: {sorted(content)}")

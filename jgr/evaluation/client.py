@@ -44,11 +44,11 @@ class Client:
         self._server.close()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request. Raises ServerError for anything but 200."""
+        """The answer to one POST of `body` as JSON. Raises ServerError for anything but 200."""
         return self._ask("POST", path, msgspec.json.encode(body))
 
     def get(self, path: str) -> dict[str, Any]:
-        """As `post`, without a body."""
+        """The answer to one GET. Raises ServerError for anything but 200."""
         return self._ask("GET", path, None)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
@@ -59,9 +59,9 @@ class Client:
 
 
 class RemoteServer:
-    """A model of a running server, as jgr.evaluation.served.Served.
+    """A model of a running server, asked through jgr.evaluation.served.Served.
 
-    catalog: must be the one that its answers name. name: the model's, where several have it; else the first of them.
+    catalog: must be the one that the answers name. name: the model to ask; "": the first that has the catalog.
     """
 
     in_flight = CONNECTIONS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a ranker predicts what users do, asked of an engine or a server: AUC and log loss of every task.
+"""How well a scorer predicts what users do, asked of an engine or a server: AUC and log loss of every task.
 
 What is asked are the requests of a split (`jgr.data.impressions`): a user's impressions of a day in a scenario, after
 the history that was there before them, with what the user had done by then. Beside the model stand
@@ -35,16 +35,17 @@ Float64 = npt.NDArray[np.float64]
 
 METRICS = ("auc", "gauc", "log_loss", "ne")
 PRIOR = 20.0
-"""Impressions that the share of all counts for in that of an item, a scenario or a user."""
+"""How many impressions the overall share counts for in the share of an item, a scenario or a user (shrinkage)."""
 NEWTON_STEPS = 25
 RIDGE = 1e-3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """By task, then by method: METRICS; and the model's AUC less that of each method: value, low, high.
+    """The figures of a measurement. rows: METRICS by task and method.
 
-    NaN is what the labels do not define, as where all are the same.
+    differences: by task and method, the model's AUC minus the method's: value, low and high end of its interval. A
+    figure that the labels do not define is NaN, such as the AUC where all labels are the same.
     """
 
     rows: dict[str, dict[str, dict[str, float]]]
@@ -79,7 +80,10 @@ def bodies(catalog: Catalog, found: Requests, needs: Needs, max_history: int) ->
 def ask(
     served: Served, catalog: Catalog, found: Requests, needs: Needs, on_answer: Callable[[], None]
 ) -> Float64:
-    """[k, P]: the model's scores for the requests' impressions."""
+    """Ask for the model's scores of the requests' impressions, [k, P] float64.
+
+    on_answer: called after each answer, from any thread.
+    """
     answers = served.rank_all(list(bodies(catalog, found, needs, served.info.max_history)), on_answer)
     scores = np.empty((len(found.shown), len(needs.tasks)))
     rows, at = found.rows.tolist(), 0
@@ -94,7 +98,7 @@ def ask(
 class Shares:
     """How often an action followed, by item, scenario and user: what the baselines are made of.
 
-    bit: of the action. learnt: the requests of the training split.
+    bit: the action's bit. learnt: the requests of the training split.
     """
 
     def __init__(self, interactions: Interactions, learnt: Requests, bit: int) -> None:
@@ -119,19 +123,21 @@ class Shares:
         return found
 
     def popularity(self, found: Requests) -> Float64:
-        """[k] probabilities."""
+        """The share of each impression's item, as its probability, [k] float64."""
         return self.item_rates[found.rows]
 
     def inputs(self, found: Requests, own: bool) -> Float64:
-        """[k, 4] of the logistic regression: 1, and logits of the item, the scenario, the user.
+        """The inputs of the logistic regression, [k, 4]: 1, and the logits of the item's, the scenario's, the user's
+        share.
 
-        own: whether the impressions are those that the counts are of, which are then left out of them one by one.
+        own: whether these impressions are the ones that were counted. Then each one's own outcome is left out of its
+        shares, so that the regression does not see what it is to predict.
         """
-        less = self._done[found.shown] if own else np.zeros(len(found.shown), np.int64)
+        own_done = self._done[found.shown] if own else np.zeros(len(found.shown), np.int64)
         rates = []
         for key, (done, shown) in zip(self._keys, self._counts, strict=True):
             of = key[found.shown]
-            rates.append(self._shrunk(done[of] - less, shown[of] - own))
+            rates.append(self._shrunk(done[of] - own_done, shown[of] - own))
         starts, stops, owner = found.histories.starts, found.histories.stops, found.owners
         counts = [sums[stops] - sums[starts] for sums in (self._done_before, self._shown_before)]
         rates.append(self._shrunk(*counts)[owner])

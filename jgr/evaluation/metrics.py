@@ -73,26 +73,26 @@ def rank_candidates(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 def recall(hits: Hits, k: int) -> Float64:
-    """[n]: the share of the relevant items that stand in the first k places."""
+    """The share of the relevant items that stand in the first k places, [n]."""
     found: Float64 = hits.table[:, :k].sum(axis=1) / np.maximum(hits.n_relevant, 1)
     return found
 
 
 def hr(hits: Hits, k: int) -> Float64:
-    """[n]: 1 if a relevant item stands in the first k places, else 0."""
+    """The hit rate, [n]: 1 if a relevant item stands in the first k places, else 0."""
     hit: Float64 = hits.table[:, :k].max(axis=1, initial=False).astype(np.float64)
     return hit
 
 
 def mrr(hits: Hits, k: int) -> Float64:
-    """[n]: 1 / place of the first hit if it is within k, else 0."""
+    """The reciprocal rank, [n]: 1 / place of the first hit if it is within k, else 0."""
     top = hits.table[:, :k]
     best: Float64 = np.where(top, 1.0 / np.arange(1, top.shape[1] + 1), 0.0).max(axis=1, initial=0.0)
     return best
 
 
 def ndcg(hits: Hits, k: int) -> Float64:
-    """[n]: discounted gain of the first k places over that of the ideal ranking."""
+    """The discounted gain of the first k places over that of the ideal ranking, [n]."""
     top = hits.table[:, :k]
     places = min(k, max(top.shape[1], int(hits.n_relevant.max(initial=0))))
     gain = 1.0 / np.log2(np.arange(2, places + 2))

@@ -35,7 +35,10 @@ class Query:
     exclude_history: bool = False
 
     def of(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
-        """The request for the i-th example, by the fields of `path(info)`. EvaluationError."""
+        """The request for the i-th example, by the fields of the endpoint `path(info)`.
+
+        Raises EvaluationError where the model cannot be asked so.
+        """
         if ranks(info):
             return self._rank(catalog, info, examples, i)
         return {
@@ -79,7 +82,7 @@ def ranks(info: ModelInfo) -> bool:
 
 
 def path(info: ModelInfo) -> str:
-    """Of the endpoint that an evaluation asks."""
+    """The path of the endpoint that an evaluation asks."""
     return "/v1/rank" if ranks(info) else "/v1/recommend"
 
 
@@ -100,11 +103,13 @@ class Served(Protocol):
     def rank_all(
         self, requests: Sequence[dict[str, Any]], on_answer: Callable[[], None] = lambda: None
     ) -> list[list[Item]]:
-        """The items of each answer, by the fields of /v1/rank. on_answer, UserError: as of `recommend_all`."""
+        """The items of each answer, by the fields of /v1/rank. on_answer and UserError: see `recommend_all`."""
 
     def latencies_s(self, examples: Examples, queries: Sequence[Query]) -> list[list[float]]:
-        """Seconds that each answer took, by query, asked for one after the other: every example with each query in
-        turn, so that whatever slows the machine down meets all queries alike.
+        """The seconds that each answer took: a list for each query.
+
+        Requests are sent one after the other, each example with every query in turn, so that a slower moment of the
+        machine meets all queries alike.
         """
 
 

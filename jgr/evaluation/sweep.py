@@ -27,7 +27,10 @@ _IDLE = "profiles.candidates"  # shapes that only `rank` uses
 
 @dataclass(frozen=True)
 class Sweep:
-    """A field; per engine that is needed its configuration and the beam width of each value, by the value's text."""
+    """A sweep of one field.
+
+    For each engine that it needs: its configuration, and each value's beam width by its text.
+    """
 
     field: str
     engines: Sequence[tuple[Config, Mapping[str, int]]]
@@ -35,7 +38,10 @@ class Sweep:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """ranked: [n, top_k] rows. latency_ms: percentiles of single requests. requests_per_s: with many in flight."""
+    """The figures of one value. ranked: [n, top_k] rows. latency_ms: percentiles of single requests.
+
+    requests_per_s: answers a second with many requests in flight.
+    """
 
     beam_width: int
     ranked: npt.NDArray[np.int32]
@@ -46,7 +52,8 @@ class Measured:
 def parse_sweep(text: str, config: Config) -> Sweep:
     """Read `section.field=value,value`; semicolons separate values that hold commas themselves.
 
-    beam.* and profiles.* can be swept. A beam width comes with a profile of its own. ConfigError as `override`.
+    beam.* and profiles.* can be swept. A beam width comes with a profile of its own. Raises ConfigError for other
+    fields and for values that a field excludes.
     """
     field, _, values = text.partition("=")
     field = field.strip()
@@ -85,8 +92,9 @@ def measure(
     requests: int,
     on_answer: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
-    """By the name of the query: latency over `requests` requests that are drawn from the n >= 1 examples, quality and
-    throughput over all of them. beam_width must be set.
+    """Measure every query, by its name: quality and throughput over all of n >= 1 examples, latency over some of them.
+
+    requests: how many are drawn for the latency. Every query must have a beam_width.
     """
     sample = np.random.default_rng(0).integers(0, len(examples), _WARM_UP + requests)
     asked = list(queries.values())

@@ -91,7 +91,7 @@ class Leaves:
             self._levels.append((keys[order], order))
 
     def find(self, sequences: Int32) -> Int32:
-        """[..., depth] tokens -> [...] int32 leaves, -1 where no item has that semantic id."""
+        """The leaves [...] int32 of sequences [..., depth] of tokens; -1 where no item has that semantic id."""
         nodes = np.zeros(sequences.shape[:-1], np.int64)
         for level, (keys, children) in enumerate(self._levels):
             wanted = nodes * _SPAN + sequences[..., level]  # negative below a node that is not there
@@ -125,7 +125,8 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Searched:
-    """ranked: [n, top_k] rows of the unconstrained search, -1 where invalid; the shares of both searches."""
+    """The unconstrained search's ranking, [n, top_k] rows, -1 where a sequence is no item; and both searches'
+    shares."""
 
     ranked: Int32
     unconstrained: Share
@@ -143,7 +144,8 @@ def search_all(
 ) -> Searched:
     """Search with and without the constraint, beam.width beams each, with the weights of model.path.
 
-    exclude_history: rows of the history lose their places, afterwards. on_answers: called with a number of examples.
+    exclude_history: leave out the history's items from the finished rankings. on_answers: called with a number of
+    examples.
     """
     folder, catalog = Path(config.model.path), dataset.catalog
     cfg, params = checkpoint.load(folder, config.model.dtype)

@@ -2,7 +2,7 @@
 """Recall on validation examples while a model trains: the served search, asked directly with the weights of the moment.
 
 The search, the prompts and the order of items are those of the engine; there is no server and no batching in between.
-Of a model that learns from feedback it is the area under the curve.
+For a model that learns from feedback, the figure is the area under the curve (AUC) instead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def validation_examples(config: Config, dataset: Dataset) -> Examples:
 
 
 def validation_split(interactions: Interactions) -> Examples:
-    """Its validation examples. ConfigError where there is none."""
+    """The validation examples of a dataset. Raises ConfigError where there is none."""
     if not len(interactions.valid):
         raise ConfigError("train.evaluate_every: the dataset has no validation examples; set it to 0")
     return interactions.valid
@@ -108,7 +108,7 @@ def retriever_recall(config: Config, dataset: Dataset) -> Callable[[RetrieverCon
 
 
 def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, DecoderParams], float]:
-    """recall@10 of a ranker of train.layouts, the mean where they are both.
+    """recall@10 of a ranker in the layouts of train.layouts; the mean where these are both.
 
     The candidates are those of train.retriever, for the users whose target is among them; without one the target and
     others drawn as for training, RANKED in all.

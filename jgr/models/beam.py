@@ -45,7 +45,7 @@ class CatalogTables:
     wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.catalog.child_bitmaps).
     paths: [leaves, depth] int32, the node at depth 1..depth of each leaf.
     tokens: per level [V_l] int32, the model's token of each code.
-    head: per level [V_l, D], the output rows of those tokens, and rows of no code behind them, as many as
+    head: per level [V_l, D], the output rows of those tokens, followed by rows of no code, as many as
         constrained_topk.xla.columns wants.
     """
 
@@ -214,7 +214,7 @@ def search(
     normalize: Normalize,
     approximate: int,
 ) -> Beams:
-    """`recommend` after prompts given by what the generator's `begin` returns."""
+    """Search as `recommend` does, after prompts that are read already: hidden and state are what `begin` returned."""
     batch = widths.shape[0]
     model = generator(cfg)
     scores = jnp.zeros((batch, 1), jnp.float32)

@@ -27,7 +27,7 @@ from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.params import CheckpointError, PyTree, abstract, check
 
 SPARE_BYTES = 1 << 20
-"""What a checkpoint needs beside its arrays, amply."""
+"""Disk space that a checkpoint needs beside its arrays, with room to spare."""
 
 _TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
     DecoderConfig: hf.to_config,
@@ -56,7 +56,7 @@ def save(
     params: GeneratorParams,
     write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """`write` for a generator."""
+    """Write a generator's model folder, see `write`."""
     write(folder, _TO_CONFIG[type(cfg)](cfg), params, write_beside)
 
 
@@ -66,7 +66,7 @@ def write(
     params: PyTree,
     write_beside: Callable[[Path], None] = lambda folder: None,
 ) -> None:
-    """Write config.json and params/, and whatever `write_beside(folder)` adds; replaces an older folder.
+    """Write config.json and params/, and what `write_beside(folder)` adds; replaces an older folder.
 
     The folder appears whole or not at all: it is written aside, then renamed.
     """

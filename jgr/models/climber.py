@@ -43,11 +43,14 @@ from jgr.ops.biased_attention import Bias, Places, spread
 _TEMPERATURE_WIDTH = 16
 _PRIOR = 20  # events that a user's habits are shrunk by
 _ONE = math.log(math.e - 1)
-"""softplus of it is 1: the temperature starts at that of plain attention."""
+"""The x with softplus(x) = 1, so that temperatures start at that of plain attention."""
 
 
 class Feature(NamedTuple):
-    """A feature of items: `width` numbers or categories. rows: of the categories' embedding table; 0: numbers."""
+    """A feature of items: `width` numbers or categories.
+
+    rows: of the categories' embedding table; 0: it has numbers.
+    """
 
     name: str
     width: int
@@ -58,9 +61,10 @@ class Feature(NamedTuple):
 class ClimberConfig:
     """Architecture only.
 
-    items: digest of the catalog whose rows it embeds. max_items: S, a multiple of blocks. mlp: F. tasks: what a score
-    is the probability of. timed: whether the bias depends on times. actions: bits of what a user did. behaviours: of
-    each block, the bits of which an event must have one, 0: all events are its own; empty: parts by age.
+    items: digest of the catalog whose rows the model embeds. max_items: S, a multiple of blocks. mlp: F. tasks: names
+    of what the scores are probabilities of. timed: whether the bias depends on times. actions: number of action bits.
+    behaviours: for each block the action bits of which an event must have one to be in its part, 0 for all events;
+    empty: parts are divided by the events' age.
     """
 
     n_items: int
@@ -97,7 +101,7 @@ class ClimberConfig:
 
     @property
     def part(self) -> int:
-        """Events of a block."""
+        """The number of places s that a block's part has."""
         return self.max_items // self.blocks
 
 
@@ -112,9 +116,10 @@ LONG = ClimberConfig(**{**vars(BASE), "max_items": 1024})
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Bases:
-    """Tables of the bias, by how far back a key is, 0 to s, and by the time between (MODEL-7); None without times.
+    """Tables of the attention's bias, one for each block (MODEL-7).
 
-    of_*: what a scenario adds.
+    positions: by how many places back the key is, 0 to s. times: by the time between key and query; None without times.
+    of_positions, of_times: what each scenario adds to them.
     """
 
     positions: Any  # [N_b, s + 1]
@@ -126,7 +131,7 @@ class Bases:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Temperature:
-    """f_tc: of [block's row, scenario's row]."""
+    """The network f_tc that gives a block's temperature in a scenario, from a row for each of the two."""
 
     blocks: Any  # [N_b, 16]
     scenarios: Any  # [R, 16]
@@ -138,12 +143,15 @@ class Temperature:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ClimberParams:
-    """layers: see `Layer`. features: of each feature by name a matrix of [width, D], or a table of [rows, D]."""
+    """The weights of a Climber. layers: see `Layer`.
+
+    features: by name, for each feature a matrix [width, D] for numbers, or a table [rows, D] for categories.
+    """
 
     embed: Any  # [n_items, D]
-    actions: Any  # [actions, D], None without
-    question: Any  # [R, D], of a scenario, added to what is asked about
-    habits: Any  # [actions + 1, D], of a share of 1 of an action, and of none known; None without actions
+    actions: Any  # [actions, D]; None where the model reads no actions
+    question: Any  # [R, D], a vector of each scenario, added to the candidates
+    habits: Any  # [actions + 1, D], a vector of each action, scaled by its share; the last: no events. None: no actions
     features: dict[str, Any]
     bases: Bases
     temperature: Temperature
@@ -155,8 +163,9 @@ class ClimberParams:
 class User(NamedTuple):
     """The users' state, made by `read`: all that `score` reads of them and their history.
 
-    k, v: [L, G, H, s, h]; of the build op_by_op tuples of L. lengths: [G] int32. bias: [G, 1, 1, s + 1] float32, of a
-    candidate to each event, and to itself. scale: [G] float32, 1 / temperature. question: [B, D].
+    k, v: [L, G, H, s, h], the history's keys and values; in the build op_by_op tuples of L. lengths: [G] int32, events
+    of each group. bias: [G, 1, 1, s + 1] float32, a candidate's to each event, and to itself. scale: [G] float32,
+    1 / temperature. question: [B, D], what scenario and habits add to a candidate.
     """
 
     k: Any
@@ -384,10 +393,10 @@ def read(params: ClimberParams, cfg: ClimberConfig, events: Events, *, build: Bu
 def renew(
     params: ClimberParams, cfg: ClimberConfig, k: Any, v: Any, events: Events, *, build: Build = "fused"
 ) -> User:
-    """What `read` of the events gives, from the keys and values that it gave for the same events and another `now`.
+    """Compute the state that `read` gives, from keys and values that it gave for the same events at another `now`.
 
-    Of these, `now` is in the bias of each group's last event alone, so that event is computed again: it stands to the
-    events before it as a candidate does. The bias of the candidates is looked up again.
+    k, v: of that state. In them, `now` matters for the bias of each group's last event only, so that event alone is
+    computed again: it stands to the events before it as a candidate does. The candidates' bias is looked up again.
     """
     parts, lengths = _groups(cfg, events)
     given = prepare(
@@ -414,7 +423,8 @@ def renew(
 def _places(
     cfg: ClimberConfig, parts: _Parts, lengths: jax.Array, asked: jax.Array
 ) -> tuple[Places, Places, Places]:
-    """Of events [G, s] as keys; as queries, whose time is that of the next event (MODEL-7); of candidates [G, 1]."""
+    """The places of events [G, s] as keys; as queries, whose time is the next event's (MODEL-7); of candidates [G,
+    1]."""
     times, now = parts.times.reshape(len(lengths), -1), jnp.tile(asked, cfg.blocks)
     place = jnp.broadcast_to(jnp.arange(cfg.part), times.shape)
     if not cfg.timed:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 
 class Climber(Protocol):
-    """The sizes of a ClimberConfig. part: events of a block."""
+    """The sizes of a ClimberConfig that costs depend on. part: events of a block."""
 
     @property
     def blocks(self) -> int: ...

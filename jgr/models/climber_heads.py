@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Climber does behind its blocks: bit-wise gating fusion of their outputs, experts, and a tower for each task.
+"""What Climber does after its blocks: bit-wise gating fusion of their outputs, experts, and a tower for each task.
 
 Letters as in jgr.models.climber: N_b blocks, D hidden, H heads, F width of an MLP, X experts, P tasks; n candidates.
 """
@@ -22,11 +22,11 @@ from jgr.models.hstu import standard
 class Fusion:
     """Bit-wise gating fusion of the blocks' outputs."""
 
-    norm: Any  # [2, D]: scale less 1, bias
+    norm: Any  # [2, D]: scale minus 1, and bias
     qkv: Any  # [D, 3 D]
     out: Any  # [D, D]
-    gate1: Any  # [N_b, D, D], of vec(F)
-    gate2: Any  # [N_b, D, D], to vec(F)
+    gate1: Any  # [N_b, D, D], from the blocks' outputs, which lie one after the other
+    gate2: Any  # [N_b, D, D], to a gate for each number of each block
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ def _shares(logits: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def fuse(weights: Fusion, x: jax.Array, heads: int) -> jax.Array:
-    """z [n, D] of E [N_b, n, D]. Matrices sum and spread a head's numbers."""
+    """Fuse the blocks' outputs x, E [N_b, n, D], into z [n, D]. Sums over a head are products with matrices of ones."""
     hidden = x.shape[-1]
     of_head = jnp.repeat(jnp.eye(heads, dtype=x.dtype), hidden // heads, axis=0)  # [D, H]
     projected = (standard(x) * (1 + weights.norm[0]) + weights.norm[1]) @ weights.qkv
@@ -70,7 +70,7 @@ def fuse(weights: Fusion, x: jax.Array, heads: int) -> jax.Array:
 
 
 def tasks(weights: Heads, z: jax.Array) -> jax.Array:
-    """[n, P] of z [n, D]: experts that the tasks mix, each by a gate of its own (MMoE)."""
+    """The tasks' probabilities [n, P] of inputs z [n, D]: each task mixes the experts by a gate of its own (MMoE)."""
     inner = jax.nn.relu(z @ weights.expert1 + weights.expert1_bias[:, None])
     experts = inner @ weights.expert2  # [X, n, D]
     mixed = []

@@ -33,13 +33,13 @@ fused: jitted, with the fused ops: on a GPU their kernels (FLAME-8, 9), on a CPU
 
 _MASKED = -1e30  # finite: no difference of two is not-a-number
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q [G, T, H, h], k and v [G, H, T, h] of the same tokens) -> [G, T, H, h]."""
+"""An attention: (q [G, T, H, h], k and v [G, H, T, h] of the same tokens) -> [G, T, H, h]."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """Leading axes L and N_b on every leaf; the scales of norms are stored less 1."""
+    """The weights of all layers, with leading axes L and N_b on every leaf. The scales of norms are stored minus 1."""
 
     attention_scale: Any  # [L, N_b, D]
     attention_shift: Any  # [L, N_b, D]
@@ -87,9 +87,10 @@ def linear(
     activation: Activation = "none",
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """activation(norm(x) w + bias) + residual of each block: x [N_b, n, D], w [N_b, D, F] -> [N_b, n, F].
+    """A linear layer for each block, activation(norm(x) w + bias) + residual: x [N_b, n, D], w [N_b, D, F] -> [N_b, n,
+    F].
 
-    norm: its scale less 1 and shift.
+    norm: its scale minus 1, and its shift.
     """
     if build == "fused":
 
@@ -116,7 +117,7 @@ def linear(
 def _layer(
     build: Build, layer: Layer, h: jax.Array, heads: int, attend: Attend
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """h [N_b, B, T, D] behind the layer, and its keys and values [G, H, T, D / H]."""
+    """The output [N_b, B, T, D] of one layer for its input h, and the layer's keys and values [G, H, T, D / H]."""
     blocks, batch, tokens, hidden = h.shape
     flat = h.reshape(blocks, batch * tokens, hidden)
     projected = linear(build, flat, layer.qkv, norm=(layer.attention_scale, layer.attention_shift))

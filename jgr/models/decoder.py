@@ -109,27 +109,32 @@ class DecoderParams:
 
     @property
     def output_rows(self) -> jax.Array:
-        """[V, D], the output matrix."""
+        """The output matrix, [V, D]."""
         rows: jax.Array = self.embed if self.head is None else self.head
         return rows
 
 
 class ContextKV(NamedTuple):
-    """k, v: [L, B, K, T, d]; long, shared by all beams of a request. Keys are stored after rope."""
+    """The prompts' keys and values, shared by all beams of a request. k, v: [L, B, K, T, d]; keys stand after rope."""
 
     k: jax.Array
     v: jax.Array
 
 
 class BeamKV(NamedTuple):
-    """k, v: of each step [L, B, W, K, d], each row's s-th generated token. Short-lived, and never copied whole: a step
-    adds its own arrays to those before it."""
+    """The generated tokens' keys and values. k, v: for each step s [L, B, W, K, d], of each beam's s-th token.
+
+    A step adds its own arrays to those before it, so that nothing is copied whole.
+    """
 
     k: tuple[jax.Array, ...] = ()
     v: tuple[jax.Array, ...] = ()
 
     def of_layer(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """One layer's steps and one more, [B, S + 1, W, K, d]; self and the last of them [B, W, K, d] each."""
+        """The keys and values of one layer, [B, S + 1, W, K, d] each: its S steps and one more.
+
+        Here self holds that layer's arrays, [B, W, K, d] for each step; k, v: [B, W, K, d], the step to add.
+        """
         return jnp.stack([*self.k, k], axis=1), jnp.stack([*self.v, v], axis=1)
 
     def plus(self, k: jax.Array, v: jax.Array) -> BeamKV:
@@ -169,7 +174,7 @@ def spec(cfg: DecoderConfig) -> DecoderParams:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Statistics in float32, cast back before the weight (the order matters for 16-bit parity)."""
+    """Root mean square norm. Statistics are float32, cast back before the weight: 16-bit parity needs this order."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * weight
@@ -220,7 +225,7 @@ def _keys_values(
 
 
 def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
-    """[..., K * d]: the values of one layer, whose leaves have no layer axis, for its input h [..., D]."""
+    """The values [..., K * d] of one layer, whose leaves have no layer axis, for its input h [..., D]."""
     v = dense(rms_norm(h, layer.attention_norm, cfg.norm_eps), layer.wv)
     return v + layer.bv if cfg.qkv_bias else v
 
@@ -231,8 +236,11 @@ def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
 
 
 class Prefill(NamedTuple):
-    """hidden: [B, T, D], or [B, P, D] where only places are read, after the final norm; context: the ContextKV of all
-    tokens; layers: [L, B, T, D] or None."""
+    """The result of a prefill.
+
+    hidden: [B, T, D], or [B, P, D] where only some places are read, after the final norm. context: the ContextKV of all
+    tokens. layers: every layer's output [L, B, T, D], or None.
+    """
 
     hidden: jax.Array
     context: ContextKV
@@ -240,9 +248,10 @@ class Prefill(NamedTuple):
 
 
 class CachedKV(NamedTuple):
-    """Keys and values of earlier tokens, `tokens` [B, C]. of_layer: by a layer's number its k and v, [B, K, C, d] each.
+    """Keys and values of earlier tokens.
 
-    Layers are read one by one as they are computed, so that nothing is copied of those that are not.
+    tokens: what they are part of, [B, C] each. of_layer: from a layer's number to its k and v, [B, K, C, d] each. A
+    layer is read when it is computed, so that layers that are not computed are not copied.
     """
 
     tokens: Tokens
@@ -252,7 +261,7 @@ class CachedKV(NamedTuple):
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array, Tokens | Causal, Layout | jax.Array], jax.Array]
-"""(q, k, v, tokens, layout) -> [B, T, H, d], as of segment_attention."""
+"""An attention (q, k, v, tokens, layout) -> [B, T, H, d] with the arguments of segment_attention."""
 
 
 def prefill(
@@ -265,7 +274,7 @@ def prefill(
     segments: Tokens | None = None,
     layout: Layout | jax.Array = CAUSAL,
     before: CachedKV | None = None,
-    also: jax.Array | None = None,
+    seen_by: jax.Array | None = None,
     hidden: jax.Array | None = None,
     layers: slice = slice(None),
     keep_layers: bool = False,
@@ -279,16 +288,18 @@ def prefill(
     Args:
         tokens: [B, T] int32; row b holds lengths[b] tokens, then padding of any valid token id.
         positions: [B, T] int32 for rope, default the segments' or 0..T-1. Plain prompts are causal by index.
-        segments, layout: what the tokens, [B, T] each, are part of, and what sees what; default plain causal prompts.
-            Prompts made of segments have no gradients (but with attention="reference", or one that has).
+        segments: what each token is part of, [B, T] each, and layout: which segments it sees; default plain causal
+            prompts. Prompts made of segments have no gradients, except with attention="reference" or another form
+            that has them.
         before: cached tokens of the same requests, which the new ones see as the layout says.
-        also: [B, T] int32, of each token another request that sees it as its own; below 0 for none. Needs segments.
-        layers: to run, without gradients; default all. hidden: [B, T, D], what goes into the first of them; default
-            the tokens' embeddings. The result is of these layers only.
+        seen_by: [B, T] int32, for each token another request that sees it as well as its own; below 0 for none.
+            Needs segments.
+        layers: the layers to run, without gradients; default all. The result has these layers only.
+        hidden: [B, T, D], the input of the first of them; default the tokens' embeddings.
         keep_layers: also return every layer's output (before the final norm), of all tokens.
         read: [B, P] int32, the places whose hidden states are returned; default all. Where they are fewer than the
-            tokens, the last layer computes its queries, its mlp and all behind them for these places only. Without
-            gradients, keep_layers or an attention of the caller's own.
+            tokens, the last layer computes its queries, its mlp and all that follows for these places only. This
+            excludes gradients, keep_layers and an attention of the caller's own.
         dropout: (x, key) -> x on the embedding and on each block's output, for training; needs key.
         attention: an implementation of segment_attention, or another form of it, for prompts without cached tokens.
     """
@@ -299,8 +310,8 @@ def prefill(
     cos, sin = _rotations(cfg, positions)
     described = Causal(lengths) if segments is None else segments
     seen = None
-    if segments is not None and also is not None:
-        twice = zip(segments, segments._replace(request=also), strict=True)
+    if segments is not None and seen_by is not None:
+        twice = zip(segments, segments._replace(request=seen_by), strict=True)
         seen = Tokens(*(jnp.concatenate(pair, 1) for pair in twice))
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
     is_everything = read is None or read.shape[1] >= tokens.shape[1]

@@ -69,7 +69,7 @@ def generator(cfg: GeneratorConfig) -> Generator:
 
 
 def laid_out(params: GeneratorParams) -> GeneratorParams:
-    """The parameters as programs of this platform are fastest with: on a GPU with the layers apart.
+    """The parameters in the form that is fastest on this platform: on a GPU with the layers apart.
 
     On a CPU a stack starts faster, and its layers are not copied before they are used.
     """

@@ -34,21 +34,21 @@ from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
 BEHIND = 11
-"""N minus max_items in the authors' code: positions for the ten events that it may generate, and for the target."""
+"""N minus max_items in the authors' code: positions for ten events that it may generate, and for the target."""
 BUCKETS = 129
 """Buckets of times; the last one is for everything longer ago."""
 
 
 class WindowSlides(ValueError):
-    """Events that a cached history cannot take: its oldest would have to go, and with it every row would change."""
+    """New events do not fit the window: a cached history would lose its oldest event, and every row would change."""
 
 
 @dataclass(frozen=True)
 class HstuConfig:
     """Architecture only. items: what `items_digest` gives for the catalog whose rows it embeds.
 
-    length: N. bias: what a logit's bias depends on; "times" on positions too. concat_ua: W_o is given [u, o', u * o']
-    of the normalised o'. activated: silu on u, v, q and k.
+    length: N. bias: what a logit's bias depends on; "times": on positions and times. concat_ua: whether W_o takes
+    [u, o', u * o'], with the normalised o', rather than u * o'. activated: whether silu is applied to u, v, q and k.
     """
 
     n_items: int
@@ -90,10 +90,13 @@ class HstuConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HstuLayer:
-    """Leading axis L on every leaf. The tables of the bias are None where it does not depend on them."""
+    """The weights of all layers, with leading axis L on every leaf.
+
+    A table that the bias does not depend on is None.
+    """
 
     uvqk: Any  # [L, D, 2 H b + 2 H a], in the order u, v, q, k
-    out: Any  # [L, H b, D], 3 H b where concat_ua
+    out: Any  # [L, H b, D]; [L, 3 H b, D] with concat_ua
     out_bias: Any  # [L, 1, D]
     positions: Any  # [L, 1, 2 N - 1]
     times: Any  # [L, 1, BUCKETS]

@@ -26,7 +26,10 @@ class Stack(Protocol):
 
 
 class Work(NamedTuple):
-    """The work. new: rows to compute. cached: rows whose keys and values are read. pairs: visible pairs of rows."""
+    """The amount of work.
+
+    new: rows to compute. cached: rows whose keys and values are read. pairs: visible pairs of rows.
+    """
 
     new: int
     cached: int

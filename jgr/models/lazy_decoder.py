@@ -78,7 +78,7 @@ class LazyConfig:
 
     @property
     def max_position(self) -> int:
-        """Tokens of a prompt and an item."""
+        """The most tokens of a prompt together with an item."""
         return (self.max_items + 1) * self.depth
 
     @property
@@ -107,7 +107,7 @@ class Experts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Block:
-    """Leading axis: the layers of one stack."""
+    """The weights of a stack of blocks, with the layers as the leading axis of every leaf."""
 
     cross_norm: Any  # [L, D]
     cross_q: Any  # [L, D, H * d]
@@ -190,7 +190,10 @@ def _block_spec(cfg: LazyConfig, n: int, mlp: Mlp | Experts) -> Block:
 
 
 class Context(NamedTuple):
-    """k, v: [C, B, G, T, d] of the history's items, the same array where values are keys; lengths: [B] items."""
+    """The history as the layers attend to it.
+
+    k, v: [C, B, G, T, d], one array where values are keys; lengths: [B] items.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -198,7 +201,7 @@ class Context(NamedTuple):
 
 
 class State(NamedTuple):
-    """The history; bos's keys and values, which the self-attention has for a prompt; the beams' own."""
+    """The state of a search: the history, the keys and values of bos, which all beams share, and the beams' own."""
 
     context: Context
     bos: ContextKV  # [L, B, K, 1, d]
@@ -239,7 +242,10 @@ def _mixture(experts: Experts, active: int, x: jax.Array) -> jax.Array:
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(q [B, X, H, d], k and v [B, X, K, d] of the new places, what the layer brought) -> out, what the layer leaves."""
+"""A self-attention of one layer: (q [B, X, H, d], k and v [B, X, K, d] of the new places, given) -> (out, left).
+
+given: the layer's part of what the blocks are given. left: what they return of the layer.
+"""
 
 
 def _blocks(
@@ -391,7 +397,7 @@ def misfit(cfg: LazyConfig, prompt: PromptConfig, level_tokens: Sequence[npt.NDA
 
 
 def to_config(cfg: LazyConfig) -> dict[str, Any]:
-    """config.json of an architecture."""
+    """The content of config.json for an architecture."""
     return {"model_type": MODEL_TYPE, **dataclasses.asdict(cfg)}
 
 

@@ -53,7 +53,7 @@ class LruRecConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LruRecLayer:
-    """Leading axis L on every leaf; norms are (scale, bias). nu and theta are stored less where they start."""
+    """Leading axis L on every leaf; norms are (scale, bias). nu and theta are stored minus their start values."""
 
     nu: Any  # [L, 1, S]
     theta: Any  # [L, 1, S]
@@ -77,7 +77,7 @@ class LruRecParams:
 
 
 def spec(cfg: LruRecConfig) -> LruRecParams:
-    """The declaration of every parameter. A norm's scale is stored less 1, so that it is drawn as zeros."""
+    """The declaration of every parameter. A norm's scale is stored minus 1, so that it is drawn as zeros."""
     n, hidden, state, mlp = cfg.layers, cfg.hidden, 2 * cfg.hidden, cfg.mlp
 
     def zeros(rows: int, width: int, axes: tuple[str, str]) -> Spec:
@@ -118,7 +118,7 @@ def _start(state: int) -> tuple[jax.Array, jax.Array]:
 def recurrence(x: jax.Array, nu: jax.Array, theta: jax.Array) -> jax.Array:
     """h_t = lambda * h_{t-1} + gamma * x_t along axis 1, from h = 0.
 
-    x: [B, N, S] complex64. nu, theta: [1, S] float32 as stored, less where they start. Gives [B, N, S] complex64.
+    x: [B, N, S] complex64. nu, theta: [1, S] float32 as stored, minus their start values. Gives [B, N, S] complex64.
     """
     nu_start, theta_start = _start(x.shape[-1])
     rate = jnp.exp(nu_start + nu)

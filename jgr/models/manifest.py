@@ -148,8 +148,10 @@ def own_catalog(folder: Path) -> Catalog:
 
 
 def check_dataset(config: Config) -> None:
-    """ConfigError where the model's manifest should name the dataset and names none, or one that is gone; a warning
-    where it is not the one any more that the model learnt from.
+    """Check that the dataset which the model's manifest names is there, where `config` names no other.
+
+    Raises ConfigError where it is gone, or where a converted model names none. Warns where it was prepared again after
+    the model learnt from it.
     """
     manifest = read(Path(config.model.path)) if config.model.path else None
     reference = None if manifest is None else manifest.dataset

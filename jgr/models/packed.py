@@ -11,8 +11,8 @@ run, and a program reads just the layer that it computes. Reading programs are l
 (donation) and return it.
 
 Repaired item tokens (BAT-15) are rows of their own, in a request in which every item token sees the items before its
-own. An item that is not cached is computed alone all the same: as a request of its own, whose tokens the real one sees
-also, but for those that are repaired. `Picks` lets the program choose which are.
+own. An item that is not cached is computed alone all the same: as a request of its own, whose tokens the real
+one sees too (`Row.seen_by`), but for those that are repaired. With a `RepairChoice` the program chooses which are.
 
 Letters: R requests, T new tokens, C cached tokens, M candidates, S longest prompt, L layers, K key/value heads, d head
 size, P parts of a cell.
@@ -36,24 +36,27 @@ from jgr.models.words import Cells
 from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
-"""Behind every request."""
+"""A request number above all others; what nobody asked for is sorted there."""
 
 
-class Picks(NamedTuple):
-    """cached: [C] int32, the cached tokens themselves. places: [T] int32, of a row to be filled, which item token it
-    is, from 0 on over all of a batch, request after request, by falling deviation; others: -1."""
+class RepairChoice(NamedTuple):
+    """What the program needs to choose the item tokens that it repairs (PIC-3).
 
-    cached: Any
-    places: Any
+    cached_tokens: [C] int32, the cached tokens themselves. ranks: [T] int32; a row with rank r >= 0 is filled with the
+    r-th of all the batch's item tokens, which are ordered by request and then by falling deviation. Other rows: -1.
+    """
+
+    cached_tokens: Any
+    ranks: Any
 
 
 class Row(NamedTuple):
-    """The new tokens of a batch and the cached ones: arrays of integers, int32.
+    """One packed row: a batch's new tokens and the cached ones that they see. All arrays are int32.
 
-    tokens: [T]. described: of them, [T] each. sees: [T], the bits of each one's layout for its kind.
-    slots: [C, P] of the cached tokens, see KVCells. cached: of these tokens, [C] each.
-    also: [T], the request that sees a token computed in another one, else -1; None where nothing is repaired.
-    picks: where the program chooses what is repaired.
+    tokens: [T], the new tokens. described: what each of them is part of, [T] each. sees: [T], what each one sees, as
+    the bits of its layout for its kind. slots: [C, P], where the cached tokens stand in the pool, see KVCells. cached:
+    what each cached token is part of, [C] each. seen_by: [T], the request that sees a token computed in another one,
+    else -1; None where nothing is repaired. choice: None unless the program chooses what is repaired.
     """
 
     tokens: Any
@@ -61,16 +64,20 @@ class Row(NamedTuple):
     sees: Any
     slots: Any
     cached: Tokens
-    also: Any = None
-    picks: Picks | None = None
+    seen_by: Any = None
+    choice: RepairChoice | None = None
 
 
 class Asked(NamedTuple):
-    """Of each candidate, [M] int32: the new token that scores it, the logit that is its score, and the one less."""
+    """How each candidate is scored, [M] int32 each.
+
+    places: the new token whose logits score it. columns: the logit that is its score. negative_columns: the logit that
+    is subtracted from it, -1 for none.
+    """
 
     places: Any
     columns: Any
-    less: Any
+    negative_columns: Any
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,8 @@ class KVCells:
     """How a decoder's keys and values stand in the pool: cells of `tokens` tokens and `layers` layers, as many as all
     layers need (P = `parts`), so that a cell is never larger than a page.
 
-    run: words of a token in a layer. A token has a slot in each part: the cell's number * tokens + its place there.
+    run: 32-bit words of a token in a layer. A token has a slot in each part: the cell's number * tokens + its place
+    there.
     """
 
     dtype: str
@@ -90,7 +98,7 @@ class KVCells:
 
     @property
     def slots(self) -> int:
-        """Of a page."""
+        """Number of token slots in a page."""
         return self.cells.per_page * self.tokens
 
     def place(self, slots: jax.Array, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,8 +123,8 @@ def _forward(
     params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig, kv: KVCells
 ) -> tuple[jax.Array, ContextKV]:
     """Hidden states [P, D] of the new tokens at read [P], and the KV [L, 1, K, T, d] of all of them."""
-    if row.picks is not None:
-        return _forward_with_picks(params, pool, row, row.picks, read, cfg, kv)
+    if row.choice is not None:
+        return _forward_with_choice(params, pool, row, row.choice, read, cfg, kv)
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
     return out.hidden[0], out.context
 
@@ -132,7 +140,7 @@ def _prefill(
     keep_layers: bool = False,
     read: jax.Array | None = None,
 ) -> Prefill:
-    row = jax.tree.map(lambda x: x[None], row._replace(picks=None))
+    row = jax.tree.map(lambda x: x[None], row._replace(choice=None))
 
     def of_layer(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg).transpose(2, 0, 3, 1, 4)
@@ -146,7 +154,7 @@ def _prefill(
         segments=row.described,
         layout=row.sees,
         before=CachedKV(row.cached, of_layer),
-        also=row.also,
+        seen_by=row.seen_by,
         hidden=hidden,
         layers=layers,
         keep_layers=keep_layers,
@@ -154,11 +162,11 @@ def _prefill(
     )
 
 
-def _forward_with_picks(
+def _forward_with_choice(
     params: DecoderParams,
     pool: jax.Array,
     row: Row,
-    picks: Picks,
+    choice: RepairChoice,
     read: jax.Array,
     cfg: DecoderConfig,
     kv: KVCells,
@@ -170,10 +178,10 @@ def _forward_with_picks(
     first, others = slice(1), slice(1, None)
     alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
     # Every item token once, the cached ones first, in the real request: as in the causal order.
-    joined = zip(row.cached, row.described._replace(request=row.also), strict=True)
+    joined = zip(row.cached, row.described._replace(request=row.seen_by), strict=True)
     items = Tokens(*(jnp.concatenate(pair) for pair in joined))
     items = items._replace(request=jnp.where(items.kind == Kind.ITEM, items.request, -1))
-    tokens = jnp.concatenate([picks.cached, row.tokens])[None]
+    tokens = jnp.concatenate([choice.cached_tokens, row.tokens])[None]
     described = Tokens(*(x[None] for x in items))
     causal = decoder.prefill(
         params,
@@ -199,16 +207,16 @@ def _forward_with_picks(
         change = (decoder.values(cfg, check, causal.layers[0, 0]) - old).astype(jnp.float32)
         last = jnp.where(items.request < 0, NOBODY, items.request)
         ranking = jnp.lexsort((-jnp.square(change).sum(-1), last))
-        picked = picks.places >= 0
-        chosen = ranking[picks.places]
+        picked = choice.ranks >= 0
+        chosen = ranking[choice.ranks]
     hidden = jnp.where(picked[:, None], causal.layers[0, 0, chosen], alone.layers[0, 0])[None]
-    row = _with_picks(row, items, picked, chosen)
+    row = _with_repairs(row, items, picked, chosen)
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
     both = zip(alone.context, rest.context, strict=True)
     return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
 
 
-def _with_picks(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -> Row:
+def _with_repairs(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -> Row:
     """The row with the chosen of the items [C + T] in their places [T], which nobody else sees any more."""
     cached = len(row.slots)
     none = jnp.zeros(len(items.request), bool)
@@ -218,7 +226,7 @@ def _with_picks(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -
         described=Tokens(*(jnp.where(picked, item[chosen], own) for own, item in fields)),
         sees=jnp.where(picked, REPAIRED_ITEM, row.sees),
         cached=row.cached._replace(request=jnp.where(replaced[:cached], -1, row.cached.request)),
-        also=jnp.where(replaced[cached:], -1, row.also),
+        seen_by=jnp.where(replaced[cached:], -1, row.seen_by),
     )
 
 
@@ -226,18 +234,23 @@ def _with_picks(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -
 def rank(
     params: DecoderParams, pool: jax.Array, row: Row, asked: Asked, *, cfg: DecoderConfig, kv: KVCells
 ) -> tuple[jax.Array, ContextKV]:
-    """Scores [M] float32, and the new tokens' KV."""
+    """Score every candidate: scores [M] float32, and the new tokens' KV, which `write` may keep."""
     hidden, new = _forward(params, pool, row, asked.places, cfg, kv)
     with jax.named_scope("score"):
         rows = params.output_rows
         direction = rows[asked.columns].astype(jnp.float32)
-        direction -= jnp.where(asked.less[:, None] >= 0, rows[jnp.maximum(asked.less, 0)], 0)
+        direction -= jnp.where(
+            asked.negative_columns[:, None] >= 0, rows[jnp.maximum(asked.negative_columns, 0)], 0
+        )
         return (hidden.astype(jnp.float32) * direction).sum(-1), new
 
 
-class Whole(NamedTuple):
-    """Of each prompt: where its tokens [R, S] int32 stand, in the row's cached tokens or from C on in its new ones; its
-    length [R]; the position behind it [R]."""
+class WholePrompts(NamedTuple):
+    """Where each prompt's tokens stand in the packed row, so that its ContextKV can be gathered. int32.
+
+    tokens: [R, S], places in the row: below C a cached token, from C on a new one. lengths: [R], tokens of each prompt.
+    start: [R], the position that follows each prompt.
+    """
 
     tokens: Any
     lengths: Any
@@ -250,7 +263,7 @@ def recommend(
     pool: jax.Array,
     tables: CatalogTables,
     row: Row,
-    whole: Whole,
+    prompts: WholePrompts,
     widths: jax.Array,
     filters: Filters | None = None,
     *,
@@ -260,12 +273,13 @@ def recommend(
     normalize: Normalize = "valid",
     approximate: int = 0,
 ) -> tuple[Beams, ContextKV]:
-    """See beam.recommend; and the new tokens' KV."""
-    last = whole.tokens[jnp.arange(len(whole.lengths)), jnp.maximum(whole.lengths - 1, 0)] - len(row.slots)
+    """Search the prompts' best items, see beam.recommend: the beams, and the new tokens' KV, which `write` may keep."""
+    last = prompts.tokens[jnp.arange(len(prompts.lengths)), jnp.maximum(prompts.lengths - 1, 0)]
+    last = last - len(row.slots)
     hidden, new = _forward(params, pool, row, jnp.maximum(last, 0), cfg, kv)
     with jax.named_scope("join"):
-        context = _join(pool, row, new, whole, cfg, kv)
-    state = decoder.State(context, whole.lengths, whole.start)
+        context = _join(pool, row, new, prompts, cfg, kv)
+    state = decoder.State(context, prompts.lengths, prompts.start)
     beams = beam.search(
         params,
         tables,
@@ -282,12 +296,12 @@ def recommend(
 
 
 def _join(
-    pool: jax.Array, row: Row, new: ContextKV, whole: Whole, cfg: DecoderConfig, kv: KVCells
+    pool: jax.Array, row: Row, new: ContextKV, prompts: WholePrompts, cfg: DecoderConfig, kv: KVCells
 ) -> ContextKV:
-    """[L, R, K, S, d]: each prompt's keys and values, of both kinds of tokens, gathered to their places."""
+    """Gather each prompt's keys and values [L, R, K, S, d], of its cached and its new tokens, into their order."""
     cached = len(row.slots)
-    is_new = (whole.tokens >= cached)[:, None, :, None]
-    at_old, at_new = jnp.minimum(whole.tokens, cached - 1), jnp.maximum(whole.tokens - cached, 0)
+    is_new = (prompts.tokens >= cached)[:, None, :, None]
+    at_old, at_new = jnp.minimum(prompts.tokens, cached - 1), jnp.maximum(prompts.tokens - cached, 0)
     slots, real = row.slots[at_old], row.cached.request[at_old] >= 0
 
     def of_layer(_: None, xs: tuple[jax.Array, ContextKV]) -> tuple[None, ContextKV]:

@@ -57,7 +57,7 @@ def initialize(specs: PyTree, key: jax.Array, dtype: Any = jnp.float32) -> PyTre
 
 
 def abstract(specs: PyTree, dtype: Any = jnp.float32) -> PyTree:
-    """The same tree of jax.ShapeDtypeStruct."""
+    """The declaration as shapes and dtypes: the same tree with a jax.ShapeDtypeStruct for each parameter."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs, is_leaf=_is_spec)
 
 
@@ -124,7 +124,7 @@ def _take(stack: PyTree, number: int) -> Any:
 
 
 def count(specs: PyTree) -> int:
-    """Number of parameters."""
+    """The number of numbers in all parameters."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 

@@ -41,7 +41,7 @@ class Retriever(Protocol):
     """The module of a retriever."""
 
     NAME: str
-    """For people."""
+    """The model's name in messages and reports."""
 
     def spec(self, cfg: Any) -> PyTree:
         """The declaration of every parameter."""
@@ -55,7 +55,7 @@ class Retriever(Protocol):
         dropout: Dropout | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, N, D]: at each place what is looked for after the items up to it.
+        """Turn histories into vectors [B, N, D]: at each place, what is looked for after the items up to it.
 
         rows: [B, N] int32, -1 on the right. dropout: (x, key) -> x, for training; needs key.
         """
@@ -106,7 +106,10 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, N, D], as Retriever.encode. times: [B, N + 1] int32 where `timed`, see `hstu.encode`."""
+    """Turn histories into vectors [B, N, D], see Retriever.encode.
+
+    times: [B, N + 1] int32 for models that are `timed`, see `hstu.encode`; others take None.
+    """
     if isinstance(cfg, HstuConfig) and isinstance(params, HstuParams):
         return hstu.encode(params, cfg, rows, times=times, dropout=dropout, key=key)
     return retriever(cfg).encode(params, cfg, rows, dropout=dropout, key=key)
@@ -116,7 +119,7 @@ def encode(
 def scores_after(
     params: RetrieverParams, rows: jax.Array, times: jax.Array | None = None, *, cfg: RetrieverConfig
 ) -> jax.Array:
-    """[B, n] float32: the score of every item after each history. Arguments as of `encode`."""
+    """The score of every item after each history, [B, n] float32. rows, times: see `encode`."""
     model = retriever(cfg)
     hidden = encode(params, cfg, rows, times)
     last = jnp.maximum((rows >= 0).sum(axis=1) - 1, 0)
@@ -155,14 +158,15 @@ def top_k(
 ) -> npt.NDArray[np.int32]:
     """The k best rows after each history, best first: [b, k] int32, -1 where the catalog has no further item.
 
-    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history. asked: [b] seconds, when
-    the item that is looked for will be taken, where `timed`; then the histories must have times too. UserError.
+    Equal scores: the lower row first. exclude_seen: leave out the items of the whole history. asked: [b] int64
+    seconds, when the item that is looked for will be taken; only for `timed` models, whose histories must have times
+    too. Raises UserError where they are missing.
     """
     if timed(cfg) and (asked is None or histories.times is None):
         raise UserError("this retriever depends on times, and the histories have none")
     found = np.full((len(histories), k), -1, np.int32)
     places = min(k, cfg.n_items)
-    # Two shapes at most are compiled: whatever is seen is padded to the longest history.
+    # Two shapes at most are compiled: the seen items are padded to the longest history.
     width = int(histories.lengths.max(initial=1)) if exclude_seen else 1
     for at in range(0, len(histories), BATCH):
         batch = histories.select(slice(at, at + BATCH))
@@ -192,7 +196,7 @@ def save(
 
 
 def load_config(folder: Path) -> RetrieverConfig:
-    """The config of what `save` wrote. Raises CheckpointError."""
+    """Read the config of the folder that `save` wrote. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +206,7 @@ def load_config(folder: Path) -> RetrieverConfig:
 
 
 def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
-    """What `save` wrote. Raises CheckpointError."""
+    """Read the folder that `save` wrote: config and parameters. Raises CheckpointError."""
     cfg = load_config(folder)
     return cfg, checkpoint.restore(folder / "params", retriever(cfg).spec(cfg))
 

@@ -79,7 +79,7 @@ class SasrecParams:
 
 
 def spec(cfg: SasrecConfig) -> SasrecParams:
-    """The declaration of every parameter. A norm's scale is stored less 1, so that it is drawn as zeros."""
+    """The declaration of every parameter. A norm's scale is stored minus 1, so that it is drawn as zeros."""
     n, hidden, mlp = cfg.layers, cfg.hidden, cfg.mlp
 
     def square() -> Spec:
@@ -109,7 +109,7 @@ def spec(cfg: SasrecConfig) -> SasrecParams:
 
 
 def layer_norm(x: jax.Array, scale_bias: jax.Array) -> jax.Array:
-    """x [..., D] at mean 0 and variance 1, scaled and shifted by (scale less 1, bias) [2, D]."""
+    """x [..., D] at mean 0 and variance 1, scaled and shifted by (scale minus 1, bias) [2, D]."""
     x = x - x.mean(axis=-1, keepdims=True)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPS)
     return x * (1 + scale_bias[0]) + scale_bias[1]

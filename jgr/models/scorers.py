@@ -37,10 +37,11 @@ from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
 
 
 class Users(NamedTuple):
-    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits of what was done.
+    """What requests say of their users. A model does not read what it has no use for.
 
-    times: [B, S] int32 seconds, and now [B], from an origin of each user's own. context: [B, C] int32 values, -1:
-    missing. scenario: [B] int32, where the request comes from. What a model has no use for is not read.
+    rows: [B, S] int32 catalog rows of the history, oldest first, -1 on the right. actions: [B, S] int32, bits of what
+    was done with each. times: [B, S] int32 seconds, and now: [B], both from an origin of each user's own. context: [B,
+    C] int32 values of the contextual slots, -1 for a missing one. scenario: [B] int32, where the request comes from.
     """
 
     rows: jax.Array
@@ -52,7 +53,10 @@ class Users(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """rows: [B, m] int32, -1: none. features: [B, m, width] of each feature that the config names."""
+    """The candidates of each user. rows: [B, m] int32, -1 where there is none.
+
+    features: by name, [B, m, width] for each feature that the config names.
+    """
 
     rows: jax.Array
     features: Mapping[str, jax.Array]
@@ -60,10 +64,12 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model reads of a user and of candidates, besides the items. tasks: what a candidate's scores are.
+    """What a model reads of a user and of candidates, besides the items.
 
-    actions: bits. slots: number of values of each contextual slot. scenarios: their number. features: name and width.
-    dated: whether all that can be kept of a user depends on `now`, so that a kept user serves that second alone.
+    max_items: the most events of a history. tasks: the names of a candidate's scores. timed: whether events' times are
+    read. dated: whether all that can be kept of a user depends on `now`, so that a kept user serves that second alone.
+    actions: number of action bits. slots: number of values of each contextual slot. scenarios: number of scenarios.
+    features: name and width of each feature of a candidate.
     """
 
     max_items: int
@@ -77,19 +83,22 @@ class Needs:
 
 
 class Scorer(Protocol):
-    """The functions of a family of rankers; cfg.items is the digest of the catalog whose rows it knows."""
+    """The functions of a family of scorers; cfg.items is the digest of the catalog whose rows it knows."""
 
     def spec(self, cfg: Any) -> PyTree:
         """The declaration of every parameter."""
 
     def needs(self, cfg: Any) -> Needs:
-        """What it reads."""
+        """What a model of this config reads of users and candidates."""
 
     def read(self, params: Any, cfg: Any, users: Users) -> PyTree:
-        """The users' part of every score asked for `now`. Leaves whose shapes depend on cfg and B alone."""
+        """Compute the users' state, from which `score` scores candidates at `now`.
+
+        Its leaves' shapes hang on cfg and B only.
+        """
 
     def score(self, params: Any, cfg: Any, state: Any, candidates: Candidates) -> jax.Array:
-        """[B, m, P] float32, higher is better; 0 where there is no candidate."""
+        """Score the candidates, [B, m, P] float32: higher is better, and 0 where there is no candidate."""
 
 
 class Keeping(Protocol):
@@ -99,24 +108,27 @@ class Keeping(Protocol):
         """What is kept of users whose events are all new."""
 
     def state(self, params: Any, cfg: Any, kept: Any, users: Users) -> PyTree:
-        """What `read` of the users gives, from what was kept of them at any `now`."""
+        """Compute the state that `read` gives for the users, from what was kept of them at any `now`."""
 
 
 class Growing(Keeping, Protocol):
     """A family whose kept users take further events."""
 
     def grow(self, params: Any, cfg: Any, kept: Any, users: Users, most: int) -> PyTree:
-        """What `begin` of `users` gives, from what was kept of them when they had 0 to `most` of the events less."""
+        """Compute what `begin` gives for `users`, from what was kept of them when they had fewer events.
+
+        most: the largest number of events by which a user may have grown, at least 0.
+        """
 
 
 def _times(users: Users) -> jax.Array:
-    """[B, S + 1]: of the events, and `now` behind the last one."""
+    """The events' times, with `now` after the last one, [B, S + 1]."""
     places, lengths = jnp.arange(users.rows.shape[1] + 1)[None], (users.rows >= 0).sum(axis=1)
     return jnp.where(places < lengths[:, None], jnp.pad(users.times, ((0, 0), (0, 1))), users.now[:, None])
 
 
 def _latest(x: jax.Array, known: jax.Array, count: int, fill: int) -> jax.Array:
-    """[B, count] of x [B, S], from place known [B] on; `fill` behind the end."""
+    """`count` values [B, count] of x [B, S], from place known [B] on; `fill` where x has ended."""
     padded = jnp.pad(x, ((0, 0), (0, count)), constant_values=fill)
     return jnp.take_along_axis(padded, known[:, None] + jnp.arange(count)[None], axis=1)
 
@@ -274,7 +286,11 @@ MODELS = tuple(_TYPES)
 
 
 def scorer(cfg: ScorerConfig, build: Build = "fused") -> Scorer:
-    """The functions of the model that a config describes. build: see there; ConfigError where the model has it not."""
+    """The functions of the model that a config describes.
+
+    build: how Climber's layers are run, see climber_layers.Build. Raises ConfigError for another model with another
+    build than "fused".
+    """
     model = _SCORERS[type(cfg)]
     if build == "fused":
         return model
@@ -291,7 +307,10 @@ def as_built(params: Any, build: Build) -> Any:
 
 
 def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candidates) -> jax.Array:
-    """What `score` gives behind `read`, for a program that does both. Climber has one pass for it (FLAME-11)."""
+    """Score candidates from the users themselves: `read` and `score` in one program, [B, m, P] float32.
+
+    Climber has a single pass for it (FLAME-11).
+    """
     if isinstance(model, _Climber):
         return model.rank(params, cfg, users, candidates)
     return model.score(params, cfg, model.read(params, cfg, users), candidates)
@@ -310,7 +329,7 @@ def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
 
 
 def growing(cfg: ScorerConfig) -> Growing:
-    """How a ranker's users take further events. Raises HistoryIsWhole where they cannot (MODEL-14)."""
+    """How a scorer's kept users take further events. Raises HistoryIsWhole where they cannot (MODEL-14)."""
     if isinstance(cfg, HstuConfig):
         return _GrowingHstu()
     if isinstance(cfg, StuScorerConfig):
@@ -333,7 +352,7 @@ def save(
 
 
 def load(folder: Path) -> tuple[ScorerConfig, PyTree]:
-    """What `save` wrote, of any family. Raises CheckpointError."""
+    """Read the folder that `save` wrote, of any family: config and parameters. Raises CheckpointError."""
     cfg = load_config(folder)
     if isinstance(cfg, RetrieverConfig):
         return retrievers.load(folder)
@@ -341,7 +360,7 @@ def load(folder: Path) -> tuple[ScorerConfig, PyTree]:
 
 
 def load_config(folder: Path) -> ScorerConfig:
-    """The config alone. Raises CheckpointError."""
+    """Read the config alone of the folder that `save` wrote. Raises CheckpointError."""
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -349,5 +368,5 @@ def load_config(folder: Path) -> ScorerConfig:
         if model_type in _TYPES:
             return msgspec.convert(fields, _TYPES[model_type])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
-        raise CheckpointError(f"{path}: is not the config of a ranker that jgr trained") from None
+        raise CheckpointError(f"{path}: is not the config of a scorer that jgr trained") from None
     return retrievers.load_config(folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models that xGR was measured with, by name: architectures for work on speed, with weights drawn at random.
 
-Qwen3's are as published, its vocabulary with OpenOneRec's tokens behind it (MODEL-23). OneRec-V2's hidden size, layers
+Qwen3's are as published, its vocabulary followed by OpenOneRec's tokens (MODEL-23). OneRec-V2's hidden size, layers
 and heads are the paper's (MODEL-22), which leaves open the inner width of a plain mlp and the number of key/value
 heads: 4 times the hidden size, with which all sizes come to the parameters that they are named after, one head for the
 context, and as many as there are query heads for the self-attention.
@@ -18,9 +18,9 @@ from jgr.models.lazy_decoder import LazyConfig
 
 LEVELS, LEVEL_SIZE = 3, 8192
 QWEN3_FIRST = 151_669
-"""The first semantic-id token behind Qwen3's own."""
+"""The first semantic-id token, which follows Qwen3's own vocabulary."""
 QWEN3_VOCABULARY = 176_384
-"""With three levels, two markers, and padding."""
+"""The size of Qwen3's vocabulary with three levels of ids, two markers, and padding."""
 
 # hidden, layers, query heads, mlp
 _QWEN3 = {

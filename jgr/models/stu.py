@@ -34,8 +34,9 @@ _EVERYTHING = 2**30
 class StuConfig:
     """Architecture only. length: N. contextual: slots in front of the history.
 
-    max_attention: rows see at most so many numbers back, 0: all; but for the last `full_rows` of the history, and
-    candidates where there are such rows. group_norm: norm' is of each head, with one scale and bias each.
+    max_attention: how many numbers back a row sees, 0: all. The last `full_rows` of the history see all, and where
+    there are such rows, candidates too. group_norm: whether norm' is taken over each head, with one scale and bias
+    each.
     """
 
     hidden: int
@@ -58,7 +59,7 @@ class StuConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StuLayer:
-    """Leading axis L on every leaf; the scales of norms are stored less 1."""
+    """The weights of all layers, with leading axis L on every leaf. The scales of norms are stored minus 1."""
 
     input_norm: Any  # [L, 2, D]: scale, bias
     uvqk: Any  # [L, D, 2 H b + 2 H a], in the order u, v, q, k

@@ -46,9 +46,9 @@ class HistoryIsWhole(ValueError):
 class StuScorerConfig:
     """Architecture only.
 
-    items: digest of the catalog whose rows it embeds. actions: bits of what a user did. slots: number of values of
-    each contextual slot. position_rows, time_rows: of the positional encoder's tables, 0: none. tasks: what a score is
-    the probability of.
+    items: digest of the catalog whose rows the model embeds. actions: number of action bits. slots: number of values of
+    each contextual slot. position_rows, time_rows: rows of the positional encoder's two tables, 0: there is none.
+    tasks: names of what the scores are probabilities of.
     """
 
     stack: StuConfig
@@ -73,7 +73,7 @@ class StuScorerConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mlp:
-    """Linear, gate, linear, norm; norms are (scale less 1, bias), without the last where it is None."""
+    """Weights of an MLP: linear, gate, linear, norm. Norms are (scale minus 1, bias); the last one may be None."""
 
     w1: Any  # [I, F]
     b1: Any  # [1, F]
@@ -105,7 +105,7 @@ class StuScorerParams:
 
 
 class Events(NamedTuple):
-    """rows: [B, S] int32, oldest first, -1 on the right. actions: [B, S] int32 bits. times: [B, S] int32 seconds."""
+    """Users' events, [B, S] int32 each: rows, oldest first, -1 on the right; bits of actions; times in seconds."""
 
     rows: jax.Array
     actions: jax.Array
@@ -254,7 +254,7 @@ def score(
     cfg: StuScorerConfig,
     micro_batch: int,
 ) -> jax.Array:
-    """[B, m, P] float32: the probability of every task for every candidate; 0 where there is none.
+    """The probability of every task for every candidate, [B, m, P] float32; 0 where there is no candidate.
 
     candidates: [B, m] int32 rows, -1: none. micro_batch: candidates of each user that are computed at once; memory
     grows with it, scores do not depend on it (MODEL-13).

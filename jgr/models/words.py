@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 WORD = 4
-"""Bytes."""
+"""Bytes of a word."""
 
 _READ = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
 _WRITE = lax.ScatterDimensionNumbers(
@@ -26,7 +26,7 @@ _WRITE = lax.ScatterDimensionNumbers(
 
 @dataclass(frozen=True)
 class Cells:
-    """How a class of entries divides its pages: cells of so many words, so many in a page."""
+    """How a class of entries divides its pages. words: of a cell; per_page: cells in a page."""
 
     words: int
     per_page: int
@@ -41,13 +41,13 @@ class Cells:
 
 
 def seen_as(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
-    """[..., n] uint32 as [..., n * 4 / itemsize] of another dtype."""
+    """See words [..., n] uint32 as numbers [..., n * 4 / itemsize] of another dtype, without a change of bits."""
     numbers = lax.bitcast_convert_type(words, dtype)
     return numbers if dtype.itemsize == WORD else numbers.reshape(*words.shape[:-1], -1)
 
 
 def as_words(numbers: jax.Array) -> jax.Array:
-    """The other way: [..., n] as [..., n * itemsize / 4] uint32; a run's numbers fill whole words."""
+    """See numbers [..., n] as words [..., n * itemsize / 4] uint32; a run's numbers must fill whole words."""
     per_word = WORD // numbers.dtype.itemsize
     if per_word > 1:
         numbers = numbers.reshape(*numbers.shape[:-1], -1, per_word)
@@ -55,14 +55,20 @@ def as_words(numbers: jax.Array) -> jax.Array:
 
 
 def read(array: jax.Array, page: jax.Array, word: jax.Array, count: int) -> jax.Array:
-    """[..., count] uint32: runs of an array [pages, words] from these places [...] on; a place beyond it is junk."""
+    """Gather runs [..., count] uint32 of an array [pages, words] from these places [...] on.
+
+    A place beyond it gives junk.
+    """
     at = jnp.stack([page.reshape(-1), word.reshape(-1)], -1)
     mode = lax.GatherScatterMode.CLIP
     return lax.gather(array, at, _READ, (1, count), mode=mode).reshape(*page.shape, count)
 
 
 def write(array: jax.Array, page: jax.Array, word: jax.Array, values: jax.Array) -> jax.Array:
-    """The array with values [..., count] uint32 in these places [...], all different; a page beyond it is left out."""
+    """Scatter values [..., count] uint32 to these places [...], all different.
+
+    A page that the array lacks is left out.
+    """
     at = jnp.stack([page.reshape(-1), word.reshape(-1)], -1)
     return lax.scatter(
         array,

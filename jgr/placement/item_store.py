@@ -127,7 +127,7 @@ class ItemStore:
         )
 
     def read(self, exchange: Exchange) -> jax.Array:
-        """[D, M, E]: the cells that each device wanted; the rows after them hold anything."""
+        """Read the cells that each device wants, [D, M, E]. Rows beyond a device's own number hold anything."""
         send, take = (jax.device_put(x, self._spread) for x in (exchange.send, exchange.take))
         out: jax.Array = self._read(self.hot, self.cold, send, take)
         return out

@@ -64,7 +64,7 @@ class Items:
 
     @cached_property
     def share(self) -> Float64:
-        """[n]: each item's share of all accesses; equal shares where no access was seen."""
+        """Each item's share of all accesses, [n]; equal shares where no access was seen."""
         largest = self.frequency.max()
         weight = self.frequency / largest if largest > 0 else np.ones(len(self))
         share: Float64 = weight / weight.sum()
@@ -72,18 +72,18 @@ class Items:
 
     @cached_property
     def transfer_bytes(self) -> Int64:
-        """[n]: the bytes that a read of the item over a link moves."""
+        """The bytes that a read of each item over a link moves, [n]."""
         return self.tokens.astype(np.int64) * self.bytes_per_token
 
     @cached_property
     def room_bytes(self) -> Int64:
-        """[n]: the bytes of a worker's memory that a copy of the item takes."""
+        """The bytes of a worker's memory that a copy of each item takes, [n]."""
         cells = -(-self.tokens.astype(np.int64) // self.cell_tokens)
         return cells * self.cell_tokens * self.bytes_per_token
 
     @cached_property
     def by_share(self) -> Int32:
-        """[n]: the rows in order of their share of accesses, the hottest first; ties in order of the rows."""
+        """The rows by their share of accesses, the hottest first, [n]; equal shares in order of the rows."""
         return np.argsort(-self.share, kind="stable").astype(np.int32)
 
 
@@ -136,7 +136,7 @@ class ItemPlacement:
 
     @property
     def replicated(self) -> Bool:
-        """[n]: whether every worker holds the item."""
+        """Which items every worker holds, [n] bool."""
         return np.equal(self.holding, REPLICATED)
 
     @property
@@ -146,7 +146,7 @@ class ItemPlacement:
 
     @cached_property
     def owner(self) -> Int32:
-        """[n]: the one worker that holds a sharded item; -1 for the others."""
+        """The one worker that holds each sharded item, [n] int32; -1 for other items."""
         return np.where(self.holding == SHARDED, home(len(self.items), self.workers.count), -1).astype(
             np.int32
         )
@@ -177,7 +177,7 @@ class ItemPlacement:
         return self.budget is not None and needed is not None and needed > self.budget.alpha * (1 + 1e-9)
 
     def held(self) -> Bool:
-        """[N, n]: whether worker w holds row i."""
+        """Which worker holds which row, [N, n] bool."""
         workers = np.arange(self.workers.count)[:, None]
         held: Bool = self.replicated | (self.owner == workers)
         return held
@@ -187,7 +187,7 @@ class ItemPlacement:
         return np.flatnonzero(self.replicated | (self.owner == worker)).astype(np.int32)
 
     def used_bytes(self) -> Int64:
-        """[N]: the bytes that are taken on each worker."""
+        """The bytes that items take on each worker, [N]."""
         room = self.items.room_bytes
         sharded = self.owner >= 0
         shards = _sums(self.owner[sharded], room[sharded], self.workers.count)
@@ -201,7 +201,7 @@ class ItemPlacement:
 
 
 def home(n: int, n_workers: int) -> Int32:
-    """[n]: the home of each row, the worker that holds it if any does."""
+    """The home of each row, [n] int32: the worker that holds it if any does."""
     return np.arange(n, dtype=np.int32) % n_workers
 
 
@@ -298,7 +298,7 @@ def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) 
 def expected_bytes(
     placement: ItemPlacement, requests: Iterable[tuple[int, Int32]], *, whole_cells: bool = False
 ) -> Int64:
-    """[N, N]: the bytes that reads of cached items move from each source to each destination.
+    """The bytes that reads of cached items move from each source to each destination, [N, N].
 
     requests: for each request, the worker that serves it and the rows that it reads. Each occurrence of a row is one
     read; where a row is read once for a whole batch, give the batch as one request. Dropped items move nothing: they

@@ -105,7 +105,7 @@ class Lifecycle:
         self._steps.clear()
 
     def where(self, worker: int, rows: Int32) -> Int32:
-        """For each row the worker whose copy `worker` reads, its own or the home's; -1 where there is no copy."""
+        """The worker whose copy of each row `worker` reads, its own or the home's, int32; -1 where there is no copy."""
         homes = np.asarray(rows, np.int32) % self._workers.count
         elsewhere = np.where(self._published[homes, rows], homes, -1)
         return np.where(self._published[worker, rows], worker, elsewhere).astype(np.int32)

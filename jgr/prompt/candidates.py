@@ -27,15 +27,15 @@ from jgr.prompt.tokens import (
 Int32 = npt.NDArray[np.int32]
 
 LAST = -1
-"""In an instruction's tokens: one of the semantic id of the history's last item."""
+"""Stands in an instruction's tokens for one token of the semantic id of the history's last item."""
 
 
 class SegmentPrompts:
     """The prompts of a catalog's candidates.
 
     instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked.
-    max_position: positions that the model was made for. PromptError names the field that does not fit the tokenizer or
-    the catalog.
+    max_position: number of positions that the model was made for. Raises PromptError, which names the field that does
+    not fit the tokenizer or the catalog.
     """
 
     def __init__(
@@ -68,14 +68,15 @@ class SegmentPrompts:
         )
 
     def item(self, row: int) -> Int32:
-        """[t] int32, at most item_span; a longer one loses the end of its text, never its last token."""
+        """The tokens of an item, [t] int32, at most item_span; a longer one loses the end of its text, not its last
+        token."""
         start, end = self._ends[row] - self._lengths[row], self._ends[row]
         tokens = self._flat[start:end]
         return tokens if len(tokens) <= self._span else np.append(tokens[: self._span - 1], tokens[-1])
 
     @property
     def item_lengths(self) -> npt.NDArray[np.int64]:
-        """[n]: tokens of each item of the catalog."""
+        """Number of tokens of each item of the catalog, [n]."""
         return np.minimum(self._lengths, self._span)
 
     def content(self, row: int) -> Content:

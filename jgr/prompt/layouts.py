@@ -20,7 +20,7 @@ import numpy.typing as npt
 LayoutName = Literal["causal", "user_prefix", "item_prefix", "single_user_multi_item"]
 
 EARLIER = 16
-"""Layout.bits holds kinds seen wherever they stand in its low half, kinds seen in earlier segments from this bit on."""
+"""The bit of Layout.bits from which on kinds are seen in earlier segments only; the lower bits: wherever they stand."""
 
 
 class Kind(IntEnum):
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def bits(self) -> npt.NDArray[np.int32]:
-        """[len(Kind)] int32: what each kind sees, as one integer; `segment_attention` computes with bits[kind]."""
+        """What each kind sees, as one integer each: [len(Kind)] int32. `segment_attention` computes with bits[kind]."""
         table = np.zeros(len(Kind), np.int32)
         for kind, seen in self.sees:
             table[kind] = sum(1 << other for other in set(seen)) << (EARLIER if kind in self.ranked else 0)
@@ -97,7 +97,7 @@ SINGLE_USER_MULTI_ITEM = Layout(
     overlaid=(Kind.ITEM,),
 )
 REPAIRED_ITEM = int(ITEM_PREFIX.bits[Kind.ITEM]) | 1 << Kind.ITEM + EARLIER
-"""What a repaired item token of ITEM_PREFIX sees: besides, the items before its own (BAT-15)."""
+"""What a repaired item token of ITEM_PREFIX sees: what others see, and the items before its own (BAT-15)."""
 
 LAYOUTS: dict[str, Layout] = {x.name: x for x in (CAUSAL, USER_PREFIX, ITEM_PREFIX, SINGLE_USER_MULTI_ITEM)}
 

@@ -38,7 +38,7 @@ class Content(Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, tokens: Int32) -> Content:
-        """tokens: [t] int32."""
+        """The content of these tokens, [t] int32."""
         return cls(tokens.astype(_TOKEN, copy=False).tobytes())
 
     def __len__(self) -> int:
@@ -46,25 +46,26 @@ class Content(Struct, frozen=True, dict=True):
 
     @cached_property
     def tokens(self) -> Int32:
-        """[t] int32, read-only."""
+        """The tokens, [t] int32, read-only."""
         return np.frombuffer(self.raw, _TOKEN)
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes: the hash of all tokens."""
+        """The hash of all tokens, 16 bytes."""
         return self.prefix(len(self))
 
     def prefix(self, count: int) -> bytes:
-        """16 bytes: the hash of the first `count` tokens."""
+        """The hash of the first `count` tokens, 16 bytes."""
         return hashlib.blake2b(self.raw[: count * _TOKEN.itemsize], digest_size=16).digest()
 
 
 class Segment(Struct, frozen=True):
     """A part of a prompt whose keys and values may have a source of their own.
 
-    key: who it is for the cache: a user's entry, an item's row; None: nobody. number: what "the same segment" and "an
-    earlier one" mean to a layout; a probe has its item's. room: positions that it takes where segments are overlaid,
-    if they are more than its tokens. offset: the position of its first token, once it is arranged.
+    key: what the cache knows it by: the name of a user's entry, an item's row; None: it is not cached. number: tells
+    segments apart and orders them for a layout; a probe has the number of its item. room: positions that it takes where
+    segments are overlaid, if they are more than its tokens. offset: the position of its first token, once it is
+    arranged.
     """
 
     kind: Kind
@@ -76,7 +77,7 @@ class Segment(Struct, frozen=True):
 
     @property
     def tokens(self) -> Int32:
-        """[t] int32."""
+        """The segment's tokens, [t] int32."""
         return self.content.tokens
 
     def __len__(self) -> int:
@@ -115,7 +116,7 @@ def of_kind(prompt: Prompt, kind: Kind) -> Prompt:
 
 
 def count_tokens(prompt: Prompt) -> int:
-    """Tokens of the whole prompt."""
+    """The number of tokens of the whole prompt."""
     return sum(map(len, prompt))
 
 

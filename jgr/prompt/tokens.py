@@ -190,7 +190,7 @@ class PromptBuilder:
         return self._tokens[self._starts[row] : self._starts[row] + self._lengths[row] - self._separator]
 
     def build(self, rows: Int32) -> Int32:
-        """rows: [h] int32, 0 .. n - 1, oldest first, h >= 0. Returns the prompt, [t] int32."""
+        """The prompt of a history, [t] int32. rows: [h] int32, 0 .. n - 1, oldest first; h may be 0."""
         return np.concatenate((self.user(rows), self.suffix))
 
     def user(self, rows: Int32) -> Int32:

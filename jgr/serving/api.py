@@ -54,14 +54,14 @@ STATUS: dict[ErrorType, int] = {
 }
 
 RETRY_AFTER_S = 1
-"""What an overloaded server asks its clients to wait."""
+"""How many seconds an overloaded server asks its clients to wait."""
 MAX_DEADLINE_MS = 600_000
 MAX_QUOTED_CHARS = 80
 MAX_SEGMENTS = 16
 MAX_SECONDS = 1 << 40
 MAX_CODE = (1 << 31) - 1
 MAX_NAMED = 256
-"""The most slots, or tasks, that a request may name."""
+"""The most slots of context, or tasks, that a request may name."""
 
 Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
@@ -71,15 +71,15 @@ UserId = Annotated[
     | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     | None,
     Meta(
-        description="Names the user, so that cached work for the same user is found. No control characters. It can "
-        "change the answer only by the choice of a prompt layout, which the answer names."
+        description="Name of the user, without control characters. Cached work for the same user is found by it. It "
+        "changes the answer only where it changes the prompt's layout, which the answer names."
     ),
 ]
 History = Annotated[
     list[str | int],
     Meta(
         min_length=1,
-        description="Item ids the user interacted with, oldest first.",
+        description="Ids of the items that the user interacted with, oldest first.",
         examples=[["B00A", "B00B"]],
     ),
 ]
@@ -90,7 +90,7 @@ Deadline = Annotated[
 ModelName = Annotated[
     Annotated[str, Meta(max_length=256)] | None,
     Meta(
-        description="The model to ask: its id or exact version. null: the first one that serves the endpoint."
+        description="The model to ask: its id or its exact version. null: the first one that serves the endpoint."
     ),
 ]
 Explain = Annotated[
@@ -132,35 +132,36 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     user_id: UserId = None
     top_k: Annotated[
         int,
-        Meta(ge=1, description="Items to return; at most the beam width and the catalog's size."),
+        Meta(ge=1, description="Number of items to return; at most the beam width and the catalog's size."),
     ] = 10
     beam_width: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Beams kept at each level of the ids. null: the server's default."),
+        Meta(description="Number of beams kept at each level of the ids. null: the server's default."),
     ] = None
     exclude_history: Annotated[bool, Meta(description="Leave out the items of the history.")] = False
-    filters: Annotated[Filters | None, Meta(description="Rules for what is returned. null: none.")] = None
+    filters: Annotated[Filters | None, Meta(description="Rules that all items meet. null: no rules.")] = None
     deadline_ms: Deadline = None
     include_metadata: IncludeMetadata = False
     explain: Explain = False
 
 
 class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Asks for the given candidates in the order of how likely each is to follow a history."""
+    """Asks for the given candidates to be scored after a history, and returned best first."""
 
     history: History
     candidates: Annotated[
         Annotated[list[str | int], Meta(min_length=1)] | Literal["all"],
         Meta(
-            description='Item ids to score, each once and in the catalog; or "all", which is every item of the catalog '
-            "and needs a catalog within the limit on candidates.",
+            description='Ids of the items to score, each named once and in the catalog. "all": every item of the '
+            "catalog, if these are no more than the limit on candidates.",
             examples=[["B00C"], "all"],
         ),
     ]
     model: ModelName = None
     user_id: UserId = None
     top_k: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Candidates to return. null: all of them.")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Number of candidates to return. null: all of them."),
     ] = None
     exclude_history: Annotated[
         bool,
@@ -169,18 +170,20 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     layout: Annotated[
         Literal["user_prefix", "item_prefix", "causal"] | None,
         Meta(
-            description="How the prompt is laid out. user_prefix: the user comes first, and candidates do not see each "
-            "other. item_prefix: the candidates come first. causal: plain order of a language model, in which a "
-            "candidate sees the user and the candidates before it. Layouts give different scores. null: the server's "
-            "cache policy chooses one of the first two. Only where rank.method puts candidates into the prompt."
+            description="Order of the prompt, for servers that put the candidates into it (rank.method); others refuse "
+            "the field. user_prefix: the user comes first; candidates do not see each other. item_prefix: the "
+            "candidates come first. causal: plain order of a language model, in which a candidate sees the user and "
+            "the candidates before it. Layouts give different scores. null: the server's cache policy chooses "
+            "user_prefix or item_prefix."
         ),
     ] = None
     history_times: Annotated[
         list[Seconds] | None,
-        Meta(description="The time of each history item, in seconds, ascending. For models that read times."),
+        Meta(description="Time of each history item, in seconds, ascending; for models that read times."),
     ] = None
     time: Annotated[
-        Seconds | None, Meta(description="Now, in seconds, for models that read times. null: server time.")
+        Seconds | None,
+        Meta(description="Time of the request, in seconds; for models that read times. null: now."),
     ] = None
     history_actions: Annotated[
         list[Code] | None,
@@ -188,15 +191,15 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     ] = None
     context: Annotated[
         Annotated[dict[str, Code], Meta(max_length=MAX_NAMED)] | None,
-        Meta(description="Other features of the user, by slot, such as slot0; those left out are unknown."),
+        Meta(description="Other features of the user by slot, such as slot0; slots left out are unknown."),
     ] = None
     scenario: Annotated[
         Code,
-        Meta(description="Number of the place that asks, for models that tell several places apart."),
+        Meta(description="Number of the scenario, such as a page of a shop, that the request comes from."),
     ] = 0
     task_weights: Annotated[
         Annotated[dict[str, float], Meta(max_length=MAX_NAMED)] | None,
-        Meta(description="Order by the weighted sum of the tasks' scores. null: by the first task's score."),
+        Meta(description="Weights of the tasks' scores in the sum to order by. null: the first score only."),
     ] = None
     deadline_ms: Deadline = None
     include_metadata: IncludeMetadata = False
@@ -214,10 +217,11 @@ class Item(Struct, kw_only=True, gc=False):
     score: Annotated[
         float,
         Meta(
-            description="Items come in its order, highest first. A generator's is the semantic id's log-likelihood."
+            description="The score that items are ordered by, highest first. For a generator: the log-likelihood of "
+            "the item's semantic id."
         ),
     ]
-    rank: Annotated[int, Meta(ge=1, description="1 for the best item.")]
+    rank: Annotated[int, Meta(ge=1, description="Place of the item in this answer: 1 for the best one.")]
     scores: Annotated[
         dict[str, float] | UnsetType, Meta(description="Each task's score, if the model has several.")
     ] = UNSET
@@ -230,28 +234,28 @@ class Item(Struct, kw_only=True, gc=False):
 class Usage(Struct, kw_only=True):
     """What the request cost, and which of its items were left out."""
 
-    prompt_tokens: Annotated[int, Meta(description="Tokens of the prompt, without padding.")]
-    cached_tokens: Annotated[int, Meta(description="Prompt tokens whose KV came from the cache.")] = 0
+    prompt_tokens: Annotated[int, Meta(description="Number of tokens in the prompt, without padding.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens with keys and values from the cache.")] = 0
     computed_tokens: Annotated[
         int, Meta(description="Prompt tokens that were computed; a repaired one counts again.")
     ] = 0
     repaired_tokens: Annotated[
         int | UnsetType,
         Meta(
-            description="Tokens of candidates that were computed again, so that they see the candidates before theirs. "
-            "Scores then approximate those of a prompt computed whole. Only if the server repairs "
-            "(cache.repair_tokens, cache.repair_share) and the candidates come first in the prompt."
+            description="Number of candidates' tokens that were computed again, so that they see the candidates before "
+            "their own. Scores then approximate those of a prompt that is computed whole. Only if the server repairs "
+            "tokens (cache.repair_tokens, cache.repair_share) and the candidates come first in the prompt."
         ),
     ] = UNSET
     layout: Annotated[
         LayoutName,
         Meta(
-            description="What was computed; scores of different layouts do not compare. causal: each token saw all "
-            "before it. user_prefix, item_prefix: the user, or the candidates, came first in the prompt. "
-            "single_user_multi_item: each candidate saw the user alone (models that score in one pass)."
+            description="Layout of the prompt that was computed; scores of different layouts cannot be compared. "
+            "causal: each token saw all before it. user_prefix: the user came first. item_prefix: the items came "
+            "first. single_user_multi_item: each candidate saw the user alone (models that score in one pass)."
         ),
     ]
-    history_items: Annotated[int, Meta(description="Items of the history that are in the prompt.")]
+    history_items: Annotated[int, Meta(description="Number of the history's items that are in the prompt.")]
     unknown_items: Annotated[int, Meta(description="Items of the history that the catalog does not have.")]
     unknown_item_ids: Annotated[
         list[str], Meta(description="The first ten unknown items of the history, each cut to 80 characters.")
@@ -262,7 +266,7 @@ class Usage(Struct, kw_only=True):
         Meta(description="Beams without an item, as fewer than beam_width ids were allowed (recommend)."),
     ] = UNSET
     unknown_filter_items: Annotated[
-        int | UnsetType, Meta(description="Item ids in the filters that the catalog does not have.")
+        int | UnsetType, Meta(description="Number of item ids in the filters that the catalog does not have.")
     ] = UNSET
     candidates: Annotated[int | UnsetType, Meta(description="Candidates scored (rank).")] = UNSET
     parts: Annotated[
@@ -283,22 +287,22 @@ class Reuse(Struct, kw_only=True):
 
     segment: Annotated[Literal["user", "item"], Meta(description="user: the history; item: a candidate.")]
     item_id: Annotated[str | UnsetType, Meta(description="The candidate's item id.")] = UNSET
-    tokens: Annotated[int, Meta(description="Tokens in this part.")]
-    cached_tokens: Annotated[int, Meta(description="Tokens of this part that came from the cache.")]
+    tokens: Annotated[int, Meta(description="Number of tokens in this part.")]
+    cached_tokens: Annotated[int, Meta(description="Number of this part's tokens that came from the cache.")]
     repaired_tokens: Annotated[
         int | UnsetType,
         Meta(
-            description="First tokens of this part that were computed again (cache.repair_tokens); see Usage."
+            description="Number of this part's first tokens that were computed again (cache.repair_tokens); see Usage."
         ),
     ] = UNSET
     kept: Annotated[bool, Meta(description="Whether the part's computed tokens were put into the cache.")]
 
 
 class Timing(Struct, kw_only=True):
-    """Where the time went, in milliseconds. total is more than the sum of the other three."""
+    """The time that the answer took, by stage, in milliseconds. total is more than the sum of the other three."""
 
     queue: Annotated[float, Meta(description="Time in the queue, until the request's batch started.")]
-    prepare: Annotated[float, Meta(description="Time to read the request and to build the prompt.")]
+    prepare: Annotated[float, Meta(description="Time in which the request was read and the prompt built.")]
     device: Annotated[float, Meta(description="Time in which the executor ran the request's batch.")]
     total: Annotated[float, Meta(description="Time from the request's headers until the answer was made.")]
 
@@ -312,8 +316,8 @@ class Answer(Struct, kw_only=True):
     normalize: Annotated[
         Literal["valid", "full"] | UnsetType,
         Meta(
-            description="Whether scores are normalised over a level's legal tokens (valid) or the vocabulary (full); "
-            "scorers leave it out."
+            description="How scores are normalised. valid: over the legal tokens of each level. full: over the whole "
+            "vocabulary. Absent for scorers, whose scores are no likelihoods."
         ),
     ] = UNSET
     items: Annotated[
@@ -323,7 +327,9 @@ class Answer(Struct, kw_only=True):
     timing_ms: Annotated[Timing, Meta(description="Where the time went, in milliseconds.")]
     explain: Annotated[
         list[Reuse] | UnsetType,
-        Meta(description="The parts of the prompt, in its order; only if the request has explain=true."),
+        Meta(
+            description="Reuse of each part of the prompt, in its order; only if the request has explain=true."
+        ),
     ] = UNSET
 
 
@@ -331,7 +337,7 @@ class Erased(Struct, kw_only=True):
     """How much of a user was erased."""
 
     entries: Annotated[
-        int, Meta(description="Cache entries erased; one that a batch reads goes when that batch ends.")
+        int, Meta(description="Number of entries erased; one that a batch reads goes when that batch ends.")
     ]
 
 
@@ -343,23 +349,26 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
 
     id: Annotated[str, Meta(description="The model's name.")]
     version: Annotated[
-        str, Meta(description="The version that answers name: id@hash of the weights, config and tokenizer.")
+        str,
+        Meta(description="The version, as answers name it: id@hash of the weights, config and tokenizer."),
     ]
     state: Annotated[
         Literal["starting", "ready", "draining", "failed"],
-        Meta(description="Whether the model serves requests: it does when ready."),
+        Meta(description="Whether the model serves requests, which it does in the state ready."),
     ] = "starting"
     loaded_at: Annotated[
-        str | None, Meta(description="When this version became ready; UTC, RFC 3339. null: not yet.")
+        str | None, Meta(description="Time when this version became ready; UTC, RFC 3339. null: not yet.")
     ] = None
     reload: Annotated[
         ReloadState,
         Meta(
-            description="How the last reload went. It runs until the new version is ready and the old one has "
-            "finished its requests; after a failed reload the old version still serves."
+            description="State of the last reload. running: until the new version is ready and the old one has "
+            "finished its requests. failed: the old version still serves."
         ),
     ] = "never"
-    reload_error: Annotated[str | None, Meta(description="Why the last reload failed; null if not.")] = None
+    reload_error: Annotated[str | None, Meta(description="Why the last reload failed. null: it did not.")] = (
+        None
+    )
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
     catalog_items: Annotated[int, Meta(description="Number of items in the catalog.")]
     depth: Annotated[int, Meta(description="Number of levels in a semantic id.")]
@@ -367,24 +376,24 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     beam_width: Annotated[int, Meta(description="Beam width of a request that names none.")]
     max_beam_width: Annotated[int, Meta(description="Largest beam_width; 0: recommend is not served.")]
     max_candidates: Annotated[int, Meta(description="Most candidates in a request; 0: rank is not served.")]
-    timed: Annotated[bool, Meta(description="Whether the model reads, and needs, history_times.")] = False
+    timed: Annotated[bool, Meta(description="Whether the model reads times: it needs history_times.")] = False
     tasks: Annotated[
-        list[str], Meta(description="Tasks that a scorer has a score for; empty: it has one score.")
+        list[str], Meta(description="Names of the tasks that are scored; empty: there is one score.")
     ] = field(default_factory=list)
-    scenarios: Annotated[int, Meta(description="Number of scenarios; they count from 0.")] = 1
+    scenarios: Annotated[int, Meta(description="Number of scenarios, which count from 0.")] = 1
     context: Annotated[
-        dict[str, int], Meta(description="Slots of context, and how many values each has, from 0.")
+        dict[str, int], Meta(description="Number of values, from 0, of each slot of context.")
     ] = field(default_factory=dict)
     action_bits: Annotated[
         int, Meta(description="Bits that a number in history_actions may have; 0: actions are not read.")
     ] = 0
-    max_history: Annotated[int, Meta(description="Most items in a request's history.")]
+    max_history: Annotated[int, Meta(description="Most items that a request's history may have.")]
     max_filter_items: Annotated[
-        int, Meta(description="Most item ids in a request's filters, all lists together.")
+        int, Meta(description="Most item ids that a request's filters may have, all lists together.")
     ]
     segments: Annotated[list[str], Meta(description="Names that filters.segments may hold.")]
     max_history_in_prompt: Annotated[
-        int, Meta(description="How many of a history's last items the model sees.")
+        int, Meta(description="Number of a history's last items that the model reads.")
     ]
 
 
@@ -414,7 +423,11 @@ class CatalogInfo(Struct, kw_only=True):
     version: Annotated[str, Meta(description="Content hash: equal catalogs have equal versions.")]
     items: Annotated[int, Meta(description="Number of items in the catalog.")]
     state: Annotated[
-        CatalogState, Meta(description="active: it takes requests. previous: a rollback goes back to it.")
+        CatalogState,
+        Meta(
+            description="active: requests are answered from it. activating: it is being made active. previous: a "
+            "rollback returns to it. idle: none of these."
+        ),
     ]
     uploaded_at: Annotated[
         str | None,
@@ -429,17 +442,21 @@ class CatalogList(Struct, kw_only=True):
     activation: Annotated[
         ReloadState,
         Meta(
-            description="How the last activation or rollback went. It runs until the new catalog is served and the old "
-            "one's requests are finished; a failed activation changes nothing."
+            description="State of the last activation or rollback. running: until the new catalog is served and the "
+            "old one's requests are finished. failed: nothing was changed."
         ),
     ]
-    activation_error: Annotated[str | None, Meta(description="Why the last activation failed; null if not.")]
+    activation_error: Annotated[
+        str | None, Meta(description="Why the last activation failed. null: it did not.")
+    ]
 
 
 class Health(Struct, kw_only=True):
-    """The server is well."""
+    """The state of a server that is well; another answers with an error."""
 
-    status: Annotated[Literal["live", "ready"], Meta(description="ready: all models serve requests.")]
+    status: Annotated[
+        Literal["live", "ready"], Meta(description="live: the process answers. ready: all models serve.")
+    ]
 
 
 class ErrorBody(Struct, kw_only=True):
@@ -447,9 +464,9 @@ class ErrorBody(Struct, kw_only=True):
 
     type: Annotated[ErrorType, Meta(description="The error's stable name, which fixes the HTTP status.")]
     message: Annotated[str, Meta(description="What is wrong, for people to read.")]
-    request_id: Annotated[str, Meta(description="The request's id, as in the header X-Request-Id.")]
+    request_id: Annotated[str, Meta(description="The request's id, which the header X-Request-Id has too.")]
     field: Annotated[
-        str | UnsetType, Meta(description="The field at fault, such as history[3]; absent if none is.")
+        str | UnsetType, Meta(description="Field at fault, such as history[3]; absent if there is none.")
     ] = UNSET
 
 

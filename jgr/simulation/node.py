@@ -36,7 +36,10 @@ MAX_TOKENS = 8192
 
 
 class NodeMemory(NamedTuple):
-    """The pages of one node's pool: how many, tokens a page, and tokens a cell, of which a page has a whole number."""
+    """The size of one node's pool: its pages, the tokens in a page, and the tokens in a cell.
+
+    A page holds a whole number of cells.
+    """
 
     pages: int
     page_tokens: int
@@ -54,7 +57,7 @@ class Planned(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Two plans of one request with the same key give a device the same work."""
+        """What a device's work depends on: two plans of one request with the same key give it the same work."""
         user = self.prompt.user
         return self.number, self.prompt.layout, user.cached, user.write is None, self.prompt.cached_tokens
 
@@ -89,7 +92,7 @@ class Node:
         self.items = CacheWorker(self.meta, contents.__getitem__)
 
     def land(self, rows: Sequence[int]) -> None:
-        """Give cells to items that are placed elsewhere."""
+        """Give cells to items that are placed elsewhere, so that a request can read them here."""
         for row in rows:
             entry = self.meta.extend(item_name(row), self._contents[row])
             assert entry is not None
@@ -143,7 +146,7 @@ class Cluster:
         return Planned(job.id, at, group.profile, prompt, rows)
 
     def fetched(self, planned: Planned) -> Int64:
-        """[nodes]: the tokens that the request reads from each other node."""
+        """The number of tokens that the request reads from each other node, [nodes]."""
         tokens = np.zeros(len(self.nodes), np.int64)
         source = self._cycle.where(planned.node, planned.rows)
         np.add.at(tokens, source, self.placement.items.tokens[planned.rows])

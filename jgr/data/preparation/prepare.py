@@ -56,7 +56,7 @@ from jgr.data.prepared import (
     read_items,
     record,
 )
-from jgr.data.sources.records import Counts, Raw, Source, SplitName, Whole
+from jgr.data.sources.records import Counts, Raw, ReadyDataset, Source, SplitName
 from jgr.data.sources.registry import SOURCES
 from jgr.files import MAX_LINE_BYTES, writing
 from jgr.prompt.tokens import Tokenizer
@@ -93,7 +93,9 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     """
     source, parameters = _resolve(options)
     raw = source.open(options.raw)
-    paths = raw.files if isinstance(raw, Whole) else [path for path, _ in (*raw.events, *_items_of(raw))]
+    paths = (
+        raw.files if isinstance(raw, ReadyDataset) else [path for path, _ in (*raw.events, *_items_of(raw))]
+    )
     inputs = {path.relative_to(options.raw).as_posix(): record(path) for path in paths}
     identity = {"format": FORMAT, "parameters": parameters, "inputs": inputs}
     if (options.out / MANIFEST).exists():
@@ -154,11 +156,15 @@ def _items_of(raw: Raw) -> list[tuple[Path, Any]]:
 
 
 def _build(
-    options: Options, source: Source, parameters: dict[str, Any], raw: Raw | Whole, inputs: dict[str, Any]
+    options: Options,
+    source: Source,
+    parameters: dict[str, Any],
+    raw: Raw | ReadyDataset,
+    inputs: dict[str, Any],
 ) -> tuple[dict[str, Any], list[str]]:
     """Write all files of the dataset except the manifest; returns the counts and the names of the files."""
     out, work = options.out, options.out / _WORK
-    if isinstance(raw, Whole):
+    if isinstance(raw, ReadyDataset):
         if parameters["min_user"] or parameters["min_item"]:
             raise DataError(f"--min_user, --min_item: {options.source} comes with its examples cut out")
         return _copy_whole(options, source, raw), [ITEMS, USERS, INTERACTIONS, CATALOG]
@@ -192,7 +198,7 @@ def _counts(raw: Counts, kept: Counts, arrays: dict[str, npt.NDArray[Any]]) -> d
     return {"raw": raw._asdict(), **kept._asdict(), **{split: arrays[split].shape[1] for split in SPLITS}}
 
 
-def _copy_whole(options: Options, source: Source, whole: Whole) -> dict[str, Any]:
+def _copy_whole(options: Options, source: Source, whole: ReadyDataset) -> dict[str, Any]:
     catalog, interactions = whole.load()
     arrays = Arrays.of(interactions)
     arrays.check(catalog.n_items, interactions.user_ids)

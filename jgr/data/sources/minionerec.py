@@ -9,10 +9,10 @@ from pathlib import Path
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.data.interactions import Interactions, load_minionerec
-from jgr.data.sources.records import Counts, Source, Whole, find, find_optional
+from jgr.data.sources.records import Counts, ReadyDataset, Source, find, find_optional
 
 
-def _open(folder: Path) -> Whole:
+def _open(folder: Path) -> ReadyDataset:
     index, item = find(folder, "index.json"), find_optional(folder, "item.json")
     rows = [find(folder, f"{split}.inter") for split in ("train", "valid", "test")]
 
@@ -20,7 +20,7 @@ def _open(folder: Path) -> Whole:
         catalog = load_catalog(index)
         return catalog, load_minionerec(folder, catalog)
 
-    return Whole((index, *([item] if item else []), *rows), load)
+    return ReadyDataset((index, *([item] if item else []), *rows), load)
 
 
 SOURCES = {

@@ -62,7 +62,7 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ReadyDataset:
     """A raw dataset that brings semantic ids and ready-made examples. files: all that `load` reads."""
 
     files: tuple[Path, ...]
@@ -88,7 +88,7 @@ class Source:
     format has no feedback.
     """
 
-    open: Callable[[Path], Raw | Whole]
+    open: Callable[[Path], Raw | ReadyDataset]
     splits: tuple[SplitName, ...] = ("leave_one_out", "time")
     raw: Counts | None = None
     kept: Counts | None = None

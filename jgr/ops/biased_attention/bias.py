@@ -206,9 +206,9 @@ def _spell_out_targets(
     """`count` targets after the ends of the context's rows, and the context, both as Tokens."""
     history = spell_out(context.tokens, context.k.shape[2], 0)
     place = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (*lengths.shape, count))
-    behind = jnp.broadcast_to(jnp.asarray(ends, jnp.int32)[:, None], place.shape)
+    end = jnp.broadcast_to(jnp.asarray(ends, jnp.int32)[:, None], place.shape)
     request = jnp.where(place < lengths[:, None], 0, -1)
-    spelled = Tokens(request, 1 + place, jnp.full_like(place, int(Kind.ITEM)), behind, behind)
+    spelled = Tokens(request, 1 + place, jnp.full_like(place, int(Kind.ITEM)), end, end)
     kind = jnp.full_like(history.kind, int(Kind.USER))
     return spelled, context._replace(tokens=history._replace(kind=kind))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
-from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
@@ -20,7 +19,6 @@ from jgr.models.words import WORD, Cells
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
-from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 
@@ -29,19 +27,22 @@ REMEMBERED = 10
 
 
 MOST_FOR_ITEMS = 0.8
-"""Of the pages, where nothing is configured."""
+"""The largest share of the pages that items take where nothing is configured and users are cached too."""
 
 
 @dataclass(frozen=True, eq=False)
 class Caching:
-    """groupings: of the kinds whose prompts are planned; segments: of candidates, where they are in the prompt.
+    """The parts that an engine with a cache has beyond one without.
 
-    lease: of the meta service, which other engines of the same model may share. kv: its cells.
+    memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
+    its entries. limits: pages of each kind. groupings: by kind of request, what plans the prompts. segments: makes
+    prompts with candidates in them; None where candidates are not in the prompt.
     """
 
     memory: Memory
     lease: Lease
     kv: KVCells
+    limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
 
@@ -49,17 +50,14 @@ class Caching:
     def meta(self) -> CacheMeta:
         return self.lease.meta
 
-    def renew(self) -> None:
-        """Before every plan: forget what the pool has lost."""
-        self.meta.renew(self.memory.pool.epoch)
-
-    def forget(self, user_id: str) -> int:
-        """Drop a user's entries; how many there were."""
-        return int(self.meta.forget(Name("user", user_entry(user_id), "user_prefix")))
+    def start(self) -> None:
+        """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
+        for kind, pages in self.limits.items():
+            self.meta.set_limit(kind, pages)
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:
-    """The compiled shapes of prompts with candidates; a row has so many candidates of all requests together."""
+    """The compiled shapes of prompts with candidates; a row holds rank.candidates of all its requests together."""
     rank = config.rank
     return tuple(
         Profile("rank", rank.requests, tokens, rank.candidates, packed=True, context=context)
@@ -103,12 +101,16 @@ def kv_cells(cache: CacheConfig, cfg: DecoderConfig, dtype: str, itemsize: int, 
 
 
 def kv_room(kv: KVCells) -> Room:
-    """What an entry of some tokens takes."""
+    """The room that an entry takes, by its number of tokens."""
     return Room(kv.cells.words * WORD, kv.parts, kv.tokens)
 
 
 def item_share(cache: CacheConfig, kv: KVCells, pages: int, segments: SegmentPrompts | None) -> float:
-    """Of the pages: as configured; else what the policy has a use for, and all items where both are cached (BAT-12)."""
+    """The share of the pages that items may take.
+
+    What is configured; else none or all where the policy caches users or items alone; where it caches both, room for
+    all items (BAT-12), within MOST_FOR_ITEMS.
+    """
     if cache.item_share is not None:
         return cache.item_share
     if segments is None or cache.policy in ("none", "user"):
@@ -131,6 +133,7 @@ def make_caching(
     cache, name = config.cache, config.model.name
     count = memory.limit(name) if cache.policy != "none" else 0
     items = round(item_share(cache, kv, count, segments) * count)
+    limits = {"item": items, "user": count - items}
 
     def make() -> CacheMeta:
         hotness = None
@@ -141,8 +144,6 @@ def make_caching(
         return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
-    lease.meta.set_limit("item", items)
-    lease.meta.set_limit("user", count - items)
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
@@ -154,11 +155,11 @@ def make_caching(
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    return Caching(memory, lease, kv, groupings, segments)
+    return Caching(memory, lease, kv, limits, groupings, segments)
 
 
 def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]:
-    """The tasks' works with what their batch's plan says; it is noted in the tasks too."""
+    """Give each task's work the plan of its batch, and write into each task what the plan says of it."""
     if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
     works: list[Work] = []

@@ -2,7 +2,7 @@
 """The item filters of a batch as the compiled programs take them.
 
 The one idea: a batch without filters is handed arrays that are on the device already and say so; one with filters
-uploads the nodes that it lists, one list behind the other, and the device spreads them over arrays as large as compiled
+uploads the nodes that it lists, one list after the other, and the device spreads them over arrays as large as compiled
 for. The upload is padded to one of a few sizes, each compiled before the first request. Segments stand on the device as
 rows of bits, a fixed number of them: a combination is uploaded when a request first names it, in the place of the one
 that was not named for longest.
@@ -29,7 +29,8 @@ SMALLEST, GROWTH = 64, 8
 
 @partial(jax.jit, static_argnames="capacity")
 def _spread(listed: Any, counts: Any, *, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Children and parents, [B, depth, capacity] each, of listed [2, n]: counts [B, depth], one behind the other."""
+    """Children and parents, [B, depth, capacity] each, of listed [2, n]: counts [B, depth], one list after the
+    other."""
     ends = jnp.cumsum(counts).reshape(counts.shape)[..., None]
     place = jnp.arange(capacity, dtype=jnp.int32)
     at = jnp.minimum(ends - counts[..., None] + place, listed.shape[1] - 1)

@@ -57,7 +57,7 @@ class Model:
 
 
 class Fitted(NamedTuple):
-    """What an engine needs of a catalog that fits its model."""
+    """The parts of an engine that are made from a catalog that fits its model."""
 
     tokens: tuple[npt.NDArray[np.int32], ...]
     prompts: PromptBuilder
@@ -71,7 +71,7 @@ def load_engine(
 ) -> Engine[ServedDecoder]:
     """The engine that serves config.model over config.catalog, not yet started.
 
-    metrics, memory: of the server it joins.
+    metrics, memory: of the server that it joins.
 
     The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
     the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
@@ -246,10 +246,10 @@ def _check_lengths(
             field,
             longest,
         )
-    behind = catalog.depth
+    following = catalog.depth
     if segments is not None:
-        behind = max(behind, config.rank.item_span + len(segments.instruction) + len(segments.probe))
-    positions = min(prompts.max_tokens, longest) + behind
+        following = max(following, config.rank.item_span + len(segments.instruction) + len(segments.probe))
+    positions = min(prompts.max_tokens, longest) + following
     if positions > model.cfg.max_position:
         raise ConfigError(
             f"prompt.max_items: a prompt and what follows it can need {positions} positions, "

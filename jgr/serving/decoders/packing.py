@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.models.packed import Asked, Picks, Row, Whole
+from jgr.models.packed import Asked, RepairChoice, Row, WholePrompts
 from jgr.prompt.layouts import LAYOUTS, REPAIRED_ITEM, Kind, Tokens
 from jgr.prompt.segments import arrange
 from jgr.serving.decoders.work import SegmentsWork
@@ -33,12 +33,16 @@ class UnservedSource(ValueError):
 
 
 class Packed(NamedTuple):
-    """keep: [T, P] int32 slots for the new tokens' KV. asked: of candidates (rank); whole: of prompts (recommend)."""
+    """The arrays of one batch.
+
+    keep: [T, P] int32, the pool's slots for the new tokens' KV. asked: how candidates are scored (rank). prompts: where
+    whole prompts stand in the row (recommend).
+    """
 
     row: Row
     keep: Int32
     asked: Asked
-    whole: Whole
+    prompts: WholePrompts
 
 
 class _Tokens(NamedTuple):
@@ -91,8 +95,8 @@ def pack(
 ) -> Packed:
     """The arrays of a batch. UnservedSource for a plan with approximate sources.
 
-    parts: cells that all layers of a cell's tokens take. slots: how many the pool has. longest: tokens of a whole
-    prompt at most (recommend), 0 for rank. repair: what the program repairs.
+    parts: cells that all layers of a cell's tokens take. slots: number of slots in the pool. longest: the most tokens
+    that a whole prompt has (recommend), 0 for rank. repair: what the program repairs.
     """
     tokens = _describe(works, profile, cell_tokens, parts, slots)
     new = tokens.place >= profile.context
@@ -104,11 +108,11 @@ def pack(
         _take(tokens.described, ~new, profile.context),
     )
     if repair:
-        row = row._replace(also=_fill(profile.tokens, -1, tokens.seen_by[new]))
+        row = row._replace(seen_by=_fill(profile.tokens, -1, tokens.seen_by[new]))
     if repair.share:
-        row = row._replace(picks=_picks(works, tokens, new, profile))
+        row = row._replace(choice=_choice(works, tokens, new, profile))
     keep = _fill_rows(profile.tokens, slots, tokens.slot[new])
-    return Packed(row, keep, _asked(works, tokens, profile), _whole(tokens, len(works), profile, longest))
+    return Packed(row, keep, _asked(works, tokens, profile), _prompts(tokens, len(works), profile, longest))
 
 
 def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
@@ -164,9 +168,9 @@ def _describe(
     return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
 
 
-def _picks(
+def _choice(
     works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_], profile: Profile
-) -> Picks:
+) -> RepairChoice:
     """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
     request = np.where(cached_items, tokens.described.request, tokens.seen_by)
@@ -177,7 +181,7 @@ def _picks(
         for start, n in zip((np.cumsum(items) - items).tolist(), chosen, strict=True)
     ]
     filled = np.concatenate([np.full(int(new.sum()), -1), *places])
-    return Picks(_fill(profile.context, 0, tokens.token[~new]), _fill(profile.tokens, -1, filled))
+    return RepairChoice(_fill(profile.context, 0, tokens.token[~new]), _fill(profile.tokens, -1, filled))
 
 
 def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> Asked:
@@ -202,7 +206,7 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
     return Asked(*(_fill(profile.width, 0, x) for x in (places, columns, np.concatenate(negative))))
 
 
-def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Whole:
+def _prompts(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> WholePrompts:
     whole = np.zeros((profile.batch, longest), np.int32)
     lengths = np.ones(profile.batch, np.int32)
     start = np.ones(profile.batch, np.int32)
@@ -212,7 +216,7 @@ def _whole(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> Wh
             lengths[request] = len(own)
             whole[request, : len(own)] = tokens.place[own]
             start[request] = tokens.described.position[own[-1]] + 1
-    return Whole(whole, lengths, start)
+    return WholePrompts(whole, lengths, start)
 
 
 def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
@@ -221,7 +225,7 @@ def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
 
 
 def _fill_rows(size: int, fill: int, rows: Int32) -> Int32:
-    """As `_fill`, of rows [n, P]."""
+    """Rows [n, P], and then rows of `fill`: [size, P] int32."""
     return np.stack([_fill(size, fill, column) for column in rows.T], axis=1)
 
 

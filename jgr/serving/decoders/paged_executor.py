@@ -3,7 +3,7 @@
 
 Its programs read and write cells of the device's pool (`jgr.cache.pool`), which models share. They are dispatched by
 one thread, in the order in which the batches were planned. So what a plan says is valid has been written before it is
-read, without waiting for the device: a batch's KV is written behind its scores, which go back to the caller meanwhile.
+read, without waiting for the device: a batch's KV is written after its scores, which go back to the caller meanwhile.
 
 `launch` dispatches a batch and `collect` waits for it; others may be launched in between. A batch that was planned
 before the pool was lost is refused by `PoolLost`, and can be planned again.
@@ -39,8 +39,9 @@ from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, Plan
 class PagedExecutor:
     """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `launch`.
 
-    pool, kv: the cells for keys and values. longest: tokens of a prompt to go on from, at most. repair: of item tokens,
-    which changes the programs that rank. host: below the pool; None: nothing. Others as in RowExecutor.
+    pool, kv: the cells for keys and values. longest: the most tokens of a prompt that generation goes on from. repair:
+    which item tokens are repaired, since it changes the programs that rank. host: the tier below the pool; None: there
+    is none. For the other arguments see RowExecutor.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class PagedExecutor:
 
     @property
     def _slots(self) -> int:
-        """Of the pool; the first number that it does not have."""
+        """The number of slots in the pool, which is the first slot that it does not have."""
         return self.pool.pages * self.kv.slots
 
     def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
@@ -211,11 +212,12 @@ class PagedExecutor:
         widths = np.zeros(profile.batch, np.int32)
         widths[: len(works)] = [work.beam_width for work in works]
         filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
-        return self._tables, arrays.row, arrays.whole, widths, filters
+        return self._tables, arrays.row, arrays.prompts, widths, filters
 
 
 class DecoderExecutors:
-    """Executors of all profiles on one lane: of those that are packed, where there are any, and of the others."""
+    """A decoder's executors on one lane: a PagedExecutor for packed profiles, where there are any, a RowExecutor for
+    others."""
 
     lanes = 1
 

@@ -21,7 +21,8 @@ Point = tuple[float, float, float]
 def measure(
     executor: PagedExecutor, runs: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[Point]:
-    """(new tokens, cached tokens, seconds) of one prompt of a user, the fastest of so many runs; after warm_up.
+    """Time prompts of a user on a warmed-up executor: points of (new tokens, cached tokens, seconds of the fastest
+    run).
 
     Every compiled number of new tokens is filled, after no cached token, half as many as are compiled and all of them,
     as far as the pool has that many.

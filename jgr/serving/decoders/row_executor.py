@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JAX executor: one compiled program per profile, called with padded host arrays.
+"""The executor of plain batches, a row for each request: one compiled program per profile, called with padded arrays.
 
 Every profile is lowered and compiled at start-up (DESIGN idea 4). A call pads the works into the profile's
 arrays, dispatches once, and reads leaves and scores back. A compiled program refuses other shapes with a

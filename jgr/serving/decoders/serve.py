@@ -103,11 +103,9 @@ class ServedDecoder:
             shadows.append((causal, partial(compare, self.metrics.repair_drift)))
         return shadows
 
-    def forget(self, user_id: str) -> int:
-        return 0 if self.caching is None else self.caching.forget(user_id)
-
     def started(self) -> None:
-        """Nothing else is to be opened."""
+        if self.caching is not None:
+            self.caching.start()
 
     def close(self, idle: bool) -> None:
         if idle and self.caching is not None:
@@ -168,7 +166,9 @@ def decoder_engine(
     )
     served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
     timed = {} if clock is None else {"clock": clock}
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, **timed)
+    return Engine(
+        served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal, **timed
+    )
 
 
 def _compare(answered: Outcome, drift: Histogram, again: Task) -> None:

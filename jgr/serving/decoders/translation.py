@@ -56,7 +56,7 @@ from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, 
 Int32 = npt.NDArray[np.int32]
 
 SCORER_FIELDS = ("history_times", "time", "history_actions", "context", "scenario", "task_weights")
-"""What a request to rank may hold for models that read more than items."""
+"""Fields of a request to rank that only scorers read; a decoder refuses them."""
 
 
 class Prompts(Protocol):
@@ -65,7 +65,7 @@ class Prompts(Protocol):
     suffix: Int32
 
     def build(self, rows: Int32) -> Int32:
-        """rows: [h] int32, oldest first. Returns [t] int32 tokens."""
+        """The prompt of a history, [t] int32 tokens. rows: [h] int32 catalog rows, oldest first."""
 
     def user(self, rows: Int32) -> Int32:
         """The tokens of `build` without the suffix."""
@@ -73,10 +73,12 @@ class Prompts(Protocol):
 
 @dataclass(eq=False)
 class Task:
-    """A validated request. rows: int32, the history's known items (recommend), or the candidates (rank).
+    """A validated request on its way through the engine.
 
-    prompt: what is planned, where the prompt may be cached. plan: what came of it, once the task's batch started;
-    outcome: once it ended. width: beam width, or number of candidates. tokens: what the device computes at most.
+    rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
+    where it may be cached, else None. plan: the prompt's plan, once the task's batch has started. outcome: what the
+    executor gave, once the batch has ended. width: beam width, or number of candidates. tokens: the most that the
+    device computes.
     """
 
     request: Request
@@ -145,7 +147,10 @@ class Translator:
         )
 
     def prepare(self, request: Request) -> Task:
-        """RequestError names the field that the catalog or a limit refuses."""
+        """Check a request and make its task.
+
+        Raises RequestError, which names the field that the catalog or a limit refuses.
+        """
         return self._recommend(request) if isinstance(request, RecommendRequest) else self._rank(request)
 
     def items(self, task: Task, outcome: Outcome) -> list[Item]:
@@ -298,7 +303,10 @@ class Translator:
 
 
 def shadow(task: Task, repair: Repair | None = None) -> Task:
-    """The same task, to be computed without the cache in the layout that it had. repair: another one than it had."""
+    """A copy of the task that is computed without the cache, in the same layout.
+
+    repair: what to repair; None: the same.
+    """
     assert task.prompt is not None and task.plan is not None
     repair = task.prompt.repair if repair is None else repair
     prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair)

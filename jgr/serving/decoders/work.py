@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an executor is given and what it gives back: plain arrays, no request objects, no item ids."""
+"""The work that a decoder's executors are given, and the outcomes that they give back: arrays without item ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class RecommendWork:
-    """prompt: [t] int32 tokens; filter: what may be returned."""
+    """Generate items after a prompt. prompt: [t] int32 tokens. filter: the items that may be returned."""
 
     prompt: Int32
     beam_width: int
@@ -34,7 +34,7 @@ class RecommendWork:
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
-    """prompt: [t] int32 tokens; leaves: [c] int32, the candidates' leaves in the caller's order."""
+    """Score candidates after a prompt. prompt: [t] int32 tokens. leaves: [c] int32, in the caller's order."""
 
     prompt: Int32
     leaves: Int32
@@ -68,7 +68,10 @@ class SegmentsWork:
 
 @dataclass(frozen=True, eq=False)
 class RecommendOutcome:
-    """leaves: [m] int32, best first, m <= beam_width (dead beams are left out); scores: [m] float32, log-likelihood."""
+    """The leaves that a search found, [m] int32, best first, and their log-likelihoods, [m] float32.
+
+    Dead beams are left out, so m is at most beam_width.
+    """
 
     leaves: Int32
     scores: Float32
@@ -76,7 +79,7 @@ class RecommendOutcome:
 
 @dataclass(frozen=True, eq=False)
 class RankOutcome:
-    """scores: [c] float32, the log-likelihood of each candidate's semantic id, in the caller's order."""
+    """The candidates' scores, [c] float32, in the caller's order: log-likelihoods of their semantic ids, or logits."""
 
     scores: Float32
 
@@ -87,7 +90,7 @@ Outcome = RecommendOutcome | RankOutcome
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A batch that the device has been handed. outputs: the program's, not waited for. epoch: of the pool it reads."""
+    """A batch that was handed to the device. outputs: the program's, which may not be there yet. epoch: the pool's."""
 
     profile: Profile
     works: Sequence[Any]

@@ -22,7 +22,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def preparing() -> Iterator[None]:
-    """What this thread compiles inside prepares a model; anything else is taken for a request's."""
+    """A context in which what this thread compiles counts as preparing a model; all else counts as a request's."""
     outer = getattr(_thread, "preparing", False)
     _thread.preparing = True
     try:

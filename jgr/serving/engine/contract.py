@@ -93,13 +93,16 @@ class Served(Protocol[T]):
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Bytes that its parts take, on the device and on the host, by their names."""
+        """Bytes that each part of the model takes, on the device and on the host, by the part's name."""
 
     def policy(self) -> Policy[Any]:
         """A new policy. Called once more after the warm-up, when the costs of the programs are known."""
 
     def prepare(self, request: Request) -> T:
-        """RequestError names the field that the catalog, a limit or the model refuses."""
+        """Check a request and make its task.
+
+        Raises RequestError, which names the field that the catalog, a limit or the model refuses.
+        """
 
     def job(self, task: T, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         """The task's size and times, for the policy."""
@@ -108,13 +111,14 @@ class Served(Protocol[T]):
         """Why no compiled program takes the task."""
 
     async def fetch(self, task: T, by_ns: int | None) -> None:
-        """What a job that waits waits for, by that time on the clock."""
+        """Fetch what the task waits for before it can run, such as features; `by_ns`: the latest time on the clock for
+        it."""
 
     def begin(self, start: Start, tasks: Sequence[T]) -> Any:
-        """What the executors are given for a run; `tasks` are those of `start.work`, in order."""
+        """The work that the executors are given for a run; `tasks` are those of `start.work`, in order."""
 
     def take(self, start: Start, tasks: Sequence[T | None], outcomes: Sequence[Any]) -> None:
-        """What came of a run becomes the tasks'; None where nobody waits for one any more."""
+        """Write the outcomes of a run into its tasks; a task is None where nobody waits for it any more."""
 
     def items(self, task: T) -> list[Item]:
         """The answer's items, once all work of the task is done. Raises for scores that are not finite."""
@@ -124,9 +128,6 @@ class Served(Protocol[T]):
 
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
-
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries; how many there were."""
 
     def started(self) -> None:
         """The warm-up has ended well."""

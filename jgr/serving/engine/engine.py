@@ -30,8 +30,10 @@ from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
+from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Policy, Reason, Rejected, Start
 
 _log = logging.getLogger(__name__)
@@ -77,7 +79,8 @@ class Engine(Generic[S]):
     """All methods but `join` are called on the event loop that `start` was called on.
 
     default_deadline_ms: of requests that name none; None: they have none. clock: nanoseconds that never go back.
-    rebuild: None where the catalog cannot be changed.
+    rebuild: None where the catalog cannot be changed. journal: the file to which the policy's calls are
+    written; "": none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Engine(Generic[S]):
         *,
         clock: Callable[[], int] = time.monotonic_ns,
         rebuild: Rebuild | None = None,
+        journal: str = "",
     ) -> None:
         self.served, self.clock, self.rebuild = served, clock, rebuild
         self.metrics: Metrics = served.metrics
@@ -105,6 +109,7 @@ class Engine(Generic[S]):
         self._tickets: dict[int, Ticket] = {}
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
+        self._journal = journal_at(journal) if journal else None  # a file that cannot be written is told now
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -125,8 +130,11 @@ class Engine(Generic[S]):
             self.status = "failed"
             raise
         if self.status == "starting":
-            self._policy = self.served.policy()
             self.served.started()
+            self._policy = self.served.policy()
+            if self._journal is not None:
+                name = f"{self.info.version}/{self.info.catalog_version}"
+                self._policy = self._journal.follow(name, self._policy, self.clock())
             self.status = "ready"
 
     def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
@@ -182,7 +190,10 @@ class Engine(Generic[S]):
             self._policy.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
         self._lanes.stop()
-        self.served.close(idle=not self._policy.in_flight)
+        idle = not self._policy.in_flight
+        self.served.close(idle)
+        if idle and self._journal is not None:
+            self._journal.end(self._policy, self.clock())
         if self._wakeup is not None:
             self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
             self._wakeup = None
@@ -195,7 +206,7 @@ class Engine(Generic[S]):
 
     def forget(self, user_id: str) -> int:
         """Erase a user's cache entries; how many there were."""
-        return self.served.forget(user_id)
+        return self._policy.forget(user_entry(user_id), self.clock())
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""

@@ -35,7 +35,7 @@ FEATURE_EVENTS = (
 )  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OF_THE_PROCESS = ("jgr_requests", "jgr_compilations")
-"""The families that are of no one model; a server keeps them with its first."""
+"""The families that count for the whole process; a server keeps them with its first model."""
 
 
 class Metrics:
@@ -48,16 +48,22 @@ class Metrics:
         self.requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
         stage = Histogram(
             "jgr_stage_seconds",
-            "Time of answered requests by stage; total holds all of it.",
+            "Time that answered requests took, by stage; the stage total is all of it.",
             ("kind", "stage"),
             registry=self.registry,
             buckets=SECONDS,
         )
         size = Histogram(
-            "jgr_batch_size", "Requests per batch.", ("kind",), registry=self.registry, buckets=SIZES
+            "jgr_batch_size",
+            "Number of requests in a batch.",
+            ("kind",),
+            registry=self.registry,
+            buckets=SIZES,
         )
         real = self._counter("jgr_real_tokens", "Token positions that requests asked for.", "kind")
-        padded = self._counter("jgr_padded_tokens", "Token positions run on the device, padding in.", "kind")
+        padded = self._counter(
+            "jgr_padded_tokens", "Token positions that the device computed, padding included.", "kind"
+        )
         self._stages = {kind: [stage.labels(kind, name) for name in STAGES] for kind in KINDS}
         self._batch_size = {kind: size.labels(kind) for kind in KINDS}
         self._real_tokens = {kind: real.labels(kind) for kind in KINDS}
@@ -76,9 +82,11 @@ class Metrics:
         }
         labels = ("model", "version")
         self._model = Gauge(
-            "jgr_model_info", "1 for the model version served.", labels, registry=self.registry
+            "jgr_model_info", "1 for the version of the model that is served.", labels, registry=self.registry
         )
-        self._catalog = Gauge("jgr_catalog_info", "1 for the catalog served.", labels, registry=self.registry)
+        self._catalog = Gauge(
+            "jgr_catalog_info", "1 for the catalog that is served.", labels, registry=self.registry
+        )
         self._items = Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry)
         tokens = self._counter(
             "jgr_prompt_tokens",
@@ -100,9 +108,11 @@ class Metrics:
             registry=self.registry,
             buckets=DRIFTS,
         )
-        self.executor_failures = self._counter("jgr_executor_failures", "Batches that the executor failed.")
+        self.executor_failures = self._counter("jgr_executor_failures", "Batches that failed in an executor.")
         self.parts = self._counter(
-            "jgr_parts", "Parts of scorers' requests, by candidates; size 0: users.", "size"
+            "jgr_parts",
+            "Parts of scorers' requests, by the compiled number of candidates; size 0: users' parts.",
+            "size",
         )
         pairs = self._counter(
             "jgr_pairs",
@@ -129,7 +139,7 @@ class Metrics:
         self.registry.register(_Cache(read))
 
     def watch_memory(self, read: Callable[[], Mapping[str, int]]) -> None:
-        """Export what the parts of the engine in use take."""
+        """Export the bytes that each part of the engine takes, as `read` gives them."""
         self.registry.register(_Memory(read))
 
     def observe_answer(self, kind: Kind, timing: Timing, usage: Usage) -> None:
@@ -230,12 +240,14 @@ class _Cache(Collector):
             return
         pages = GaugeMetricFamily(
             "jgr_cache_pages",
-            "Pages of the pool, by what holds them; others: other models and versions.",
+            "Pages of the pool, by holder: a kind of entries, nobody (free), other models and versions (others).",
             labels=["holder"],
         )
         entries = GaugeMetricFamily("jgr_cache_entries", "Cache entries on the device.", labels=["kind"])
         waste = GaugeMetricFamily(
-            "jgr_cache_fragmentation", "Share of a kind's pages that nothing valid fills.", labels=["kind"]
+            "jgr_cache_fragmentation",
+            "Share of the pages of a kind of entries that no valid token fills.",
+            labels=["kind"],
         )
         pages.add_metric(["free"], meta.pages.free)
         for kind in meta.kinds:
@@ -245,7 +257,9 @@ class _Cache(Collector):
         others = meta.pages.count - meta.pages.free - sum(map(meta.used, meta.kinds))
         pages.add_metric(["others"], others)
         events = CounterMetricFamily(
-            "jgr_cache_events", "What happened to entries since the engine's start.", labels=["event"]
+            "jgr_cache_events",
+            "Events of cache entries since the engine's start, by kind of entry and event.",
+            labels=["event"],
         )
         names = [f"{kind}_{event}" for kind in meta.kinds for event in ENTRY_EVENTS]
         for event in (*names, "to_host", "to_device"):
@@ -262,7 +276,7 @@ class _Memory(Collector):
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
             "jgr_memory_bytes",
-            "Memory of the engine in use, by part; of the pool and the host tier, which models share, its share.",
+            "Memory that the engine takes, by part; of the pool and the host tier, which models share, its own share.",
             labels=["part"],
         )
         for part, size in self._read().items():
@@ -286,7 +300,7 @@ class _Features(Collector):
         for state in FEATURE_STATES:
             states.add_metric([state], getattr(counts, state))
         events = CounterMetricFamily(
-            "jgr_feature_events", "What the feature cache did since the engine's start.", labels=["event"]
+            "jgr_feature_events", "Events of the feature cache since the engine's start.", labels=["event"]
         )
         for event in FEATURE_EVENTS:
             events.add_metric([event], getattr(counts, event))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loading of any model begins with: its folder, a device, its catalog, metrics."""
+"""The first steps of loading any model: its folder, a device, its catalog, metrics."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def open_folder(config: Config) -> Path:
 
 
 def read_catalog(folder: Path, config: Config) -> Catalog:
-    """That of config.catalog.path, else the model folder's, which must be the one that the folder's manifest names."""
+    """The catalog of config.catalog.path, else the model folder's own, which must be the one that its manifest
+    names."""
     return load_catalog(config.catalog.path) if config.catalog.path else manifest.own_catalog(folder)
 
 
 def counting_metrics() -> Metrics:
-    """Of a server's first engine; they show what the process compiles from now on."""
+    """The metrics of a server's first engine, which count what the process compiles from now on."""
     counter = CompilationCounter()
     return Metrics(lambda: counter.counts)

@@ -69,8 +69,14 @@ OPERATIONS = (
         "post", "/v1/recommend", "Generate items for a history", api.Answer, api.RecommendRequest, _HOT
     ),
     Operation("post", "/v1/rank", "Score given candidates for a history", api.Answer, api.RankRequest, _HOT),
-    Operation("get", "/v1/models", "The models served, with their limits", api.ModelList),
-    Operation("get", "/v1/models/{name}", "One model, with its limits", api.ModelInfo, errors=("not_found",)),
+    Operation("get", "/v1/models", "List the models that are served, with their limits", api.ModelList),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "Describe one model, with its limits",
+        api.ModelInfo,
+        errors=("not_found",),
+    ),
     Operation(
         "post",
         "/v1/models/{name}/reload",
@@ -83,7 +89,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/catalogs",
-        "The catalogs that the server holds, and which one is served",
+        "List the catalogs that the server holds, and say which one is served",
         api.CatalogList,
         errors=("not_found", "invalid_request"),
         of_model=True,
@@ -123,18 +129,23 @@ OPERATIONS = (
     Operation(
         "get",
         "/v1/items/{item_id}",
-        "One item of the catalog",
+        "Look up one item of the catalog",
         api.CatalogItem,
         errors=("not_found", "invalid_request"),
         of_model=True,
     ),
-    Operation("get", "/health/live", "Whether the process answers", api.Health, open=True),
+    Operation("get", "/health/live", "Tell whether the process answers", api.Health, open=True),
     Operation(
-        "get", "/health/ready", "Whether requests are served", api.Health, errors=("unavailable",), open=True
+        "get",
+        "/health/ready",
+        "Tell whether requests are served",
+        api.Health,
+        errors=("unavailable",),
+        open=True,
     ),
-    Operation("get", "/metrics", "Prometheus metrics", "text/plain"),
-    Operation("get", "/openapi.json", "This API as an OpenAPI document", "application/json"),
-    Operation("get", "/docs", "This API as a page to read", "text/html"),
+    Operation("get", "/metrics", "Read the metrics, in the format of Prometheus", "text/plain"),
+    Operation("get", "/openapi.json", "Describe this API as an OpenAPI document", "application/json"),
+    Operation("get", "/docs", "Describe this API as a page to read", "text/html"),
 )
 
 
@@ -162,7 +173,11 @@ def document(infos: Sequence[api.ModelInfo], keyed: bool) -> dict[str, Any]:
     components: dict[str, Any] = {"schemas": schemas, "securitySchemes": schemes}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "jgr", "version": __version__, "description": "Generative recommendations."},
+        "info": {
+            "title": "jgr",
+            "version": __version__,
+            "description": "Recommends items and ranks candidates for a user's history.",
+        },
         "paths": paths,
         "components": components,
     }
@@ -184,7 +199,7 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
             {
                 "name": "model",
                 "in": "query",
-                "description": "Name of the model whose catalog is meant. Required if the server has several models.",
+                "description": "Name of the model whose catalog is meant. Required where there are several.",
                 "schema": {"type": "string"},
             },
         )

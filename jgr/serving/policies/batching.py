@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from jgr.cache.entries import Move
 from jgr.config import ConfigError, ProfilesConfig
 from jgr.serving.policies.jobs import (
     KINDS,
@@ -30,6 +31,7 @@ from jgr.serving.policies.jobs import (
     Returned,
     Start,
 )
+from jgr.serving.policies.sources import PlannedPrompt
 
 
 def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
@@ -50,8 +52,8 @@ class Group(NamedTuple):
 
     jobs: tuple[int, ...]
     profile: Profile
-    prompts: tuple[Any, ...] = ()
-    moves: tuple[Any, ...] = ()
+    prompts: tuple[PlannedPrompt, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 class Grouping(Protocol):
@@ -72,6 +74,9 @@ class Grouping(Protocol):
 
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was cached before."""
+
+    def forget(self, user: str) -> int:
+        """Erase what is cached of a user; how many entries there were."""
 
     def check(self) -> None:
         """Audit; AssertionError."""
@@ -123,6 +128,10 @@ class FixedShapes:
 
     def renew(self, epoch: int) -> None:
         """Nothing is cached."""
+
+    def forget(self, user: str) -> int:
+        """Nothing is cached."""
+        return 0
 
     def check(self) -> None:
         """Nothing can be wrong."""
@@ -190,6 +199,10 @@ class Batcher(Policy[Live]):
         super().renew(epoch, now_ns)
         for grouping in self._groupings.values():
             grouping.renew(epoch)
+
+    def forget(self, user: str, now_ns: int) -> int:
+        """See Policy."""
+        return super().forget(user, now_ns) + sum(g.forget(user) for g in self._groupings.values())
 
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them, now that nobody waits."""

@@ -27,7 +27,11 @@ _TERMS = 4
 
 @dataclass(frozen=True)
 class PrefillCost:
-    """coefficients: a, b, c, d in seconds and tokens. Errors: |predicted - measured| / measured, over `points`."""
+    """A fitted cost of prefills.
+
+    coefficients: a, b, c, d in seconds and tokens. max_relative_error, mean_relative_error: of |predicted - measured| /
+    measured over the profiled points. points: their number.
+    """
 
     coefficients: tuple[float, float, float, float]
     max_relative_error: float
@@ -49,7 +53,7 @@ class PrefillCost:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> PrefillCost:
-        """What `to_json` wrote. UserError where it is something else."""
+        """Read what `to_json` wrote. Raises UserError where it is something else."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.MsgspecError as error:

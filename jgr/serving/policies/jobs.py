@@ -17,9 +17,12 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from msgspec import Struct
+
+from jgr.cache.entries import Move, Stored
+from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
 
 Kind = Literal["recommend", "rank"]
 State = Literal["new", "queued", "running", "done", "failed", "cancelled", "expired", "rejected"]
@@ -83,6 +86,14 @@ class Profile(Struct, frozen=True):
         return (1 if self.packed else self.batch) * (self.tokens + self.width)
 
 
+class UserPart(Struct, frozen=True):
+    """A user whose part of a scorer's request may be a run of its own. name: of the user's cache entry. key: all that
+    the part depends on; None: it is not kept."""
+
+    name: str
+    key: bytes | None = None
+
+
 class Job(Struct, frozen=True):
     """One request's size and times. tokens: new tokens that the device computes at most; width: beam width or number of
     candidates.
@@ -97,8 +108,8 @@ class Job(Struct, frozen=True):
     width: int
     arrival_ns: int
     deadline_ns: int | None
-    prompt: Any = None
-    user: Any = None
+    prompt: UnplannedPrompt | None = None
+    user: UserPart | None = None
     waits: bool = False
 
 
@@ -106,7 +117,7 @@ class Request(Struct, frozen=True, tag="request"):
     """A whole request as one row, or one part of a row, of a decoder's batch. plan: where each segment comes from."""
 
     job: int
-    plan: Any = None
+    plan: PlannedPrompt | None = None
 
 
 class User(Struct, frozen=True, tag="user"):
@@ -116,8 +127,8 @@ class User(Struct, frozen=True, tag="user"):
     """
 
     job: int
-    place: Any = None
-    before: Any = None
+    place: Stored | None = None
+    before: Stored | None = None
     grown: int = 0
 
 
@@ -141,7 +152,7 @@ class Start(Struct, frozen=True):
     lane: int
     shape: Profile | int
     work: tuple[Work, ...]
-    moves: tuple[Any, ...] = ()
+    moves: tuple[Move, ...] = ()
     epoch: int = 0
 
     @property
@@ -321,6 +332,11 @@ class Policy(ABC, Generic[L]):
         """The pool was lost and is of this epoch now: forget what is cached. Runs planned before will be lost."""
         self._advance_clock(now_ns)
         self._epoch = epoch
+
+    def forget(self, user: str, now_ns: int) -> int:
+        """Erase what is cached of a user, by its entry's name; how many entries there were."""
+        self._advance_clock(now_ns)
+        return 0
 
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them now."""

@@ -98,6 +98,9 @@ class Users(Protocol):
     def end(self, found: Any, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run that did has not failed."""
 
+    def forget(self, user: str) -> int:
+        """Drop a user's entry; how many there were."""
+
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was kept before."""
 
@@ -185,6 +188,10 @@ class Orchestrator(Policy[_Live]):
         super().renew(epoch, now_ns)
         if self._users is not None:
             self._users.renew(epoch)
+
+    def forget(self, user: str, now_ns: int) -> int:
+        """See Policy."""
+        return super().forget(user, now_ns) + (0 if self._users is None else self._users.forget(user))
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""

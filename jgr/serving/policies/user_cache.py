@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from jgr.cache.entries import Entry, Name, Stored
 from jgr.cache.meta import CacheMeta
+from jgr.serving.policies.jobs import UserPart
 
 UInt8 = npt.NDArray[np.uint8]
 Growth = Callable[[UInt8, UInt8], int | None]
@@ -30,7 +31,7 @@ LAYOUT = "state"
 """The layout that the entries' names have."""
 
 
-class Whole:
+class WholeContent:
     """A content that is reused whole or not at all: any bytes, of length 1."""
 
     def __init__(self, data: bytes) -> None:
@@ -42,13 +43,6 @@ class Whole:
     def prefix(self, count: int) -> bytes:
         """See `jgr.cache.entries.Valued`; there is one prefix."""
         return self.digest
-
-
-class UserPart(NamedTuple):
-    """A user, by the name that an entry has, and the block that the user's part is computed from; None: not kept."""
-
-    name: str
-    block: UInt8 | None = None
 
 
 class Found(NamedTuple):
@@ -77,9 +71,9 @@ class UserCache:
 
     def find(self, user: UserPart) -> Found | None:
         """None: it is being written, or there is no room."""
-        assert user.block is not None
-        block = user.block
-        name, content = Name("user", user.name, LAYOUT), Whole(block.tobytes())
+        assert user.key is not None
+        block = np.frombuffer(user.key, np.uint8)
+        name, content = Name("user", user.name, LAYOUT), WholeContent(user.key)
         old, grown = self._before(name, block)
         entry = self.meta.find(name, content)
         if entry is not None:

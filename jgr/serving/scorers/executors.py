@@ -3,15 +3,15 @@
 
 The one idea: an executor does one part of one request at a time, from beginning to end: it writes the part into its
 staging buffer, sends that in one transfer, runs its compiled program and reads the scores, all in its own thread. So
-parts run at once, and nobody waits for a device under a lock. Scores go to an array that the next run is given back for
-good (donation); inputs to the staging buffer: after warm-up a run allocates nothing that grows with the traffic.
+parts run at once, and nobody waits for a device under a lock. Scores are written to an array that the next run gets
+back (donation), inputs to the staging buffer, so after the warm-up a run allocates nothing that grows with the traffic.
 
-What a user's part is computed for decides which programs there are. `part`: every part computes it (FLAME as
-published). `request`: an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
-MODEL-13); or a part does that is all of its request, which saves the arrays' way through memory.
-`cache`: such an executor also keeps it in cells of the pool (`StateView`), or fetches it from there, or computes it
-from what is there of the user when the history was shorter. What depends on the moment of the request is never kept:
-where there is any, another program makes the state of what is kept (`scorers.keeping`).
+How often a user's part is computed decides which programs there are (`share`). "part": every part computes it (FLAME as
+published). "request": an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
+MODEL-13); where a request has a single part, that part may compute the user itself, which saves the arrays' way through
+memory. "cache": the executor of size USER_PART also keeps the user in cells of the pool (`StateView`), fetches it from
+there, or computes it from what was kept when the history was shorter. What depends on the moment of the request is
+never kept: where there is any, another program makes the state of what is kept (`scorers.keeping`).
 
 A run that raises leaves its executor with new buffers, as at the start.
 """
@@ -53,19 +53,20 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 Share = Literal["part", "request", "cache"]
 Program = Callable[..., Any]
-"""Compiled, or a plain function that dispatches its operations one by one."""
+"""A compiled program, or a plain function that dispatches its operations one by one."""
 
 TIMED_RUNS = 3
-"""Of each size at warm-up; the fastest is what it costs."""
+"""Runs of each size at warm-up that are timed; the fastest of them is the size's cost."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class ReadWork:
-    """A user's part. block: see user_block. place: where it is in the pool, or is to be kept; None: nowhere.
+    """A user's part to be computed or fetched. block: see user_block.
 
-    before: where that of the user with fewer events is.
+    place: where the part stands in the pool, or is to be kept; None: it is not kept. before: where the part of the same
+    user with fewer events stands, from which it can be computed; None: nowhere.
     """
 
     block: UInt8
@@ -75,9 +76,10 @@ class ReadWork:
 
 @dataclass(frozen=True, eq=False)
 class PartWork:
-    """Candidates to score. rows: [c] int32, c <= the executor's size. records: [c] of the schema, where there is one.
+    """Candidates to score. rows: [c] int32, with c at most the executor's size.
 
-    user: the block, where the part is to compute the user's too; else the state that a ReadWork gave.
+    user: the user's block where this part is to compute the user as well; else the state that a ReadWork gave. records:
+    [c] feature records of the schema; None where there is none.
     """
 
     rows: Int32
@@ -86,7 +88,7 @@ class PartWork:
 
 
 class Read(NamedTuple):
-    """A user's part on the device. cached: it came from the pool, or some of it. kept: it is there now."""
+    """A user's part on the device. cached: how much of it came from the pool. kept: whether it is in the pool now."""
 
     state: PyTree
     cached: Literal["all", "before", "nothing"]
@@ -98,24 +100,28 @@ class PartExecutors(Executors, Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of each executor, by its number."""
+        """The compiled size of each executor, by its lane's number."""
 
     @property
     def costs(self) -> Mapping[int, float]:
-        """Of a run, in s, by size; before `start` in another unit, and not of USER_PART."""
+        """Seconds of a run, by size. Before the warm-up: in another unit, and without USER_PART."""
 
     @property
     def whole(self) -> Mapping[int, float]:
-        """Of a part that computes the user too, where others do not; empty where none may, and before `start`."""
+        """Seconds of a part that computes the user too, by size, where other parts do not.
+
+        Empty where no part may do so, and before the warm-up.
+        """
 
 
 class Programs:
     """The programs of a scorer, for any number of executors; made by `compile`.
 
-    sizes: ascending. schema: of the features' records; None: the model reads none. growth: events by which a kept user
-    may have grown, only for `cache`; HistoryIsWhole where the model's users cannot. build: see there (FLAME-7);
-    op_by_op's programs are plain functions, which dispatch one operation after the other. ConfigError where the model
-    has no such build.
+    sizes: candidates of a part, ascending. share: how often a user's part is computed. schema: of the features'
+    records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
+    build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
+    operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
+    such build.
     """
 
     def __init__(
@@ -153,29 +159,31 @@ class Programs:
 
     @property
     def to_compile(self) -> int:
-        """Sizes without a program."""
+        """The number of sizes that have no program yet."""
         return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> Program:
-        """program(words, params, state, out) -> scores [1, m, P]; of USER_PART: program(words, params) -> kept."""
+        """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
+        kept."""
         return self._compiled[size]
 
     def whole(self, size: int) -> Program:
-        """program(words, params, None, out) -> scores, of parts that compute the user too; compiled with the size."""
+        """The program of a part that computes the user too: (words, params, None, out) -> scores; compiled with the
+        size."""
         return self._whole[size]
 
     @property
     def grow(self) -> Program:
-        """grow(words, params, kept) -> kept; where there is growth, compiled with USER_PART."""
+        """The program that adds events to a kept user: (words, params, kept) -> kept; compiled with USER_PART."""
         return self._grow
 
     def default_records(self, count: int) -> npt.NDArray[np.void] | None:
-        """[count] records of items whose features are not there; None where the model reads none."""
+        """Records [count] for items whose features are not there; None where the model reads none."""
         schema = self.schema
         return None if schema is None else np.frombuffer(schema.default * count, schema.dtype)
 
     def out_shape(self, size: int) -> tuple[int, int, int]:
-        """Of the scores."""
+        """The shape of a run's scores, [1, m, P]."""
         return 1, size, len(self.needs.tasks)
 
     def compile(self, size: int) -> Program:
@@ -293,7 +301,7 @@ class Executor:
         self.reset()
 
     def reset(self) -> None:
-        """New buffers, whatever the last run did to the old ones."""
+        """Take new buffers, since a run that failed may have spoilt the old ones."""
         self._staging = Staging(self._programs.layouts[self.size])
         if self.size != USER_PART:
             self._out = jnp.zeros(self._programs.out_shape(self.size))
@@ -303,7 +311,7 @@ class Executor:
         return self.collect(work, self.launch(work))
 
     def launch(self, work: ReadWork | PartWork) -> Any:
-        """Hand the work to the device; what `collect` takes, not waited for."""
+        """Hand the work to the device, without waiting for it. Returns what `collect` takes."""
         try:
             return self._read(work) if isinstance(work, ReadWork) else self._score(work)
         except Exception:
@@ -355,7 +363,8 @@ class Executor:
 class ScorerExecutors:
     """The executors of one engine, `number` of each size, each with a thread.
 
-    states: for `cache`. bind: threads to the accelerator's NUMA node (FLAME-5).
+    states: the cells of kept users, for `cache`. bind: whether threads are bound to the accelerator's NUMA node
+    (FLAME-5).
     """
 
     def __init__(
@@ -430,8 +439,10 @@ def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
 
 
 def _cost(executors: Sequence[Executor], work: ReadWork | PartWork, smaller: Mapping[int, float]) -> float:
-    """Seconds of the fastest of some runs; the first may be slow. smaller: what smaller parts cost, and this at least:
-    where less was measured, that is noise."""
+    """Seconds of the fastest of some runs, the first of which may be slow.
+
+    smaller: what smaller parts cost. The result is at least that: a lower figure is noise.
+    """
     seconds = []
     for executor in executors:
         for _ in range(1 + TIMED_RUNS):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a ranker's folder to an engine: HSTU, SASRec, LRURec, the STU and Climber, as `scorers.save` writes them.
+"""From a scorer's folder to an engine: HSTU, SASRec, LRURec, the STU and Climber, as `scorers.save` writes them.
 
-A ranker embeds the items themselves, so its catalog must have the items that it was trained on, in their order; what
-else the catalog says of them may be another.
+A scorer embeds the items themselves, so its catalog must have the items that it was trained on, in their order. All
+else in the catalog, such as metadata, may change.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class ScorerModel:
-    """A ranker in memory."""
+    """A scorer in memory."""
 
     cfg: ScorerConfig
     params: PyTree
@@ -53,7 +53,7 @@ class ScorerModel:
 
 @preparing()
 def load_scorer(folder: Path, config: Config) -> ScorerModel:
-    """Raises CheckpointError for a damaged folder, ConfigError for what rankers cannot do."""
+    """Read a scorer's folder. Raises CheckpointError where it is damaged, ConfigError for what scorers cannot do."""
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
     files = ModelFiles(folder)
@@ -70,8 +70,8 @@ def make_scorer_engine(
     memory: Memory | None = None,
     like: ScorerExecutors | None = None,
 ) -> Engine[ServedScorer]:
-    """An engine for a catalog, not yet started. memory: of the server; None: of its own. like: executors of the model,
-    whose programs are used.
+    """An engine for a catalog, not yet started. memory: the server's; None: one of its own. like: executors of the
+    model, whose programs are used.
 
     UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
     """
@@ -142,7 +142,7 @@ def make_scorer_engine(
         partial(_fit, model),
         partial(make_scorer_engine, model, config, metrics=metrics, memory=memory, like=executors),
     )
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild)
+    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 
 
 def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease:
@@ -153,11 +153,11 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView
         raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")
 
     def make() -> CacheMeta:
-        return CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta = CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta.set_limit("user", pages)
+        return meta
 
-    lease = memory.lease(("states", name, model.revision, room, config.executors.growth), make)
-    lease.meta.set_limit("user", pages)
-    return lease
+    return memory.lease(("states", name, model.revision, room, config.executors.growth), make)
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

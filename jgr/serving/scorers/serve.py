@@ -24,10 +24,9 @@ from jgr.config import Config
 from jgr.features.cache import FeatureCache
 from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, invalid
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.known_items import user_entry
-from jgr.serving.policies.jobs import Candidates, Job, Start, User
+from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
-from jgr.serving.policies.user_cache import UserCache, UserPart
+from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 
@@ -76,7 +75,9 @@ class ServedScorer:
 
     def job(self, task: ScorerTask, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         count, task.ready_ns = len(task.rows), self.clock()
-        user = UserPart(task.user, task.key if self.cache is not None else None) if self.reads else None
+        user = None
+        if self.reads:
+            user = UserPart(task.user, None if self.cache is None else task.key.tobytes())
         return Job(
             job_id, "rank", 0, count, arrival_ns, deadline_ns, user=user, waits=self.features is not None
         )
@@ -130,9 +131,6 @@ class ServedScorer:
     def shadows(self, task: ScorerTask) -> list[tuple[ScorerTask, Callable[[ScorerTask], None]]]:
         """None: what is kept of a user is bit for bit what is computed."""
         return []
-
-    def forget(self, user_id: str) -> int:
-        return 0 if self.cache is None else self.cache.forget(user_entry(user_id))
 
     def started(self) -> None:
         if self.features is not None:

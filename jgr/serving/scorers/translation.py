@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a request to what a ranker reads, and from its scores to an answer.
+"""From a request to what a scorer reads, and from its scores to an answer.
 
 The one idea: what a request must say is what the model needs (`scorers.Needs`), so every check is made against that,
 and a field that the model has no use for is refused rather than ignored. The user becomes one block (`user_block`),
@@ -55,19 +55,20 @@ Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
 
 LONGEST_S = (1 << 31) - 1
-"""From a user's oldest event to now."""
+"""The most seconds from a user's oldest event to now."""
 MAX_WEIGHT = 1e6
-"""Of a task: a sum of such stays finite in float32."""
+"""The largest weight of a task: a sum of scores with such weights stays finite in float32."""
 
 
 @dataclass(eq=False)
 class ScorerTask:
-    """A validated request. rows: [n] int32, the candidates. block: the user. user: what its cache entry is called.
+    """A validated request on its way through the engine.
 
-    key: what is kept of the user is known by (`user_block.known_by`). weights: [P] float32, by which the tasks are
-    summed for the order. scores: [n, P] float32, filled by its parts. state: what its parts are given of the user; the
-    block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns: since when
-    its next run waits for executors only. kept: the user's part is in the cache.
+    rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
+    (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
+    summed for the order. scores: [n, P] float32, filled part by part. state: the user's state, which its parts are
+    given; the block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns:
+    since when its next run waits for executors only. kept: whether the user's part is in the cache.
     """
 
     request: RankRequest
@@ -86,9 +87,9 @@ class ScorerTask:
 
 
 class ScorerTranslator:
-    """Requests to tasks, scores to items, for one ranker and catalog.
+    """Requests to tasks, scores to items, for one scorer and catalog.
 
-    layout: of the user's block. wall: seconds since the epoch, for requests that do not say when they are asked.
+    layout: of the user's block. wall: gives the seconds since 1970, for requests that do not say when they are asked.
     """
 
     def __init__(
@@ -130,7 +131,10 @@ class ScorerTranslator:
         )
 
     def prepare(self, request: Request) -> ScorerTask:
-        """RequestError names the field that the catalog, a limit or the model refuses."""
+        """Check a request and make its task.
+
+        Raises RequestError, which names the field that the catalog, a limit or the model refuses.
+        """
         if not isinstance(request, RankRequest):
             raise invalid("model", f"model {self.info.id!r} ranks candidates: ask /v1/rank")
         self._refuse_useless(request)
@@ -262,7 +266,7 @@ class ScorerTranslator:
         return actions.astype(np.int32)
 
     def _slot(self, name: str, value: int) -> int:
-        """The slot of that name; the value must be one of its."""
+        """The number of the slot of that name. Raises RequestError where `value` is not one of its values."""
         if name not in self._slots:
             near = difflib.get_close_matches(name, self._slots, n=1, cutoff=0.0)[0]
             raise invalid(

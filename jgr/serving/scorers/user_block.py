@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a ranker's programs are given, as the host writes it and as the device reads it (FLAME-6, FLAME-14).
+"""What a scorer's programs are given, as the host writes it and as the device reads it (FLAME-6, FLAME-14).
 
 The one idea: all that a request says of its user is one block of fixed size, assembled once. It is copied into the
 buffers of the request's parts in one piece, and its bytes are what a cached user is known by: whatever a model reads of
@@ -28,7 +28,10 @@ UInt8 = npt.NDArray[np.uint8]
 
 
 def user_layout(needs: Needs) -> BufferLayout:
-    """Of a user's block: which of rows, actions, times [S], now [1], context [C], scenario [1] the model reads."""
+    """The layout of a user's block, which has what the model reads of these int32 arrays.
+
+    rows, actions, times: [S]; now: [1]; context: [C]; scenario: [1].
+    """
     history, one = (needs.max_items,), (1,)
     read = {
         "rows": (history, True),
@@ -42,7 +45,10 @@ def user_layout(needs: Needs) -> BufferLayout:
 
 
 def part_layout(user: BufferLayout | None, schema: Schema | None, size: int) -> BufferLayout:
-    """Of a part's buffer: rows [m] of candidates, their records where there is a schema, the user's block, if any."""
+    """The layout of a part's buffer.
+
+    It has the candidates' rows [m], their records where there is a schema, and the user's block where `user` is given.
+    """
     inputs: dict[str, tuple[tuple[int, ...], npt.DTypeLike]] = {"candidates": ((size,), np.int32)}
     if schema is not None:
         inputs["records"] = ((size, schema.record_bytes // 4), np.uint32)
@@ -52,7 +58,10 @@ def part_layout(user: BufferLayout | None, schema: Schema | None, size: int) -> 
 
 
 def new_block(layout: BufferLayout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]:
-    """A user's block, and its arrays to be written to; zeros, but no event and no value of a slot (-1)."""
+    """An empty user's block, and its arrays to be written to.
+
+    They are zeros, but -1 stands for no event and for no value of a slot.
+    """
     block = np.zeros(layout.size, np.uint8)
     views = layout.views(block)
     for name in views.keys() & {"rows", "context"}:
@@ -61,7 +70,7 @@ def new_block(layout: BufferLayout) -> tuple[UInt8, dict[str, npt.NDArray[Any]]]
 
 
 def known_by(layout: BufferLayout, needs: Needs, block: UInt8) -> UInt8:
-    """What a kept user is known by: its block, without `now` unless what is kept depends on that (`Needs.dated`)."""
+    """The bytes by which a kept user is recognised: its block, with `now` only where what is kept depends on it."""
     if needs.dated or not needs.timed:
         return block
     key = block.copy()
@@ -80,7 +89,7 @@ def grown_by(layout: BufferLayout, most: int, old: UInt8, new: UInt8) -> int | N
 
 
 def read_users(layout: BufferLayout, needs: Needs, words: jax.Array) -> Users:
-    """One user, [1, ...] each, from the words of a block; what the model does not read is zeros."""
+    """Read one user, [1, ...] each, from the words of a block; what the model does not read is zeros."""
     given = layout.unpack(words)
     history = jnp.zeros((1, needs.max_items), jnp.int32)
 

@@ -7,7 +7,7 @@ batch, an answer's version is the one that computed it, and what nobody holds an
 
 A change, of the model or of its catalog, makes the next engine in a thread of its own, compiles it in the engine's own
 worker thread, sets the variable, and drains the old engine without a limit of time. Until the variable is set nothing
-has happened: whatever fails before, out-of-memory included, is told and leaves the old engine serving. The device holds
+has happened: what fails before, out-of-memory included, is reported and leaves the old engine serving. The device holds
 two models meanwhile, or two catalogs of one. One change runs at a time. All state here belongs to the event loop.
 
 A catalog that was activated stays active over reloads, as long as it fits the model.
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass
 class Change:
-    """The last replacement of one kind. to: what of."""
+    """The last change of one kind, of the model or of its catalog. to: the version that it goes to."""
 
     state: ReloadState = "never"
     error: str | None = None
@@ -58,10 +58,10 @@ _log = logging.getLogger(__name__)
 
 
 class Deployment:
-    """Serves a first engine, and after each change another. load: makes the engine of a reload; None: there are none.
+    """Serves a first engine, and after each change another.
 
-    catalogs: how many it may hold, and how large. changes: the last of each kind. previous: the catalog that was served
-    before the present one.
+    load: makes the engine of a reload; None: the model cannot be reloaded. catalogs: how many may be held, and how
+    large. changes: the last change of each kind. previous: the catalog that was served before the present one.
     """
 
     def __init__(self, engine: AnyEngine, catalogs: CatalogConfig, load: Load | None = None) -> None:
@@ -110,8 +110,9 @@ class Deployment:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
         await self.engine.start(progress)
         self._loaded_at = now()
-        parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
-        _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
+        if self.engine.memory:
+            parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
+            _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
 
     def reload(self) -> None:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""

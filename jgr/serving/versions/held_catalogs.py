@@ -29,7 +29,7 @@ class _Entry:
 
 
 class Catalogs:
-    """Of one deployment. Belongs to the event loop."""
+    """The catalogs that one deployment holds. Belongs to the event loop."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
@@ -39,7 +39,7 @@ class Catalogs:
         self._uploading = False
 
     def listing(self) -> CatalogList:
-        self._note_served()
+        self._add_served()
         change = self._deployment.changes["catalog"]
         data = [self._info(entry) for entry in self._entries.values()]
         return CatalogList(data=data, activation=change.state, activation_error=change.error)
@@ -82,14 +82,14 @@ class Catalogs:
             ) from error
         finally:
             self._uploading = False
-        self._note_served()
+        self._add_served()
         entry = self._entries.setdefault(catalog.version, _Entry(catalog, now()))
         self._drop_oldest()
         return self._info(entry)
 
     def activate(self, version: str) -> CatalogInfo:
         """Begin to serve a catalog that is held. RequestError where it is not, or another change runs."""
-        self._note_served()
+        self._add_served()
         entry = self._entries.get(version)
         if entry is None:
             raise RequestError("not_found", f"there is no catalog {quoted(version)}", "version")
@@ -114,8 +114,8 @@ class Catalogs:
                     )
                 file.write(chunk)
 
-    def _note_served(self) -> None:
-        """What a start or a reload brought is in the list too."""
+    def _add_served(self) -> None:
+        """Add to the list what a start or a reload brought."""
         for catalog in (self._deployment.previous, self._deployment.engine.catalog):
             if catalog is not None:
                 self._entries.setdefault(catalog.version, _Entry(catalog, None))

@@ -18,7 +18,7 @@ from jgr.serving.scorers.loading import load_scorer, make_scorer_engine
 
 
 def is_scorer(folder: Path) -> bool:
-    """Whether a folder's config.json is a ranker's; what cannot be read is left to others to refuse."""
+    """Whether a folder's config.json is a scorer's; one that cannot be read is left to others to refuse."""
     try:
         given: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return given.get("model_type") in (*retrievers.MODELS, *scorers.MODELS)
@@ -27,9 +27,10 @@ def is_scorer(folder: Path) -> bool:
 
 
 def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | None = None) -> AnyEngine:
-    """The engine that serves config.model, a ranker or what `loading.load_engine` takes, over config.catalog.
+    """The engine that serves config.model, a scorer or a decoder, over config.catalog.
 
-    Not yet started. metrics, memory: of the server it joins. UserError names what is missing or does not fit.
+    Not yet started. metrics, memory: of the server that it joins. Raises UserError, which names what is missing or does
+    not fit.
     """
     folder = open_folder(config)
     if not is_scorer(folder):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of one server: which one a request means, and what is done to all of them.
 
-The one idea: models share a process and its cache memory. Each is a deployment with an engine, a catalog, a worker
-thread, caches and series of its own; here they only have names. A request names one, or takes the first that serves its
-kind.
+The one idea: models share a process and its cache memory. Each is a deployment with an engine, a catalog, threads, a
+share of the cache memory, and series of its own; here they only have names. A request names one, or takes the first
+that serves its kind.
 
 What takes memory and time is done to one after the other: the first warm-up, and the reloads of a signal.
 """
@@ -27,9 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Models:
-    """deployments: at least one, in the configured order. All state belongs to the event loop.
+    """All models of a server, by their names. All state belongs to the event loop.
 
-    draining: whether the server is about to end. ConfigError where two have one name.
+    deployments: at least one, in the configured order. draining: whether the server is about to end. Raises ConfigError
+    where two models have the same name.
     """
 
     def __init__(self, deployments: Sequence[Deployment]) -> None:
@@ -46,7 +47,7 @@ class Models:
 
     @property
     def status(self) -> Status:
-        """That of the first model that is not ready; "ready" where all are."""
+        """The status of the first model that is not ready; "ready" where all are."""
         return next((d.status for d in self.deployments if d.status != "ready"), "ready")
 
     @property
@@ -73,7 +74,7 @@ class Models:
         return engine
 
     def find(self, model: str) -> Deployment:
-        """The one whose name or exact version `model` is. RequestError where there is none."""
+        """The deployment whose name or exact version `model` is. Raises RequestError where there is none."""
         found = self._by_name.get(model)
         if found is not None:
             return found
@@ -84,7 +85,10 @@ class Models:
         raise RequestError("not_found", f"there is no model {quoted(model)}; {there}", "model")
 
     def choose(self, model: str | None) -> Deployment:
-        """As `find`; None: the only one. RequestError where there are several."""
+        """The deployment that `model` names, see `find`; None: the only one.
+
+        Raises RequestError where there is none of that name, or where several are there to choose from.
+        """
         if model is not None:
             return self.find(model)
         if len(self.deployments) > 1:
@@ -97,7 +101,7 @@ class Models:
         return sum(deployment.forget(user_id) for deployment in self.deployments)
 
     def render_metrics(self) -> bytes:
-        """All series, of type metrics.CONTENT_TYPE."""
+        """The series of all models as text of the type metrics.CONTENT_TYPE."""
         return metrics.render({deployment.name: deployment.metrics for deployment in self.deployments})
 
     async def start(self, progress: Progress) -> None:
@@ -108,12 +112,15 @@ class Models:
         several = len(self.deployments) > 1
         for deployment in self.deployments:
             if deployment.status == "starting":
-                await deployment.start(partial(_note, progress, deployment.name) if several else progress)
+                await deployment.start(
+                    partial(_with_name, progress, deployment.name) if several else progress
+                )
 
     def reload_all(self) -> None:
         """Begin to reload one model after the other, each when the change that it may be in is over.
 
-        For a signal, which cannot hear a refusal: one is logged. Where this is going on already, it is done once more.
+        It is for a signal, which no refusal can be sent to, so refusals are logged. Where reloads are going on already,
+        all models are reloaded once more after them.
         """
         self._reload_again = True
         if self._reloads is None or self._reloads.done():
@@ -152,5 +159,5 @@ def serves(info: ModelInfo, kind: Kind) -> bool:
     return (info.max_beam_width if kind == "recommend" else info.max_candidates) > 0
 
 
-def _note(progress: Progress, name: str, done: int, total: int, label: str) -> None:
+def _with_name(progress: Progress, name: str, done: int, total: int, label: str) -> None:
     progress(done, total, f"{name}: {label}")
