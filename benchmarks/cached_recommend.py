@@ -7,7 +7,7 @@ that every answer but the first reuses all but one of its tokens. The profiles a
 the same, too.
 
 The compiled work of the smallest program that takes the request is in the rows, so that the time can be understood:
-FLOPs and bytes as XLA counts them, which counts a loop over layers once.
+FLOPs, of which XLA counts a loop over layers once, and bytes of temporary arrays.
 
     python -m benchmarks.cached_recommend [--quick]
 """
@@ -126,7 +126,7 @@ def ask(connection: http.client.HTTPConnection, model: str, tokens: int) -> Any:
 
 
 def compiled(engine: Engine[ServedDecoder], prompt: int, cached: int) -> tuple[Profile, dict[str, float]]:
-    """The smallest program that takes such a request, and what XLA says that it computes and reads."""
+    """The smallest program that takes such a request, and what XLA says that it computes and needs."""
     executors = engine.served.executors
     assert isinstance(executors, DecoderExecutors)
     fitting = [
@@ -140,7 +140,8 @@ def compiled(engine: Engine[ServedDecoder], prompt: int, cached: int) -> tuple[P
     of = executors.paged if best.packed else executors.plain
     assert of is not None
     costs: Any = of._programs[best].cost_analysis()
-    return best, {"gflop": costs["flops"] / 1e9, "gb": costs["bytes accessed"] / 1e9}
+    memory: Any = of._programs[best].memory_analysis()
+    return best, {"gflop": costs["flops"] / 1e9, "temp_mb": memory.temp_size_in_bytes / 2**20}
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:

@@ -8,43 +8,49 @@ rows, the prompt's tokens, the batcher, the hop to the worker thread and back, i
 The client is a closed loop over keep-alive connections on one epoll, with requests rendered beforehand; it checks
 each answer's status and number of items. Its share of its core is in the rows: below 1, it was not the limit.
 
-    python -m benchmarks.server_overhead [--quick]
+With --against the server of another checkout, on the same core, takes turns with this one's; its rows name its commit.
+
+    python -m benchmarks.server_overhead [--quick] [--against=FOLDER]
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import numpy as np
+from absl import flags
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from jgr.config import BatchingConfig, Config, ProfilesConfig, PromptConfig, ServerConfig
 
 HISTORY, CANDIDATES, TOP_K = 256, 100, 10
 N_ITEMS = 10_000
 DISTINCT_REQUESTS = 64
 PATIENCE_S = 10.0
 
-CONFIG = Config(
-    prompt=PromptConfig(max_items=HISTORY),
-    profiles=ProfilesConfig(batch=(1, 16), tokens=(1024,), widths=(32,), candidates=(128,)),
-    batching=BatchingConfig(max_tokens=16 * (1024 + 128)),
-    server=ServerConfig(port=0),
+SETTINGS = (
+    f"prompt.max_items={HISTORY}",
+    "profiles.batch=1,16",
+    "profiles.tokens=1024",
+    "profiles.widths=32",
+    "profiles.candidates=128",
+    f"batching.max_tokens={16 * (1024 + 128)}",
+    "server.port=0",
 )
+HERE = Path(__file__).resolve().parents[1]
 
 Address = tuple[str, int]
 
@@ -149,32 +155,31 @@ def _closed() -> NoReturn:
     raise WrongAnswer("the server closed the connection")
 
 
-def _serve(core: int, ready: Connection) -> None:
-    os.sched_setaffinity(0, {core})
-    from jgr.serving.decoders.null import null_engine
-    from jgr.serving.http.listener import Listener
-
-    listener = Listener(null_engine(CONFIG, N_ITEMS), CONFIG, on_ready=ready.send)
-    raise SystemExit(listener.serve_until_stopped())
-
-
 @contextmanager
-def server(core: int) -> Iterator[Address]:
-    """Run a server in a process of its own, pinned to a core: its address. RuntimeError where it does not end well."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(core, theirs))
-    process.start()
+def server(core: int, checkout: Path = HERE) -> Iterator[Address]:
+    """Run a checkout's server in a process of its own, pinned to a core: its address. RuntimeError where it does not
+    end well."""
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from jgr.cli.main import run; run()", "serve", "--null", *settings],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
-        theirs.close()
-        url = urlsplit(ours.recv())  # EOFError where the server failed to start
+        os.sched_setaffinity(process.pid, {core})
+        assert process.stdout is not None
+        url = urlsplit(process.stdout.readline().split()[-1])  # IndexError where the server failed to start
         assert url.hostname is not None and url.port is not None
         yield url.hostname, url.port
     finally:
         process.terminate()
-        process.join()
-    if process.exitcode != 0:
-        raise RuntimeError(f"the server ended with exit code {process.exitcode}")
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    if process.returncode != 0:
+        raise RuntimeError(f"the server ended with exit code {process.returncode}")
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
@@ -185,17 +190,45 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     rng = np.random.default_rng(0)
     seconds, rounds = (1.0, 3) if quick else (3.0, 7)
     cases = [(kind, connections) for kind in ("rank", "recommend") for connections in (16, 1)]
-    with server(cores[1]) as address:
+    checkouts = [HERE, *(Path(other).resolve() for other in flags.FLAGS.against)]
+    with ExitStack() as stack:
+        requests = {kind: render_requests(kind, rng) for kind in ("rank", "recommend")}
+        addresses = [stack.enter_context(server(cores[1], checkout)) for checkout in checkouts]
         variants = {
-            f"{kind} {connections}": functools.partial(
-                closed_loop, address, render_requests(kind, rng), connections, seconds
-            )
-            for kind, connections in cases
+            f"{number} {case}": functools.partial(closed_loop, address, requests[case[0]], case[1], seconds)
+            for case in cases
+            for number, address in enumerate(addresses)
         }
         runs = harness.interleave(variants, rounds, quiet)
     os.sched_setaffinity(0, cores)
-    rows = [_row(*case, runs[f"{case[0]} {case[1]}"]) for case in cases]
-    return Measured(_claims(rows), rows)
+    rows = [
+        {"commit": _commit(checkout), **_row(*case, runs[f"{number} {case}"])}
+        for number, checkout in enumerate(checkouts)
+        for case in cases
+    ]
+    return Measured(_claims(rows[: len(cases)]) + _ratios(rows[: len(cases)], rows[len(cases) :]), rows)
+
+
+def _commit(checkout: Path) -> str:
+    """The commit of a checkout, in 8 digits."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    return done.stdout[:8]
+
+
+def _ratios(rows: Sequence[Row], others: Sequence[Row]) -> list[Claim]:
+    """This checkout over the other one, where there is one: the rate, and the median latency of one connection."""
+    claims = []
+    for row, other in zip(rows, others, strict=False):
+        name = row["endpoint"].rpartition("/")[2]
+        if row["connections"] == 1:
+            ratio = row["p50_ms"]["median"] / other["p50_ms"]["median"]
+            claims.append(Claim(f"{name}-p50-over-other-commit-1-connection", ratio, "x", "lower", 1.05))
+        else:
+            ratio = row["requests_per_s"]["median"] / other["requests_per_s"]["median"]
+            claims.append(Claim(f"{name}-rate-over-other-commit-16-connections", ratio, "x", "higher", 0.95))
+    return claims
 
 
 def _row(kind: str, connections: int, runs: Sequence[Run]) -> Row:
@@ -223,6 +256,7 @@ def _claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 if __name__ == "__main__":
+    flags.DEFINE_multi_string("against", [], "folder of another checkout to compare with")
     harness.main(
         Benchmark(
             name="server_overhead",

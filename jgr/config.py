@@ -262,6 +262,9 @@ class ServerConfig:
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
+    journal: str = (
+        ""  # file to which every call of a policy is written, with what requests say of users; empty: none
+    )
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)

@@ -9,7 +9,6 @@ valid token: who extends an entry writes after them.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -45,24 +44,6 @@ class Valued(Protocol):
 
     def prefix(self, count: int) -> bytes:
         """The hash of its first `count` tokens, 16 bytes."""
-
-
-class WholeContent:
-    """A content that is reused whole or not at all: any bytes, of length 1."""
-
-    def __init__(self, data: bytes) -> None:
-        self.digest = _hash(data)
-
-    def __len__(self) -> int:
-        return 1
-
-    def prefix(self, count: int) -> bytes:
-        """See Valued; there is one prefix."""
-        return self.digest
-
-
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 @dataclass(eq=False, slots=True)

@@ -11,6 +11,7 @@ model's pages: the new one gets what is free until the old one has ended.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +70,7 @@ class Memory:
             raise ConfigError(f"cache.device_mb: {device_mb} is less than a page of {page_mb:.3g} MB")
         self._shares = dict(shares or {})
         self._held: dict[Hashable, _Held] = {}
+        self._lock = threading.Lock()  # a version is loaded in a thread of its own
 
     @classmethod
     def of(cls, *configs: Config) -> Memory:
@@ -102,19 +104,21 @@ class Memory:
 
     def lease(self, key: Hashable, make: Callable[[], CacheMeta]) -> Lease:
         """The meta service of a key that names model and revision; made where nobody holds it."""
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = _Held(make())
-            held.meta.renew(self.pool.epoch)
-        held.leases += 1
-        return Lease(self, key, held.meta)
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                held = self._held[key] = _Held(make())
+                held.meta.renew(self.pool.epoch)
+            held.leases += 1
+            return Lease(self, key, held.meta)
 
     def _end(self, key: Hashable) -> None:
-        held = self._held[key]
-        held.leases -= 1
-        if not held.leases:
-            del self._held[key]
-            held.meta.close()
+        with self._lock:
+            held = self._held[key]
+            held.leases -= 1
+            if not held.leases:
+                del self._held[key]
+                held.meta.close()
 
     def parts(self, model: str) -> dict[str, int]:
         """Bytes of the pool and of the host tier that count as a model's; those of all models are all of them."""

@@ -94,7 +94,7 @@ class CacheMeta:
         entry = entries.get(name)
         if entry is None:
             entry = self._bring_back(name, content)
-        elif entry.tokens and not serves(entry, content):
+        elif entry.tokens and entry.digest != content.digest and not serves(entry, content):
             self.drop(name)
             self.counts[f"{name.kind}_stale"] += 1
             return None

@@ -53,6 +53,12 @@ class PrefixTree:
         """The catalog rows that share semantic id `leaf`, in catalog order."""
         return self.leaf_rows[self.leaf_offsets[leaf] : self.leaf_offsets[leaf + 1]]
 
+    def rows_of_each(self, leaves: Int32) -> list[list[int]]:
+        """`rows_of` each of leaves, [m] int32."""
+        starts, ends = self.leaf_offsets[leaves].tolist(), self.leaf_offsets[leaves + 1].tolist()
+        rows = self.leaf_rows
+        return [rows[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+
     @classmethod
     def build(cls, codes: Int32) -> PrefixTree:
         """Build from [n, depth] non-negative codes, n >= 1. O(n log n) time, O(n depth) memory."""

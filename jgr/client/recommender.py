@@ -49,7 +49,8 @@ class RecommendFields(CommonFields, total=False):
 
 
 class RankFields(CommonFields, total=False):
-    layout: Literal["user_prefix", "item_prefix"] | None
+    exclude_history: bool
+    layout: Literal["user_prefix", "item_prefix", "causal"] | None
     history_times: Sequence[int] | Sequence[Sequence[int]] | None
     time: int | Sequence[int] | None
     history_actions: Sequence[int] | Sequence[Sequence[int]] | None
@@ -112,13 +113,18 @@ class Recommender(ABC):
 
     @overload
     def rank(
-        self, history: History, candidates: History, *, top_k: int | None = ..., **fields: Unpack[RankFields]
+        self,
+        history: History,
+        candidates: History | Literal["all"],
+        *,
+        top_k: int | None = ...,
+        **fields: Unpack[RankFields],
     ) -> Answer: ...
     @overload
     def rank(
         self,
         history: Histories | Array,
-        candidates: History | Histories | Array,
+        candidates: History | Histories | Array | Literal["all"],
         *,
         top_k: int | None = ...,
         **fields: Unpack[RankFields],
@@ -128,20 +134,26 @@ class Recommender(ABC):
     ) -> Any:
         """The candidates by how likely each follows a history, best first. top_k: None for all of them.
 
-        Several histories have the same candidates, or a list of candidates each. fields: those of POST /v1/rank.
+        Several histories have the same candidates, or a list of candidates each; "all" is the whole catalog. fields:
+        those of POST /v1/rank.
         """
         bodies, several = _bodies(history, {"candidates": candidates, "top_k": top_k, **fields})
         return _as_asked(self._ask("rank", bodies), several)
 
     @overload
     async def arank(
-        self, history: History, candidates: History, *, top_k: int | None = ..., **fields: Unpack[RankFields]
+        self,
+        history: History,
+        candidates: History | Literal["all"],
+        *,
+        top_k: int | None = ...,
+        **fields: Unpack[RankFields],
     ) -> Answer: ...
     @overload
     async def arank(
         self,
         history: Histories | Array,
-        candidates: History | Histories | Array,
+        candidates: History | Histories | Array | Literal["all"],
         *,
         top_k: int | None = ...,
         **fields: Unpack[RankFields],

@@ -13,6 +13,8 @@ Int32 = npt.NDArray[np.int32]
 
 MAX_LISTED_IDS = 10
 """The most unknown ids that an answer lists."""
+USER_ENTRY = "id:"
+"""What the name of a user's cache entries begins with, before the user's id; no other entry's name does."""
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
@@ -75,8 +77,8 @@ def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) 
 
 
 def user_entry(user_id: str) -> str:
-    """The name of a user's cache entries. No other entry's name begins with "id:"."""
-    return f"id:{user_id}"
+    """The name of a user's cache entries."""
+    return USER_ENTRY + user_id
 
 
 def texts(item_ids: list[str | int]) -> list[str]:

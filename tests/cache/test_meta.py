@@ -303,7 +303,7 @@ def test_fragmentation_stays_below_fifteen_percent_on_the_workloads(
 
 
 def keep(meta: CacheMeta, name: Name, tokens: int) -> None:
-    entry = meta.extend(name, Content(np.zeros(tokens, np.int32)))
+    entry = meta.extend(name, Content.of(np.zeros(tokens, np.int32)))
     if entry is not None:
         meta.written(entry)
         meta.release(entry)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgr.cache.entries import Content, Entry, Move, Name, Stored, WholeContent
+from jgr.cache.entries import Content, Entry, Move, Name, Stored
 from jgr.cache.host import HostTier
 from jgr.cache.memory import Memory
 from jgr.cache.meta import CacheMeta
@@ -23,6 +23,7 @@ from jgr.cache.pool import DevicePool, PoolLost
 from jgr.config import Config, ConfigError, override
 from jgr.models import words
 from jgr.models.words import Cells
+from jgr.serving.policies.user_cache import WholeContent
 
 
 def broken(array: Any) -> Any:
@@ -142,7 +143,7 @@ def test_versions_of_the_same_weights_share_entries_and_another_revision_begins_
         return CacheMeta(memory.pages, {"user": Room(256, step=1)}, owner=f"m@{revision}")
 
     old = memory.lease("r1", lambda: make("r1"))
-    name, content = Name("user", "u", "user_prefix"), Content(np.arange(3, dtype=np.int32))
+    name, content = Name("user", "u", "user_prefix"), Content.of(np.arange(3, dtype=np.int32))
     entry = old.meta.extend(name, content)
     assert entry is not None
     old.meta.written(entry)
@@ -188,7 +189,7 @@ def test_free_and_used_are_all_pages_whatever_several_models_do(
         meta, name = metas[model], Name(kind, who, "l")
         meta.renew(epoch)
         content: Any = (
-            WholeContent(bytes([length])) if rooms[model][kind].step == 0 else Content(np.arange(length))
+            WholeContent(bytes([length])) if rooms[model][kind].step == 0 else Content.of(np.arange(length))
         )
         if what == "write" and (entry := meta.extend(name, content)) is not None:
             writing.append((meta, entry))

@@ -149,7 +149,8 @@ ANSWER = reply(
     "200 OK",
     {
         "id": "r2", "model": "m@1", "catalog_version": "c", "items": [{"item_id": "x", "score": -1.5, "rank": 1}],
-        "usage": {"prompt_tokens": 1, "history_items": 1, "unknown_items": 0, "unknown_item_ids": []},
+        "usage": {"prompt_tokens": 1, "history_items": 1, "unknown_items": 0, "unknown_item_ids": [],
+                  "layout": "causal"},
         "timing_ms": {"queue": 0, "prepare": 0, "device": 0, "total": 0},
     },
 )  # fmt: skip

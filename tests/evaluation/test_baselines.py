@@ -146,9 +146,10 @@ def test_the_shop_needs_the_order_of_the_history() -> None:
         )["hr@10"]
         for model in (Popularity, ItemKNN, SequentialRules)
     }
-    assert rates[ItemKNN] < rates[SequentialRules] < shop.oracle_hit_rate(data.test, 10)
+    assert rates[ItemKNN] < rates[SequentialRules]
     assert 0.03 < rates[Popularity] < 0.08
     best = (shop.oracle_top_k(data.test, 10) == data.test.targets[:, None]).any(axis=1).mean()
+    assert rates[SequentialRules] < best
     assert 2 * rates[Popularity] < rates[ItemKNN] < best / 2
 
 

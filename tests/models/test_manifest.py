@@ -174,7 +174,7 @@ def test_a_reload_takes_the_settings_that_stand_there_then(folder: Path) -> None
     (config,) = configurations([], [assignments[0], assignments[2]], [str(folder)])
     changed(folder, lambda m: m["settings"]["beam"].update(width=5))
     changed(folder, lambda m: m["settings"]["model"].update(name="renamed"))
-    info = _load_again(str(folder), config, assignments, counting_metrics()).info
+    info = _load_again(str(folder), config, assignments, None, counting_metrics()).info
     assert (info.id, info.beam_width, info.max_history, info.max_history_in_prompt) == ("tiny", 5, 9, 3)
 
 

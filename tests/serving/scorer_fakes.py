@@ -131,7 +131,7 @@ def fake_engine(
         cache = UserCache(CacheMeta(Pages(pages, 1), {"user": Room(1)}))
     translator = ScorerTranslator("fake", CATALOG, NEEDS, layout, config, wall=lambda: wall)
     served = ServedScorer(
-        translator, executors, config, tasks=2, reads=reads, features=features, cache=cache, metrics=Metrics()
+        translator, executors, config, reads=reads, features=features, cache=cache, metrics=Metrics()
     )
     return Engine(served, config.server.default_deadline_ms), executors
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
-from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
@@ -20,7 +19,6 @@ from jgr.models.words import WORD, Cells
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
-from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 
@@ -37,13 +35,14 @@ class Caching:
     """The parts that an engine with a cache has beyond one without.
 
     memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
-    its entries. groupings: by kind of request, what plans the prompts. segments: makes prompts with candidates in them;
-    None where candidates are not in the prompt.
+    its entries. limits: pages of each kind of entries. groupings: by kind of request, what plans the prompts. segments:
+    makes prompts with candidates in them; None where candidates are not in the prompt.
     """
 
     memory: Memory
     lease: Lease
     kv: KVCells
+    limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
 
@@ -51,13 +50,10 @@ class Caching:
     def meta(self) -> CacheMeta:
         return self.lease.meta
 
-    def renew(self) -> None:
-        """Forget what the pool has lost. Called before every plan."""
-        self.meta.renew(self.memory.pool.epoch)
-
-    def forget(self, user_id: str) -> int:
-        """Drop a user's entries; how many there were."""
-        return int(self.meta.forget(Name("user", user_entry(user_id), "user_prefix")))
+    def start(self) -> None:
+        """Divide the model's pages as this engine's catalog wants them; on the event loop, as all that plans."""
+        for kind, pages in self.limits.items():
+            self.meta.set_limit(kind, pages)
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:
@@ -137,6 +133,7 @@ def make_caching(
     cache, name = config.cache, config.model.name
     count = memory.limit(name) if cache.policy != "none" else 0
     items = round(item_share(cache, kv, count, segments) * count)
+    limits = {"item": items, "user": count - items}
 
     def make() -> CacheMeta:
         hotness = None
@@ -147,8 +144,6 @@ def make_caching(
         return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
-    lease.meta.set_limit("item", items)
-    lease.meta.set_limit("user", count - items)
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
@@ -160,12 +155,12 @@ def make_caching(
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    return Caching(memory, lease, kv, groupings, segments)
+    return Caching(memory, lease, kv, limits, groupings, segments)
 
 
-def planned(start: Start, tasks: Sequence[Task], caching: Caching | None) -> list[Work]:
+def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]:
     """Give each task's work the plan of its batch, and write into each task what the plan says of it."""
-    if caching is not None and caching.memory.host is not None:
+    if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
     works: list[Work] = []
     for task, request in zip(tasks, start.work, strict=True):

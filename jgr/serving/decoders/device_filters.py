@@ -62,7 +62,8 @@ class DeviceFilters:
         self._depth, self._capacity = tables.depth, capacity
         self._rows = segment_rows
         self._row_of: OrderedDict[tuple[str, ...], int] = OrderedDict()
-        self._nothing: dict[int, Filters] = {}
+        self.nothing: dict[int, Filters] = {}
+        """What a batch of so many requests is given where none has a filter; made by `lay_out`."""
         self._segments: Words | None = None
         if segment_rows:
             sizes = [
@@ -74,10 +75,10 @@ class DeviceFilters:
 
     def lay_out(self, batch: int, filters: Sequence[ItemFilter]) -> Filters:
         """The filters of the first rows of a batch; the others have none."""
-        if batch not in self._nothing:  # before the first request: the engine compiles its programs with this
-            self._nothing[batch] = self._prepare(batch)
+        if batch not in self.nothing:  # before the first request: the engine compiles its programs with this
+            self.nothing[batch] = self._prepare(batch)._replace(segments=self._segments)
         if all(one.is_empty for one in filters):
-            return self._nothing[batch]._replace(segments=self._segments)
+            return self.nothing[batch]
         counts = np.zeros((batch, self._depth), np.int32)
         only, segment = np.zeros(batch, bool), np.zeros(batch, np.int32)
         rows = self._upload([one.segment for one in filters if one.segment is not None])
@@ -92,7 +93,7 @@ class DeviceFilters:
         if counts.any():
             children, parents = self._spread(np.concatenate(listed, axis=1), counts)
         else:
-            children, parents = self._nothing[batch][:2]
+            children, parents = self.nothing[batch][:2]
         return Filters(children, parents, counts, only, segment, self._segments)
 
     def _spread(
@@ -132,5 +133,8 @@ class DeviceFilters:
                 for new, level in zip(wanted[key].node_words, self._segments, strict=True)
             )
             self._segments = _put(self._segments, row, words)
+            self.nothing = {
+                batch: one._replace(segments=self._segments) for batch, one in self.nothing.items()
+            }
             self._row_of[key] = row
         return {key: self._row_of[key] for key in wanted}

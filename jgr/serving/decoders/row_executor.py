@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.generators import GeneratorConfig, GeneratorParams
@@ -156,7 +157,9 @@ class RowExecutor:
             assert isinstance(work, RecommendWork)
             widths[i] = work.beam_width
             filters.append(work.filter)
-        return tokens, lengths, widths, self._filters.lay_out(profile.batch, filters)
+        unfiltered = filters.count(NO_FILTER) == len(filters)
+        nothing = self._filters.nothing.get(profile.batch) if unfiltered else None
+        return tokens, lengths, widths, nothing or self._filters.lay_out(profile.batch, filters)
 
 
 def _width(work: Work) -> int:

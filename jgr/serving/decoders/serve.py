@@ -13,6 +13,7 @@ from msgspec import UNSET
 from prometheus_client import Histogram
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
@@ -20,7 +21,7 @@ from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, inval
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
 from jgr.serving.decoders.translation import Prompts, Task, Translator
-from jgr.serving.decoders.work import Outcome, RecommendOutcome, Work
+from jgr.serving.decoders.work import Outcome, Work
 from jgr.serving.engine.contract import Executors
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
@@ -48,25 +49,17 @@ class ServedDecoder:
     memory: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.normalize = self.translator.info.normalize
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.translator.info
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.translator.catalog
-
-    @property
-    def meta(self) -> CacheMeta | None:
-        return None if self.caching is None else self.caching.meta
+        self.info: ModelInfo = self.translator.info
+        self.catalog: Catalog = self.translator.catalog
+        self.normalize = self.info.normalize
+        self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.meta
+        self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
+        self.compares = self.config.cache.shadow > 0
+        self.prepare: Callable[[Request], Task] = self.translator.prepare
+        self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
     def policy(self) -> Batcher:
         return make_batcher(self.executors.profiles, self.config, self.caching)
-
-    def prepare(self, request: Request) -> Task:
-        return self.translator.prepare(request)
 
     def job(self, task: Task, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         return Job(job_id, task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.prompt)
@@ -80,9 +73,10 @@ class ServedDecoder:
 
     def begin(self, start: Start, tasks: Sequence[Task]) -> list[Work]:
         assert isinstance(start.shape, Profile)
-        works = planned(start, tasks, self.caching)
-        real_tokens = sum(task.usage.computed_tokens + task.width for task in tasks)
-        self.metrics.observe_batch(start.shape, len(tasks), real_tokens)
+        caching, shape = self.caching, start.shape
+        works = [task.work for task in tasks] if caching is None else planned(start, tasks, caching)
+        real_tokens = sum([task.usage.computed_tokens + task.width for task in tasks])
+        self.metrics.observe_batch(shape.kind, len(tasks), real_tokens, self._cost_tokens[shape])
         return works
 
     def take(self, start: Start, tasks: Sequence[Task | None], outcomes: Sequence[Outcome]) -> None:
@@ -92,10 +86,7 @@ class ServedDecoder:
 
     def items(self, task: Task) -> list[Item]:
         assert task.outcome is not None
-        items = self.translator.items(task, task.outcome)
-        if isinstance(task.outcome, RecommendOutcome):
-            self.metrics.dead_beams.inc(task.width - len(task.outcome.leaves))
-        return items
+        return self.translator.items(task, task.outcome)
 
     def explain(self, task: Task) -> list[Reuse]:
         return self.translator.explain(task)
@@ -112,14 +103,9 @@ class ServedDecoder:
             shadows.append((causal, partial(compare, self.metrics.repair_drift)))
         return shadows
 
-    def forget(self, user_id: str) -> int:
-        return 0 if self.caching is None else self.caching.forget(user_id)
-
     def started(self) -> None:
-        """Nothing else is to be opened."""
-
-    def epoch(self) -> int:
-        return 0 if self.caching is None else self.caching.memory.pool.epoch
+        if self.caching is not None:
+            self.caching.start()
 
     def close(self, idle: bool) -> None:
         if idle and self.caching is not None:
@@ -180,7 +166,9 @@ def decoder_engine(
     )
     served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
     timed = {} if clock is None else {"clock": clock}
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, **timed)
+    return Engine(
+        served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal, **timed
+    )
 
 
 def _compare(answered: Outcome, drift: Histogram, again: Task) -> None:

@@ -26,7 +26,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
-from jgr.prompt.segments import Content, Prompt, arrange, make_prompt
+from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     Filters,
@@ -77,7 +77,8 @@ class Task:
 
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started. outcome: what the
-    executor gave, once the batch has ended.
+    executor gave, once the batch has ended. width: beam width, or number of candidates. tokens: the most tokens that
+    the device computes for it.
     """
 
     request: Request
@@ -88,19 +89,13 @@ class Task:
     plan: PlannedPrompt | None = None
     outcome: Outcome | None = None
 
-    @property
-    def kind(self) -> RequestKind:
-        return "recommend" if isinstance(self.request, RecommendRequest) else "rank"
-
-    @property
-    def width(self) -> int:
-        """Beam width, or number of candidates."""
-        return len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the device computes at most."""
-        return self.work.tokens if self.prompt is None else self.prompt.computed_at_most
+    def __post_init__(self) -> None:
+        recommends, prompt = isinstance(self.request, RecommendRequest), self.prompt
+        self.kind: RequestKind = "recommend" if recommends else "rank"
+        self.width = (
+            len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
+        )
+        self.tokens = self.usage.prompt_tokens if prompt is None else prompt.computed_at_most
 
 
 class Translator:
@@ -196,10 +191,11 @@ class Translator:
             user = Content.of(self._prompts.user(rows))
             prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user))
             work = SegmentsWork(prompt, beam_width=width, filter=chosen)
-            unplanned = UnplannedPrompt(prompt, "user_prefix")
+            unplanned, tokens = UnplannedPrompt(prompt, "user_prefix"), count_tokens(prompt)
         else:
             work = RecommendWork(self._prompts.build(rows), width, chosen)
-        usage = self._usage(work, rows, unknown)
+            tokens = len(work.prompt)
+        usage = self._usage(tokens, rows, unknown)
         usage.beam_width = width
         if request.filters is not None:
             usage.unknown_filter_items = unknown_filtered
@@ -255,20 +251,22 @@ class Translator:
                 _check_positions(prompt, self._segments.max_position)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
             unplanned = UnplannedPrompt(prompt, request.layout, repair=self._repair)
+            tokens = count_tokens(prompt)
         elif request.layout is not None:
             raise invalid(
                 "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
             )
         else:
             work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
-        usage = self._usage(work, rows, unknown)
+            tokens = len(work.prompt)
+        usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
         return Task(request, work, usage, candidates, unplanned)
 
-    def _usage(self, work: Work, rows: Int32, unknown: list[str]) -> Usage:
+    def _usage(self, tokens: int, rows: Int32, unknown: list[str]) -> Usage:
         return Usage(
-            prompt_tokens=work.tokens,
-            computed_tokens=work.tokens,
+            prompt_tokens=tokens,
+            computed_tokens=tokens,
             layout="causal",
             history_items=min(len(rows), self.info.max_history_in_prompt),
             unknown_items=len(unknown),
@@ -280,8 +278,10 @@ class Translator:
         assert isinstance(request, RecommendRequest) and not isinstance(work, RankWork)
         task.usage.dead_beams = work.beam_width - len(outcome.leaves)
         items: list[Item] = []
-        for leaf, score in zip(outcome.leaves.tolist(), outcome.scores.tolist(), strict=True):
-            kept = (row for row in self._tree.rows_of(leaf).tolist() if work.filter.keeps(row))
+        keeps = None if work.filter is NO_FILTER else work.filter.keeps
+        leaves, scores = outcome.leaves, outcome.scores.tolist()
+        for rows, score in zip(self._tree.rows_of_each(leaves), scores, strict=True):
+            kept = rows if keeps is None else filter(keeps, rows)
             for row in itertools.islice(kept, min(self._items_per_id, request.top_k - len(items))):
                 items.append(self._item(row, score, len(items) + 1, request.include_metadata))
             if len(items) == request.top_k:

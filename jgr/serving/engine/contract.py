@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from msgspec import UnsetType
 
 from jgr.cache.meta import CacheMeta
+from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, Usage
 from jgr.serving.engine.metrics import Metrics
@@ -57,7 +58,8 @@ T = TypeVar("T", bound=Task)
 
 
 class Served(Protocol[T]):
-    """One version of one model over one catalog. All methods are called on the engine's event loop.
+    """One version of one model over one catalog. All methods are called on the engine's event loop; the properties
+    never change.
 
     metrics: may be shared with other versions. normalize: how an answer's scores are normalised; unset for scorers.
     """
@@ -80,6 +82,14 @@ class Served(Protocol[T]):
     @property
     def meta(self) -> CacheMeta | None:
         """The meta service of its cache; None where nothing is cached."""
+
+    @property
+    def pool(self) -> DevicePool | None:
+        """What its cache stands in; None where nothing is cached."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether some of what it reuses is computed again, for `shadows`."""
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -119,14 +129,8 @@ class Served(Protocol[T]):
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries; how many there were."""
-
     def started(self) -> None:
         """The warm-up has ended well."""
-
-    def epoch(self) -> int:
-        """How often the pool that its cache stands in was lost; 0 where nothing is cached."""
 
     def close(self, idle: bool) -> None:
         """No request comes any more. idle: nothing is in flight. Called once or more often."""

@@ -30,8 +30,10 @@ from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
+from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Policy, Reason, Rejected, Start
 
 _log = logging.getLogger(__name__)
@@ -77,7 +79,8 @@ class Engine(Generic[S]):
     """All methods but `join` are called on the event loop that `start` was called on.
 
     default_deadline_ms: of requests that name none; None: they have none. clock: nanoseconds that never go back.
-    rebuild: None where the catalog cannot be changed.
+    rebuild: None where the catalog cannot be changed. journal: the file to which the policy's calls are
+    written; "": none.
     """
 
     def __init__(
@@ -87,8 +90,18 @@ class Engine(Generic[S]):
         *,
         clock: Callable[[], int] = time.monotonic_ns,
         rebuild: Rebuild | None = None,
+        journal: str = "",
     ) -> None:
         self.served, self.clock, self.rebuild = served, clock, rebuild
+        self.metrics: Metrics = served.metrics
+        """May be shared with the engines of other versions."""
+        self.info: ModelInfo = served.info
+        """What is served, and the limits on its requests."""
+        self.catalog: Catalog = served.catalog
+        self.meta: CacheMeta | None = served.meta
+        """The meta service of its cache; None where nothing is cached."""
+        self.memory: Mapping[str, int] = served.memory
+        """Bytes that its parts take, on the device and on the host, by their names."""
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes = Lanes(served.executors, clock)
@@ -96,33 +109,10 @@ class Engine(Generic[S]):
         self._tickets: dict[int, Ticket] = {}
         self._job_ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop
-        self._pump_due, self._epoch = False, 0
+        self._journal = journal_at(journal) if journal else None  # a file that cannot be written is told now
+        self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
-
-    @property
-    def metrics(self) -> Metrics:
-        """May be shared with the engines of other versions."""
-        return self.served.metrics
-
-    @property
-    def info(self) -> ModelInfo:
-        """What is served, and the limits on its requests."""
-        return self.served.info
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.served.catalog
-
-    @property
-    def meta(self) -> CacheMeta | None:
-        """The meta service of its cache; None where nothing is cached."""
-        return self.served.meta
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes that its parts take, on the device and on the host, by their names."""
-        return self.served.memory
 
     @property
     def queued(self) -> int:
@@ -140,15 +130,18 @@ class Engine(Generic[S]):
             self.status = "failed"
             raise
         if self.status == "starting":
-            self._policy = self.served.policy()
             self.served.started()
+            self._policy = self.served.policy()
+            if self._journal is not None:
+                name = f"{self.info.version}/{self.info.catalog_version}"
+                self._policy = self._journal.follow(name, self._policy, self.clock())
             self.status = "ready"
 
     def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
         """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
-        if self._policy.full:
+        if self._policy.queued >= self._policy.max_queue:
             raise _refusal("queue_full")  # before it is translated, which costs the loop milliseconds
         arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ms = request.deadline_ms or self._default_deadline_ms
@@ -197,7 +190,10 @@ class Engine(Generic[S]):
             self._policy.cancel(job_id, self.clock())
         self._end(left, partial(RequestError, "unavailable", "the server stopped before it had the answer"))
         self._lanes.stop()
-        self.served.close(idle=not self._policy.in_flight)
+        idle = not self._policy.in_flight
+        self.served.close(idle)
+        if idle and self._journal is not None:
+            self._journal.end(self._policy, self.clock())
         if self._wakeup is not None:
             self._wakeup[1].cancel()  # the loop would hold the engine until the last deadline has passed
             self._wakeup = None
@@ -210,7 +206,7 @@ class Engine(Generic[S]):
 
     def forget(self, user_id: str) -> int:
         """Erase a user's cache entries; how many there were."""
-        return self.served.forget(user_id)
+        return self._policy.forget(user_entry(user_id), self.clock())
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""
@@ -239,17 +235,16 @@ class Engine(Generic[S]):
     def _pump(self) -> None:
         """Do what the policy plans now, and wake up when time alone changes the plan."""
         self._pump_due = False
-        now_ns, epoch = self.clock(), self.served.epoch()
-        if epoch != self._epoch:
-            self._policy.renew(epoch, now_ns)
-            self._epoch = epoch
-        plan = self._policy.plan(now_ns)
+        now_ns = self.clock()
+        if self._pool is not None and self._pool.epoch != self._epoch:
+            self._epoch = self._pool.epoch
+            self._policy.renew(self._epoch, now_ns)
+        plan, wakeup_ns = self._policy.plan(now_ns), self._policy.next_wakeup_ns()
         if plan.expired:
             self._expire(plan.expired)
         for start in plan.starts:
-            work = self.served.begin(start, [self._tickets[job_id].task for job_id in start.jobs])
-            self._lanes.run(start, work, partial(self._finished, start))
-        wakeup_ns = self._policy.next_wakeup_ns()
+            tasks = [self._tickets[work.job].task for work in start.work]
+            self._lanes.run(start, self.served.begin(start, tasks), partial(self._finished, start))
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
             self._wakeup[1].cancel()
             self._wakeup = None
@@ -266,7 +261,14 @@ class Engine(Generic[S]):
         outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
         committed = self._policy.commit(start.run, outcome, self.clock())
         if run.error is None:
-            self._take(start, run)
+            tasks: list[Any] = []
+            for work in start.work:
+                ticket = self._tickets.get(work.job)
+                if ticket is not None:
+                    ticket.started_ns = ticket.started_ns or run.start_ns
+                    ticket.ended_ns = run.end_ns
+                tasks.append(None if ticket is None else ticket.task)
+            self.served.take(start, tasks, run.outcomes)
         self._pump()
         if run.error is not None and not lost:
             self._fail(committed.failed, run.error)
@@ -275,14 +277,6 @@ class Engine(Generic[S]):
         for job_id in committed.done:
             self._answer(self._tickets.pop(job_id))
         self._check_drained()
-
-    def _take(self, start: Start, run: Run) -> None:
-        tickets = [self._tickets.get(job_id) for job_id in start.jobs]
-        for ticket in tickets:
-            if ticket is not None:
-                ticket.started_ns = ticket.started_ns or run.start_ns
-                ticket.ended_ns = run.end_ns
-        self.served.take(start, [None if t is None else t.task for t in tickets], run.outcomes)
 
     def _answer(self, ticket: Ticket) -> None:
         task, info, served = ticket.task, self.info, self.served
@@ -309,7 +303,7 @@ class Engine(Generic[S]):
             usage=task.usage,
             timing_ms=timing,
         )
-        if task.usage.cached_tokens:
+        if served.compares and task.usage.cached_tokens:
             self._shadow(task)
         if task.request.explain:
             answer.explain = served.explain(task)

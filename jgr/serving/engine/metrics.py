@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from msgspec import UNSET
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jgr.cache.meta import CacheMeta
 from jgr.features.cache import Counts
+from jgr.prompt.layouts import LAYOUTS
 from jgr.serving.api import ModelInfo, Timing, Usage
-from jgr.serving.policies.jobs import KINDS, Kind, Profile
+from jgr.serving.policies.jobs import KINDS, Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STAGES = ("queue", "prepare", "device", "total")
@@ -43,8 +45,7 @@ class Metrics:
         """compilations: reads the process's counts of compiled programs, by phase."""
         self.registry = _Registry()
         self.registry.register(_Compilations(compilations))
-        self._requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
-        self._resolved: dict[tuple[str, int], Counter] = {}
+        self.requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
         stage = Histogram(
             "jgr_stage_seconds",
             "Time that answered requests took, by stage; the stage total is all of it.",
@@ -67,7 +68,7 @@ class Metrics:
         self._batch_size = {kind: size.labels(kind) for kind in KINDS}
         self._real_tokens = {kind: real.labels(kind) for kind in KINDS}
         self._padded_tokens = {kind: padded.labels(kind) for kind in KINDS}
-        self.dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
+        self._dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
         self.unknown_items = self._counter("jgr_unknown_items", "History items that the catalog lacks.")
         self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
         self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
@@ -87,12 +88,14 @@ class Metrics:
             "jgr_catalog_info", "1 for the catalog that is served.", labels, registry=self.registry
         )
         self._items = Gauge("jgr_catalog_items", "Items in the catalog.", registry=self.registry)
-        self._tokens = self._counter(
+        tokens = self._counter(
             "jgr_prompt_tokens",
             "Tokens of answered requests' prompts, by where their KV came from.",
             "source",
         )
-        self._layouts = self._counter("jgr_layouts", "Answered requests by the prompt's layout.", "layout")
+        self._cached_tokens, self._computed_tokens = tokens.labels("cached"), tokens.labels("computed")
+        layouts = self._counter("jgr_layouts", "Answered requests by the prompt's layout.", "layout")
+        self._layouts = {layout: layouts.labels(layout) for layout in LAYOUTS}
         self.drift = Histogram(
             "jgr_shadow_drift",
             "Largest difference of an answer's scores to those computed again without the cache.",
@@ -106,17 +109,18 @@ class Metrics:
             buckets=DRIFTS,
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that failed in an executor.")
-        self._parts = self._counter(
+        self.parts = self._counter(
             "jgr_parts",
             "Parts of scorers' requests, by the compiled number of candidates; size 0: users' parts.",
             "size",
         )
-        self._pairs = self._counter(
+        pairs = self._counter(
             "jgr_pairs",
             "Pairs of a user and a candidate that scorers computed, by candidates and padding.",
             "of",
         )
-        self._executor_wait = Histogram(
+        self.candidate_pairs, self.padding_pairs = pairs.labels("candidates"), pairs.labels("padding")
+        self.executor_wait = Histogram(
             "jgr_executor_wait_seconds",
             "Time that a part waited for an executor, once it had its inputs.",
             registry=self.registry,
@@ -145,9 +149,11 @@ class Metrics:
         prepare.observe(timing.prepare / 1e3)
         device.observe(timing.device / 1e3)
         total.observe(timing.total / 1e3)
-        self._tokens.labels("cached").inc(usage.cached_tokens)
-        self._tokens.labels("computed").inc(usage.computed_tokens)
-        self._layouts.labels(usage.layout).inc()
+        self._cached_tokens.inc(usage.cached_tokens)
+        self._computed_tokens.inc(usage.computed_tokens)
+        self._layouts[usage.layout].inc()
+        if usage.dead_beams is not UNSET:
+            self._dead_beams.inc(usage.dead_beams)
 
     def show_model(self, info: ModelInfo) -> None:
         """Export which model and catalog are served."""
@@ -160,25 +166,12 @@ class Metrics:
         self._model.remove(info.id, info.version)
         self._catalog.remove(info.id, info.catalog_version)
 
-    def count_request(self, endpoint: str, status: int) -> None:
-        """Count an answer. endpoint: its route's pattern, from a fixed set."""
-        series = self._resolved.get((endpoint, status))
-        if series is None:
-            series = self._resolved[endpoint, status] = self._requests.labels(endpoint, str(status))
-        series.inc()
-
-    def observe_batch(self, profile: Profile, requests: int, real_tokens: int) -> None:
-        """Record a batch. real_tokens: prompt tokens plus widths of its requests."""
-        self._batch_size[profile.kind].observe(requests)
-        self._real_tokens[profile.kind].inc(real_tokens)
-        self._padded_tokens[profile.kind].inc(profile.cost_tokens)
-
-    def observe_part(self, size: int, candidates: int, waited_s: float) -> None:
-        """Record one run of a scorer's executor. size: the part's compiled candidates; 0: a user's part."""
-        self._parts.labels(str(size)).inc()
-        self._pairs.labels("candidates").inc(candidates)
-        self._pairs.labels("padding").inc(size - candidates)
-        self._executor_wait.observe(waited_s)
+    def observe_batch(self, kind: Kind, requests: int, real_tokens: int, padded_tokens: int) -> None:
+        """Record a batch. real_tokens: prompt tokens plus widths of its requests; padded_tokens: what its profile costs
+        (`Profile.cost_tokens`)."""
+        self._batch_size[kind].observe(requests)
+        self._real_tokens[kind].inc(real_tokens)
+        self._padded_tokens[kind].inc(padded_tokens)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -19,18 +19,26 @@ from jgr.serving.api import MAX_QUOTED_CHARS, RankRequest, RecommendRequest, Req
 
 R = TypeVar("R", RecommendRequest, RankRequest)
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding a body raises."""
+
 
 def decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
     """Parse and validate a body in one pass. Raises RequestError, which names the field or where the JSON breaks."""
     try:
         return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error), decoder.type) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        field = _non_finite_field(body)
-        if field is not None:
-            raise invalid(field, f"{field} must be a finite number: JSON has no NaN or Infinity") from None
-        raise RequestError("invalid_json", f"the body is not JSON: {error}") from None
+    except UNREADABLE as error:
+        raise refusal(error, body, decoder.type) from None
+
+
+def refusal(error: Exception, body: bytes, type: Any) -> RequestError:
+    """What is wrong with a body that should be a `type`. error: one of UNREADABLE, which decoding the body raised."""
+    if isinstance(error, msgspec.ValidationError):
+        return _explain(str(error), type)
+    field = _non_finite_field(body)
+    if field is not None:
+        return invalid(field, f"{field} must be a finite number: JSON has no NaN or Infinity")
+    return RequestError("invalid_json", f"the body is not JSON: {error}")
 
 
 def _explain(message: str, type: Any) -> RequestError:

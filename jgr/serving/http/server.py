@@ -16,11 +16,11 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Callable
 from functools import partial
 from urllib.parse import quote
 
 import msgspec
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -43,14 +43,13 @@ from jgr.serving.api import (
     ModelList,
     RankRequest,
     RecommendRequest,
-    Request,
     RequestError,
     quoted,
 )
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
 from jgr.serving.http import openapi
-from jgr.serving.http.decoding import decode
+from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
@@ -62,8 +61,8 @@ DISCARD_BODIES = 8
 """Too large a body is read and discarded up to this many times the limit, so that the client gets the 413."""
 
 Headers = list[tuple[bytes, bytes]]
-Hot = tuple[Kind, Callable[[bytes], Request]]
-"""A hot endpoint: the kind of its requests, and the function that decodes a body."""
+Hot = tuple[Kind, msgspec.json.Decoder[RecommendRequest] | msgspec.json.Decoder[RankRequest]]
+"""A hot endpoint: the kind of its requests, and what decodes a body."""
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -86,15 +85,15 @@ class App:
         self._models = models
         self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
         self._clock = models.deployments[0].engine.clock
-        self._metrics = models.deployments[
-            0
-        ].metrics  # the first model's registry holds the process's metrics too
+        # The first model's registry holds the process's metrics too.
+        self._requests = models.deployments[0].metrics.requests
+        self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
         self._key = config.api_key.encode()
         self._admin_key = config.admin_key.encode()
         self._hot: dict[str, Hot] = {
-            "/v1/recommend": ("recommend", partial(decode, msgspec.json.Decoder(RecommendRequest))),
-            "/v1/rank": ("rank", partial(decode, msgspec.json.Decoder(RankRequest))),
+            "/v1/recommend": ("recommend", msgspec.json.Decoder(RecommendRequest)),
+            "/v1/rank": ("rank", msgspec.json.Decoder(RankRequest)),
         }
         description = openapi.document(models.infos, keyed=bool(self._key))
         self._description = _encode(description)
@@ -155,7 +154,11 @@ class App:
         finally:
             route = scope.get("route")
             endpoint = path if hot else route.path.replace(":path", "") if route else "other"
-            self._metrics.count_request(endpoint, reply.status)
+            counter = self._counters.get((endpoint, reply.status))
+            if counter is None:
+                counter = self._requests.labels(endpoint, str(reply.status))
+                self._counters[endpoint, reply.status] = counter
+            counter.inc()
 
     def _authorize_admin(self, header: bytes) -> None:
         if not self._admin_key:
@@ -170,19 +173,27 @@ class App:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
         body = await self._read_body(receive)
-        kind, parse = hot
-        request = parse(body)
-        engine = self._models.engine(request.model, kind)
+        kind, decoder = hot
+        try:
+            request = decoder.decode(body)
+        except UNREADABLE as error:
+            raise refusal(error, body, decoder.type) from None
+        models = self._models
+        engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
         ticket = engine.submit(request, request_id, arrival_ns)
         watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
-        watcher.add_done_callback(partial(_client_gone, engine, ticket))
+        client_gone = partial(_client_gone, engine, ticket)
+        watcher.add_done_callback(client_gone)
         try:
             return await ticket.answer
-        finally:
+        except asyncio.CancelledError:
             engine.cancel(ticket)
+            raise
+        finally:
+            watcher.remove_done_callback(client_gone)
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
-            del engine, ticket
+            del engine, ticket, client_gone
 
     async def _read_body(self, receive: Receive) -> bytes:
         """Read the whole body. Raises RequestError if it exceeds the limit, ClientGone if the client leaves."""

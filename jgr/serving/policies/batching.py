@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from jgr.cache.entries import Move
 from jgr.config import ConfigError, ProfilesConfig
 from jgr.serving.policies.jobs import (
     KINDS,
@@ -27,9 +28,10 @@ from jgr.serving.policies.jobs import (
     Profile,
     Reason,
     Request,
+    Returned,
     Start,
-    State,
 )
+from jgr.serving.policies.sources import PlannedPrompt
 
 
 def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
@@ -50,8 +52,8 @@ class Group(NamedTuple):
 
     jobs: tuple[int, ...]
     profile: Profile
-    prompts: tuple[Any, ...] = ()
-    moves: tuple[Any, ...] = ()
+    prompts: tuple[PlannedPrompt, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 class Grouping(Protocol):
@@ -72,6 +74,9 @@ class Grouping(Protocol):
 
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was cached before."""
+
+    def forget(self, user: str) -> int:
+        """Erase what is cached of a user; how many entries there were."""
 
     def check(self) -> None:
         """Audit; AssertionError."""
@@ -123,6 +128,10 @@ class FixedShapes:
 
     def renew(self, epoch: int) -> None:
         """Nothing is cached."""
+
+    def forget(self, user: str) -> int:
+        """Nothing is cached."""
+        return 0
 
     def check(self) -> None:
         """Nothing can be wrong."""
@@ -181,7 +190,7 @@ class Batcher(Policy[Live]):
         """When another plan could do something by time alone; None: never."""
         times = [self._deadlines[0][0]] if self._deadlines else []
         head = self._head()
-        if head is not None and self.in_flight < self._max_in_flight:
+        if head is not None and len(self._flights) < self._max_in_flight:
             times.append(head.arrival_ns + (0 if self._draining else self._max_wait_ns))
         return min(times, default=None)
 
@@ -191,11 +200,15 @@ class Batcher(Policy[Live]):
         for grouping in self._groupings.values():
             grouping.renew(epoch)
 
+    def forget(self, user: str, now_ns: int) -> int:
+        """See Policy."""
+        return super().forget(user, now_ns) + sum(g.forget(user) for g in self._groupings.values())
+
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them, now that nobody waits."""
         self._advance_clock(now_ns)
         self._shadow_due = min(1.0, self._shadow_due + self._shadow_share)  # a busy time is not made up for
-        if self._shadow_due < 1 or self._queued or self._draining:
+        if self._shadow_due < 1 or self.queued or self._draining:
             return False
         self._shadow_due -= 1
         return True
@@ -217,39 +230,45 @@ class Batcher(Policy[Live]):
         for grouping in self._groupings.values():
             grouping.check()
 
-    def _new(self, job: Job, order: int) -> Live:
-        return Live(job, order)
-
     def _refusal(self, job: Job) -> Reason | None:
         return None if self.fits(job.kind, job.tokens, job.width) else "too_large"
 
-    def _next(self, now_ns: int) -> Start | None:
-        head = self._head()
-        if head is None or self.in_flight >= self._max_in_flight:
-            return None
-        due = self._draining or now_ns >= head.arrival_ns + self._max_wait_ns
-        group = self._groupings[head.kind].group(self._queues[head.kind].values(), due, now_ns)
-        if group is None:
-            return None
-        for job_id in group.jobs:
-            self._move(self._live[job_id], "start")
-        plans = group.prompts or (None,) * len(group.jobs)
-        work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
-        return Start(self._runs, 0, group.profile, work, group.moves, self._epoch)
+    def _enter(self, job: Job, order: int) -> Live:
+        self._queues[job.kind][job.id] = job
+        return Live(job, order)
 
-    def _finished(self, start: Start, outcome: Outcome) -> None:
+    def _choose(self, now_ns: int) -> list[Start]:
+        starts: list[Start] = []
+        while len(self._flights) + len(starts) < self._max_in_flight and (head := self._head()) is not None:
+            queue = self._queues[head.kind]
+            due = self._draining or now_ns >= head.arrival_ns + self._max_wait_ns
+            group = self._groupings[head.kind].group(queue.values(), due, now_ns)
+            if group is None:
+                break
+            plans = group.prompts or (None,) * len(group.jobs)
+            work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
+            for job_id in group.jobs:
+                del queue[job_id]
+            run = self._runs + len(starts)
+            starts.append(Start(run, 0, group.profile, work, group.moves, self._epoch))
+        return starts
+
+    def _take_back(
+        self, start: Start, outcome: Outcome, returned: list[Returned[Live]]
+    ) -> list[Returned[Live]]:
         assert isinstance(start.shape, Profile)
-        self._groupings[start.shape.kind].finished(start.jobs, outcome == "well")
+        kind = start.shape.kind
+        self._groupings[kind].finished(tuple(work.job for work in start.work), outcome == "well")
+        again = [entry.job for entry, _, event in returned if event == "requeue"]
+        if again:  # they go on where they stood
+            queue = self._queues[kind]
+            queue.update((job.id, job) for job in again)
+            for job_id in sorted(queue, key=lambda job_id: self._live[job_id].order):
+                queue.move_to_end(job_id)
+        return returned
 
-    def _moved(self, entry: Live, before: State) -> None:
-        queue = self._queues[entry.job.kind]
-        if before == "queued":
-            del queue[entry.job.id]
-        elif entry.state == "queued":
-            queue[entry.job.id] = entry.job
-            if entry.requeued:  # it goes on where it stood
-                for job_id in sorted(queue, key=lambda job_id: self._live[job_id].order):
-                    queue.move_to_end(job_id)
+    def _withdraw(self, entry: Live) -> None:
+        self._queues[entry.job.kind].pop(entry.job.id, None)
 
     def _head(self) -> Job | None:
         """The oldest queued job of either kind."""

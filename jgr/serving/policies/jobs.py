@@ -17,9 +17,12 @@ import bisect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from msgspec import Struct
+
+from jgr.cache.entries import Move, Stored
+from jgr.serving.policies.sources import PlannedPrompt, UnplannedPrompt
 
 Kind = Literal["recommend", "rank"]
 State = Literal["new", "queued", "running", "done", "failed", "cancelled", "expired", "rejected"]
@@ -27,6 +30,9 @@ Event = Literal["accept", "reject", "start", "requeue", "finish", "fail", "cance
 Reason = Literal["queue_full", "too_large", "draining"]
 Outcome = Literal["well", "failed", "lost"]
 """How a run ended. lost: it was refused, because the memory that its plan names was lost before it started."""
+
+AFTER: Mapping[Outcome, Event] = {"well": "finish", "failed": "fail", "lost": "requeue"}
+"""What becomes of a job in time whose only work ended so."""
 
 KINDS: tuple[Kind, ...] = ("recommend", "rank")
 
@@ -80,6 +86,14 @@ class Profile(Struct, frozen=True):
         return (1 if self.packed else self.batch) * (self.tokens + self.width)
 
 
+class UserPart(Struct, frozen=True):
+    """A user whose part of a scorer's request may be a run of its own. name: of the user's cache entry. key: all that
+    the part depends on; None: it is not kept."""
+
+    name: str
+    key: bytes | None = None
+
+
 class Job(Struct, frozen=True):
     """One request's size and times. tokens: new tokens that the device computes at most; width: beam width or number of
     candidates.
@@ -94,8 +108,8 @@ class Job(Struct, frozen=True):
     width: int
     arrival_ns: int
     deadline_ns: int | None
-    prompt: Any = None
-    user: Any = None
+    prompt: UnplannedPrompt | None = None
+    user: UserPart | None = None
     waits: bool = False
 
 
@@ -103,7 +117,7 @@ class Request(Struct, frozen=True, tag="request"):
     """A whole request as one row, or one part of a row, of a decoder's batch. plan: where each segment comes from."""
 
     job: int
-    plan: Any = None
+    plan: PlannedPrompt | None = None
 
 
 class User(Struct, frozen=True, tag="user"):
@@ -113,8 +127,8 @@ class User(Struct, frozen=True, tag="user"):
     """
 
     job: int
-    place: Any = None
-    before: Any = None
+    place: Stored | None = None
+    before: Stored | None = None
     grown: int = 0
 
 
@@ -138,7 +152,7 @@ class Start(Struct, frozen=True):
     lane: int
     shape: Profile | int
     work: tuple[Work, ...]
-    moves: tuple[Any, ...] = ()
+    moves: tuple[Move, ...] = ()
     epoch: int = 0
 
     @property
@@ -189,6 +203,14 @@ class Live:
 L = TypeVar("L", bound=Live)
 
 
+class Returned(NamedTuple, Generic[L]):
+    """A live job whose work came back, and what becomes of the job."""
+
+    entry: L
+    work: Work
+    event: Event
+
+
 class Policy(ABC, Generic[L]):
     """What all policies share: the table of live jobs, their deadlines, the bound on the queue, the drain.
 
@@ -198,24 +220,16 @@ class Policy(ABC, Generic[L]):
     def __init__(self, max_queue: int) -> None:
         if max_queue < 1:
             raise ValueError("max_queue must be >= 1")
-        self._max_queue = max_queue
+        self.max_queue = max_queue
+        self.queued = 0
+        """Jobs none of whose work has started; where they are `max_queue`, every job is refused, whatever its size."""
         self._live: dict[int, L] = {}
         self._flights: dict[int, Start] = {}
         self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
         self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
-        self._queued = self._runs = self._epoch = 0
+        self._runs = self._epoch = 0
         self._now_ns: int | None = None
         self._draining = False
-
-    @property
-    def queued(self) -> int:
-        """Jobs none of whose work has started."""
-        return self._queued
-
-    @property
-    def full(self) -> bool:
-        """Whether a job would be refused now, whatever its size."""
-        return self._queued >= self._max_queue
 
     @property
     def live(self) -> int:
@@ -249,16 +263,16 @@ class Policy(ABC, Generic[L]):
         reason = self._refusal(job)
         if self._draining:
             reason = "draining"
-        elif reason is None and self.full:
+        elif reason is None and self.queued >= self.max_queue:
             reason = "queue_full"
         if reason is not None:
             self._counts[advance("new", "reject")] += 1
             return Rejected(reason)
-        entry = self._live[job.id] = self._new(job, self._counts["queued"])
+        entry = self._live[job.id] = self._enter(job, self._counts["queued"])
         self._move(entry, "accept")
         if job.deadline_ns is not None:
             bisect.insort(self._deadlines, (job.deadline_ns, job.id))
-        return Accepted(self._queued, self._ready_by_ns(entry, now_ns))
+        return Accepted(self.queued, self._ready_by_ns(job, now_ns) if job.waits else None)
 
     def cancel(self, job_id: int, now_ns: int) -> bool:
         """Forget a job; what waits never runs. False where it is unknown or has already ended."""
@@ -266,6 +280,7 @@ class Policy(ABC, Generic[L]):
         entry = self._live.get(job_id)
         if entry is None:
             return False
+        self._withdraw(entry)
         self._move(entry, "cancel")
         return True
 
@@ -281,13 +296,17 @@ class Policy(ABC, Generic[L]):
         self._advance_clock(now_ns)
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
-            expired.append(self._deadlines[0][1])
-            self._move(self._live[expired[-1]], "expire")
-        starts = []
-        while (start := self._next(now_ns)) is not None:
-            self._runs += 1
+            entry = self._live[self._deadlines[0][1]]
+            self._withdraw(entry)
+            self._move(entry, "expire")
+            expired.append(entry.job.id)
+        starts = self._choose(now_ns) if self._live else []
+        for start in starts:
             self._flights[start.run] = start
-            starts.append(start)
+            for work in start.work:
+                if (entry := self._live[work.job]).state == "queued":
+                    self._move(entry, "start")
+        self._runs += len(starts)
         return Plan(tuple(starts), tuple(expired))
 
     def commit(self, run: int, outcome: Outcome, now_ns: int) -> Committed:
@@ -295,17 +314,18 @@ class Policy(ABC, Generic[L]):
         start = self._flights[run]
         self._advance_clock(now_ns)
         del self._flights[run]
-        self._finished(start, outcome)
-        ended: dict[State, list[int]] = {"done": [], "failed": [], "expired": []}
+        returned = []
         for work in start.work:
             entry = self._live.get(work.job)
-            if entry is None:
-                continue
-            event = self._after(entry, work, outcome, now_ns)
-            if event is not None:
-                state = self._move(entry, event)
-                if state in ended:
-                    ended[state].append(work.job)
+            if entry is not None:
+                deadline_ns = entry.job.deadline_ns
+                late = deadline_ns is not None and now_ns >= deadline_ns
+                returned.append(Returned(entry, work, "expire" if late else AFTER[outcome]))
+        ended: dict[State, list[int]] = {"done": [], "failed": [], "expired": []}
+        for entry, work, event in self._take_back(start, outcome, returned):
+            state = self._move(entry, event)
+            if state in ended:
+                ended[state].append(work.job)
         return Committed(tuple(ended["done"]), tuple(ended["failed"]), tuple(ended["expired"]))
 
     def renew(self, epoch: int, now_ns: int) -> None:
@@ -313,13 +333,18 @@ class Policy(ABC, Generic[L]):
         self._advance_clock(now_ns)
         self._epoch = epoch
 
+    def forget(self, user: str, now_ns: int) -> int:
+        """Erase what is cached of a user, by its entry's name; how many entries there were."""
+        self._advance_clock(now_ns)
+        return 0
+
     def shadow(self, now_ns: int) -> bool:
         """An answer reused cached segments: whether to compute it again without them now."""
         return False
 
-    @abstractmethod
     def next_wakeup_ns(self) -> int | None:
         """When a plan could do something by time alone; None: never."""
+        return self._deadlines[0][0] if self._deadlines else None
 
     def drain(self, now_ns: int) -> None:
         """Refuse every later submit. What was accepted still runs, without waiting for company."""
@@ -330,44 +355,43 @@ class Policy(ABC, Generic[L]):
         """Audit the invariants; AssertionError names the broken one."""
         states = [entry.state for entry in self._live.values()]
         assert set(states) <= {"queued", "running"}, "an ended job is remembered"
-        assert states.count("queued") == self._queued, "queued jobs are miscounted"
+        assert states.count("queued") == self.queued, "queued jobs are miscounted"
         first_time = [e for e in self._live.values() if e.state == "queued" and not e.requeued]
-        assert len(first_time) <= self._max_queue, "the queue is over its bound"
+        assert len(first_time) <= self.max_queue, "the queue is over its bound"
         ended = sum(self._counts[s] for s in ("done", "failed", "cancelled", "expired"))
         assert self._counts["new"] == 0 and self._counts["queued"] == len(states) + ended, "a job was lost"
         watched = [(e.job.deadline_ns, i) for i, e in self._live.items() if e.job.deadline_ns is not None]
         assert sorted(watched) == self._deadlines, "a deadline is unwatched"
 
     @abstractmethod
-    def _new(self, job: Job, order: int) -> L:
-        """A job that is about to be queued."""
-
-    @abstractmethod
     def _refusal(self, job: Job) -> Reason | None:
         """Why no compiled shape takes the job; None: one does. ValueError where nothing could ever run it."""
 
-    def _ready_by_ns(self, entry: L, now_ns: int) -> int | None:
-        """See Accepted."""
+    @abstractmethod
+    def _enter(self, job: Job, order: int) -> L:
+        """The entry of a new job, which stands in the policy's own queues from now on."""
+
+    def _ready_by_ns(self, job: Job, now_ns: int) -> int | None:
+        """See Accepted; of a job that waits."""
         return None
 
     def _release(self, entry: L) -> None:
         """The job waits for nothing any more but its turn."""
 
     @abstractmethod
-    def _next(self, now_ns: int) -> Start | None:
-        """The next run to start, its jobs moved; None where nothing can start."""
+    def _choose(self, now_ns: int) -> list[Start]:
+        """The runs to start now, numbered from `_runs` on; their work has left the policy's own queues."""
 
-    def _finished(self, start: Start, outcome: Outcome) -> None:
-        """A run came back, whether its jobs are live or not."""
+    @abstractmethod
+    def _take_back(self, start: Start, outcome: Outcome, returned: list[Returned[L]]) -> list[Returned[L]]:
+        """A run came back. returned: its live jobs, and what would become of each if it had no other work.
 
-    def _after(self, entry: L, work: Work, outcome: Outcome, now_ns: int) -> Event | None:
-        """What becomes of a job whose work came back; None: it goes on."""
-        deadline_ns = entry.job.deadline_ns
-        if deadline_ns is not None and now_ns >= deadline_ns:
-            return "expire"
-        if outcome == "lost":
-            return "requeue"
-        return "finish" if outcome == "well" else "fail"
+        Returns what becomes of them now. Jobs that end have left the policy's own queues, others stand in them again.
+        """
+
+    @abstractmethod
+    def _withdraw(self, entry: L) -> None:
+        """A job ends before its work came back: it leaves the policy's own queues."""
 
     def _move(self, entry: L, event: Event) -> State:
         """The only place where a live job changes state: table, queue and counters change together."""
@@ -377,17 +401,13 @@ class Policy(ABC, Generic[L]):
             entry.requeued = True
         else:
             self._counts[after] += 1
-        self._queued += (after == "queued") - (before == "queued")
+        self.queued += (after == "queued") - (before == "queued")
         if after not in ("queued", "running"):
             del self._live[entry.job.id]
             if entry.job.deadline_ns is not None:
                 watched = (entry.job.deadline_ns, entry.job.id)
                 del self._deadlines[bisect.bisect_left(self._deadlines, watched)]
-        self._moved(entry, before)
         return after
-
-    def _moved(self, entry: L, before: State) -> None:
-        """A job changed its state from `before`; queues of the policy's own follow."""
 
     def _advance_clock(self, now_ns: int) -> None:
         if self._now_ns is not None and now_ns < self._now_ns:

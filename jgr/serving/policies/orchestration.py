@@ -32,8 +32,8 @@ from jgr.serving.policies.jobs import (
     Outcome,
     Policy,
     Reason,
+    Returned,
     Start,
-    State,
     User,
     Work,
 )
@@ -98,6 +98,9 @@ class Users(Protocol):
     def end(self, found: Any, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run that did has not failed."""
 
+    def forget(self, user: str) -> int:
+        """Drop a user's entry; how many there were."""
+
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was kept before."""
 
@@ -109,13 +112,14 @@ class Users(Protocol):
 class _Live(Live):
     """waiting: its runs that may start. parts: those that may not yet. left: runs that have not ended well.
 
-    reading: its parts wait for the user's part; held: they wait for `ready`.
+    reading: its parts wait for the user's part; held: they wait for `ready`. begun: a run of it was started.
     """
 
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # size, first, count
     waiting: list[tuple[int, Place]] = field(default_factory=list)  # by size
     reading: bool = False
     held: bool = False
+    begun: bool = False
     left: int = 0
 
     @property
@@ -158,7 +162,7 @@ class Orchestrator(Policy[_Live]):
             self._idle[size].append(number)
         self._waiting: dict[int, list[Place]] = {size: [] for size in self._idle}
         self._found: dict[int, Any] = {}  # what runs read or write of kept users
-        self._begun_held = 0  # running jobs that wait for `ready`
+        self._begun = self._begun_held = 0  # jobs that are begun, and those of them that wait for `ready`
 
     @property
     def jobs(self) -> Set[int]:
@@ -185,9 +189,9 @@ class Orchestrator(Policy[_Live]):
         if self._users is not None:
             self._users.renew(epoch)
 
-    def next_wakeup_ns(self) -> int | None:
-        """When a plan could do something by time alone; None: never."""
-        return self._deadlines[0][0] if self._deadlines else None
+    def forget(self, user: str, now_ns: int) -> int:
+        """See Policy."""
+        return super().forget(user, now_ns) + (0 if self._users is None else self._users.forget(user))
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""
@@ -203,9 +207,10 @@ class Orchestrator(Policy[_Live]):
             "queues and jobs disagree"
         )
         assert all(places == sorted(places) for places in self._waiting.values()), "a queue is out of order"
-        running = [entry for entry in self._live.values() if entry.state == "running"]
-        held = sum(entry.held for entry in running)
-        assert held == self._begun_held, "begun jobs that wait are miscounted"
+        running = [entry for entry in self._live.values() if entry.begun]
+        assert running == [e for e in self._live.values() if e.state == "running"], "a job began otherwise"
+        assert len(running) == self._begun, "begun jobs are miscounted"
+        assert sum(entry.held for entry in running) == self._begun_held, "begun jobs that wait are miscounted"
         assert len(running) <= BEGUN_IN_ALL * len(self._size_of), "too many jobs are begun"
         for entry in self._live.values():
             runs = sum(start.jobs[0] == entry.job.id for start in self._flights.values())
@@ -214,100 +219,105 @@ class Orchestrator(Policy[_Live]):
         if self._users is not None:
             self._users.check()
 
-    def _new(self, job: Job, order: int) -> _Live:
+    def _refusal(self, job: Job) -> Reason | None:
+        if job.width < 1 or (job.user is not None and USER_PART not in self._size_of):
+            raise ValueError(f"there is no executor for {job}")
+        return None
+
+    def _enter(self, job: Job, order: int) -> _Live:
         reads, sizes = self.parts(job.width, job.user is not None)
         entry = _Live(job, order, reading=reads, held=job.waits, left=len(sizes) + reads)
         first = 0
         for size in sizes:
             entry.parts.append((size, first, min(size, job.width - first)))
             first += size
+        if reads:
+            self._wait(entry, USER_PART, 0, 0)
+        self._begin_parts(entry)
         return entry
 
-    def _refusal(self, job: Job) -> Reason | None:
-        if job.width < 1 or (job.user is not None and USER_PART not in self._size_of):
-            raise ValueError(f"there is no executor for {job}")
-        return None
-
-    def _ready_by_ns(self, entry: _Live, now_ns: int) -> int | None:
+    def _ready_by_ns(self, job: Job, now_ns: int) -> int | None:
         """Of the time that the parts leave of the deadline, half is for what the job waits for."""
-        job = entry.job
-        if not job.waits or job.deadline_ns is None:
+        if job.deadline_ns is None:
             return None
         parts_s = sum(self._costs[size] for size in self.parts(job.width, False)[1])
         return now_ns + (job.deadline_ns - now_ns - round(parts_s * 1e9)) // 2
 
     def _release(self, entry: _Live) -> None:
         if entry.held:
-            self._begun_held -= entry.state == "running"
+            self._begun_held -= entry.begun
             entry.held = False
             self._begin_parts(entry)
 
-    def _next(self, now_ns: int) -> Start | None:
-        """The most urgent run that an idle executor takes."""
-        found = self._most_urgent() if self.in_flight < self._streams else None
-        if found is None:
-            return None
-        place, size, executor_size = found
-        *_, first, count, job_id = place
-        entry = self._live[job_id]
-        entry.waiting.remove((size, place))
-        self._leave(size, place)
-        if entry.state == "queued":
-            self._move(entry, "start")
-        work: Work = Candidates(job_id, first, count) if count else self._user(entry.job)
-        return Start(
-            self._runs, self._idle[executor_size].popleft(), executor_size, (work,), epoch=self._epoch
-        )
+    def _choose(self, now_ns: int) -> list[Start]:
+        """The most urgent run that an idle executor takes, and the next one, and so on."""
+        starts: list[Start] = []
+        while len(self._flights) + len(starts) < self._streams and (found := self._most_urgent()) is not None:
+            place, size, executor_size = found
+            *_, first, count, job_id = place
+            entry = self._live[job_id]
+            entry.waiting.remove((size, place))
+            self._leave(size, place)
+            if not entry.begun:
+                entry.begun = True
+                self._begun += 1
+                self._begun_held += entry.held
+            run = self._runs + len(starts)
+            work: Work = Candidates(job_id, first, count) if count else self._user(entry.job, run)
+            lane = self._idle[executor_size].popleft()
+            starts.append(Start(run, lane, executor_size, (work,), epoch=self._epoch))
+        return starts
 
-    def _user(self, job: Job) -> User:
+    def _user(self, job: Job, run: int) -> User:
         found = None if self._users is None else self._users.find(job.user)
         if found is None:
             return User(job.id)
-        self._found[self._runs] = found
+        self._found[run] = found
         return User(job.id, found.place, found.before, found.grown)
 
-    def _finished(self, start: Start, outcome: Outcome) -> None:
+    def _take_back(
+        self, start: Start, outcome: Outcome, returned: list[Returned[_Live]]
+    ) -> list[Returned[_Live]]:
         self._idle[self._size_of[start.lane]].append(start.lane)
         found = self._found.pop(start.run, None)
         if found is not None and self._users is not None:
             self._users.end(found, outcome == "well")
+        return [one for one in returned if self._ends(*one)]
 
-    def _after(self, entry: _Live, work: Work, outcome: Outcome, now_ns: int) -> Event | None:
-        event = super()._after(entry, work, outcome, now_ns)
+    def _ends(self, entry: _Live, work: Work, event: Event) -> bool:
+        """Whether the job ends, now that this work of it came back."""
         if event == "requeue":  # the other runs of the job go on
             first, count = (work.first, work.count) if isinstance(work, Candidates) else (0, 0)
             size = min((s for s in self._sizes if s >= count), default=0) if count else USER_PART
             self._wait(entry, size, first, count)
-            return None
-        if event != "finish":
-            return event
-        entry.left -= 1
-        if isinstance(work, User):
-            entry.reading = False
-            self._begin_parts(entry)
-        return None if entry.left else event
+            return False
+        if event == "finish":
+            entry.left -= 1
+            if isinstance(work, User):
+                entry.reading = False
+                self._begin_parts(entry)
+            if entry.left:
+                return False
+        self._withdraw(entry)
+        return True
 
-    def _moved(self, entry: _Live, before: State) -> None:
-        if entry.held:
-            self._begun_held += (entry.state == "running") - (before == "running")
-        if before == "new":
-            if entry.reading:
-                self._wait(entry, USER_PART, 0, 0)
-            self._begin_parts(entry)
-        elif entry.state not in ("queued", "running"):
-            for size, place in entry.waiting:
-                self._leave(size, place)
+    def _withdraw(self, entry: _Live) -> None:
+        if entry.begun:
+            self._begun -= 1
+            self._begun_held -= entry.held
+        for size, place in entry.waiting:
+            self._leave(size, place)
 
     def _most_urgent(self) -> tuple[Place, int, int] | None:
         """The most urgent run with an idle executor, its size and the executor's."""
-        begun, most = len(self._live) - self._queued, len(self._size_of)
-        full = begun - self._begun_held >= most or begun >= BEGUN_IN_ALL * most
+        most = len(self._size_of)
+        full = self._begun - self._begun_held >= most or self._begun >= BEGUN_IN_ALL * most
         found: tuple[Place, int, int] | None = None
         for size, places in self._waiting.items():
             executor_size = self._idle_size(size)
             if executor_size is None:
                 continue
-            may = (p for p in places if not full or self._live[p[-1]].state == "running")
+            may = (p for p in places if not full or self._live[p[-1]].begun)
             place = next(may, None)
             if place is not None and (found is None or place < found[0]):
                 found = place, size, executor_size

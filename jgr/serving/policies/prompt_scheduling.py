@@ -104,6 +104,10 @@ class PromptScheduler:
         for read, written in self._pinned.pop(jobs):
             self._end(read, written, well)
 
+    def forget(self, user: str) -> int:
+        """Erase a user's entry; how many there were."""
+        return int(self._meta.forget(Name("user", user, "user_prefix")))
+
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was cached before."""
         self._meta.renew(epoch)

@@ -12,14 +12,16 @@ is not to see more events. Entries belong to one revision of a model, so another
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.entries import Entry, Name, Stored, WholeContent
+from jgr.cache.entries import Entry, Name, Stored
 from jgr.cache.meta import CacheMeta
+from jgr.serving.policies.jobs import UserPart
 
 UInt8 = npt.NDArray[np.uint8]
 Growth = Callable[[UInt8, UInt8], int | None]
@@ -29,11 +31,18 @@ LAYOUT = "state"
 """The layout that the entries' names have."""
 
 
-class UserPart(NamedTuple):
-    """A user, by the name that an entry has, and the block that the user's part is computed from; None: not kept."""
+class WholeContent:
+    """A content that is reused whole or not at all: any bytes, of length 1."""
 
-    name: str
-    block: UInt8 | None = None
+    def __init__(self, data: bytes) -> None:
+        self.digest = hashlib.blake2b(data, digest_size=16).digest()
+
+    def __len__(self) -> int:
+        return 1
+
+    def prefix(self, count: int) -> bytes:
+        """See `jgr.cache.entries.Valued`; there is one prefix."""
+        return self.digest
 
 
 class Found(NamedTuple):
@@ -62,9 +71,9 @@ class UserCache:
 
     def find(self, user: UserPart) -> Found | None:
         """None: it is being written, or there is no room."""
-        assert user.block is not None
-        block = user.block
-        name, content = Name("user", user.name, LAYOUT), WholeContent(block.tobytes())
+        assert user.key is not None
+        block = np.frombuffer(user.key, np.uint8)
+        name, content = Name("user", user.name, LAYOUT), WholeContent(user.key)
         old, grown = self._before(name, block)
         entry = self.meta.find(name, content)
         if entry is not None:

@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import BufferLayout, Staging
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.entries import Stored
 from jgr.cache.pool import StateView
 from jgr.features import numa
@@ -45,6 +45,8 @@ from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers.user_block import new_block, part_layout, read_candidates, read_users, user_layout
+
+T = TypeVar("T")
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -240,6 +242,57 @@ class Programs:
         return self._model.score(params, self._cfg, state, asked)
 
 
+class Staging:
+    """One executor's buffer: the host writes it, it goes to the device in one piece, and it is written again.
+
+    A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
+    owns the buffer until its outputs are ready, and `views` waits for them.
+
+    device: where the programs run; None: the first one. memory_kind: the kind of memory from which the device reads the
+    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
+    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
+    """
+
+    def __init__(
+        self, layout: BufferLayout, device: jax.Device | None = None, memory_kind: str | None = None
+    ) -> None:
+        device = device or jax.devices()[0]
+        has = {memory.kind for memory in device.addressable_memories()}
+        if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
+            memory_kind = "pinned_host"
+        self._pinned = memory_kind is not None
+        self._memory = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+        room = np.zeros(layout.size + ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % ALIGNMENT
+        self._buffer = room[start : start + layout.size]
+        self._words = self._buffer.view(np.uint32)
+        self._views = layout.views(self._buffer)
+        self._reader: Any = ()
+
+    def views(self) -> dict[str, npt.NDArray[Any]]:
+        """Each input by its name, writable; waits until the last program has read the buffer."""
+        jax.block_until_ready(self._reader)
+        return self._views
+
+    def write(self, content: npt.NDArray[np.uint8]) -> None:
+        """All inputs at once: [size] uint8, laid out alike. Waits as `views` does."""
+        jax.block_until_ready(self._reader)
+        self._buffer[:] = content
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
+        return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
+
+    def run(self, program: Callable[..., T], *others: Any) -> T:
+        """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
+        # A compiled program takes a NumPy array to its device faster than device_put does.
+        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
+        out = program(words, *others)
+        self._reader = out
+        return out
+
+
 class Executor:
     """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`."""
 
@@ -281,9 +334,8 @@ class Executor:
         if states is not None and place is not None:
             at = work.before if new else place
             found = None if at is None else states.load(at)
-        views, given = self._staging.views(), programs.user.views(work.block)
-        for name, view in views.items():
-            view[:] = given[name]
+        if found is None or new or programs.renew is not None:  # else nothing is to be computed
+            self._staging.write(work.block)
         cached: Literal["all", "before", "nothing"] = "before" if new else "all"
         if found is None:
             kept, cached = self._staging.run(programs[USER_PART], programs.params), "nothing"
@@ -297,13 +349,13 @@ class Executor:
 
     def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
+        program = programs.whole(self.size) if whole and programs.may_be_whole else programs[self.size]
         views = self._staging.views()
         views["candidates"][:count], views["candidates"][count:] = work.rows, -1
         if work.records is not None:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
         if whole:
             views["user"][:] = work.user.view(np.uint32)
-        program = programs.whole(self.size) if whole and programs.may_be_whole else programs[self.size]
         self._out = self._staging.run(program, programs.params, None if whole else work.user, self._out)
         return self._out
 

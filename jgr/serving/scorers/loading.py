@@ -125,13 +125,12 @@ def make_scorer_engine(
         translator,
         executors,
         config,
-        tasks=len(needs.tasks),
         reads=USER_PART in programs.layouts,
         metrics=metrics,
         features=features,
         cache=cache,
         lease=lease,
-        pool_epoch=lambda: memory.pool.epoch,
+        pool=None if states is None else states.pool,
         memory={
             "weights": tree_bytes(model.params),
             "features": 0 if features is None else round(config.features.cache_mb * 2**20),
@@ -143,7 +142,7 @@ def make_scorer_engine(
         partial(_fit, model),
         partial(make_scorer_engine, model, config, metrics=metrics, memory=memory, like=executors),
     )
-    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild)
+    return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 
 
 def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease:
@@ -154,11 +153,11 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView
         raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")
 
     def make() -> CacheMeta:
-        return CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta = CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        meta.set_limit("user", pages)
+        return meta
 
-    lease = memory.lease(("states", name, model.revision, room, config.executors.growth), make)
-    lease.meta.set_limit("user", pages)
-    return lease
+    return memory.lease(("states", name, model.revision, room, config.executors.growth), make)
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

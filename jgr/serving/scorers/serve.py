@@ -14,20 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from msgspec import UNSET
 
 from jgr.cache.memory import Lease
 from jgr.cache.meta import CacheMeta
+from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
 from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, invalid
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.known_items import user_entry
-from jgr.serving.policies.jobs import Candidates, Job, Start, User
+from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
-from jgr.serving.policies.user_cache import UserCache, UserPart
+from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 
@@ -36,43 +35,36 @@ from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 class ServedScorer:
     """See jgr.serving.engine.contract.Served.
 
-    tasks: the number of the model's. reads: whether the user's part is a run of its own. features: of the candidates;
+    reads: whether the user's part is a run of its own. features: of the candidates;
     None: the model reads none, or there is no store. cache: None where users are not kept; lease: of its entries;
-    pool_epoch: reads the pool's. memory: bytes that its parts take. clock: the engine's.
+    pool: what they stand in. memory: bytes that its parts take. clock: the engine's.
     """
 
     translator: ScorerTranslator
     executors: PartExecutors
     config: Config
-    tasks: int
     reads: bool
     metrics: Metrics = field(default_factory=Metrics)
     features: FeatureCache | None = None
     cache: UserCache | None = None
     lease: Lease | None = None
-    pool_epoch: Callable[[], int] = lambda: 0
+    pool: DevicePool | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     clock: Callable[[], int] = time.monotonic_ns
     normalize = UNSET
+    compares = False
 
     def __post_init__(self) -> None:
+        self.info: ModelInfo = self.translator.info
+        self.catalog: Catalog = self.translator.catalog
+        self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
+        self.prepare: Callable[[Request], ScorerTask] = self.translator.prepare
+        self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
+        self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._closing: threading.Thread | None = None
-        self._orchestrator: Orchestrator
-
-    @property
-    def info(self) -> ModelInfo:
-        return self.translator.info
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.translator.catalog
-
-    @property
-    def meta(self) -> CacheMeta | None:
-        return None if self.cache is None else self.cache.meta
 
     def policy(self) -> Orchestrator:
-        self._orchestrator = Orchestrator(
+        return Orchestrator(
             self.executors.sizes,
             self.executors.costs,
             max_queue=self.config.batching.max_queue,
@@ -80,19 +72,12 @@ class ServedScorer:
             whole=self.executors.whole,
             users=self.cache,
         )
-        return self._orchestrator
-
-    def prepare(self, request: Request) -> ScorerTask:
-        task = self.translator.prepare(request)
-        task.scores = np.zeros((len(task.rows), self.tasks), np.float32)
-        task.state = task.block
-        return task
 
     def job(self, task: ScorerTask, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
-        count = len(task.rows)
-        task.usage.parts = len(self._orchestrator.parts(count, self.reads)[1])
-        task.ready_ns = self.clock()
-        user = UserPart(task.user, task.key if self.cache is not None else None) if self.reads else None
+        count, task.ready_ns = len(task.rows), self.clock()
+        user = None
+        if self.reads:
+            user = UserPart(task.user, None if self.cache is None else task.key.tobytes())
         return Job(
             job_id, "rank", 0, count, arrival_ns, deadline_ns, user=user, waits=self.features is not None
         )
@@ -109,9 +94,12 @@ class ServedScorer:
 
     def begin(self, start: Start, tasks: Sequence[ScorerTask]) -> ReadWork | PartWork:
         (work,), (task,) = start.work, tasks
-        size = self.executors.sizes[start.lane]
+        size, metrics = self.executors.sizes[start.lane], self.metrics
         count = work.count if isinstance(work, Candidates) else 0
-        self.metrics.observe_part(size, count, (self.clock() - task.ready_ns) / 1e9)
+        self._parts[size].inc()
+        metrics.candidate_pairs.inc(count)
+        metrics.padding_pairs.inc(size - count)
+        metrics.executor_wait.observe((self.clock() - task.ready_ns) / 1e9)
         if isinstance(work, User):
             return ReadWork(task.block, work.place, work.before)
         assert isinstance(work, Candidates)
@@ -134,9 +122,8 @@ class ServedScorer:
             return
         assert isinstance(work, Candidates)
         task.scores[work.first : work.first + work.count] = outcome
-
-    def items(self, task: ScorerTask) -> list[Item]:
-        return self.translator.items(task, task.scores)
+        assert task.usage.parts is not UNSET
+        task.usage.parts += 1
 
     def explain(self, task: ScorerTask) -> list[Reuse]:
         return self.translator.explain(task, task.kept)
@@ -145,15 +132,9 @@ class ServedScorer:
         """None: what is kept of a user is bit for bit what is computed."""
         return []
 
-    def forget(self, user_id: str) -> int:
-        return 0 if self.cache is None else self.cache.forget(user_entry(user_id))
-
     def started(self) -> None:
         if self.features is not None:
             self.metrics.feature_counts = self.features.counts
-
-    def epoch(self) -> int:
-        return self.pool_epoch()
 
     def close(self, idle: bool) -> None:
         if self.features is not None and self._closing is None:

@@ -16,7 +16,7 @@ import difflib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,10 @@ from jgr.serving.api import (
 )
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
+    USER_ENTRY,
     known_candidates,
     known_history,
     texts,
-    user_entry,
 )
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.scorers.user_block import known_by, new_block
@@ -66,9 +66,9 @@ class ScorerTask:
 
     rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
     (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
-    summed for the order. scores: [n, P] float32, filled part by part. state: the user's state, which its parts are
-    given. records: the candidates' features, once they are there. ready_ns: since when its next run waits for executors
-    only. kept: whether the user's part is in the cache.
+    summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
+    block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns: since when
+    its next run waits for executors only. kept: whether the user's part is in the cache.
     """
 
     request: RankRequest
@@ -78,15 +78,12 @@ class ScorerTask:
     user: str
     weights: Float32
     usage: Usage
-    scores: Float32 = field(default_factory=lambda: np.zeros((0, 1), np.float32))
-    state: Any = None
+    scores: Float32
+    state: Any
     records: npt.NDArray[np.void] | None = None
     ready_ns: int = 0
     kept: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        return "rank"
+    kind: Kind = "rank"
 
 
 class ScorerTranslator:
@@ -108,6 +105,8 @@ class ScorerTranslator:
     ) -> None:
         self.catalog = catalog
         self._needs, self._layout, self._wall = needs, layout, wall
+        self._blank = new_block(layout)[0]
+        self._dtype = layout.dtype
         self._slots = {f"slot{at}": (at, values) for at, values in enumerate(needs.slots)}
         self._reject_unknown = config.server.unknown_items == "reject"
         self.info = ModelInfo(
@@ -140,12 +139,15 @@ class ScorerTranslator:
             raise invalid("model", f"model {self.info.id!r} ranks candidates: ask /v1/rank")
         self._refuse_useless(request)
         rows = known_candidates(request, self.catalog, self.info.max_candidates)
-        block, kept, unknown = self._user(request)
-        given = request.user_id is not None
-        key = known_by(self._layout, self._needs, block)
-        digest = hashlib.sha256(key.tobytes()).hexdigest()
-        user = user_entry(str(request.user_id)) if given else f"history:{digest}"
-        tokens = kept + len(self._needs.slots)
+        history, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+        needs = self._needs
+        block, kept = self._user(request, history, unknown)
+        key = known_by(self._layout, needs, block) if needs.timed else block
+        if request.user_id is not None:
+            user = USER_ENTRY + str(request.user_id)
+        else:
+            user = f"history:{hashlib.sha256(key.tobytes()).hexdigest()}"
+        tokens = kept + len(needs.slots)
         usage = Usage(
             layout=SINGLE_USER_MULTI_ITEM.name,
             prompt_tokens=tokens,
@@ -154,11 +156,17 @@ class ScorerTranslator:
             unknown_items=len(unknown),
             unknown_item_ids=[item_id[:MAX_QUOTED_CHARS] for item_id in unknown[:MAX_LISTED_IDS]],
             candidates=len(rows),
+            parts=0,
         )
-        return ScorerTask(request, rows, block, key, user, self._weights(request.task_weights), usage)
+        weights, scores = (
+            self._weights(request.task_weights),
+            np.zeros((len(rows), len(needs.tasks)), np.float32),
+        )
+        return ScorerTask(request, rows, block, key, user, weights, usage, scores, state=block)
 
-    def items(self, task: ScorerTask, scores: Float32) -> list[Item]:
-        """The answer's items, best first. scores: [n, P]. ValueError for one that is not finite, a fault."""
+    def items(self, task: ScorerTask) -> list[Item]:
+        """The answer's items, best first. ValueError for a score that is not finite, a fault."""
+        scores = task.scores
         if not np.isfinite(scores).all():
             raise ValueError("the executor returned a score that is not finite")
         weighed = scores @ task.weights
@@ -203,13 +211,16 @@ class ScorerTranslator:
                 "scenario", f"scenario is {request.scenario}; the model has {needs.scenarios}, from 0"
             )
 
-    def _user(self, request: RankRequest) -> tuple[UInt8, int, list[str]]:
-        """The block, how many events are in it, and the history's items that the catalog lacks."""
-        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+    def _user(self, request: RankRequest, rows: Int32, unknown: list[str]) -> tuple[UInt8, int]:
+        """The block, and how many events are in it. rows: of the history's items that the catalog has; unknown: the
+        others."""
         last = slice(-self._needs.max_items, None)
-        missing = set(unknown)
-        known = [at for at, item in enumerate(texts(request.history)) if item not in missing][last]
-        block, views = new_block(self._layout)
+        known = list(range(len(request.history)))[last]
+        if unknown:
+            missing = set(unknown)
+            known = [at for at, item in enumerate(texts(request.history)) if item not in missing][last]
+        block = self._blank.copy()
+        views = block.view(self._dtype)[0]
         views["rows"][: len(known)] = rows[last]
         if self._needs.timed:
             views["times"][: len(known)], views["now"][0] = self._times(request, known)
@@ -217,9 +228,9 @@ class ScorerTranslator:
             views["actions"][: len(known)] = self._actions(request, request.history_actions)[known]
         for name, value in (request.context or {}).items():
             views["context"][self._slot(name, value)] = value
-        if "scenario" in views:
+        if self._needs.scenarios > 1:
             views["scenario"][0] = request.scenario
-        return block, len(known), unknown
+        return block, len(known)
 
     def _times(self, request: RankRequest, known: list[int]) -> tuple[Int32, int]:
         """When the kept events came, and now."""

@@ -70,6 +70,8 @@ class Deployment:
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
         self.previous: Catalog | None = None
+        self.swapped: Callable[[], object] = lambda: None
+        """Called when `engine` is another one."""
         self._load = load
         self._engines = [engine]  # and those that warm up or drain
         self._activated: Catalog | None = None
@@ -108,8 +110,9 @@ class Deployment:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
         await self.engine.start(progress)
         self._loaded_at = now()
-        parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
-        _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
+        if self.engine.memory:
+            parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
+            _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
 
     def reload(self) -> None:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""
@@ -212,6 +215,7 @@ class Deployment:
 
     async def _swap(self, new: AnyEngine) -> None:
         old, self.engine = self.engine, new
+        self.swapped()
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
             self.previous = old.catalog

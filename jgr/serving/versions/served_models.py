@@ -40,6 +40,10 @@ class Models:
         self._by_name = {deployment.name: deployment for deployment in deployments}
         self._reloads: asyncio.Task[None] | None = None
         self._reload_again = False
+        self.chosen: dict[tuple[str | None, Kind], AnyEngine] = {}
+        """What `engine` has returned, until any deployment has another engine."""
+        for deployment in deployments:
+            deployment.swapped = self.chosen.clear
 
     @property
     def status(self) -> Status:
@@ -56,15 +60,17 @@ class Models:
         RequestError where there is no such model, or it does not serve the kind.
         """
         if model is None:
-            for deployment in self.deployments:
-                if serves(deployment.engine.info, kind):
-                    return deployment.engine
-            raise invalid("model", f"no model of this server serves {kind}")
-        engine = self.find(model).engine
-        if not serves(engine.info, kind):
-            others = [repr(info.id) for info in self.infos if serves(info, kind)]
-            hint = f"; {', '.join(others)} can be asked" if others else ""
-            raise invalid("model", f"model {engine.info.id!r} does not serve {kind}{hint}")
+            served = (one.engine for one in self.deployments if serves(one.engine.info, kind))
+            engine = next(served, None)
+            if engine is None:
+                raise invalid("model", f"no model of this server serves {kind}")
+        else:
+            engine = self.find(model).engine
+            if not serves(engine.info, kind):
+                others = [repr(info.id) for info in self.infos if serves(info, kind)]
+                hint = f"; {', '.join(others)} can be asked" if others else ""
+                raise invalid("model", f"model {engine.info.id!r} does not serve {kind}{hint}")
+        self.chosen[model, kind] = engine
         return engine
 
     def find(self, model: str) -> Deployment:

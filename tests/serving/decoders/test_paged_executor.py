@@ -395,7 +395,7 @@ def test_a_batch_that_fails_on_the_device_loses_the_pool_once_for_all_that_were_
     server.serve(A)
     epoch = server.pool.epoch
     group, works = server.plan(server.jobs(A), [A])
-    pending = server.executor.launch(group.profile, works)._replace(outputs=Unreadable())
+    pending = replace(server.executor.launch(group.profile, works), outputs=Unreadable())
     for _ in range(2):
         with pytest.raises(ArithmeticError):
             server.executor.collect(pending)
@@ -490,5 +490,8 @@ def test_a_program_reads_one_layer_of_the_cached_tokens_at_a_time() -> None:
     from_pool = [
         line for line in text.splitlines() if "stablehlo.gather" in line and f"x{server.kv.run}xui32>" in line
     ]
-    assert len(from_pool) == 1, "within the loop over layers"
-    assert f"-> tensor<{PROFILES[0].context}x{server.kv.run}xui32>" in from_pool[0]
+    wanted = f"-> tensor<{PROFILES[0].context}x{server.kv.run}xui32>"
+    assert len(from_pool) == 2, (
+        "within the loop over layers, and in the last layer, which computes fewer places"
+    )
+    assert all(wanted in line for line in from_pool)

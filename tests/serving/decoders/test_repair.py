@@ -23,12 +23,12 @@ from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig, UserError
-from jgr.models import beam, decoder, params
+from jgr.models import beam, decoder, packed, params
 from jgr.prompt.layouts import ITEM_PREFIX, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.caching import kv_cells, kv_room
 from jgr.serving.decoders.loading import load_engine
-from jgr.serving.decoders.paged_executor import PagedExecutor
+from jgr.serving.decoders.paged_executor import PagedExecutor, _smallest_work
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
@@ -328,3 +328,15 @@ def _wait_for(served: Served, name: str) -> None:
 def test_bad_settings(tmp_path: Path, settings: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         load_engine(make_config(tmp_path, *settings))
+
+
+def test_the_check_reads_one_layer_of_what_is_cached() -> None:
+    """Every gather from the pool takes one layer of the cached tokens: the first, the checked one, one of the
+    loop, or the last one, which computes fewer places."""
+    made = executor(SHARE)
+    arrays = made._pack(PROFILE, [_smallest_work(PROFILE)])
+    inputs = (PARAMS, made.pool.example, arrays.row, arrays.asked)
+    text = packed.rank.lower(*inputs, cfg=CFG, kv=made.kv).as_text()
+    wanted = f"-> tensor<{PROFILE.context}x{made.kv.run}xui32>"
+    gathers = [line for line in text.splitlines() if "stablehlo.gather" in line and "xui32>" in line]
+    assert len(gathers) == 4 and all(wanted in line for line in gathers)

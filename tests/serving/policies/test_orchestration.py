@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from jgr.serving.policies.jobs import Accepted, Candidates, Committed, Job, Outcome, Plan, Rejected, Start
+from jgr.serving.policies.jobs import (
+    Accepted,
+    Candidates,
+    Committed,
+    Job,
+    Outcome,
+    Plan,
+    Rejected,
+    Start,
+    UserPart,
+)
 from jgr.serving.policies.orchestration import PATIENCE_NS, USER_PART, Orchestrator, split
 
 SIZES = (1024, 512, 256, 128)
@@ -92,7 +102,7 @@ def job(id: int, count: int = 4, at: int = 0, deadline: int | None = None, **giv
 
 
 def make(id: int, count: int, at: int, deadline: int | None, reads: bool = False, waits: bool = False) -> Job:
-    return Job(id, "rank", 0, count, at, deadline, user="somebody" if reads else None, waits=waits)
+    return Job(id, "rank", 0, count, at, deadline, user=UserPart("somebody") if reads else None, waits=waits)
 
 
 def starts(plan: Plan) -> list[tuple[int, int, int, int]]:

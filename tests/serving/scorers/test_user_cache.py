@@ -17,7 +17,8 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 from jgr.cache.pool import DevicePool, PoolLost, StateView
 from jgr.config import ConfigError
-from jgr.serving.policies.user_cache import Found, UserCache, UserPart
+from jgr.serving.policies.jobs import UserPart
+from jgr.serving.policies.user_cache import Found, UserCache
 
 
 @pytest.fixture
@@ -79,11 +80,11 @@ def test_a_pool_that_fails_is_emptied_and_what_was_planned_for_it_is_not_done(
     pool = states.pool
     cache = UserCache(CacheMeta(Pages(13, 768), {"user": states.room}))
     block = np.arange(512).astype(np.uint8)
-    found = cache.find(UserPart("u", block))
+    found = cache.find(UserPart("u", block.tobytes()))
     assert found is not None and found.place.new
     states.store(state(0), found.place)
     cache.end(found, well=True)
-    again = cache.find(UserPart("u", block))
+    again = cache.find(UserPart("u", block.tobytes()))
     assert again is not None and not again.place.new
     write, read = states.compile()
 
@@ -101,7 +102,7 @@ def test_a_pool_that_fails_is_emptied_and_what_was_planned_for_it_is_not_done(
     cache.meta.renew(pool.epoch)
     cache.meta.check()
     assert (cache.meta.number("user"), cache.meta.pages.free) == (0, 13)
-    anew = cache.find(UserPart("u", block))
+    anew = cache.find(UserPart("u", block.tobytes()))
     assert anew is not None and anew.place.new and anew.place.epoch == 1
     assert states.store(state(1), anew.place)
     cache.end(anew, well=True)
@@ -141,7 +142,7 @@ def test_no_page_is_lost_whatever_happens(
     for what, user, block in events:
         if what == "find":
             meta.renew(epoch)  # as every plan begins
-            found = cache.find(UserPart(str(user), np.full(256, block, np.uint8)))
+            found = cache.find(UserPart(str(user), np.full(256, block, np.uint8).tobytes()))
             if found is not None:
                 assert len(found.place.cells) == per_user
                 if not found.place.new:

@@ -13,7 +13,6 @@ import pytest
 
 from jgr.cache.memory import Memory
 from jgr.cli.serve import make_engine
-from jgr.config import override
 from jgr.models import checkpoint, decoder, params
 from jgr.serving.http.listener import Listener
 from jgr.serving.versions.deployment import Deployment
@@ -31,11 +30,13 @@ ASKED: dict[str, Any] = {
 class Two:
     """The models "jgr", a decoder, and "tiny", a scorer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str) -> None:
+        """more: settings of both."""
         self.folder = folder / "decoder"
-        settings = ("server.admin_key=4dm1n", "cache.shadow=0", "cache.share=3")
+        settings = ("server.admin_key=4dm1n", "cache.shadow=0", "cache.share=3", *more)
         first = make_config(self.folder, *settings)
-        second = override(make_folder(folder / "stu", STU, "executors.share_user=cache"), "server.port=0")
+        second = make_folder(folder / "stu", STU, "executors.share_user=cache", "server.port=0", *more)
+        self.configs = {config.model.name: config for config in (first, second)}
         self.memory = Memory.of(first, second)
         (engine, load), (other, reload) = (
             make_engine(config, False, self.memory) for config in (first, second)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A day of a server with two models, replayed from its journal into fresh policies: the same plans, byte for byte."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from jgr.cache.memory import Memory
+from jgr.cli.serve import make_engine
+from jgr.config import ConfigError
+from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.journal import Line, journal_at, read, replay
+from jgr.serving.policies.jobs import Accepted, Candidates, Plan, Profile, Request, Start, User
+from tests.serving.decoders.test_cached_server import ids
+from tests.serving.fakes import PATIENCE_S, Pending
+from tests.serving.versions.test_shared_memory import ADMIN, ASKED, Two
+
+
+class Held:
+    """An engine's executors, whose launches can be held, and told to fail."""
+
+    def __init__(self, engine: AnyEngine) -> None:
+        self._executors = engine.served.executors
+        self._launch, self._executors.launch = self._executors.launch, self.launch
+        self.open, self.entered = threading.Event(), threading.Semaphore(0)
+        self.open.set()
+        self.errors: list[Exception] = []
+
+    def launch(self, start: Start, work: Any) -> Any:
+        self.entered.release()
+        assert self.open.wait(PATIENCE_S)
+        if self.errors:
+            raise self.errors.pop()
+        return self._launch(start, work)
+
+
+def ranking(model: str, user: int, **given: Any) -> dict[str, Any]:
+    """A request of a user whose history depends on its number."""
+    if model == "tiny":
+        return {**ASKED, "user_id": f"u{user}", "scenario": 0, "time": ASKED["time"] + user, **given}
+    history = ids(*range(user % 5, 9))
+    return {"model": "jgr", "user_id": f"u{user}", "history": history, "candidates": ids(20, 21), **given}
+
+
+def wait_for(server: Two, family: str, model: str) -> None:
+    """Ask until a model's series is 1; each question lets the server's loop turn."""
+    for _ in range(10_000):
+        if server.metrics(family)[f'{family}{{model="{model}"}}'] == 1:
+            return
+    raise AssertionError(f"{family} of {model} is not 1")
+
+
+def the_day(server: Two) -> None:
+    """Both kinds of requests, alone and together, of users who come again; and everything that can go wrong."""
+    port = int(server.listener.url.rpartition(":")[2])
+
+    def send(body: dict[str, Any], path: str = "/v1/rank") -> Pending:
+        return Pending(port, "POST", path, body, ADMIN)
+
+    def statuses(*sent: Pending) -> Counter[int]:
+        return Counter(each.reply().status for each in sent)
+
+    for user in (0, 1, 0, 2, 3, 1):
+        assert statuses(*(send(ranking(model, user)) for model in ("jgr", "tiny"))) == {200: 2}
+    recommend = {"model": "jgr", "history": ids(1, 2), "top_k": 2}
+    assert statuses(*(send(recommend, "/v1/recommend") for _ in range(3))) == {200: 3}
+    for model in ("jgr", "tiny"):
+        held = Held(next(d.engine for d in server.deployments if d.name == model))
+        held.open.clear()
+        running = send(ranking(model, 4))
+        assert held.entered.acquire(timeout=PATIENCE_S)
+        late, gone = send(ranking(model, 5, deadline_ms=0.01)), send(ranking(model, 6))
+        assert late.reply().status == 504
+        if model == "jgr":  # whose second batch waits for the first; a scorer has another lane
+            wait_for(server, "jgr_queue_depth", model)
+        else:
+            assert held.entered.acquire(timeout=PATIENCE_S)
+        gone.abandon()
+        wait_for(server, "jgr_cancelled_total", model)
+        held.open.set()
+        assert running.reply().status == 200
+        held.errors.append(ArithmeticError("out of memory"))
+        assert statuses(send(ranking(model, 7))) == {500: 1}
+    assert Pending(port, "DELETE", "/v1/users/u0/cache", None, ADMIN).reply().status == 200
+    server.memory.pool.lose(server.memory.pool.epoch, ArithmeticError("the device is gone"))
+    assert statuses(*(send(ranking(model, user)) for model in ("jgr", "tiny") for user in (0, 1))) == {200: 4}
+    server.reload()
+    assert statuses(*(send(ranking(model, user)) for model in ("jgr", "tiny") for user in range(4))) == {
+        200: 8
+    }
+
+
+def fresh_policies(server: Two) -> tuple[Any, Any]:
+    """`make` and `end` of `replay`: engines that have never run, in memory of their own."""
+    memory = Memory.of(*server.configs.values())
+    engines: dict[int, AnyEngine] = {}
+
+    def make(number: int, name: str) -> Any:
+        model = name.partition("@")[0]
+        engines[number], _ = make_engine(server.configs[model], False, memory)
+        served = engines[number].served
+        served.started()
+        if model == "tiny":  # what was measured at the live engine's warm-up
+            live = next(d.engine for d in server.deployments if d.name == model).served.executors
+            served.executors.costs, served.executors.whole = live.costs, live.whole
+        return served.policy()
+
+    return make, lambda number: engines[number].served.close(idle=True)
+
+
+def test_a_day_of_two_models_replays_into_the_same_plans(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    server = Two(tmp_path, f"server.journal={path}")
+    try:
+        the_day(server)
+    finally:
+        server.stop()
+    lines = list(read(path))
+    events = Counter(type(line.event).__struct_config__.tag for line in lines)
+    assert events["open"] == 3 and events["close"] == 3, "two models, and one of them again"
+    assert {"submit", "plan", "commit", "cancel", "renew", "forget", "drain"} <= events.keys()
+    assert {line.event.outcome for line in lines if hasattr(line.event, "outcome")} == {"well", "failed"}
+    plans = [line for line in lines if type(line.event).__struct_config__.tag == "plan"]
+    assert any(msgspec.json.decode(line.result, type=Plan).expired for line in plans)
+    replayed = 0
+    for line, result in replay(lines, *fresh_policies(server)):
+        assert result == bytes(line.result), f"line {replayed}: {line.event}"
+        replayed += 1
+    assert replayed == len(lines) - events["open"] - events["close"] > 100
+
+
+def test_every_line_and_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    starts = (
+        Start(0, 0, Profile("rank", 1, 8, 4), (Request(1), Request(2)), epoch=3),
+        Start(1, 2, 128, (Candidates(3, 0, 77),)),
+        Start(2, 0, 0, (User(3),)),
+    )
+    for plain in (Plan(starts, (4, 5)), Accepted(3, 10)):
+        assert msgspec.json.decode(msgspec.json.encode(plain), type=type(plain)) == plain
+    journal = journal_at(str(tmp_path / "journal"))
+    assert journal_at(str(tmp_path / "journal")) is journal
+    with pytest.raises(ConfigError, match=r"server\.journal: .*: No such file or directory"):
+        journal_at(str(tmp_path / "nowhere" / "journal"))
+
+
+def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read_to_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal"
+    good = b'{"policy":0,"now_ns":5,"event":{"type":"plan"},"result":{"starts":[],"expired":[]}}\n'
+    path.write_bytes(good + good[:-30])
+    assert [line.now_ns for line in read(path)] == [5]
+    assert all(isinstance(line, Line) for line in read(path))
+    path.write_bytes(good + b'{"policy":0}\n')
+    with pytest.raises(ConfigError, match="journal, line 2: "):
+        list(read(path))
