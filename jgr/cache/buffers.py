@@ -66,7 +66,7 @@ class BufferLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the whole buffer, as one record with these inputs."""
+        """The dtype of the whole buffer, as one record with these inputs."""
         return np.dtype(
             {
                 "names": [field.name for field in self.fields],

@@ -122,10 +122,10 @@ class Bases:
     of_positions, of_times: what each scenario adds to them.
     """
 
-    positions: Any  # [N_b, s + 1]
-    of_positions: Any  # [N_b, R, s + 1]
-    times: Any  # [N_b, BUCKETS]
-    of_times: Any  # [N_b, R, BUCKETS]
+    positions: Any  # [N_b, s + 1]: by how many places back a key is
+    of_positions: Any  # [N_b, R, s + 1]: added in each scenario
+    times: Any  # [N_b, BUCKETS]: by the time between
+    of_times: Any  # [N_b, R, BUCKETS]: added in each scenario
 
 
 @jax.tree_util.register_dataclass
@@ -133,11 +133,11 @@ class Bases:
 class Temperature:
     """The network f_tc that gives a block's temperature in a scenario, from a row for each of the two."""
 
-    blocks: Any  # [N_b, 16]
-    scenarios: Any  # [R, 16]
-    w1: Any  # [32, 16]
-    w2: Any  # [16]
-    bias: Any  # []
+    blocks: Any  # [N_b, 16]: a row for each block
+    scenarios: Any  # [R, 16]: a row for each scenario
+    w1: Any  # [32, 16]: first matrix, of both rows side by side
+    w2: Any  # [16]: second matrix
+    bias: Any  # []: of the result
 
 
 @jax.tree_util.register_dataclass
@@ -148,10 +148,10 @@ class ClimberParams:
     features: by name, for each feature a matrix [width, D] for numbers, or a table [rows, D] for categories.
     """
 
-    embed: Any  # [n_items, D]
-    actions: Any  # [actions, D]; None where the model reads no actions
-    question: Any  # [R, D], a vector of each scenario, added to the candidates
-    habits: Any  # [actions + 1, D], a vector of each action, scaled by its share; the last: no events. None: no actions
+    embed: Any  # [n_items, D]: a row for each item
+    actions: Any  # [actions, D]: a row for each action bit; None where actions are not read
+    question: Any  # [R, D]: a row for each scenario, added to the candidates
+    habits: Any  # [actions + 1, D]: rows for the shares of actions; the last: none is known. None: actions are not read
     features: dict[str, Any]
     bases: Bases
     temperature: Temperature

@@ -23,8 +23,8 @@ class Fusion:
     """Bit-wise gating fusion of the blocks' outputs."""
 
     norm: Any  # [2, D]: scale minus 1, and bias
-    qkv: Any  # [D, 3 D]
-    out: Any  # [D, D]
+    qkv: Any  # [D, 3 D]: queries, keys and values of the attention over the blocks
+    out: Any  # [D, D]: its output projection
     gate1: Any  # [N_b, D, D], from the blocks' outputs, which lie one after the other
     gate2: Any  # [N_b, D, D], to a gate for each number of each block
 
@@ -34,14 +34,14 @@ class Fusion:
 class Heads:
     """Experts that the tasks share, the tasks' gates over them, and towers."""
 
-    expert1: Any  # [X, D, F]
-    expert1_bias: Any  # [X, F]
-    expert2: Any  # [X, F, D]
-    gates: Any  # [P, D, X]
-    tower1: Any  # [P, D, D]
-    tower1_bias: Any  # [P, D]
-    tower2: Any  # [P, D]
-    tower2_bias: Any  # [P]
+    expert1: Any  # [X, D, F]: first matrix of each expert
+    expert1_bias: Any  # [X, F]: its bias
+    expert2: Any  # [X, F, D]: second matrix of each expert
+    gates: Any  # [P, D, X]: each task's gate over the experts
+    tower1: Any  # [P, D, D]: first matrix of each task's tower
+    tower1_bias: Any  # [P, D]: its bias
+    tower2: Any  # [P, D]: second matrix of the tower
+    tower2_bias: Any  # [P]: its bias
 
 
 def _shares(logits: Sequence[jax.Array]) -> list[jax.Array]:

@@ -41,17 +41,17 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class Layer:
     """The weights of all layers, with leading axes L and N_b on every leaf. The scales of norms are stored minus 1."""
 
-    attention_scale: Any  # [L, N_b, D]
-    attention_shift: Any  # [L, N_b, D]
-    qkv: Any  # [L, N_b, D, 3 D]
-    out: Any  # [L, N_b, D, D]
-    out_bias: Any  # [L, N_b, D]
-    mlp_scale: Any  # [L, N_b, D]
-    mlp_shift: Any  # [L, N_b, D]
-    up: Any  # [L, N_b, D, F]
-    up_bias: Any  # [L, N_b, F]
-    down: Any  # [L, N_b, F, D]
-    down_bias: Any  # [L, N_b, D]
+    attention_scale: Any  # [L, N_b, D]: scale of the norm before attention
+    attention_shift: Any  # [L, N_b, D]: its shift
+    qkv: Any  # [L, N_b, D, 3 D]: projection to queries, keys and values
+    out: Any  # [L, N_b, D, D]: output projection of attention
+    out_bias: Any  # [L, N_b, D]: its bias
+    mlp_scale: Any  # [L, N_b, D]: scale of the norm before the MLP
+    mlp_shift: Any  # [L, N_b, D]: its shift
+    up: Any  # [L, N_b, D, F]: first matrix of the MLP
+    up_bias: Any  # [L, N_b, F]: its bias
+    down: Any  # [L, N_b, F, D]: second matrix of the MLP
+    down_bias: Any  # [L, N_b, D]: its bias
 
 
 def layer_spec(layers: int, blocks: int, hidden: int, mlp: int) -> Layer:

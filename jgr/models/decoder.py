@@ -83,29 +83,29 @@ class DecoderConfig:
 class LayerParams:
     """Leading axis L on every leaf; the optional ones are None in families that lack them."""
 
-    attention_norm: Any  # [L, D]
-    wq: Any  # [L, D, H * d]
-    wk: Any  # [L, D, K * d]
-    wv: Any  # [L, D, K * d]
-    wo: Any  # [L, H * d, D]
-    mlp_norm: Any  # [L, D]
-    gate: Any  # [L, D, F]
-    up: Any  # [L, D, F]
-    down: Any  # [L, F, D]
-    bq: Any = None  # [L, H * d]
-    bk: Any = None  # [L, K * d]
-    bv: Any = None  # [L, K * d]
-    q_norm: Any = None  # [L, d]
-    k_norm: Any = None  # [L, d]
+    attention_norm: Any  # [L, D]: scale of the norm before attention
+    wq: Any  # [L, D, H * d]: projection to queries
+    wk: Any  # [L, D, K * d]: to keys
+    wv: Any  # [L, D, K * d]: to values
+    wo: Any  # [L, H * d, D]: output projection of attention
+    mlp_norm: Any  # [L, D]: scale of the norm before the MLP
+    gate: Any  # [L, D, F]: the MLP's gate, which passes through silu
+    up: Any  # [L, D, F]: multiplied by the gate
+    down: Any  # [L, F, D]: output of the MLP
+    bq: Any = None  # [L, H * d]: bias of queries; None where the family has none
+    bk: Any = None  # [L, K * d]: bias of keys
+    bv: Any = None  # [L, K * d]: bias of values
+    q_norm: Any = None  # [L, d]: scale of the norm of each query head; None: no such norm
+    k_norm: Any = None  # [L, d]: the same for key heads
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderParams:
-    embed: Any  # [V, D]
+    embed: Any  # [V, D]: a row for each token
     layers: Any  # LayerParams, or a tuple of one for each layer, whose leaves have no layer axis
-    norm: Any  # [D]
-    head: Any = None  # [V, D]; None when tied to embed
+    norm: Any  # [D]: scale of the last norm
+    head: Any = None  # [V, D]: output rows; None where they are those of embed
 
     @property
     def output_rows(self) -> jax.Array:

@@ -33,7 +33,7 @@ from jgr.ops.dense import dense
 from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
-BEHIND = 11
+EXTRA_POSITIONS = 11
 """N minus max_items in the authors' code: positions for ten events that it may generate, and for the target."""
 BUCKETS = 129
 """Buckets of times; the last one is for everything longer ago."""
@@ -74,7 +74,7 @@ class HstuConfig:
         width = train.hidden // train.heads
         return cls(
             n_items, train.max_items, train.hidden, train.layers, train.heads, width, width,
-            train.max_items + BEHIND, items, "times" if train.times else "positions",
+            train.max_items + EXTRA_POSITIONS, items, "times" if train.times else "positions",
         )  # fmt: skip
 
     @property
@@ -96,17 +96,17 @@ class HstuLayer:
     """
 
     uvqk: Any  # [L, D, 2 H b + 2 H a], in the order u, v, q, k
-    out: Any  # [L, H b, D]; [L, 3 H b, D] with concat_ua
-    out_bias: Any  # [L, 1, D]
-    positions: Any  # [L, 1, 2 N - 1]
-    times: Any  # [L, 1, BUCKETS]
+    out: Any  # [L, H b, D]: output projection; [L, 3 H b, D] with concat_ua
+    out_bias: Any  # [L, 1, D]: bias of the output
+    positions: Any  # [L, 1, 2 N - 1]: bias of logits, by how many places back a key is
+    times: Any  # [L, 1, BUCKETS]: bias of logits, by the time between
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HstuParams:
-    embed: Any  # [n, D]
-    position: Any  # [N, D]
+    embed: Any  # [n, D]: a row for each item
+    position: Any  # [N, D]: a row for each place of a history
     layers: HstuLayer
 
 

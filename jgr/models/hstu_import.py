@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jgr.models import hstu
-from jgr.models.hstu import BEHIND, HstuConfig, HstuLayer, HstuParams
+from jgr.models.hstu import EXTRA_POSITIONS, HstuConfig, HstuLayer, HstuParams
 from jgr.models.params import CheckpointError, check
 
 State = Mapping[str, npt.NDArray[Any]]
@@ -82,8 +82,8 @@ def research(
         raise CheckpointError(f"heads: {heads} do not divide {values} values and {keys} keys of a layer")
     embed = _rows_of(found[_ITEMS], item_ids)
     cfg = HstuConfig(
-        n_items=len(item_ids), max_items=max(length - BEHIND, 1), hidden=embed.shape[1], layers=layers, heads=heads,
-        qk_dim=keys // heads, v_dim=values // heads, length=length, items=items,
+        n_items=len(item_ids), max_items=max(length - EXTRA_POSITIONS, 1), hidden=embed.shape[1], layers=layers,
+        heads=heads, qk_dim=keys // heads, v_dim=values // heads, length=length, items=items,
         bias="times" if _BIAS_TIMES in tables else "positions" if tables else "none", concat_ua=concat_ua,
     )  # fmt: skip
     positions, times = (

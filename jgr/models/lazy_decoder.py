@@ -89,18 +89,18 @@ class LazyConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mlp:
-    gate: Any  # [L, D, F]
-    up: Any  # [L, D, F]
-    down: Any  # [L, F, D]
+    gate: Any  # [L, D, F]: gate, which passes through silu
+    up: Any  # [L, D, F]: multiplied by the gate
+    down: Any  # [L, F, D]: output
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
-    router: Any  # [L, D, E]
-    gate: Any  # [L, E, D, F]
-    up: Any  # [L, E, D, F]
-    down: Any  # [L, E, F, D]
+    router: Any  # [L, D, E]: scores of the experts
+    gate: Any  # [L, E, D, F]: gate of each expert
+    up: Any  # [L, E, D, F]: multiplied by the gate
+    down: Any  # [L, E, F, D]: output of each expert
     shared: Mlp
 
 
@@ -109,29 +109,29 @@ class Experts:
 class Block:
     """The weights of a stack of blocks, with the layers as the leading axis of every leaf."""
 
-    cross_norm: Any  # [L, D]
-    cross_q: Any  # [L, D, H * d]
-    cross_o: Any  # [L, H * d, D]
-    self_norm: Any  # [L, D]
-    wq: Any  # [L, D, H * d]
-    wk: Any  # [L, D, K * d]
-    wv: Any  # [L, D, K * d]
-    wo: Any  # [L, H * d, D]
-    mlp_norm: Any  # [L, D]
+    cross_norm: Any  # [L, D]: norm before the attention to the history
+    cross_q: Any  # [L, D, H * d]: queries to the history
+    cross_o: Any  # [L, H * d, D]: its output projection
+    self_norm: Any  # [L, D]: norm before the self-attention
+    wq: Any  # [L, D, H * d]: projection to queries
+    wk: Any  # [L, D, K * d]: to keys
+    wv: Any  # [L, D, K * d]: to values
+    wo: Any  # [L, H * d, D]: output projection of the self-attention
+    mlp_norm: Any  # [L, D]: norm before the MLP
     mlp: Mlp | Experts
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LazyParams:
-    embed: Any  # [V, D]
-    bos: Any  # [1, D]
-    position: Any  # [max_items, D], of the newest item first
-    context: Any  # [D, C * S * G * d]
-    context_norm: Any  # [C * S, G * d]
+    embed: Any  # [V, D]: a row for each token
+    bos: Any  # [1, D]: the start token's vector
+    position: Any  # [max_items, D]: a row for each place of an item, the newest item first
+    context: Any  # [D, C * S * G * d]: W_context, from items to keys and values
+    context_norm: Any  # [C * S, G * d]: norm of each slice of the context
     plain: Any  # Block, or a tuple of one for each layer, whose leaves have no layer axis
-    norms: Any  # [depth, D]
-    output: Any  # [V, D]
+    norms: Any  # [depth, D]: the last norm of each level
+    output: Any  # [V, D]: output rows, each level's own
     mixed: Any = None  # the blocks with experts, in the same form, if there are any
 
     @property

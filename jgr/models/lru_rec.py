@@ -55,24 +55,24 @@ class LruRecConfig:
 class LruRecLayer:
     """Leading axis L on every leaf; norms are (scale, bias). nu and theta are stored minus their start values."""
 
-    nu: Any  # [L, 1, S]
-    theta: Any  # [L, 1, S]
+    nu: Any  # [L, 1, S]: log of the decay of each state, see `_start`
+    theta: Any  # [L, 1, S]: log of its angle
     into: Any  # [L, D, 2 S]: B, the real parts first
     out: Any  # [L, 2 S, D]: C, whose imaginary part is stored negated
-    recurrence_norm: Any  # [L, 2, D]
-    w1: Any  # [L, D, F]
-    b1: Any  # [L, 1, F]
-    w2: Any  # [L, F, D]
-    b2: Any  # [L, 1, D]
-    mlp_norm: Any  # [L, 2, D]
+    recurrence_norm: Any  # [L, 2, D]: norm after the recurrence
+    w1: Any  # [L, D, F]: first matrix of the MLP
+    b1: Any  # [L, 1, F]: its bias
+    w2: Any  # [L, F, D]: second matrix
+    b2: Any  # [L, 1, D]: its bias
+    mlp_norm: Any  # [L, 2, D]: norm after the MLP
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LruRecParams:
-    embed: Any  # [n, D]
-    bias: Any  # [n]
-    norm: Any  # [2, D]
+    embed: Any  # [n, D]: a row for each item
+    bias: Any  # [n]: added to each item's score
+    norm: Any  # [2, D]: norm of the embedded history
     layers: LruRecLayer
 
 

@@ -57,25 +57,25 @@ class SasrecConfig:
 class SasrecLayer:
     """Leading axis L on every leaf; norms are (scale, bias)."""
 
-    attention_norm: Any  # [L, 2, D]
-    wq: Any  # [L, D, D]
-    wk: Any  # [L, D, D]
-    wv: Any  # [L, D, D]
-    wo: Any  # [L, D, D]
-    mlp_norm: Any  # [L, 2, D]
-    w1: Any  # [L, D, F]
-    b1: Any  # [L, F]
-    w2: Any  # [L, F, D]
-    b2: Any  # [L, D]
+    attention_norm: Any  # [L, 2, D]: norm before attention
+    wq: Any  # [L, D, D]: projection to queries
+    wk: Any  # [L, D, D]: to keys
+    wv: Any  # [L, D, D]: to values
+    wo: Any  # [L, D, D]: output projection of attention
+    mlp_norm: Any  # [L, 2, D]: norm before the MLP
+    w1: Any  # [L, D, F]: first matrix of the MLP
+    b1: Any  # [L, F]: its bias
+    w2: Any  # [L, F, D]: second matrix
+    b2: Any  # [L, D]: its bias
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SasrecParams:
-    embed: Any  # [n, D]
-    position: Any  # [N, D]
+    embed: Any  # [n, D]: a row for each item
+    position: Any  # [N, D]: a row for each place of a history
     layers: SasrecLayer
-    norm: Any  # [2, D]
+    norm: Any  # [2, D]: the last norm
 
 
 def spec(cfg: SasrecConfig) -> SasrecParams:

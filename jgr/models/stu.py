@@ -63,9 +63,9 @@ class StuLayer:
 
     input_norm: Any  # [L, 2, D]: scale, bias
     uvqk: Any  # [L, D, 2 H b + 2 H a], in the order u, v, q, k
-    beta: Any  # [L, 1, 2 H b + 2 H a]
-    output_norm: Any  # [L, 2, H b], [L, 2, H] of a group norm
-    out: Any  # [L, 3 H b, D]
+    beta: Any  # [L, 1, 2 H b + 2 H a]: bias of u, v, q and k
+    output_norm: Any  # [L, 2, H b]: scale and bias of norm'; [L, 2, H] with group_norm
+    out: Any  # [L, 3 H b, D]: output projection of [u, o, u * norm'(o)]
 
 
 class Past(NamedTuple):

@@ -75,27 +75,27 @@ class StuScorerConfig:
 class Mlp:
     """Weights of an MLP: linear, gate, linear, norm. Norms are (scale minus 1, bias); the last one may be None."""
 
-    w1: Any  # [I, F]
-    b1: Any  # [1, F]
-    norm1: Any  # [2, F]
-    w2: Any  # [F, O]
-    b2: Any  # [1, O]
-    norm2: Any  # [2, O]
+    w1: Any  # [I, F]: first matrix
+    b1: Any  # [1, F]: its bias
+    norm1: Any  # [2, F]: norm in the gate g
+    w2: Any  # [F, O]: second matrix
+    b2: Any  # [1, O]: its bias
+    norm2: Any  # [2, O]: the last norm, or None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StuScorerParams:
-    embed: Any  # [n, E]
+    embed: Any  # [n, E]: a row for each item
     content: Mlp  # E to D
-    actions: Any  # [actions, action_dim]
-    candidate_action: Any  # [actions * action_dim]
+    actions: Any  # [actions, action_dim]: a row for each action bit
+    candidate_action: Any  # [actions * action_dim]: what stands in the place of a candidate's action
     action: Mlp  # actions * action_dim to D
-    slots: Any  # [sum of slots, E], None without context
-    slot_weights: Any  # [C, E, D]
-    slot_biases: Any  # [C, D]
-    position: Any  # [position_rows, D], None without
-    time: Any  # [time_rows, D], None without
+    slots: Any  # [sum of slots, E]: rows of all slots' values; None without context
+    slot_weights: Any  # [C, E, D]: a matrix for each slot
+    slot_biases: Any  # [C, D]: a bias for each slot
+    position: Any  # [position_rows, D]: rows by places back from the end; None without positions
+    time: Any  # [time_rows, D]: rows by the time before now; None without times
     layers: StuLayer
     out: Any  # [D + 4, D]
     out_bias: Any  # [1, D]

@@ -35,8 +35,8 @@ class Caching:
     """The parts that an engine with a cache has beyond one without.
 
     memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
-    its entries. limits: pages of each kind. groupings: by kind of request, what plans the prompts. segments: makes
-    prompts with candidates in them; None where candidates are not in the prompt.
+    its entries. limits: pages of each kind of entries. groupings: by kind of request, what plans the prompts. segments:
+    makes prompts with candidates in them; None where candidates are not in the prompt.
     """
 
     memory: Memory

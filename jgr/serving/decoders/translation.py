@@ -77,8 +77,8 @@ class Task:
 
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started. outcome: what the
-    executor gave, once the batch has ended. width: beam width, or number of candidates. tokens: the most that the
-    device computes.
+    executor gave, once the batch has ended. width: beam width, or number of candidates. tokens: the most tokens that
+    the device computes for it.
     """
 
     request: Request

@@ -26,7 +26,7 @@ from jgr.serving.policies.jobs import Job, Outcome, Policy
 
 
 class Opened(Struct, frozen=True, tag="open"):
-    """A policy begins. name: of the model's version and its catalog's."""
+    """A policy begins. name: the version of its model, and that of its catalog."""
 
     name: str
 
@@ -60,7 +60,7 @@ class Journal:
         self._open: dict[int, int] = {}
 
     def follow(self, name: str, policy: Policy[Any], now_ns: int) -> Policy[Any]:
-        """The policy, of which every call is written from now on."""
+        """Write every call of a policy from now on. Returns the policy to call in its place."""
         followed = _Followed(self, next(self._numbers), policy)
         self._open[id(followed)] = followed.number
         self.write(Line(followed.number, now_ns, Opened(name)))
@@ -83,7 +83,7 @@ def journal_at(path: str) -> Journal:
 
 
 class _Followed:
-    """A policy whose calls are written down; whatever else is asked of it, it answers itself."""
+    """A policy whose calls are written down; all else that is asked of it, it answers itself."""
 
     def __init__(self, journal: Journal, number: int, policy: Policy[Any]) -> None:
         self.number, self._journal, self._policy = number, journal, policy
@@ -138,7 +138,7 @@ def read(path: Path) -> Iterator[Line]:
 def replay(
     lines: Iterable[Line], make: Callable[[int, str], Policy[Any]], end: Callable[[int], None]
 ) -> Iterator[tuple[Line, bytes]]:
-    """Each call once more: its line, and the result's JSON now.
+    """Make every call of a journal once more. Yields each call's line, and the JSON of its result now.
 
     make: makes a fresh policy, given its number and name. end: gives back what the policy of a number held of the pool.
     """

@@ -64,8 +64,8 @@ class Listener(uvicorn.Server):
     """Serves `engine`, and the further models in `more`, on a socket until a signal or `stop`.
 
     load: makes the new engine for a reload; None: reloads are refused. on_progress: told how the warm-up goes on, in
-    the worker thread; see Executor.warm_up. on_ready: called with the server's URL once all models are served.
-    exit_code: 0, or 1 after a failed warm-up. Raises ConfigError if two models have the same name.
+    the worker thread; see contract.Executors.warm_up. on_ready: called with the server's URL once all models are
+    served. exit_code: 0, or 1 after a failed warm-up. Raises ConfigError if two models have the same name.
     """
 
     def __init__(

@@ -66,9 +66,9 @@ class ScorerTask:
 
     rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
     (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
-    summed for the order. scores: [n, P] float32, filled part by part. state: the user's state, which its parts are
-    given; the block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns:
-    since when its next run waits for executors only. kept: whether the user's part is in the cache.
+    summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
+    block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns: since when
+    its next run waits for executors only. kept: whether the user's part is in the cache.
     """
 
     request: RankRequest
