@@ -192,7 +192,7 @@ class Device:
         histories = Histories(traffic)
         for number, access in enumerate(accesses):
             task = self._engine.served.translator.prepare(histories.request(access))
-            job = Job(number, "rank", task.work.tokens, task.width, access.time_ns, None, task.prompt)
+            job = Job(number, "rank", task.usage.prompt_tokens, task.width, access.time_ns, None, task.prompt)
             for system, cluster in zip(systems, clusters, strict=True):
                 planned = cluster.plan(job, access)
                 if number >= before:

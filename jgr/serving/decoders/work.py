@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
-from jgr.prompt.segments import Prompt, count_tokens
+from jgr.prompt.segments import Prompt
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import PlannedPrompt
 
@@ -27,10 +27,6 @@ class RecommendWork:
     beam_width: int
     filter: ItemFilter = NO_FILTER
 
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt)
-
 
 @dataclass(frozen=True, eq=False)
 class RankWork:
@@ -38,10 +34,6 @@ class RankWork:
 
     prompt: Int32
     leaves: Int32
-
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +52,6 @@ class SegmentsWork:
     filter: ItemFilter = NO_FILTER
     plan: PlannedPrompt | None = None
     epoch: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        return count_tokens(self.prompt)
 
 
 @dataclass(frozen=True, eq=False)
