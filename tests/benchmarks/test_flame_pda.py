@@ -67,7 +67,8 @@ def test_all_paths_are_the_served_engine_and_agree_and_count_what_they_took(tmp_
         found = {path: system.run(5 / flame_pda.FIRST_RATE) for path, system in systems.items()}
     assert all(len(served.answers) == 5 for served in found.values())
     everything = 5 * CANDIDATES * SCHEMA.record_bytes
-    assert (found["no_cache"].bytes, found["sync_missing"].bytes < everything) == (everything, True)
+    # Without a cache too, requests that overlap share a fetch that is under way.
+    assert found["sync_missing"].bytes < found["no_cache"].bytes <= everything
     missing = {path: sum(answer.missing for answer in served.answers) for path, served in found.items()}
     assert missing["no_cache"] == missing["sync_missing"] == 0 < missing["full"]
 
