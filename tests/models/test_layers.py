@@ -64,7 +64,7 @@ def segments() -> dict[str, Any]:
         "segments": described,
         "layout": ITEM_PREFIX,
         "before": CachedKV(of_cached, lambda layer: (kv[layer, 0], kv[layer, 1])),
-        "also": np.where(segment == 1, 5, -1).astype(np.int32),
+        "seen_by": np.where(segment == 1, 5, -1).astype(np.int32),
     }
 
 

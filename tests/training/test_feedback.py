@@ -159,5 +159,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_a_config_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "stu", "stack": 3}')
-    with pytest.raises(CheckpointError, match="not the config of a ranker"):
+    with pytest.raises(CheckpointError, match="not the config of a scorer"):
         scorers.load(tmp_path)

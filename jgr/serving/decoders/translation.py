@@ -121,7 +121,8 @@ class Translator:
     ) -> None:
         if 0 < max_beam_width < config.beam.width:
             raise ConfigError(
-                f"beam.width is {config.beam.width}, but the largest of profiles.widths is {max_beam_width}"
+                f"beam.width is {config.beam.width}, but the largest of profiles.widths is {max_beam_width}: "
+                "give that too"
             )
         self.catalog = catalog
         self._tree = tree
