@@ -92,11 +92,16 @@ class _EngineThread:
         self._stopping = asyncio.Event()
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="jgr-engine", daemon=True)
         self._thread.start()
 
     def begin(self, kind: Kind, bodies: Sequence[bytes]) -> Future[list[Answer]]:
-        """Ask for all bodies at once. Unavailable after `stop`."""
+        """Ask for all bodies at once. Unavailable after `stop`, and in a forked process, which has no such thread."""
+        if os.getpid() != self._process:
+            raise Unavailable(
+                "a forked process cannot ask its parent's engine; make one there", "unavailable"
+            )
         with self._lock:  # so that what is accepted stands in the loop's queue before the stop
             if self._closed:
                 raise Unavailable("the engine is closed", "unavailable")

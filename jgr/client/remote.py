@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import os
 import re
 import time
 from collections import deque
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class Client(Recommender):
-    """A server, asked from any thread.
+    """A server, asked from any thread, and from a forked process too.
 
     url: such as "http://127.0.0.1:8000". key: the server's API key, if it has one. model: the name of the model to ask;
     None: the first that serves what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how
@@ -63,6 +64,7 @@ class Client(Recommender):
         self._model, self._timeout_s, self._retries = model, timeout_s, retries
         self._connections = connections
         self._idle: deque[http.client.HTTPConnection] = deque()
+        self._process = os.getpid()
         self._closed = False
 
     @property
@@ -131,6 +133,9 @@ class Client(Recommender):
         """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
         if self._closed:
             raise Unavailable("the client is closed", "unavailable")
+        if self._process != os.getpid():
+            # The parent asks over these connections too, and each would read the other's answers.
+            self._idle, self._process = deque(), os.getpid()
         try:
             connection = self._idle.pop()
         except IndexError:
@@ -148,6 +153,8 @@ class Client(Recommender):
                 connection.request(method, path, body, headers)
                 response = connection.getresponse()
             content = response.read(MAX_ANSWER_BYTES + 1)
+            if response.length and len(content) <= MAX_ANSWER_BYTES:
+                raise http.client.IncompleteRead(content, response.length)
         except TimeoutError:
             connection.close()
             raise Unavailable(f"{self._url}: no answer within {self._timeout_s:g} s", "unavailable") from None

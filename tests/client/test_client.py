@@ -190,6 +190,29 @@ def test_a_kept_connection_that_was_closed_is_opened_again() -> None:
         assert len(seen) == 2
 
 
+def test_an_answer_that_is_cut_off_may_be_asked_for_again() -> None:
+    with scripted(ANSWER[:-9], ANSWER) as (url, seen), jgr.Client(url, retries=1) as client:
+        assert client.recommend(["x"]).id == "r2" and len(seen) == 2
+    with scripted(ANSWER[:-9], ANSWER) as (url, _), jgr.Client(url) as client:
+        with pytest.raises(jgr.Unavailable, match="9 more expected"):
+            client.recommend(["x"])
+        assert client.recommend(["x"]).id == "r2"
+
+
+def test_a_forked_process_has_connections_of_its_own(
+    client: jgr.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes on one connection would read each other's answers."""
+    client.recommend(["a"], top_k=3)
+    (parents,) = client._idle
+    with monkeypatch.context() as child:
+        child.setattr(remote.os, "getpid", lambda: -1)
+        assert ids(client.recommend(["a"], top_k=3)) == ["c", "d", "7"]
+        (own,) = client._idle
+        client.recommend(["a"], top_k=3)
+        assert own is not parents and list(client._idle) == [own]
+
+
 @pytest.mark.parametrize(
     ("content", "error", "words"),
     [

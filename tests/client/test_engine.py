@@ -227,6 +227,16 @@ def test_a_closed_engine_is_unavailable(monkeypatch: pytest.MonkeyPatch, pool: T
         asyncio.run(engine.arank([["a"]], ["b"]))
 
 
+def test_a_forked_process_is_refused_rather_than_left_waiting(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(embedded.os, "getpid", lambda: -1)
+        with pytest.raises(jgr.Unavailable, match="forked process"):
+            made.engine.recommend(["a"], top_k=3)
+    assert made.engine.recommend(["a"], top_k=3).items
+
+
 def test_what_waits_when_an_engine_closes_hears_of_it(
     monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ) -> None:

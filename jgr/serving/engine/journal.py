@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -44,18 +45,22 @@ class Line(Struct, frozen=True):
     result: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
 
 
 class Journal:
-    """Writes to a file, which it makes anew. Belongs to one event loop. ConfigError where it cannot be written."""
+    """Writes to a file, which it makes anew. Belongs to one event loop. ConfigError where it cannot be opened.
+
+    A write that fails, as where the disk is full, ends the journal and not the serving: the log tells of it once.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = path.open("wb", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"server.journal: {path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+            raise ConfigError(f"server.journal: {path}: {getattr(error, 'strerror', error)}") from None
         self._numbers = itertools.count()
         self._open: dict[int, int] = {}
 
@@ -73,7 +78,17 @@ class Journal:
             self.write(Line(number, now_ns, Closed()))
 
     def write(self, line: Line) -> None:
-        self._file.write(_encode(line) + b"\n")
+        if self._file.closed:
+            return
+        text = _encode(line) + b"\n"
+        try:
+            whole = self._file.write(text) == len(text)
+            cause = "only a part of a line was written"
+        except OSError as error:
+            whole, cause = False, str(error)
+        if not whole:  # a later line would follow a gap, which cannot be replayed
+            _log.error("server.journal: %s ends here: %s", self._file.name, cause)
+            self._file.close()
 
 
 @functools.cache

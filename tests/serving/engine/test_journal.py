@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -13,12 +16,13 @@ import pytest
 
 from jgr.cache.memory import Memory
 from jgr.cli.serve import make_engine
-from jgr.config import ConfigError
-from jgr.serving.engine.engine import AnyEngine
+from jgr.config import Config, ConfigError, override
+from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.engine.journal import Line, journal_at, read, replay
 from jgr.serving.policies.jobs import Accepted, Candidates, Plan, Profile, Request, Start, User
 from tests.serving.decoders.test_cached_server import ids
 from tests.serving.fakes import PATIENCE_S, Pending
+from tests.serving.scorer_fakes import ITEMS, MONDAY, ScorerServer, fake_engine
 from tests.serving.versions.test_shared_memory import ADMIN, ASKED, Two
 
 
@@ -147,6 +151,8 @@ def test_every_line_and_plan_is_read_back_as_it_was_written(tmp_path: Path) -> N
     assert journal_at(str(tmp_path / "journal")) is journal
     with pytest.raises(ConfigError, match=r"server\.journal: .*: No such file or directory"):
         journal_at(str(tmp_path / "nowhere" / "journal"))
+    with pytest.raises(ConfigError, match=r"server\.journal: .*null byte"):
+        journal_at("a\0b")
 
 
 def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read_to_there(
@@ -160,3 +166,40 @@ def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read
     path.write_bytes(good + b'{"policy":0}\n')
     with pytest.raises(ConfigError, match="journal, line 2: "):
         list(read(path))
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk that is full after `room` more bytes."""
+
+    name = "/full/journal"
+
+    def __init__(self, room: int) -> None:
+        self.room, self.content = room, b""
+
+    def write(self, text: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = bytes(text)[: self.room]
+        self.room -= len(written)
+        self.content += written
+        return len(written)
+
+
+@pytest.mark.parametrize("room", [0, 30, 1000])
+def test_a_full_disk_ends_the_journal_and_not_the_serving(
+    tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    journal, disk = journal_at(str(path)), FullDisk(room)
+    journal._file.close()
+    journal._file = disk  # type: ignore[assignment]
+    served = fake_engine()[0].served
+    config = override(Config(), "server.port=0")
+    with ScorerServer(config, Engine(served, None, journal=str(path))) as server:
+        for _ in range(5):
+            server.rank(history=ITEMS[:1], history_times=[MONDAY], candidates=ITEMS[1:3])
+    assert [record.message.partition(" ends here")[0] for record in caplog.records] == [
+        "server.journal: /full/journal"
+    ]
+    path.write_bytes(disk.content)
+    assert len(list(read(path))) == disk.content.count(b"\n"), "what was written before can be read"
