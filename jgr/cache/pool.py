@@ -107,15 +107,23 @@ class StateView:
     """Cells of the pool as users' states, which have the same shapes for every user.
 
     state: their shapes and dtypes. like: a view of such states over the same pool, whose compiled programs are used.
+    catch_up: called before each write, since its cells may be of a page that another model gave up, whose copy to the
+    host is planned and not made yet (`HostTier.catch_up`).
     """
 
-    def __init__(self, pool: DevicePool, state: PyTree, like: StateView | None = None) -> None:
+    def __init__(
+        self,
+        pool: DevicePool,
+        state: PyTree,
+        like: StateView | None = None,
+        catch_up: Callable[[], None] = lambda: None,
+    ) -> None:
         leaves, self._tree = jax.tree.flatten(state)
         self._layout = BufferLayout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
         grains = -(-self._layout.size // ALIGNMENT)
         cells, each = pieces(grains, ALIGNMENT, pool.page_bytes)
         self.room = Room(each * ALIGNMENT, cells)
-        self.pool = pool
+        self.pool, self._catch_up = pool, catch_up
         self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
         self._programs: tuple[jax.stages.Compiled, jax.stages.Compiled] | None = None
         if like is not None and (like.pool, like._layout) == (pool, self._layout):
@@ -135,6 +143,7 @@ class StateView:
         write, _ = self.compile()
         cells = np.array(place.cells, np.int32)
         try:
+            self._catch_up()
             self.pool.write(lambda array: write(array, jax.tree.leaves(state), cells), place.epoch)
         except Exception:  # the pool has told the log; the state itself is as good as ever
             return False

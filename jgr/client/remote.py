@@ -135,7 +135,9 @@ class Client(Recommender):
             raise Unavailable("the client is closed", "unavailable")
         if self._process != os.getpid():
             # The parent asks over these connections too, and each would read the other's answers.
-            self._idle, self._process = deque(), os.getpid()
+            self._process = os.getpid()
+            while self._idle:
+                self._idle.pop().close()
         try:
             connection = self._idle.pop()
         except IndexError:

@@ -19,7 +19,7 @@ from jgr.cache.host import HostTier
 from jgr.cache.memory import Memory
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room, pieces
-from jgr.cache.pool import DevicePool, PoolLost
+from jgr.cache.pool import DevicePool, PoolLost, StateView
 from jgr.config import Config, ConfigError, override
 from jgr.models import words
 from jgr.models.words import Cells
@@ -118,6 +118,20 @@ def test_moves_of_a_lost_pool_are_not_made() -> None:
     pool.lose(0, ArithmeticError())
     tier.catch_up()
     assert not pool.read(np.asarray, 1).any()
+
+
+def test_a_state_is_written_after_what_leaves_its_cells_for_the_host() -> None:
+    pool = DevicePool(2, 1024)
+    tier, cells = HostTier(pool, 1), Cells.of(1024, 1024)
+    pool.write(plus_one, 0)
+    view = StateView(pool, jnp.zeros(256, jnp.float32), catch_up=tier.catch_up)
+    tier.plan([Move("to_host", "m", (1,), (0,))], cells, 0)
+    assert view.store(jnp.full(256, 2.5, jnp.float32), Stored((1,), 0, True))
+    tier.plan([Move("to_device", "m", (0,), (0,))], cells, 0)
+    tier.catch_up()
+    assert (pool.read(np.asarray, 0)[0] == 1).all()
+    state = view.load(Stored((1,), 0, False))
+    assert state is not None and (np.asarray(state) == 2.5).all()
 
 
 def test_models_divide_the_pool_by_their_shares() -> None:

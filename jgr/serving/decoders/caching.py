@@ -54,6 +54,11 @@ class Caching:
         """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
         for kind, pages in self.limits.items():
             self.meta.set_limit(kind, pages)
+        host = self.memory.host
+        if (
+            host is not None
+        ):  # now, for the next plan may be another model's, which takes the pages that became free
+            host.plan(self.meta.take_moves(), self.kv.cells, self.meta.epoch)
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:

@@ -98,7 +98,8 @@ def make_scorer_engine(
     memory = memory or Memory.of(config)
     states = cache = lease = None
     if settings.share_user == "cache":
-        states = StateView(memory.pool, programs.kept, None if like is None else like.states)
+        catch_up = {} if memory.host is None else {"catch_up": memory.host.catch_up}
+        states = StateView(memory.pool, programs.kept, None if like is None else like.states, **catch_up)
         lease = _lease(model, config, memory, states)
         if needs.dated:
             _log.warning(
