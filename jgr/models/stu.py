@@ -110,7 +110,7 @@ def describe(
 
 
 def _number(cfg: StuConfig, place: jax.Array) -> jax.Array:
-    """Of a place: the history counts on from the context, all of which has 0. At the history's end: of candidates."""
+    """The attention id of a place: 0 in the context, then one more for each event; candidates have that of the end."""
     return jnp.maximum(place - cfg.contextual + 1, 0) if cfg.contextual else place
 
 

@@ -137,7 +137,7 @@ def batch(case: Case) -> tuple[Tokens, int]:
 
 
 def _lengths(case: Case) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Of each plain prompt how many tokens are in the context, and how many are new."""
+    """For each plain prompt, how many tokens are in the context and how many are new."""
     whole = np.array([sum(n for _, n in packed[0]) for packed in case.shape["prompts"]], np.int32)
     known = np.minimum(whole, case.shape.get("cached", 0)).astype(np.int32)
     return known, whole - known

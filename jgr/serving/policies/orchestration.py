@@ -237,7 +237,7 @@ class Orchestrator(Policy[_Live]):
         return entry
 
     def _ready_by_ns(self, job: Job, now_ns: int) -> int | None:
-        """Of the time that the parts leave of the deadline, half is for what the job waits for."""
+        """Half of the time that the deadline leaves beside the parts is for what the job waits for."""
         if job.deadline_ns is None:
             return None
         parts_s = sum(self._costs[size] for size in self.parts(job.width, False)[1])
