@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+LARGEST = 1e15
+"""Above every number that a configuration can mean; sums and products of smaller ones stay finite."""
 
 
 class UserError(ValueError):
@@ -52,8 +54,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None or _fits(value, options[0])
     if isinstance(value, bool):
         return hint is bool
-    if hint is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+    if hint is float or hint is int:
+        return (
+            isinstance(value, int if hint is int else int | float) and abs(value) < LARGEST
+        )  # false for nan
     return isinstance(value, hint)
 
 
