@@ -6,6 +6,7 @@ from __future__ import annotations
 import types
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 1e15
@@ -43,8 +44,13 @@ def parse(text: str, hint: Any) -> Any:
     return words[text]
 
 
+def _too_large(value: Any) -> bool:
+    """Whether `value` is a finite number that no configuration can mean."""
+    return isinstance(value, int | float) and LARGEST <= abs(value) < inf
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether `value` has the type that `hint` states; numbers must be finite."""
+    """Whether `value` has the type that `hint` states; numbers must be finite and below `LARGEST`."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
         return value in options
@@ -82,6 +88,8 @@ def check(section: Any, **minimum: float) -> None:
     for name, hint in get_type_hints(type(section)).items():
         value = getattr(section, name)
         key = f"{place}.{name}" if place else name
+        # Said first: such a number has the right type, so "must be a finite number, not 1e+30" would be untrue.
+        require(not _too_large(value), f"{key} must be between -{LARGEST:g} and {LARGEST:g}")
         require(_fits(value, hint), f"{key} must be {describe(hint)}, not {value!r}")
         if name in minimum:
             require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
