@@ -45,8 +45,8 @@ class CatalogTables:
     wide_nodes, wide_bitmaps: per level, the nodes with many children (jgr.catalog.child_bitmaps).
     paths: [leaves, depth] int32, the node at depth 1..depth of each leaf.
     tokens: per level [V_l] int32, the model's token of each code.
-    head: per level [V_l, D], the output rows of those tokens, followed by rows of no code, as many as
-        constrained_topk.xla.columns wants.
+    head: per level [V_l, D], the output rows of those tokens, padded with rows of no code to the number that
+        constrained_topk.xla.columns gives.
     """
 
     offsets: tuple[Any, ...]
@@ -94,13 +94,13 @@ def catalog_tables(
         wider = [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)]
         return jnp.asarray(np.pad(x, wider, constant_values=fill))
 
-    tokens = [np.pad(t, (0, columns(len(t)) - len(t))) for t in level_tokens]  # what the head is padded to
+    tokens = [np.pad(t, (0, columns(len(t)) - len(t))) for t in level_tokens]  # as the head is padded
     sizes = [len(padded if growing else t) for padded, t in zip(tokens, level_tokens, strict=True)]
     wide = [wide_children(*level) for level in zip(tree.offsets, tree.codes, sizes, strict=True)]
     return CatalogTables(
         offsets=tuple(
             place(o, fill=o[-1], more=1) for o in tree.offsets
-        ),  # nodes that are none have no children
+        ),  # padding nodes, which have no children
         codes=tuple(place(c) for c in tree.codes),
         wide_nodes=tuple(place(nodes, fill=np.iinfo(np.int32).max) for nodes, _ in wide),
         wide_bitmaps=tuple(place(bitmaps) for _, bitmaps in wide),
@@ -111,7 +111,7 @@ def catalog_tables(
 
 
 class Filters(NamedTuple):
-    """What each request leaves of the catalog, as jgr.catalog.item_filters finds it.
+    """The part of the catalog that each request may be given, as jgr.catalog.item_filters finds it.
 
     children: [B, depth, E] int32, nodes of depth l + 1 that are listed at level l; parents: [B, depth, E] int32, the
     nodes above them; counts: [B, depth] int32, how many there are.
@@ -152,7 +152,7 @@ class Beams(NamedTuple):
 def _normalizer(
     params: GeneratorParams, cfg: GeneratorConfig, hidden: jax.Array, level: int, normalize: Normalize
 ) -> jax.Array | None:
-    """[..., D] -> [...] log-sum-exp over all tokens that may follow, legal or not, or None: the children's own."""
+    """Log-sum-exp [...] over all tokens of a level, legal or not, from hidden [..., D]. None: the children's own."""
     if normalize == "valid":
         return None
     return jax.nn.logsumexp(generator(cfg).next_logits(params, cfg, hidden, level)[0], axis=-1)
@@ -277,7 +277,7 @@ def score_leaves(
     cfg: GeneratorConfig,
     normalize: Normalize,
 ) -> jax.Array:
-    """Log-likelihood [B, C] of leaves [B, C] after a prompt given by what the generator's `begin` returns."""
+    """Log-likelihood [B, C] float32 of leaves [B, C] int32 after prompts that are read already, see `search`."""
     model = generator(cfg)
     batch, candidates = leaves.shape
     paths = tables.paths[jnp.clip(leaves, 0, tables.n_leaves - 1)]  # [B, C, depth]

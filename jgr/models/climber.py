@@ -6,17 +6,18 @@
     fusion         F = E + attention over the blocks of norm(E);  z = sum_k sigmoid(gate(vec(F)))_k * F_k
     score of t     sigmoid(tower_t(sum_e softmax(G_t z)_e expert_e(z)))
 
-k is the block, r the scenario of the request, E [N_b, D] what the candidate became at the end of each block. The bias
+k is the block, r the scenario of the request, E [N_b, D] the candidate's vector at the end of each block. The bias
 is of positions and times (MODEL-7), one table for each block and one to add for each scenario in it. Every candidate
 stands where the next event would, and sees a part's history and itself: scores depend on no other candidate, and the
-history's keys and values are computed once, by `read` (C = 0 in MODEL-14, M-FALCON's MODEL-13).
+history's keys and values are computed once, by `read` (MODEL-14 with C = 0, and M-FALCON's MODEL-13).
 
 A candidate is its item, its features, a vector of the scenario and one of the user's habits: how often each action was
 among the events. These two are not in MODEL-19. Scenarios differ in how often anything is clicked at all, which bias
-and temperature cannot tell, least of all where there is no history; and so do users, by more events than a block has.
+and temperature cannot express, least of all without a history. Users differ in that too, and it takes more events than
+a block has to tell how.
 
-Which events are whose: with `behaviours`, block k has the latest of those whose action has one of its bits. Where
-actions say nothing, block 0 has the latest S / N_b events, block 1 those before them, and so on: short-term and
+How events are divided: with `behaviours`, block k has the latest events whose action has one of the block's bits.
+Without them, block 0 has the latest S / N_b events, block 1 those before them, and so on: short-term and
 long-term interest; a short history leaves the later blocks to the candidate alone.
 
 Letters: B users, S = max_items, s = S / N_b places of a part, m candidates, L layers of a block, D hidden, H heads of
@@ -41,7 +42,7 @@ from jgr.models.params import Spec
 from jgr.ops.biased_attention import Bias, Places, spread
 
 _TEMPERATURE_WIDTH = 16
-_PRIOR = 20  # events that a user's habits are shrunk by
+_PRIOR = 20  # events of unknown action added to each user's, so that few events say little
 _ONE = math.log(math.e - 1)
 """The x with softplus(x) = 1, so that temperatures start at that of plain attention."""
 
@@ -49,7 +50,7 @@ _ONE = math.log(math.e - 1)
 class Feature(NamedTuple):
     """A feature of items: `width` numbers or categories.
 
-    rows: of the categories' embedding table; 0: it has numbers.
+    rows: how many rows the categories' embedding table has; 0: the values are numbers.
     """
 
     name: str
@@ -62,9 +63,9 @@ class ClimberConfig:
     """Architecture only.
 
     items: digest of the catalog whose rows the model embeds. max_items: S, a multiple of blocks. mlp: F. tasks: names
-    of what the scores are probabilities of. timed: whether the bias depends on times. actions: number of action bits.
-    behaviours: for each block the action bits of which an event must have one to be in its part, 0 for all events;
-    empty: parts are divided by the events' age.
+    of the outcomes that scores are probabilities of. timed: whether the bias depends on times. actions: number of
+    action bits. behaviours: for each block the action bits of which an event must have one to be in its part, 0 for
+    all events; empty: parts are divided by the events' age.
     """
 
     n_items: int
@@ -247,7 +248,7 @@ class _Parts(NamedTuple):
 
 
 def _divide(cfg: ClimberConfig, rows: jax.Array, actions: jax.Array, times: jax.Array) -> _Parts:
-    """[B, S] each into the blocks' own: those with its behaviour, or those of its age; the latest s of them."""
+    """Divide events, [B, S] each, into the blocks' parts: the latest s of a block's behaviour, or of its age."""
     batch, count = rows.shape
     block, there = jnp.arange(cfg.blocks)[:, None, None], rows >= 0
     if cfg.behaviours:
@@ -269,7 +270,7 @@ def _divide(cfg: ClimberConfig, rows: jax.Array, actions: jax.Array, times: jax.
 
 
 def _habits(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions: jax.Array) -> jax.Array:
-    """[B, D] of events [B, S]; see `Events`."""
+    """The vector [B, D] of each user's habits, from rows and actions [B, S] of `Events`."""
     there = (rows >= 0)[..., None]
     done = jnp.where(there, (actions[..., None] >> jnp.arange(cfg.actions)) & 1, 0).sum(axis=1)
     counts = jnp.concatenate([done, jnp.full_like(done[:, :1], _PRIOR)], axis=1)
@@ -278,7 +279,7 @@ def _habits(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions:
 
 
 def _events(params: ClimberParams, cfg: ClimberConfig, rows: jax.Array, actions: jax.Array) -> jax.Array:
-    """[..., D] of events; what stands in padding is of no effect."""
+    """The vectors [..., D] of events; those of padding have no effect."""
     x = params.embed[jnp.maximum(rows, 0)]
     if cfg.actions:
         bits = (actions[..., None] >> jnp.arange(cfg.actions)) & 1
@@ -294,7 +295,10 @@ def _asked(
     rows: jax.Array,
     features: Mapping[str, jax.Array],
 ) -> jax.Array:
-    """[N_b, B, m, D] of candidates. A feature of zeros adds nothing, nor does one that is not given. UserError."""
+    """The candidates' vectors [N_b, B, m, D]. A feature that is 0 or not given adds nothing.
+
+    Raises UserError for categories that are not whole numbers.
+    """
     x = params.embed[jnp.maximum(rows, 0)] + question[:, None]
     for feature in cfg.features:
         if feature.name not in features:
@@ -314,7 +318,7 @@ def _asked(
 
 
 def _tables(bases: Bases, scenario: jax.Array) -> Bias:
-    """As the op has them, [G, 1, entries]; entries of later keys are never read."""
+    """The bias tables as the op takes them, [G, 1, entries]; entries of later keys are never read."""
     near = bases.positions[:, None] + bases.of_positions[:, scenario]
     both = jnp.concatenate([near[..., ::-1], jnp.zeros_like(near[..., 1:])], axis=-1)
     times = None if bases.times is None else bases.times[:, None] + bases.of_times[:, scenario]
@@ -344,7 +348,8 @@ class Events(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The layers' inputs: x [N_b, B, s, D]; lengths, scale [G]; bias [G, 1, s, s], of_candidates [G, 1, 1, s + 1]."""
+    """The layers' inputs: x [N_b, B, s, D]; lengths, scale [G]; bias [G, 1, s, s], of_candidates [G, 1, 1, s + 1];
+    question [B, D]."""
 
     x: jax.Array
     lengths: jax.Array
@@ -401,8 +406,8 @@ def renew(
     parts, lengths = _groups(cfg, events)
     given = prepare(
         params, cfg, events
-    )  # of its bias nothing is read, so none of it is computed in a program
-    last = jnp.maximum(lengths - 1, 0)[:, None]  # an empty group's is never seen
+    )  # its bias is not used, so a program that is jitted does not compute any of it
+    last = jnp.maximum(lengths - 1, 0)[:, None]  # 0 in an empty group, where nothing sees it
     happened, _, asked = _places(cfg, parts, lengths, events.now)
     own = Places(*(jnp.take_along_axis(x, last, axis=1) for x in happened))  # type: ignore[arg-type]
     tables = _tables(params.bases, jnp.clip(events.scenario, 0, cfg.scenarios - 1))
@@ -423,8 +428,8 @@ def renew(
 def _places(
     cfg: ClimberConfig, parts: _Parts, lengths: jax.Array, asked: jax.Array
 ) -> tuple[Places, Places, Places]:
-    """The places of events [G, s] as keys; as queries, whose time is the next event's (MODEL-7); of candidates [G,
-    1]."""
+    """The places of events [G, s] as keys, and as queries, whose time is the next event's (MODEL-7); those of
+    candidates [G, 1]."""
     times, now = parts.times.reshape(len(lengths), -1), jnp.tile(asked, cfg.blocks)
     place = jnp.broadcast_to(jnp.arange(cfg.part), times.shape)
     if not cfg.timed:

@@ -33,7 +33,7 @@ class Climber(Protocol):
 
 class Work(NamedTuple):
     """The work for one user. In each block: tokens that are computed, visible pairs, and tokens whose keys and values
-    are read or stored (cached). candidates: how many get a fusion and heads."""
+    are read or stored (cached). candidates: how many pass through fusion and heads."""
 
     tokens: int
     pairs: int

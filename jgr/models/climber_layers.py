@@ -27,11 +27,11 @@ Build = Literal["op_by_op", "xla", "fused"]
 op_by_op: plain operations, not to be jitted: each is a program of its own, dispatched by the host. The layers' weights
     and a user's keys and values are tuples (`by_layer`).
 xla: the same operations, jitted: one program.
-fused: jitted, with the fused ops: on a GPU their kernels (FLAME-8, 9), on a CPU attention in blocks that fit its cache
-    and leave out what is not seen; a fused linear layer is there what XLA makes of the plain one.
+fused: jitted, with the fused ops. On a GPU these are kernels (FLAME-8, 9). On a CPU attention takes tiles that fit
+    its cache and leaves out the unseen ones, and a linear layer is what XLA makes of the plain one.
 """
 
-_MASKED = -1e30  # finite: no difference of two is not-a-number
+_MASKED = -1e30  # finite, since the difference of two infinities is not a number
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """An attention: (q [G, T, H, h], k and v [G, H, T, h] of the same tokens) -> [G, T, H, h]."""
 
@@ -87,8 +87,7 @@ def linear(
     activation: Activation = "none",
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """A linear layer for each block, activation(norm(x) w + bias) + residual: x [N_b, n, D], w [N_b, D, F] -> [N_b, n,
-    F].
+    """activation(norm(x) w + bias) + residual for each block: x [N_b, n, D], w [N_b, D, F] -> [N_b, n, F].
 
     norm: its scale minus 1, and its shift.
     """
@@ -155,7 +154,7 @@ def _attend_to_history(build: Build, lengths: jax.Array, bias: jax.Array, scale:
         return fused
     place = jnp.arange(bias.shape[-1])
     earlier = (place < place[:, None]) & (place < lengths[:, None, None, None])
-    seen = earlier | (place == place[:, None])  # padding sees itself: what is finite stays so
+    seen = earlier | (place == place[:, None])  # padding sees itself, so that its softmax stays finite
     bias, scale = jnp.where(seen, bias, _MASKED), scale[:, None, None, None]
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -174,7 +173,7 @@ def history_layers(
     bias: jax.Array,
     scale: jax.Array,
 ) -> tuple[Any, Any]:
-    """Keys and values [L, G, H, s, h] of histories h [N_b, B, s, D], each row of which sees itself and those before.
+    """Keys and values [L, G, H, s, h] of histories h [N_b, B, s, D]; each event sees itself and those before it.
 
     layers: Layer; for op_by_op a tuple of them, and so are keys and values. lengths: [G] int32. bias: [G, 1, s, s]
     float32. scale: [G] float32, 1 / temperature.
@@ -191,7 +190,7 @@ def history_layers(
 def _attend_to_user(
     build: Build, lengths: jax.Array, bias: jax.Array, scale: jax.Array
 ) -> Callable[[jax.Array, jax.Array], Attend]:
-    """(k, v) -> attend; k and v of the history."""
+    """A function from k and v of the history to the attention of its candidates."""
     if build == "fused":
 
         def fused(cached_k: jax.Array, cached_v: jax.Array) -> Attend:
@@ -233,9 +232,9 @@ def candidate_layers(
     bias: jax.Array,
     scale: jax.Array,
 ) -> tuple[jax.Array, tuple[Any, Any]]:
-    """The layers' output for candidates h, [N_b, B, m, D], each of which sees the history and itself, and their own
-    keys and values.
+    """The layers' output for candidates h [N_b, B, m, D], and the candidates' own keys and values.
 
+    Each candidate sees the history and itself.
     k, v: from `history_layers`. bias: [G, 1, 1, s + 1], the last entry for the candidate itself. For the other
     arguments see `history_layers`.
     """

@@ -35,8 +35,8 @@ from jgr.ops.segment_attention.visibility import spell_out
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
-"""On CPUs, at least so many prompts of so many tokens are read one after the other: one's activations stay in the
-caches, those of a batch do not, and so many tokens fill every core's matmul by themselves."""
+"""From so many prompts of so many tokens on, a CPU reads prompts one after the other: the activations of one stay in
+the caches, those of a batch do not, and one such prompt keeps every core busy by itself."""
 
 Family = Literal["qwen2", "qwen3", "llama"]
 
@@ -81,7 +81,7 @@ class DecoderConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerParams:
-    """Leading axis L on every leaf; the optional ones are None in families that lack them."""
+    """The weights of all layers, with leading axis L on every leaf. Those that a family lacks are None."""
 
     attention_norm: Any  # [L, D]: scale of the norm before attention
     wq: Any  # [L, D, H * d]: projection to queries
@@ -250,8 +250,8 @@ class Prefill(NamedTuple):
 class CachedKV(NamedTuple):
     """Keys and values of earlier tokens.
 
-    tokens: what they are part of, [B, C] each. of_layer: from a layer's number to its k and v, [B, K, C, d] each. A
-    layer is read when it is computed, so that layers that are not computed are not copied.
+    tokens: their segments, [B, C] each. of_layer: from a layer's number to its k and v, [B, K, C, d] each. A layer is
+    read when it is computed, so that layers that are not computed are not copied.
     """
 
     tokens: Tokens
@@ -292,7 +292,7 @@ def prefill(
             prompts. Prompts made of segments have no gradients, except with attention="reference" or another form
             that has them.
         before: cached tokens of the same requests, which the new ones see as the layout says.
-        seen_by: [B, T] int32, for each token another request that sees it as well as its own; below 0 for none.
+        seen_by: [B, T] int32, for each token a request that sees it besides its own; below 0 for none.
             Needs segments.
         layers: the layers to run, without gradients; default all. The result has these layers only.
         hidden: [B, T, D], the input of the first of them; default the tokens' embeddings.
@@ -329,7 +329,7 @@ def prefill(
         return narrowed(h, xs, of_read, jax.tree.map(of_read, spelt), spelt if seen is None else seen)
 
     def of_read(x: Any) -> Any:
-        """[B, T, ...] -> [B, P, ...]; what is not an array of tokens stays."""
+        """[B, T, ...] -> [B, P, ...]; a Layout stays as it is."""
         return x if isinstance(x, Layout) else jax.vmap(lambda row, at: row[at])(x, read)
 
     def narrowed(
@@ -339,7 +339,7 @@ def prefill(
         queries: Tokens | Causal,
         of_keys: Tokens | None,
     ) -> tuple[jax.Array, Any]:
-        """A layer for those of h that `asked` leaves, which are the queries."""
+        """A layer whose queries are those tokens of h that `asked` keeps."""
         layer, layer_keys, number = xs
         context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
@@ -436,7 +436,7 @@ def logits(params: DecoderParams, hidden: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """A prompt and what follows it: ContextKV, lengths [B], `decode`'s start, and the beams' own."""
+    """A prompt and what follows it: ContextKV, lengths [B], `decode`'s start, and the BeamKV of generated tokens."""
 
     context: ContextKV
     lengths: jax.Array

@@ -25,7 +25,7 @@ from jgr.models.params import PyTree, split_layers
 from jgr.ops.dispatch import target_platform
 
 GeneratorConfig = DecoderConfig | LazyConfig
-"""Each has family, vocab_size, hidden, layers, and max_position: the most tokens of a prompt with an item."""
+"""Each has family, vocab_size, hidden, layers, and max_position: the most tokens of a prompt and an item together."""
 GeneratorParams = DecoderParams | LazyParams
 """Each has output_rows [V, D]: the output row of each token, whichever level it belongs to."""
 
@@ -47,13 +47,13 @@ class Generator(Protocol):
     ) -> tuple[jax.Array, Any]:
         """The s-th generated token [B, W] int32 of every beam -> hidden [B, W, D], and the state of s + 1 tokens.
 
-        ancestors: [B, s + 1, W] int32, in which row each of a beam's tokens was given; the last is the beam itself.
+        ancestors: [B, s + 1, W] int32, the row in which each token of a beam was computed; the last is the beam's own.
         """
 
     def next_logits(self, params: Any, cfg: Any, hidden: jax.Array, level: int) -> tuple[jax.Array, int]:
-        """[..., D] -> the logits [..., V'] float32 of all tokens that the model may give at a level, and the first.
+        """The logits [..., V'] float32 of all tokens that the model may give at a level, and the first of these tokens.
 
-        The tokens are first, first + 1, ...
+        hidden: [..., D]. The tokens are first, first + 1, ...
         """
 
     def misfit(self, cfg: Any, prompt: PromptConfig, level_tokens: Sequence[npt.NDArray[np.int32]]) -> str:

@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "partial_rotary_factor": (1.0, 1, None),
 }
-# attention_bias is fixed by the family: Qwen2 has it on q, k, v without a field, the others only when false.
+# attention_bias follows from the family: Qwen2 has biases on q, k, v and no such field; the others must have it false.
 
 # our LayerParams field -> (name under model.layers.{i}., stored transposed)
 _LAYER_KEYS: dict[str, tuple[str, bool]] = {

@@ -8,8 +8,8 @@
     bias_ij = positions[N - 1 + j - i] + times[bucket(t_{i+1} - t_j)]
 
 N belongs to the checkpoint, never to the shape of a call: the weights are not normalised, so another N is another
-model. Norms have no parameters. A row's bias depends on the time of the *next* event, for the last row the time at
-which it is asked; so of a cached history the newest row is computed again when it grows, and all others are final.
+model. Norms have no parameters. A row's bias depends on the time of the *next* event, the last row's on the time of the
+request; so when a cached history grows, its newest row is computed again, and all others are final.
 
 Letters: B batch, S = max_items places of a history, N length, n items of the catalog, m new events, L layers, D hidden,
 H heads, a and b width of a query and of a value.
@@ -34,7 +34,7 @@ from jgr.prompt.layouts import Kind, Tokens
 
 NAME = "HSTU"
 EXTRA_POSITIONS = 11
-"""N minus max_items in the authors' code: positions for ten events that it may generate, and for the target."""
+"""N minus max_items in the authors' code: positions for ten events that the model may generate, and for the target."""
 BUCKETS = 129
 """Buckets of times; the last one is for everything longer ago."""
 
@@ -66,7 +66,7 @@ class HstuConfig:
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> HstuConfig:
-        """The HSTU that a TrainConfig describes; kv_heads, head_dim and mlp say nothing to it. ConfigError."""
+        """The HSTU that a TrainConfig describes; kv_heads, head_dim and mlp are not read. Raises ConfigError."""
         if train.hidden % train.heads:
             raise ConfigError(
                 f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for hstu"
@@ -83,7 +83,7 @@ class HstuConfig:
 
     @property
     def gated(self) -> int:
-        """Vectors of H b that W_o is given."""
+        """How many vectors of H b numbers W_o takes."""
         return 3 if self.concat_ua else 1
 
 
@@ -111,7 +111,7 @@ class HstuParams:
 
 
 def spec(cfg: HstuConfig) -> HstuParams:
-    """The declaration of every parameter; the authors' scales."""
+    """The declaration of every parameter, with the authors' scales."""
     n, hidden, values = cfg.layers, cfg.hidden, cfg.heads * cfg.v_dim
     gated = cfg.gated * values
     layers = HstuLayer(
@@ -151,7 +151,7 @@ def split_uvqk(x: jax.Array, heads: int, qk_dim: int, v_dim: int) -> tuple[jax.A
 
 
 def _embed(params: HstuParams, cfg: HstuConfig, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """[B, T, D] of rows [B, T], at places [B or 1, T]; zeros where there is no row."""
+    """Embed rows [B, T] at places [B or 1, T]: [B, T, D], zeros where there is no row."""
     x = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[places]
     return jnp.where(rows[..., None] >= 0, x, 0.0)
 
@@ -163,7 +163,7 @@ def _layer(
     attend: Callable[[jax.Array, jax.Array, jax.Array, Bias | None], jax.Array],
     drop: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """[B, T, D]. attend(q, k, v, bias) -> [B, T, H, b], the attention of these rows."""
+    """The output [B, T, D] of one layer for its input h. attend(q, k, v, bias) -> [B, T, H, b]."""
     x = dense(standard(h), layer.uvqk)
     u, v, q, k = split_uvqk(jax.nn.silu(x) if cfg.activated else x, cfg.heads, cfg.qk_dim, cfg.v_dim)
     bias = None if cfg.bias == "none" else Bias(layer.positions, layer.times)
@@ -201,7 +201,7 @@ def _blocks(
     *,
     keep: bool,
 ) -> tuple[jax.Array, Any]:
-    """As `blocks`, and where `keep` the keys and values, [L, B, H, T, a and b]."""
+    """As `blocks`; with `keep` also the keys [L, B, H, T, a] and the values [L, B, H, T, b]."""
     if cfg.timed and times is None:
         raise ValueError("this HSTU's bias depends on times: they must be given")
     seen: list[tuple[jax.Array, jax.Array]] = []
@@ -234,11 +234,11 @@ def encode(
     dropout: Dropout | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The query vectors, [B, T, D] of length 1: at each position, for the next item after those up to it.
+    """The query vectors, [B, T, D] of length 1: at each position, what is looked for after the items up to it.
 
-    rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 seconds where cfg.timed, of each event from an
-    origin of the history's own, and behind the last one of the event that is asked for. dropout: (x, key) -> x on the
-    embedding and on what W_o is given; needs key. key: for training, which has gradients.
+    rows: [B, T] int32, T <= S, -1 on the right. times: [B, T + 1] int32 where cfg.timed: the seconds of each event from
+    an origin of the history's own, and after the last event the time that is asked for. dropout: (x, key) -> x on the
+    embedding and on W_o's input; needs key. key: for training, which has gradients.
     """
     keys = None if key is None else jax.random.split(key, cfg.layers + 1)
     h = _embed(params, cfg, rows, jnp.arange(rows.shape[1])[None])
@@ -301,10 +301,10 @@ def extend(
     is computed again: its bias held the time of the last request, and now holds the time of the event that came. All
     others are final.
 
-    rows: [B, m] int32 new events, -1 on the right, as many of each user as come; none at all asks again. times:
+    rows: [B, m] int32 new events, -1 on the right, any number for each user; none: ask again at another time. times:
     [B, m + 1] int32 where cfg.timed, as of `encode`. Raises WindowSlides where a user would have more than S events:
     positions count from the start of the window, so a window that slides changes every row. Begin again from `empty`
-    with the latest events, fewer than S of them, that it may grow.
+    with the latest events, fewer than S of them, so that the history can grow.
     """
     counts = (history.rows >= 0).sum(axis=1) + (rows >= 0).sum(axis=1)
     if counts.size and int(counts.max()) > cfg.max_items:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of Meta's generative-recommenders: HSTU's research form (MODEL-9).
 
-They are published as files of torch.save, which hold Python objects and are not read here. Written again as arrays,
+They are published as files of torch.save, which hold Python objects and are not read here. Write their arrays again,
 
     state = torch.load(path, map_location="cpu")["model_state_dict"]
     numpy.savez("hstu.npz", **{name: x.float().numpy() for name, x in state.items()})
 
-or by safetensors, the same keys in front of which `module.` may stand. Keys that are missing, unexpected or of another
-shape are an error that names them.
+or with safetensors. `module.` may stand in front of every key. Keys that are missing, unexpected or of another shape
+are an error that names them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MASK = "_attn_mask"  # a buffer; what it says follows from N
 
 
 def read_state(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a .npz or .safetensors file by their keys, without `module.` in front. CheckpointError."""
+    """The arrays of a .npz or .safetensors file by their keys, without `module.` in front. Raises CheckpointError."""
     try:
         if path.suffix == ".safetensors":
             state = load_file(path)
@@ -60,10 +60,10 @@ def read_state(path: Path) -> dict[str, npt.NDArray[Any]]:
 def research(
     state: State, item_ids: Sequence[str], items: str, *, heads: int, concat_ua: bool = False
 ) -> tuple[HstuConfig, HstuParams]:
-    """HSTU's research form for a catalog of these items; sizes are read from the shapes. CheckpointError.
+    """HSTU's research form for a catalog of these items; sizes are read from the shapes. Raises CheckpointError.
 
-    item_ids: [n] decimal ids, each the row of the checkpoint's item table that embeds it, as MovieLens' are; row 0 is
-    padding. items: their digest. heads and concat_ua: not to be seen from the shapes.
+    item_ids: [n] decimal ids; as in MovieLens, an id is the number of its row in the checkpoint's item table, and
+    row 0 is padding. items: their digest. heads, concat_ua: the caller states them, since no shape shows them.
     """
     found = {name: x for name, x in state.items() if not name.endswith(_MASK)}
     layers = _count(found, _LAYER)

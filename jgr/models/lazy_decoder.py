@@ -8,11 +8,12 @@
     per layer:  h += o(attention(q, k, v));   h += causal self-attention;   h += mlp  (each on an rmsnorm of h)
     logits of level l = rmsnorm_l(h at place l) . the level's own output rows
 
-The mlp is silu(gate) * up -> down, after the first blocks a mixture of such: `experts_active` of them, weighted by the
-softmax of their router scores, and a shared one. Every expert is computed for every token and weighted by 0 where it
-was not chosen: exact, and no slower while all experts' weights have to be read for a batch of beams anyway. What the
-paper leaves open: the features (OneRec has watch times, authors and the like; here a history is its semantic ids), that
-positions count from the newest item, and no rotary angles: a token's level says where it stands.
+The mlp is silu(gate) * up -> down. After the first blocks it is a mixture of such: `experts_active` of them, weighted
+by the softmax of their router scores, and a shared one. Every expert is computed for every token and weighted by 0
+where it was not chosen: exact, and no slower while all experts' weights have to be read for a batch of beams anyway.
+What the paper leaves open is chosen here: the features (OneRec has watch times, authors and the like; ours are an
+item's semantic id), positions that count from the newest item, and no rotary angles, since a token's level says where
+it stands.
 
 In generation the history is the shared stage of attention: keys and values that all beams of a request, and all layers,
 read. The other stage is the self-attention over bos, which beams share too, and the beam's own tokens, at most
@@ -61,8 +62,8 @@ class LazyConfig:
     mlp: int
     norm_eps: float = 1e-6
     context_heads: int = 1  # G
-    context_layers: int = 1  # C, different keys among the layers
-    context_parts: int = 1  # S: 1, values are the keys; 2, they are not
+    context_layers: int = 1  # C: how many different keys the layers share
+    context_parts: int = 1  # S; 1: values are the keys, 2: they are not
     experts: int = 0  # routed ones; 0: every mlp is a plain one
     experts_active: int = 3
     expert_mlp: int = 0
@@ -209,7 +210,7 @@ class State(NamedTuple):
 
 
 def read_history(params: LazyParams, cfg: LazyConfig, tokens: jax.Array, lengths: jax.Array) -> Context:
-    """Prompts [B, depth * T] int32, right padded, of lengths [B] tokens, to what the layers attend to.
+    """Turn prompts [B, depth * T] int32, right padded, of lengths [B] tokens, into what the layers attend to.
 
     Tokens beyond the last whole item are not read.
     """
@@ -231,7 +232,7 @@ def _mlp(mlp: Mlp, x: jax.Array) -> jax.Array:
 
 
 def _mixture(experts: Experts, active: int, x: jax.Array) -> jax.Array:
-    """[B, X, D] -> [B, X, D]."""
+    """The chosen experts' weighted sum and the shared one, for x [B, X, D]: [B, X, D]."""
     scores = jnp.einsum("bxd,de->bxe", x, experts.router, preferred_element_type=jnp.float32)
     best, chosen = jax.lax.top_k(scores, active)
     shares = jax.nn.one_hot(chosen, scores.shape[-1]) * jax.nn.softmax(best)[..., None]
@@ -244,7 +245,7 @@ def _mixture(experts: Experts, active: int, x: jax.Array) -> jax.Array:
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """A self-attention of one layer: (q [B, X, H, d], k and v [B, X, K, d] of the new places, given) -> (out, left).
 
-given: the layer's part of what the blocks are given. left: what they return of the layer.
+given: the layer's part of `brought`, see `_blocks`. left: the layer's part of what `_blocks` returns beside h.
 """
 
 
@@ -260,7 +261,7 @@ def _blocks(
     keys: jax.Array | None = None,
     attention: str = "auto",
 ) -> tuple[jax.Array, Any]:
-    """Every block on h [B, X, D]; brought, and what is returned beside h: of each layer, leading axis L."""
+    """Run every block on h [B, X, D]. brought, and what is returned beside h: a part for each layer, leading axis L."""
     batch, places, _ = h.shape
     items = context.k.shape[3]
     # One segment in which every query comes after every key.
@@ -350,7 +351,7 @@ def forward(
     key: jax.Array | None = None,
     attention: str = "reference",
 ) -> jax.Array:
-    """For training: given items [B, depth] int32 after prompts, all levels at once. Hidden [B, depth, D].
+    """For training: the hidden states [B, depth, D] of all levels of targets, items [B, depth] int32 after prompts.
 
     dropout: (x, key) -> x on the embeddings and on what each part of a block adds; needs key. attention: the default
     is the form with gradients.

@@ -46,14 +46,14 @@ class LruRecConfig:
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> LruRecConfig:
-        """The LRURec that a TrainConfig describes; the fields about heads say nothing to it."""
+        """The LRURec that a TrainConfig describes; the fields about heads are not read."""
         return cls(n_items, train.max_items, train.hidden, train.layers, train.mlp, items)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LruRecLayer:
-    """Leading axis L on every leaf; norms are (scale, bias). nu and theta are stored minus their start values."""
+    """Leading axis L on every leaf; norms: (scale minus 1, bias). nu and theta are stored minus their start values."""
 
     nu: Any  # [L, 1, S]: log of the decay of each state, see `_start`
     theta: Any  # [L, 1, S]: log of its angle

@@ -41,14 +41,14 @@ _log = logging.getLogger(__name__)
 
 
 class CatalogReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """path: a file of the folder. version: the catalog's content hash."""
+    """The catalog of a model folder. path: a file of the folder. version: the catalog's content hash."""
 
     path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z")] = CATALOG
     version: str
 
 
 class DatasetReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What the model learnt from, as config.data. version: SHA-256 of a prepared dataset's manifest, else null."""
+    """The model's training data, as config.data. version: SHA-256 of a prepared dataset's manifest, else null."""
 
     kind: str
     path: str = ""
@@ -56,7 +56,10 @@ class DatasetReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class Manifest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """settings: sections of the configuration. metrics: what the training reached, by name; empty for a conversion."""
+    """The content of serving.json.
+
+    settings: sections of the configuration. metrics: what the training reached, by name; empty for a conversion.
+    """
 
     schema: int = SCHEMA
     settings: dict[str, dict[str, Any]]
@@ -66,7 +69,10 @@ class Manifest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 def write(folder: Path, config: Config, catalog: Catalog, metrics: Mapping[str, float] | None = None) -> None:
-    """Write the manifest of a folder that holds `catalog` as catalog.jsonl. metrics: of a training on config.data."""
+    """Write the manifest of a folder that holds `catalog` as catalog.jsonl.
+
+    metrics: what a training on config.data reached; None for a conversion.
+    """
     settings = {
         name: {
             field: value for field, value in section.items() if field not in _OF_THE_MACHINE.get(name, set())

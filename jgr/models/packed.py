@@ -2,17 +2,16 @@
 """Several prompts in one row, part of whose keys and values stand in a pool (BAT-4, BAT-5, BAT-14).
 
     rank:       new tokens and cached ones -> the score of every candidate, and the new tokens' KV
-    recommend:  the same -> each prompt's ContextKV, put together of both -> beam search
+    recommend:  the same -> each prompt's ContextKV, put together from both -> beam search
     write:      new tokens' KV into cells of the pool, in place
 
-The pool is one array [pages, words] uint32 that other models use too. An entry has any cells of it, each of some tokens
-and stored layer by layer: [layer, token, 2, K, d] (`KVCells`). So all of a cell's layers from one to another are one
-run, and a program reads just the layer that it computes. Reading programs are lent the pool, writing ones own it
-(donation) and return it.
+The pool is one array [pages, words] uint32 that other models use too. An entry has any of its cells. A cell holds some
+tokens, layer by layer: [layer, token, 2, K, d] (`KVCells`). So consecutive layers of a cell are one run, and a program
+reads just the layer that it computes. Reading programs are lent the pool, writing ones own it (donation) and return it.
 
-Repaired item tokens (BAT-15) are rows of their own, in a request in which every item token sees the items before its
-own. An item that is not cached is computed alone all the same: as a request of its own, whose tokens the real
-one sees too (`Row.seen_by`), but for those that are repaired. With a `RepairChoice` the program chooses which are.
+A repaired item token (BAT-15) has a row of its own, in the real request, where it sees the items before its own. An
+item that is not cached is computed alone all the same, as a request of its own: the real request sees its tokens too
+(`Row.seen_by`), except for those that are repaired. With a `RepairChoice` the program chooses which are.
 
 Letters: R requests, T new tokens, C cached tokens, M candidates, S longest prompt, L layers, K key/value heads, d head
 size, P parts of a cell.
@@ -36,7 +35,7 @@ from jgr.models.words import Cells
 from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
-"""A request number above all others; what nobody asked for is sorted there."""
+"""A request number above all others, by which tokens of no request are sorted to the end."""
 
 
 class RepairChoice(NamedTuple):
@@ -82,11 +81,11 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class KVCells:
-    """How a decoder's keys and values stand in the pool: cells of `tokens` tokens and `layers` layers, as many as all
-    layers need (P = `parts`), so that a cell is never larger than a page.
+    """How a decoder's keys and values stand in the pool: in cells of `tokens` tokens and `layers` layers each, so that
+    a cell is never larger than a page. All layers of a token need P = `parts` cells.
 
     run: 32-bit words of a token in a layer. A token has a slot in each part: the cell's number * tokens + its place
-    there.
+    in the cell.
     """
 
     dtype: str
@@ -112,8 +111,8 @@ class KVCells:
 def _read(
     pool: jax.Array, slots: jax.Array, real: jax.Array, layer: jax.Array, kv: KVCells, cfg: DecoderConfig
 ) -> jax.Array:
-    """[..., 2, K, d]: one layer of the tokens in slots [..., P]; 0 where a token is not real [...], for
-    there another model's words may stand, which may be no numbers at all."""
+    """One layer [..., 2, K, d] of the tokens in slots [..., P]; 0 where a token is not real [...]: there may be
+    another model's words, which may be no numbers at all."""
     found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
     found = found.reshape(*slots.shape[:-1], 2, cfg.kv_heads, cfg.head_dim)
     return jnp.where(real[..., None, None, None], found, 0)
@@ -122,7 +121,7 @@ def _read(
 def _forward(
     params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig, kv: KVCells
 ) -> tuple[jax.Array, ContextKV]:
-    """Hidden states [P, D] of the new tokens at read [P], and the KV [L, 1, K, T, d] of all of them."""
+    """Hidden states [N, D] of the new tokens at places read [N], and the KV [L, 1, K, T, d] of all new tokens."""
     if row.choice is not None:
         return _forward_with_choice(params, pool, row, row.choice, read, cfg, kv)
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
@@ -173,11 +172,11 @@ def _forward_with_choice(
 ) -> tuple[jax.Array, ContextKV]:
     """PIC-3 with one check layer: all item tokens go through the first layer, the chosen ones through the others too.
 
-    The first layer's keys and values hang on token and position only, so that nothing is repaired in it.
+    The first layer's keys and values depend on token and position only, so nothing is repaired in it.
     """
     first, others = slice(1), slice(1, None)
     alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
-    # Every item token once, the cached ones first, in the real request: as in the causal order.
+    # Every item token once, the cached ones first, in the real request, where each sees the items before its own.
     joined = zip(row.cached, row.described._replace(request=row.seen_by), strict=True)
     items = Tokens(*(jnp.concatenate(pair) for pair in joined))
     items = items._replace(request=jnp.where(items.kind == Kind.ITEM, items.request, -1))
@@ -217,7 +216,7 @@ def _forward_with_choice(
 
 
 def _with_repairs(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -> Row:
-    """The row with the chosen of the items [C + T] in their places [T], which nobody else sees any more."""
+    """The row with the chosen of the item tokens [C + T] in their places [T]; nobody sees the unrepaired ones."""
     cached = len(row.slots)
     none = jnp.zeros(len(items.request), bool)
     replaced = none.at[jnp.where(picked, chosen, len(none))].set(True, mode="drop")

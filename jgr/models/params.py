@@ -82,7 +82,7 @@ def over_layers(
     which: slice = slice(None),
     last: Step | None = None,
 ) -> tuple[jax.Array, PyTree]:
-    """Run step(h, (layer, *of beside)) -> (h, left) for layer after layer; the last h, and every `left`, stacked.
+    """Run step(h, (layer, *of beside)) -> (h, left) layer after layer: gives the last h, and every `left`, stacked.
 
     layers: a stack, which is scanned, or a tuple of layers, for which the loop is unrolled.
     beside: arrays whose leading axis is the layers, or None.
@@ -101,7 +101,7 @@ def over_layers(
 
         h, left = jax.lax.scan(
             by_number, h, jnp.asarray(numbers[:scanned])
-        )  # a part of a stack would be copied
+        )  # scanning a slice of a stack would copy it
         stacks.append(left)
     traced_once = jax.jit(step)  # tracing a layer takes longer than compiling it
     for number in numbers[scanned:]:

@@ -83,12 +83,12 @@ def retriever(cfg: RetrieverConfig) -> Retriever:
 
 
 def items_digest(item_ids: Sequence[str]) -> str:
-    """First 16 hex digits of the sha256 over the item ids in row order: equal for catalogs of other semantic ids."""
+    """First 16 hex digits of the sha256 over the item ids in row order; semantic ids do not change it."""
     return hashlib.sha256(json.dumps(item_ids).encode()).hexdigest()[:16]
 
 
 def make_config(train: TrainConfig, item_ids: Sequence[str]) -> RetrieverConfig:
-    """The retriever that a TrainConfig describes, for a catalog. train.model: one of MODELS. ConfigError."""
+    """The retriever that a TrainConfig describes, for a catalog. train.model: one of MODELS. Raises ConfigError."""
     return _CONFIGS[train.model].of(train, len(item_ids), items_digest(item_ids))
 
 

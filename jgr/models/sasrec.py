@@ -44,7 +44,7 @@ class SasrecConfig:
 
     @classmethod
     def of(cls, train: TrainConfig, n_items: int, items: str) -> SasrecConfig:
-        """The SASRec that a TrainConfig describes; kv_heads and head_dim say nothing to it. ConfigError."""
+        """The SASRec that a TrainConfig describes; kv_heads and head_dim are not read. Raises ConfigError."""
         if train.hidden % train.heads:
             raise ConfigError(
                 f"train.hidden ({train.hidden}) must be a multiple of train.heads ({train.heads}) for sasrec"
@@ -55,7 +55,7 @@ class SasrecConfig:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SasrecLayer:
-    """Leading axis L on every leaf; norms are (scale, bias)."""
+    """The weights of all layers, with leading axis L on every leaf. Norms are (scale minus 1, bias)."""
 
     attention_norm: Any  # [L, 2, D]: norm before attention
     wq: Any  # [L, D, D]: projection to queries

@@ -3,12 +3,12 @@
 found.
 
 The one idea: `read` turns a user into a state whose shapes depend on the config alone, and `score` needs that state and
-the candidates. So the state may be computed once for all parts of a request, or kept between requests, and which of
-them was done cannot change a score; nor can the other candidates (MODEL-13).
+the candidates. So the state may be computed once for all parts of a request, or kept between requests. Scores do not
+depend on which of these was done, nor on the other candidates (MODEL-13).
 
 What is kept of a user between requests does not depend on when the user asks, wherever the model allows that
-(`keeping`): what the moment does change is computed again for each request. Where a user's events do not depend on
-later ones, what is kept can also take further events (`growing`, MODEL-14), at their cost alone.
+(`keeping`); the rest is computed again for each request. Where a user's events do not depend on later ones, what is
+kept can also take further events (`growing`, MODEL-14), at their cost alone.
 
 Letters: B users, S = max_items places of a history, C contextual slots, m candidates, P tasks.
 """
@@ -83,7 +83,7 @@ class Needs:
 
 
 class Scorer(Protocol):
-    """The functions of a family of scorers; cfg.items is the digest of the catalog whose rows it knows."""
+    """The functions of a family of scorers; cfg.items is the digest of the catalog whose rows the model embeds."""
 
     def spec(self, cfg: Any) -> PyTree:
         """The declaration of every parameter."""
@@ -94,7 +94,7 @@ class Scorer(Protocol):
     def read(self, params: Any, cfg: Any, users: Users) -> PyTree:
         """Compute the users' state, from which `score` scores candidates at `now`.
 
-        Its leaves' shapes hang on cfg and B only.
+        Its leaves' shapes depend on cfg and B only.
         """
 
     def score(self, params: Any, cfg: Any, state: Any, candidates: Candidates) -> jax.Array:
@@ -319,7 +319,7 @@ def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candida
 def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
     """How a scorer's users are kept where a part of their state depends on `now`.
 
-    None: a state of `read` is kept as it is, since none of it does, or all that is worth keeping (`Needs.dated`).
+    None: what `read` gives is kept as it is: none of it depends on `now`, or all that is worth keeping (`Needs.dated`).
     """
     if isinstance(cfg, HstuConfig) and cfg.timed:
         return _GrowingHstu()

@@ -2,9 +2,9 @@
 """The models that xGR was measured with, by name: architectures for work on speed, with weights drawn at random.
 
 Qwen3's are as published, its vocabulary followed by OpenOneRec's tokens (MODEL-23). OneRec-V2's hidden size, layers
-and heads are the paper's (MODEL-22), which leaves open the inner width of a plain mlp and the number of key/value
-heads: 4 times the hidden size, with which all sizes come to the parameters that they are named after, one head for the
-context, and as many as there are query heads for the self-attention.
+and heads are the paper's (MODEL-22). What the paper leaves open is chosen here: a plain mlp is 4 times as wide as the
+hidden size, with which each model has as many parameters as its name says; the context has one key/value head, and the
+self-attention as many as query heads.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _EVERYTHING = 2**30
 class StuConfig:
     """Architecture only. length: N. contextual: slots in front of the history.
 
-    max_attention: how many numbers back a row sees, 0: all. The last `full_rows` of the history see all, and where
+    max_attention: how many events back a row sees, 0: all. The last `full_rows` of the history see all, and where
     there are such rows, candidates too. group_norm: whether norm' is taken over each head, with one scale and bias
     each.
     """
@@ -52,7 +52,7 @@ class StuConfig:
 
     @property
     def gated(self) -> int:
-        """Vectors of H b that W_o is given."""
+        """How many vectors of H b numbers W_o takes."""
         return 3
 
 
@@ -115,7 +115,7 @@ def _number(cfg: StuConfig, place: jax.Array) -> jax.Array:
 
 
 def window(cfg: StuConfig, tokens: Tokens, history_ends: jax.Array) -> jax.Array | None:
-    """[B, T] int32: how many numbers back a row sees; None: all rows see everything. Arguments as of `describe`."""
+    """[B, T] int32: how many events back a row sees; None: all rows see everything. Arguments as of `describe`."""
     if not cfg.max_attention:
         return None
     narrow = jnp.full_like(tokens.order, cfg.max_attention)
@@ -138,8 +138,8 @@ def layers(
 ) -> tuple[jax.Array, Past]:
     """The stack over rows h [B, T, D] that `describe` describes: [B, T, D], and their keys and values.
 
-    history_ends: [B] int32, as for `describe`. past: the rows before, computed with the same history; what is computed
-    here is then what one pass over all would give, whatever its padding. Padding has no effect and no meaning.
+    history_ends: [B] int32, as for `describe`. past: the rows before, computed with the same history: the result is
+    then that of one pass over all rows. Rows of padding have no effect, and their results no meaning.
     """
     reach = window(cfg, tokens, history_ends)
 

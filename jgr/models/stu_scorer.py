@@ -48,7 +48,7 @@ class StuScorerConfig:
 
     items: digest of the catalog whose rows the model embeds. actions: number of action bits. slots: number of values of
     each contextual slot. position_rows, time_rows: rows of the positional encoder's two tables, 0: there is none.
-    tasks: names of what the scores are probabilities of.
+    tasks: names of the outcomes that scores are probabilities of.
     """
 
     stack: StuConfig
@@ -184,7 +184,8 @@ def encode_positions(
     """x * sqrt(D) + position[...] + time[...], [B, T, D]; a table that is None has no part in it.
 
     places: [B, T] int32 in the prompt. Positions count back from the history's end, which has row C, as all candidates
-    have; contextual slots have rows 0 to C - 1. ages: [B, T] seconds before the last token, in minutes' sqrt or log.
+    have; contextual slots have rows 0 to C - 1. ages: [B, T] seconds before now. scale: an age's row is the sqrt or the
+    log of its minutes.
     """
     x = x * x.shape[-1] ** 0.5
     if position is not None:
@@ -199,14 +200,14 @@ def encode_positions(
 
 
 def _events(params: StuScorerParams, cfg: StuScorerConfig, events: Events) -> jax.Array:
-    """[B, T, D] of events, without positions."""
+    """The events' vectors [B, T, D], without positions."""
     bits = (events.actions[..., None] >> jnp.arange(cfg.actions)) & 1
     done = (bits[..., None] * params.actions).reshape(*bits.shape[:-1], -1)
     return _mlp(params.content, params.embed[jnp.maximum(events.rows, 0)]) + _mlp(params.action, done)
 
 
 def _context(params: StuScorerParams, cfg: StuScorerConfig, values: jax.Array) -> jax.Array:
-    """[B, C, D] of values [B, C], -1: missing."""
+    """The slots' vectors [B, C, D], from values [B, C]; zeros for a value that is missing (-1)."""
     first = np.cumsum([0, *cfg.slots[:-1]])
     x = jnp.einsum("bce,ced->bcd", params.slots[jnp.maximum(values, 0) + first], params.slot_weights)
     return jnp.where(values[..., None] >= 0, x + params.slot_biases, 0.0)
@@ -218,7 +219,8 @@ def prefill(
 ) -> User:
     """The users' part of all scores asked at `now`. context: [B, C] int32 values of the slots, -1: missing.
 
-    now: [B] int32 seconds; for the phases of day and week, since a Monday's midnight or the epoch.
+    now: [B] int32 seconds since the origin of the events' times, which is whole weeks from the epoch: the phases of
+    day and week count from there.
     """
     slots = len(cfg.slots)
     x = _events(params, cfg, events)
@@ -267,7 +269,7 @@ def score(
 
 
 def _score_part(params: StuScorerParams, cfg: StuScorerConfig, user: User, rows: jax.Array) -> jax.Array:
-    """[B, b, P] of rows [B, b]."""
+    """The scores [B, b, P] of rows [B, b]."""
     embedded = params.embed[jnp.maximum(rows, 0)]
     x = _mlp(params.content, embedded) + _mlp(params.action, params.candidate_action)
     tokens = stu.describe(cfg.stack, user.ends, user.ends + rows.shape[1], user.ends, rows.shape[1])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An exp of float32 that XLA:CPU vectorises; XLA's own exp takes three times as long there.
 
-2^x = 2^n 2^f: n the nearest whole number, which is added to the exponent's bits, and f at most one half, where a
-polynomial of degree 5 has a relative error of 8e-8. Rounding x / ln 2 adds 6e-8 |x|.
+exp(x) = 2^n 2^f with n + f = x / ln 2: n is the nearest whole number and is added to the exponent's bits; f is at most
+one half, where a polynomial of degree 5 has a relative error of 8e-8. Rounding x / ln 2 adds 6e-8 |x|.
 """
 
 from __future__ import annotations

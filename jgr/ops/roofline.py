@@ -2,7 +2,7 @@
 """Times the ops' "bench" cases on this device, against the roofline that it measures in the same run.
 
 The roofline is the FLOP/s of a large matmul and the bytes/s of a large copy. An op's least time is that of its FLOPs or
-of its bytes, whichever is longer, so no form can beat 100 %. (More than 100 % says that the arrays fit into a cache.)
+of its bytes, whichever is longer, so 100 % is the best that a form can reach, unless its arrays fit into a cache.
 """
 
 from __future__ import annotations

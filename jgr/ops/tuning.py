@@ -34,7 +34,7 @@ Shape = TypeVar("Shape", bound=tuple[int, ...])
 class Tree:
     """A regression tree over features of a shape and a configuration.
 
-    low, high: the least and the greatest value that was measured of each number of the shape. feature: -1 at a leaf.
+    low, high: for each number of the shape the least and the greatest value that was measured. feature: -1 at a leaf.
     """
 
     low: tuple[float, ...]
@@ -81,7 +81,7 @@ def target_device() -> str:
 
 @functools.cache
 def load(op: str, device: str) -> Tree | None:
-    """The tree of an op on a kind of device, or None. ValueError where the file is damaged."""
+    """The tree of an op on a kind of device, or None. Raises ValueError where the file is damaged."""
     path = FOLDER / f"{op}.{device}.json"
     if not path.exists():
         return None

@@ -42,7 +42,7 @@ Features = Mapping[str, npt.NDArray[Any]]
 METRIC = "auc"
 """The validated metric: the mean over the tasks of the area under the ROC curve."""
 TIME_ROWS = 256  # stu's time buckets: square roots of minutes, up to six weeks
-_LEAST = 1e-6  # probabilities in the loss are clipped to it
+_LEAST = 1e-6  # the least probability in the loss, so that its logarithm is finite
 
 
 def make_config(config: Config, dataset: Dataset, features: Features) -> ScorerConfig:

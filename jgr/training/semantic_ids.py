@@ -135,7 +135,7 @@ def kmeans(
     """A codebook [size, e] and each point's code [n] in it.
 
     Lloyd's iteration from a k-means++ start, until nothing changes or `iterations` are done. A codeword that
-    no point took moves to one of the points farthest from their own. With fewer distinct points than `size`
+    no point took moves to one of the points farthest from their own codewords. With fewer distinct points than `size`
     some codewords stay unused.
     """
     assign = nearest_balanced if balanced else nearest

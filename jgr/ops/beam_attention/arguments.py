@@ -9,7 +9,7 @@ import jax
 
 
 class Arguments(NamedTuple):
-    """The arguments of beam_attention; what the fields are is said there."""
+    """The arguments of beam_attention; see there for the fields."""
 
     q: jax.Array
     context_k: jax.Array

@@ -103,7 +103,7 @@ def _rows(block: Any, block_rows: int, width: int, groups: int, heads: int, kv_h
 
 def _dot(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
     # One pass of TF32, a GPU's default for float32, keeps three digits; exact products do without tensor cores and
-    # spill registers. A CPU knows neither.
+    # spill registers. An interpreted kernel needs no choice.
     tf32 = a.dtype == jnp.float32 and not interpret
     precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if tf32 else None
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

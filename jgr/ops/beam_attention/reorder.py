@@ -108,7 +108,7 @@ def reorder_beam_kv(kv: jax.Array, parents: jax.Array, *, implementation: str = 
     """Give row w of every slot the content that row parents[w] had.
 
     Args:
-        kv: [B, S, W, K, d], or with more axes in front (layers). Donate it, and the kernel copies nothing else.
+        kv: [B, S, W, K, d], or with more axes in front (layers). Donate it: the kernel then needs no second buffer.
         parents: [B, W] int32, never decreasing along W.
 
     Returns:

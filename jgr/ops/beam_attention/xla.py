@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jgr.ops.beam_attention.arguments import Arguments
 
-MASKED = -1e30  # finite, so that a row that sees nothing is not a row of not-a-numbers
+MASKED = -1e30  # finite, so that a row that sees nothing does not become NaN
 
 
 def beam_attention(call: Arguments) -> jax.Array:

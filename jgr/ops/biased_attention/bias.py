@@ -66,9 +66,9 @@ class Problem(NamedTuple):
 
     q: [B, T, H, dq]. bias: tables [1 or B, 1 or H, n], or the looked-up bias [1 or B, 1 or H, 1 or T, S] for the S keys
     of all sources (targets: for the keys of the first source, and one more entry for their own key). scale:
-    [1 or B, 1 or H]. triangle: the tokens are plain causal from position 0 on, whatever the values. targets: queries
-    see all keys of the first source, and only their own key of the second. lengths: for a triangle and for targets, how
-    many queries, and how many keys of the first source, are no padding.
+    [1 or B, 1 or H]. triangle: the tokens are plain causal from position 0 on, whatever the arrays hold. targets:
+    queries see all keys of the first source, and only their own key of the second. lengths: for a triangle and for
+    targets, how many queries, and how many keys of the first source, are no padding.
     """
 
     q: jax.Array
@@ -149,7 +149,7 @@ def prepare(
     scale: float | jax.Array,
     divisor: float,
 ) -> Problem:
-    """The arguments of biased_attention as a Problem. ValueError where they do not fit together."""
+    """The arguments of biased_attention as a Problem. Raises ValueError where they do not fit together."""
     if activation not in get_args(Activation):
         raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
     if activation == "softmax" and divisor != 1:

@@ -110,7 +110,7 @@ def _integers(case: Case, rng: np.random.Generator) -> dict[str, npt.NDArray[Any
         given |= {
             "query_times": events[:, -count:],
             "key_times": events[:, :-1],
-        }  # a query's: the next event's
+        }  # a query has the next event's time
     return given
 
 

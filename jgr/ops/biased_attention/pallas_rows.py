@@ -118,7 +118,7 @@ def _kernel(
     v_ref: Any,  # [S, dv]
     scale_ref: Any,  # [1]
     asked_ref: Any,  # [1], queries that are no padding
-    there_ref: Any,  # [1], keys that are none
+    there_ref: Any,  # [1], keys of the first source that are no padding
     *refs: Any,  # bias [1 or R, S + targets] where there is one; own k [R, dq] and v [R, dv] of targets; out [R, dv]
     static: _Static,
 ) -> None:

@@ -75,7 +75,7 @@ class _Facts(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known when the program is traced. triangle: the tokens are plain causal, whatever the values."""
+    """What is known when the program is traced. triangle: the tokens are plain causal, whatever the arrays hold."""
 
     activation: Activation
     divisor: float

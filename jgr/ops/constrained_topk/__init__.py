@@ -25,7 +25,7 @@ DENSE_OVER_PACKED = 64
 class BeamStep(NamedTuple):
     """The best continuations: scores [B, width] float32, descending; parents, nodes, codes [B, width] int32.
 
-    A row without a continuation is dead: its score is -inf and the others are 0.
+    A beam without a continuation is dead: its score is -inf, and its other numbers are 0.
     """
 
     scores: jax.Array

@@ -59,7 +59,7 @@ class StepFilter(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A call of constrained_topk, as all forms of the op take it; what the fields are is said there."""
+    """A call of constrained_topk, as all forms of the op take it; see constrained_topk for the fields."""
 
     hidden: jax.Array
     head: jax.Array
@@ -148,7 +148,7 @@ def each_listed(
     chunk = min(_LISTED_CHUNK, filters.children.shape[1])
 
     def some(i: jax.Array, state: S) -> S:
-        at = jnp.minimum(i * chunk, filters.children.shape[1] - chunk)  # as a slice is clamped
+        at = jnp.minimum(i * chunk, filters.children.shape[1] - chunk)  # the last chunk stays inside
         entry = at + jnp.arange(chunk, dtype=jnp.int32)
         given = (entry >= i * chunk) & (entry < filters.counts[:, None])
         parents = jax.lax.dynamic_slice_in_dim(filters.parents, at, chunk, axis=1)

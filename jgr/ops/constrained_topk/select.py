@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact top-k with early termination on a device (XGR-10): only the best blocks of candidates are ever sorted.
 
-The k best candidates lie in the k blocks with the largest maxima: to a candidate in another block those k maxima are
-all preferred. So one streaming pass takes the maxima, they are ranked, and then the candidates of k blocks are ranked;
+The k best candidates lie in the k blocks with the largest maxima: a candidate in another block comes after all of those
+k maxima. So one streaming pass takes the maxima, they are ranked, and then the candidates of k blocks are ranked;
 the rest is never looked at again. This is exact with ties, too: blocks are consecutive, so of equal candidates the one
 with the lower index stands in the lower block, and both rankings take the lower first.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beam step in two forms, chosen while it runs by how many children the beams have together.
+"""The beam step in two forms, chosen while the program runs by how many children the beams have together.
 
 dense: one matmul for the level's columns, with the children of each beam as bits over the columns; it costs what a step
 without a catalog costs. packed: where there are few children, the output rows of all of them are gathered one after the
@@ -221,13 +221,13 @@ def _packed_filter(
 
 
 def legal_logsumexp(logits: jax.Array, legal: jax.Array, most: jax.Array) -> jax.Array:
-    """The log-sum-exp [B, W] of those logits [B, W, V] whose bit is set; 0 where none is. most: their maximum."""
+    """Log-sum-exp [B, W] of those logits [B, W, V] whose bit in legal is set; 0 where none is. most: their maximum."""
     mass = jnp.exp(_masked(logits, legal) - _finite(most)[..., None, None]).sum(axis=(-1, -2))
     return _finite(most + jnp.log(mass))
 
 
 def largest_legal(logits: jax.Array, legal: jax.Array) -> jax.Array:
-    """The largest of those logits [B, W, V] whose bit is set: [B, W]."""
+    """The largest of those logits [B, W, V] whose bit in legal is set: [B, W]."""
     return _masked(logits, legal).max(axis=(-1, -2))
 
 

@@ -3,7 +3,7 @@
 
 prompts: for each row the prompts that are packed into it; a prompt is a list of (kind, tokens). cached: how many tokens
 at the beginning of every row are cached context. tokens: room for the other tokens; default: as many as the longest row
-has. causal: the prompts are plain ones, told by their lengths. window: whether windows are drawn.
+has. causal: the prompts are plain ones, given by their lengths. window: whether windows are drawn.
 """
 
 from __future__ import annotations

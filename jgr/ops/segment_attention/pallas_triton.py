@@ -177,7 +177,8 @@ def _kernel(
 
 
 Lists = tuple[jax.Array, jax.Array]
-"""For each block of queries its key blocks [B, n, m], those seen whole first; how many whole, and at all [B, n, 2]."""
+"""For each block of queries its key blocks [B, n, m], those seen whole first; how many are seen whole, and how many at
+all [B, n, 2]."""
 
 
 def lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
@@ -202,6 +203,7 @@ def _stacked(x: Queries | Keys) -> tuple[tuple[str, ...], jax.Array]:
 
 
 def fill(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """x, with zeros added along `axis` up to a multiple of `multiple`."""
     extra = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
 

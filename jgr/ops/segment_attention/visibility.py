@@ -78,7 +78,7 @@ class Problem(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """A call of segment_attention, as all forms of the op take it; what the fields are is said there."""
+    """A call of segment_attention, as all forms of the op take it; see there for the fields."""
 
     q: jax.Array
     k: jax.Array
@@ -91,12 +91,12 @@ class Arguments(NamedTuple):
 
     @property
     def triangle(self) -> bool:
-        """Whether key blocks at and before a query's block are all that it sees, whatever the values."""
+        """Whether the blocks that a query sees are known without the arrays: those up to its own."""
         return isinstance(self.tokens, Causal) and self.context is None and self.window is None
 
 
 def prepare(call: Arguments) -> Problem:
-    """The arguments as vectors. ValueError where they do not fit together."""
+    """The arguments as vectors. Raises ValueError where they do not fit together."""
     tokens, layout, keys, context, window = call.tokens, call.layout, call.keys, call.context, call.window
     plain, queries = isinstance(tokens, Causal), call.q.shape[1]
     if context is not None and isinstance(context.tokens, Causal) != plain:

@@ -30,7 +30,7 @@ from jgr.ops.segment_attention.visibility import (
 )
 
 MOST_SCORE_BYTES = 8 << 20
-_MASKED = -1e30  # finite: a row that sees nothing yet gathers values of no weight instead of not-a-number
+_MASKED = -1e30  # finite, not -inf: a row that sees nothing yet must not become NaN
 
 
 class Running(NamedTuple):
