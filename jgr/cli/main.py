@@ -12,6 +12,7 @@ reads the output.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -41,6 +42,10 @@ COMMANDS = {
 }
 
 
+NO_FILE_OF_OURS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.ENOSPC)
+"""What is wrong with a file that a user named, and never a defect of jgr."""
+
+
 class Command(Protocol):
     """The members of a command's module."""
 
@@ -68,6 +73,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         # interpreter's own flush at exit would fail as this one did.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as e:
+        if e.errno not in NO_FILE_OF_OURS or e.filename is None:
+            raise
+        print(f"jgr: {e.filename}: {e.strerror}", file=sys.stderr)
+        return 2
 
 
 def _run(arguments: list[str]) -> int:

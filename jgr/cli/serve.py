@@ -133,6 +133,7 @@ def _named(config: Config, null: bool, several: bool, memory: Memory | None) -> 
 def _memory(configs: Sequence[Config]) -> Memory:
     """The cache memory of all models, as the first configuration says."""
     from jgr.cache.memory import Memory
+    from jgr.serving.versions.loading import own_settings
 
     first = configs[0].cache
     for config in configs[1:]:
@@ -142,7 +143,7 @@ def _memory(configs: Sequence[Config]) -> Memory:
                 "model %s: its cache.device_mb, host_mb, page_kb are not used, the first's are",
                 config.model.name,
             )
-    return Memory.of(*configs)
+    return Memory.of(*map(own_settings, configs))
 
 
 def make_engine(config: Config, null: bool, memory: Memory | None = None) -> tuple[AnyEngine, Load | None]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -29,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
     from jgr.training.retriever import train_retriever
 
     dataset = load_dataset(config.data)
+    if os.path.isdir(os.path.join(config.train.out, "params")):
+        print(f"{config.train.out} holds a model, which the new one will replace", file=sys.stderr)
     with console.progress_bar("training") as bar:
         validated = config.train.evaluate_every > 0
         if config.train.model in retrievers.MODELS:

@@ -84,7 +84,7 @@ def write(
         write_beside(aside)
         older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         if folder.exists():
-            folder.rename(older)  # two renames, so that a kill finds one whole model or the other
+            folder.rename(older)  # a kill before the next line leaves the older one to `require_writable`
         aside.rename(folder)
         shutil.rmtree(older, ignore_errors=True)
     except Exception as error:  # a full disk is an OSError here and other things in Orbax and tensorstore
@@ -98,14 +98,19 @@ def require_writable(folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint can be written there; cheap, to be asked before the work is done.
 
     A folder that is there must be empty or a checkpoint of ours: it will be replaced. Clears away what a killed
-    process left half-written, and makes no folder itself.
+    process left half-written, puts back the model that it was about to replace, and makes no folder itself.
     """
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
-        raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
     aside = _aside(folder.absolute())
     try:
+        for older in folder.absolute().parent.glob(f".{glob.escape(folder.name)}.*.old"):
+            if folder.exists():
+                shutil.rmtree(older, ignore_errors=True)
+            else:
+                older.rename(folder)
         for left in aside.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)
+        if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
+            raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
         there = next(parent for parent in aside.parents if parent.exists())
         probe = there / aside.name
         probe.mkdir()

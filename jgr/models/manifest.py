@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def write(folder: Path, config: Config, catalog: Catalog, metrics: Mapping[str, 
 def read(folder: Path) -> Manifest | None:
     """The manifest of a model folder; None where it has none. ConfigError names the field that cannot be used."""
     path = folder / NAME
-    if not path.exists():
+    if not os.path.lexists(path):  # a link to nothing is refused by what reads it, and does not count as none
         return None
     with reading(path, ConfigError) as stream:
         content = stream.read(MAX_BYTES + 1)
@@ -114,7 +115,7 @@ def read(folder: Path) -> Manifest | None:
 def folder_config(folder: str | Path) -> Config:
     """The configuration that serves a model folder: its manifest's, or the defaults where there is none."""
     place = Path(folder)
-    if not place.is_dir():
+    if not os.path.isdir(place):  # false, too, for what no file can be called
         hint = f"; a configuration file is given as --config={place}" if place.suffix == ".py" else ""
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)

@@ -88,6 +88,8 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
         (["evaluate", "runs/a", "runs/b"], ["unexpected argument 'runs/b'"]),
         (["evaluate", "runs/a", "--config=b.py"], ["by its folder, runs/a, or by --config: leave out one"]),
         (["serve", "runs/none"], ["model.path: there is no model folder runs/none"]),
+        (["serve", "x" * 300], ["model.path: there is no model folder xxx"]),
+        (["serve", "--config=" + "x" * 300 + ".py"], ["xxx.py: File name too long"]),
         (["config", "a.py"], ["no model folder a.py; a configuration file is given as --config=a.py"]),
     ],
 )

@@ -228,6 +228,12 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / ".own.123.partial" / "params").mkdir(parents=True)  # what a killed process leaves
     checkpoint.save(tmp_path / "own", cfg, params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
+    (tmp_path / "own").rename(tmp_path / ".own.123.old")  # what a kill between the two renames leaves
+    checkpoint.require_writable(tmp_path / "own")
+    assert_same_bits(checkpoint.load(tmp_path / "own")[1], params)
+    (tmp_path / ".own.123.old").mkdir()  # and one after them
+    checkpoint.require_writable(tmp_path / "own")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
 
 
 def test_no_folder(tmp_path: Path) -> None:

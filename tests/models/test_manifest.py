@@ -73,6 +73,13 @@ def test_a_folder_without_the_file_is_served_as_before(folder: Path) -> None:
     manifest.check_dataset(manifest.folder_config(folder))
 
 
+def test_a_link_to_nothing_is_not_taken_for_a_folder_without_the_file(folder: Path) -> None:
+    (folder / "serving.json").rename(folder / "elsewhere.json")
+    (folder / "serving.json").symlink_to(folder / "gone.json")
+    with pytest.raises(ConfigError, match=r"serving\.json: cannot be read: No such file"):
+        manifest.folder_config(folder)
+
+
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path: there is no model folder .*none$"):
         manifest.folder_config(tmp_path / "none")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgr.ops.biased_attention import Bias, Causal, Context, biased_attention, pallas_triton, reference, xla
-from jgr.ops.biased_attention.bias import Problem, bucket, prepare
+from jgr.ops.biased_attention.bias import Arguments, Problem, bucket, prepare
 from jgr.ops.biased_attention.cases import OP
 from jgr.prompt.layouts import LAYOUTS, SINGLE_USER_MULTI_ITEM, Kind, Tokens
 from tests.ops.closeness import assert_as_close_as_naive
@@ -52,7 +52,7 @@ def compiled(form: str, activation: str) -> Any:
     ) -> jax.Array:
         divisor = DIVISOR if activation == "silu" else 1.0
         options: Any = (bias, *times, activation, scale, divisor)
-        return in_form(form, prepare(*arrays, tokens, sees, keys, None, window, *options))
+        return in_form(form, prepare(Arguments(*arrays, tokens, sees, keys, None, window, *options)))
 
     return jax.jit(call, compiler_options=CHEAP)
 
@@ -169,7 +169,7 @@ def test_metas_layer_with_times(form: str) -> None:
     def call(q: Any, k: Any, v: Any) -> jax.Array:
         options: Any = (bias, following, times, "silu", 1.0, float(golden["max_seq_len"]))
         arguments: Any = (Causal(lengths), SINGLE_USER_MULTI_ITEM, None, None, None)
-        problem = prepare(q, k.swapaxes(1, 2), v.swapaxes(1, 2), *arguments, *options)
+        problem = prepare(Arguments(q, k.swapaxes(1, 2), v.swapaxes(1, 2), *arguments, *options))
         if form == "xla":
             return xla.run(problem, xla.Blocks(7, 7, 2))  # the diagonals need equal blocks
         return in_form(form, problem)
@@ -307,7 +307,9 @@ def test_a_cached_history_changes_nothing() -> None:
         @functools.partial(jax.jit, compiler_options=CHEAP)
         def call(q: Any, k: Any, v: Any, form: str = form) -> jax.Array:
             options: Any = (bias, events[:, history:], events, "silu", 1.0, DIVISOR)
-            problem = prepare(q, k, v, asked, SINGLE_USER_MULTI_ITEM, None, context, None, *options)
+            problem = prepare(
+                Arguments(q, k, v, asked, SINGLE_USER_MULTI_ITEM, None, context, None, *options)
+            )
             return in_form(form, problem)
 
         got = call(q[:, history:], k[:, :, history:], v[:, :, history:])
@@ -338,9 +340,8 @@ def test_gradients(causal: bool) -> None:
 
     def loss(form: Any, q: Any, k: Any, v: Any, bias: Any, scale: Any) -> jax.Array:
         options: Any = (bias, events[:, 1:], events[:, :-1], activation, scale, divisor)
-        return (
-            form(prepare(q, k, v, tokens, SINGLE_USER_MULTI_ITEM, None, None, None, *options)) * weight
-        ).sum()
+        call = Arguments(q, k, v, tokens, SINGLE_USER_MULTI_ITEM, None, None, None, *options)
+        return (form(prepare(call)) * weight).sum()
 
     def gradients(form: Any) -> Any:
         found = jax.jit(jax.grad(functools.partial(loss, form), (0, 1, 2, 3, 4)), compiler_options=CHEAP)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax
 
 from jgr.ops.biased_attention import pallas_triton, reference, xla
-from jgr.ops.biased_attention.bias import Activation, Bias, Places, Targets, prepare, spread
+from jgr.ops.biased_attention.bias import Activation, Arguments, Bias, Places, Targets, prepare, spread
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention.visibility import Causal, Context
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
@@ -74,21 +74,7 @@ def biased_attention(
     Raises:
         ValueError: arguments that do not fit together, or that the named implementation cannot run.
     """
-    problem = prepare(
-        q,
-        k,
-        v,
-        tokens,
-        layout,
-        keys,
-        context,
-        window,
-        bias,
-        query_times,
-        key_times,
-        activation,
-        scale,
-        divisor,
-    )
+    options = bias, query_times, key_times, activation, scale, divisor
+    problem = prepare(Arguments(q, k, v, tokens, layout, keys, context, window, *options))
     out: jax.Array = dispatch("biased_attention", IMPLEMENTATIONS, implementation, problem)
     return out

@@ -45,6 +45,25 @@ class Targets(NamedTuple):
     lengths: jax.Array
 
 
+class Arguments(NamedTuple):
+    """A call of biased_attention, whose docstring describes the fields."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    tokens: Tokens | Causal | Targets
+    layout: Layout | jax.Array = SINGLE_USER_MULTI_ITEM
+    keys: Tokens | None = None
+    context: Context | None = None
+    window: jax.Array | None = None
+    bias: Bias | jax.Array | None = None
+    query_times: jax.Array | None = None
+    key_times: jax.Array | None = None
+    activation: Activation = "softmax"
+    scale: float | jax.Array = 1.0
+    divisor: float = 1.0
+
+
 class Places(NamedTuple):
     """What the bias needs to know of tokens, [B, n] int32 each. time: None where times do not matter."""
 
@@ -133,23 +152,10 @@ def joined(sources: Sequence[Source]) -> Source:
     return Source(k, jnp.where(keys.request[:, None, :, None] >= 0, v, jnp.zeros((), v.dtype)), keys, places)
 
 
-def prepare(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens | Causal | Targets,
-    layout: Layout | jax.Array,
-    keys: Tokens | None,
-    context: Context | None,
-    window: jax.Array | None,
-    bias: Bias | jax.Array | None,
-    query_times: jax.Array | None,
-    key_times: jax.Array | None,
-    activation: Activation,
-    scale: float | jax.Array,
-    divisor: float,
-) -> Problem:
-    """The arguments of biased_attention as a Problem. Raises ValueError where they do not fit together."""
+def prepare(call: Arguments) -> Problem:
+    """The call as a Problem. ValueError where its arguments do not fit together."""
+    q, k, v, tokens, layout, keys, context, window = call[:8]
+    bias, query_times, key_times, activation, scale, divisor = call[8:]
     if activation not in get_args(Activation):
         raise ValueError(f"activation is {activation!r}, not one of {get_args(Activation)}")
     if activation == "softmax" and divisor != 1:
@@ -164,8 +170,8 @@ def prepare(
             raise ValueError("what Targets see is known: they have no keys, window or layout of their own")
     if isinstance(tokens, Causal) and isinstance(layout, Layout) and layout == SINGLE_USER_MULTI_ITEM:
         layout = CAUSAL  # the same, of a history alone
-    call = visibility.Arguments(q, k, v, tokens, layout, keys, context, window)
-    queries, sources = visibility.prepare(call)
+    seen = visibility.Arguments(q, k, v, tokens, layout, keys, context, window)
+    queries, sources = visibility.prepare(seen)
     before = context.tokens.lengths if context is not None and isinstance(context.tokens, Causal) else 0
     own = spell_out(tokens, q.shape[1], before).position
     positions = [own if keys is None else spell_out(keys, k.shape[2], 0).position]
@@ -181,7 +187,7 @@ def prepare(
         bias = _batched(bias)
     elif bias is not None:
         bias = _checked(bias, q, sum(x.shape[1] for x in positions), targets)
-    triangle = not targets and call.triangle
+    triangle = not targets and seen.triangle
     if triangle and isinstance(tokens, Causal):
         lengths = tokens.lengths, tokens.lengths
     factor = jnp.asarray(scale, jnp.float32)

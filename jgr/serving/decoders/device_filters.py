@@ -11,7 +11,7 @@ that was not named for longest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgr.cache.memory import tree_bytes
 from jgr.catalog.item_filters import ItemFilter, Segment
 from jgr.models.beam import CatalogTables, Filters
 
@@ -72,6 +73,11 @@ class DeviceFilters:
             every = tuple(np.full(size, 2**32 - 1, np.uint32) for size in sizes)
             none = tuple(jnp.zeros((1 + segment_rows, size), jnp.uint32) for size in sizes)
             self._segments = _put(none, 0, every)
+
+    def buffer_bytes(self, batches: Collection[int]) -> int:
+        """Bytes that stand on the device for good, where batches are of these numbers of requests."""
+        lists = self._depth * (2 * self._capacity + 1)  # int32: nodes, their parents, and how many
+        return sum(batch * (4 * lists + 5) for batch in batches) + tree_bytes(self._segments)
 
     def lay_out(self, batch: int, filters: Sequence[ItemFilter]) -> Filters:
         """The filters of the first rows of a batch; the others have none."""

@@ -8,6 +8,7 @@ tables are of one growth class.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,26 +129,32 @@ def make_engine(
     paged, caching = executor.paged, None
     if paged is not None:
         caching = make_caching(config, memory, model.revision, paged.kv, paged.profiles, fitted.segments)
-    return decoder_engine(
-        config.model.name,
-        catalog,
-        tree,
-        fitted.prompts,
-        executor,
-        config,
-        metrics=metrics,
-        revision=model.revision,
-        rebuild=Rebuild(
-            partial(_fit, model, config),
-            partial(make_engine, model, config, metrics=metrics, memory=memory, like=executor),
-        ),
-        caching=caching,
-        memory={
-            "weights": tree_bytes(model.params),
-            "catalog": tree_bytes(tables),
-            **memory.parts(config.model.name),
-        },
-    )
+    with ExitStack() as undo:
+        if caching is not None:
+            undo.callback(caching.lease.close)  # where no engine is made after all
+        engine = decoder_engine(
+            config.model.name,
+            catalog,
+            tree,
+            fitted.prompts,
+            executor,
+            config,
+            metrics=metrics,
+            revision=model.revision,
+            rebuild=Rebuild(
+                partial(_fit, model, config),
+                partial(make_engine, model, config, metrics=metrics, memory=memory, like=executor),
+            ),
+            caching=caching,
+            memory={
+                "weights": tree_bytes(model.params),
+                "catalog": tree_bytes(tables),
+                "buffers": executor.buffer_bytes,
+                **memory.parts(config.model.name),
+            },
+        )
+        undo.pop_all()
+    return engine
 
 
 def _make_executors(

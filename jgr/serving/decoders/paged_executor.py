@@ -76,6 +76,11 @@ class PagedExecutor:
         """Profiles without a program."""
         return len(self.profiles) - len(self._programs)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that stand on the device between batches."""
+        return self._filters.buffer_bytes({p.batch for p in self.profiles if p.kind == "recommend"})
+
     def over(self, tables: CatalogTables, segment_rows: int) -> PagedExecutor:
         """The same model over another catalog. Programs are shared where the shapes are."""
         other = PagedExecutor(
@@ -230,6 +235,11 @@ class DecoderExecutors:
     def to_compile(self) -> int:
         """Profiles without a program."""
         return sum(executor.to_compile for executor in self._all)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See RowExecutor."""
+        return sum(executor.buffer_bytes for executor in self._all)
 
     def over(self, tables: CatalogTables, segment_rows: int) -> DecoderExecutors:
         """See RowExecutor."""

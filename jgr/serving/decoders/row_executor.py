@@ -79,6 +79,11 @@ class RowExecutor:
         """Profiles without a program."""
         return len(self.profiles) - len(self._programs)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that stand on the device between batches."""
+        return self._filters.buffer_bytes({p.batch for p in self.profiles if p.kind == "recommend"})
+
     def _shapes(self) -> Any:
         """What the programs depend on besides the model and the profiles."""
         return self._segment_rows, [(x.shape, x.dtype) for x in jax.tree.leaves(self._tables)]

@@ -14,7 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,14 +53,17 @@ _decode = msgspec.json.Decoder(Line).decode
 
 
 class Journal:
-    """Writes to a file, which it makes anew. Belongs to one event loop. ConfigError where it cannot be opened.
+    """Writes to a file that only its owner reads. Belongs to one event loop. ConfigError where it cannot be opened.
 
-    A write that fails, as where the disk is full, ends the journal and not the serving: the log tells of it once.
+    A file that is there becomes PATH.old, so that a restart does not take the journal of what led to it. A write that
+    fails, as where the disk is full, ends the journal and not the serving: the log tells of it once.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = path.open("wb", buffering=0)
+            if path.is_file() and path.stat().st_size:
+                path.replace(f"{path}.old")
+            self._file = open(path, "wb", buffering=0, opener=partial(os.open, mode=0o600))
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             raise ConfigError(f"server.journal: {path}: {getattr(error, 'strerror', error)}") from None
         self._numbers = itertools.count()

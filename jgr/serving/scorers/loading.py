@@ -8,6 +8,7 @@ else in the catalog, such as metadata, may change.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,9 +77,26 @@ def make_scorer_engine(
     UserError where the catalog has other items than the model, or the feature store is none, or lacks a feature.
     """
     _fit(model, catalog)
+    with ExitStack() as undo:  # what was opened for an engine that is not made after all
+        engine = _make_engine(model, config, catalog, metrics, memory or Memory.of(config), like, undo)
+        undo.pop_all()
+    return engine
+
+
+def _make_engine(
+    model: ScorerModel,
+    config: Config,
+    catalog: Catalog,
+    metrics: Metrics,
+    memory: Memory,
+    like: ScorerExecutors | None,
+    undo: ExitStack,
+) -> Engine[ServedScorer]:
     settings = config.executors
     needs = scorers.scorer(model.cfg).needs(model.cfg)
     features = _open_features(config, needs, catalog)
+    if features is not None:
+        undo.callback(features.close)
     schema = None if features is None else features.schema
     if like is not None and like.programs.schema == schema:
         programs = like.programs
@@ -95,12 +113,12 @@ def make_scorer_engine(
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
-    memory = memory or Memory.of(config)
     states = cache = lease = None
     if settings.share_user == "cache":
         catch_up = {} if memory.host is None else {"catch_up": memory.host.catch_up}
         states = StateView(memory.pool, programs.kept, None if like is None else like.states, **catch_up)
         lease = _lease(model, config, memory, states)
+        undo.callback(lease.close)
         if needs.dated:
             _log.warning(
                 "executors.share_user=cache: every event of this model depends on how long before the request it was, "

@@ -70,8 +70,8 @@ class Deployment:
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
         self.previous: Catalog | None = None
-        self.swapped: Callable[[], object] = lambda: None
-        """Called when `engine` is another one."""
+        self.swapped: list[Callable[[], object]] = []
+        """Each is called when `engine` is another one."""
         self._load = load
         self._engines = [engine]  # and those that warm up or drain
         self._activated: Catalog | None = None
@@ -215,7 +215,8 @@ class Deployment:
 
     async def _swap(self, new: AnyEngine) -> None:
         old, self.engine = self.engine, new
-        self.swapped()
+        for call in self.swapped:
+            call()
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
             self.previous = old.catalog

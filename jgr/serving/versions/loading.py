@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,20 @@ def is_scorer(folder: Path) -> bool:
         return False
 
 
+def own_settings(config: Config) -> Config:
+    """The configuration without the other family's way of caching, which takes no part of the pool for this model."""
+    if is_scorer(Path(config.model.path)):
+        return replace(config, cache=replace(config.cache, policy="none"))
+    return replace(config, executors=replace(config.executors, share_user="request", growth=0))
+
+
 def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | None = None) -> AnyEngine:
     """The engine that serves config.model, a scorer or a decoder, over config.catalog.
 
     Not yet started. metrics, memory: of the server that it joins. Raises UserError, which names what is missing or does
     not fit.
     """
+    config = own_settings(config)
     folder = open_folder(config)
     if not is_scorer(folder):
         return load_engine(config, metrics, memory)

@@ -43,7 +43,7 @@ class Models:
         self.chosen: dict[tuple[str | None, Kind], AnyEngine] = {}
         """What `engine` has returned, until any deployment has another engine."""
         for deployment in deployments:
-            deployment.swapped = self.chosen.clear
+            deployment.swapped.append(self.chosen.clear)
 
     @property
     def status(self) -> Status:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -43,6 +44,16 @@ def spelt_out(filters: list[ItemFilter]) -> list[Any]:
             for place, node in enumerate(nodes):
                 children[row, level, place], parents[row, level, place] = node, one.parents[level][place]
     return [children, parents, counts, only]
+
+
+@pytest.mark.parametrize("segment_rows", [0, 3])
+def test_what_stands_on_the_device_is_told_before_it_does(segment_rows: int) -> None:
+    filters = make_filters(segment_rows)
+    told = filters.buffer_bytes({1, BATCH})
+    for batch in (1, BATCH):
+        filters.lay_out(batch, [NO_FILTER])
+    arrays = {id(x): x.nbytes for x in jax.tree.leaves(list(filters.nothing.values()))}
+    assert told == sum(arrays.values())
 
 
 @pytest.mark.parametrize(

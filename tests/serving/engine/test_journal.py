@@ -18,7 +18,7 @@ from jgr.cache.memory import Memory
 from jgr.cli.serve import make_engine
 from jgr.config import Config, ConfigError, override
 from jgr.serving.engine.engine import AnyEngine, Engine
-from jgr.serving.engine.journal import Line, journal_at, read, replay
+from jgr.serving.engine.journal import Journal, Line, Opened, journal_at, read, replay
 from jgr.serving.policies.jobs import Accepted, Candidates, Plan, Profile, Request, Start, User
 from tests.serving.decoders.test_cached_server import ids
 from tests.serving.fakes import PATIENCE_S, Pending
@@ -166,6 +166,17 @@ def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read
     path.write_bytes(good + b'{"policy":0}\n')
     with pytest.raises(ConfigError, match="journal, line 2: "):
         list(read(path))
+
+
+def test_a_restart_keeps_the_journal_before_it_and_only_the_owner_reads_either(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    for at in (1, 2):
+        journal = Journal(path)
+        journal.write(Line(0, at, Opened("model")))
+        journal._file.close()
+    old = path.with_name("journal.old")
+    assert [line.now_ns for file in (old, path) for line in read(file)] == [1, 2]
+    assert [file.stat().st_mode & 0o777 for file in (old, path)] == [0o600, 0o600]
 
 
 class FullDisk(io.RawIOBase):

@@ -150,6 +150,21 @@ def test_without_a_name_the_first_that_serves_the_kind_is_asked() -> None:
     assert (refusal.value.type, refusal.value.field) == ("invalid_request", "model")
 
 
+def test_every_list_of_models_forgets_its_choice_when_the_engine_changes() -> None:
+    async def scenario() -> None:
+        ranker = Ranker()
+        lists = [Models([ranker.deployment]) for _ in range(2)]
+        await lists[0].start(lambda done, total, label: None)
+        before = [models.engine(None, "rank") for models in lists]
+        assert before == [ranker.deployment.engine] * 2 and all(models.chosen for models in lists)
+        ranker.deployment.reload()
+        await ranker.deployment.settled()
+        assert ranker.deployment.engine not in before and not any(models.chosen for models in lists)
+        await lists[0].drain(PATIENCE_S)
+
+    asyncio.run(scenario())
+
+
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.name: there are two of 'ranker'"):
         Models([Ranker().deployment, Ranker().deployment])

@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
 
-from jgr.cache.memory import Memory
+from jgr.cache.memory import Memory, caches
 from jgr.cli.serve import make_engine
+from jgr.config import override
 from jgr.models import checkpoint, decoder, params
+from jgr.serving.engine.engine import Engine
 from jgr.serving.http.listener import Listener
 from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.loading import own_settings
 from tests.serving.decoders.test_cached_server import ids, make_config, scores
 from tests.serving.fakes import PATIENCE_S, Pending
 from tests.serving.scorer_fakes import ITEMS, MONDAY, STU, make_folder
@@ -137,6 +142,31 @@ def test_a_lost_pool_is_lost_for_all_models_and_answers_stay_right(server: Two) 
     assert scores(again) == pytest.approx(scores(cold), abs=1e-4)
     assert scores(user) == pytest.approx(scores(cold_user), abs=1e-4)
     assert rank(server, "b")["usage"]["cached_tokens"] == 13
+
+
+def test_a_setting_of_the_other_family_takes_no_part_of_the_pool(server: Two) -> None:
+    for config in server.configs.values():
+        both = override(config, "cache.policy=user", "executors.share_user=cache")
+        neither = override(config, "cache.policy=none", "executors.share_user=request", "executors.growth=0")
+        scorer = config.model.name == "tiny"
+        own = replace(both, cache=neither.cache) if scorer else replace(both, executors=neither.executors)
+        assert own_settings(both) == own and caches(own)
+        other = replace(neither, cache=both.cache) if scorer else replace(neither, executors=both.executors)
+        assert not caches(own_settings(other))
+
+
+def test_a_load_that_fails_gives_back_what_it_opened(
+    server: Two, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in server.configs.values():
+        held = len(server.memory._held)
+        monkeypatch.setattr(Engine, "__init__", Mock(side_effect=MemoryError))
+        alone = override(config, "model.name=alone")
+        memory = Memory.of(alone)
+        with pytest.raises(MemoryError):
+            make_engine(alone, False, memory)
+        memory.check()
+        assert not memory._held and len(server.memory._held) == held
 
 
 def test_memory_is_told_by_part_and_pages_by_who_holds_them(server: Two) -> None:
