@@ -24,7 +24,7 @@ from jgr.models import hf, lazy_decoder
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.models.lazy_decoder import LazyConfig
-from jgr.models.params import CheckpointError, PyTree, abstract, check
+from jgr.models.params import CheckpointError, PyTree, abstract, check, check_finite
 
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint needs beside its arrays, with room to spare."""
@@ -153,6 +153,7 @@ def restore(path: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
             # Orbax stores dataclass leaves by field name and drops None, which is how a spec names them too.
             check(_without_none(declared), _without_none(stored.tree))
             params = checkpointer.restore(path.absolute(), abstract(declared, dtype))
+            check_finite(_without_none(params))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
-from jgr.models.params import CheckpointError, Spec
+from jgr.models.params import CheckpointError, Spec, check_finite
 
 Array = npt.NDArray[Any]
 Config = TypeVar("Config")
@@ -201,6 +201,10 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
             norm=jnp.asarray(read("model.norm.weight", False), dtype),
             head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
         )
+    try:
+        check_finite(params)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
     return cfg, params
 
 

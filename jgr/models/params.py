@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgr.config import UserError
 
@@ -126,6 +127,13 @@ def _take(stack: PyTree, number: int) -> Any:
 def count(specs: PyTree) -> int:
     """The number of numbers in all parameters."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
+
+
+def check_finite(params: PyTree) -> None:
+    """Raise CheckpointError naming the first parameter with NaN or infinity, whose model would answer with nothing."""
+    for name, values in _by_name(params).items():
+        if not np.isfinite(np.asarray(values)).all():
+            raise CheckpointError(f"damaged checkpoint: {name} holds what is no finite number")
 
 
 def check(specs: PyTree, params: PyTree) -> None:

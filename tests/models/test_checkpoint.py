@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +236,17 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / ".own.123.old").mkdir()  # and one after them
     checkpoint.require_writable(tmp_path / "own")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("write", [checkpoint.save, hf.export])
+def test_weights_that_are_no_finite_numbers_are_refused(tmp_path: Path, write: Any, value: float) -> None:
+    cfg, params = hf.load(HF / "qwen2")
+    layers = replace(params.layers, wq=params.layers.wq.at[1, 2, 3].set(value))
+    (tmp_path / "model").mkdir()
+    write(tmp_path / "model", cfg, replace(params, layers=layers))
+    with pytest.raises(CheckpointError, match=r"model.*: layers\.wq holds what is no finite number"):
+        checkpoint.load(tmp_path / "model")
 
 
 def test_no_folder(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ starts with the field, so that a good request pays nothing for it.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable
@@ -15,7 +14,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jgr.serving.api import MAX_QUOTED_CHARS, RankRequest, RecommendRequest, RequestError, invalid, quoted
+from jgr.serving.api import (
+    MAX_QUOTED_CHARS,
+    RankRequest,
+    RecommendRequest,
+    RequestError,
+    invalid,
+    nearest,
+    quoted,
+)
 
 R = TypeVar("R", RecommendRequest, RankRequest)
 
@@ -46,9 +53,8 @@ def _explain(message: str, type: Any) -> RequestError:
     if match := re.fullmatch(r"Object contains unknown field `(.*)` - at `\$\.([\w.]+)`", message, re.DOTALL):
         return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
-        name, known = match[1], type.__struct_fields__
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {nearest!r}")
+        name, near = match[1], nearest(match[1], type.__struct_fields__)
+        return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {near!r}")
     if match := re.fullmatch(r"Object missing required field `(.*)`", message):
         return invalid(match[1], f"{match[1]} is required")
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):

@@ -40,9 +40,15 @@ READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
 """Seconds in which the body of a catalog must arrive; `READ_TIMEOUT_S` without a byte end it too."""
 KEEP_ALIVE_S = 30
+LOOPBACK = ("127.0.0.1", "::1")
 MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
 """Requests that one connection may send ahead; then the server reads no more from it until one is answered."""
+MAX_FRAMING_BYTES, FRAMING_PER_BYTE = 1 << 20, 16
+"""What a request may have besides its head and its body, such as the sizes of chunks and the trailers: so many bytes,
+and so many more for each byte of the body."""
+MAX_UNREAD_BYTES = 64 << 20
+"""How much of a body is discarded after its request was answered; then the connection is closed."""
 CLOSE_TIMEOUT_S = 5
 BACKLOG = 2048
 
@@ -102,6 +108,10 @@ class Listener(uvicorn.Server):
         self._on_ready = on_ready
         self._socket = bind(config.server.host, config.server.port)
         host, port = self._socket.getsockname()[:2]
+        if host not in LOOPBACK and not config.server.api_key:
+            _log.warning(
+                "server.host: other machines can reach %s, and server.api_key is not set: anybody may ask", host
+            )
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._warming: asyncio.Task[None]
 
@@ -158,7 +168,7 @@ class _Protocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._upload_ends_s: float | None = None
         self._in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
         self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -176,6 +186,15 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._received_bytes += len(data)
+        framing = self._received_bytes - self._body_bytes
+        if framing > MAX_FRAMING_BYTES + FRAMING_PER_BYTE * self._body_bytes and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self._refuse(RequestError("invalid_http", "the body has too large trailers, or too small chunks"))
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self.transport.close()
         if self._upload_ends_s is not None and self._read_timer is not None:
             self._stop_timer()
             self._start_timer(min(self._read_timeout_s, self._upload_ends_s - self.loop.time()))
@@ -185,10 +204,21 @@ class _Protocol(HttpToolsProtocol):
                 self._refuse(_head_too_large())
 
     def on_message_begin(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
+        self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
         if self._read_timer is None:
             self._start_timer()
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # a trailer has nothing to say here
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -12,7 +12,6 @@ place of the history moves too, so that nothing that is kept could be used.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +36,7 @@ from jgr.serving.api import (
     Reuse,
     Usage,
     invalid,
+    nearest,
     quoted,
 )
 from jgr.serving.known_items import (
@@ -268,7 +268,7 @@ class ScorerTranslator:
     def _slot(self, name: str, value: int) -> int:
         """The number of the slot of that name. Raises RequestError where `value` is not one of its values."""
         if name not in self._slots:
-            near = difflib.get_close_matches(name, self._slots, n=1, cutoff=0.0)[0]
+            near = nearest(name, self._slots)
             raise invalid(
                 f"context.{name[:MAX_QUOTED_CHARS]}",
                 f"context: the model has no slot {quoted(name)}; the nearest is {near!r}",
@@ -286,7 +286,7 @@ class ScorerTranslator:
             return weights
         for name, weight in given.items():
             if name not in tasks:
-                near = difflib.get_close_matches(name, tasks, n=1, cutoff=0.0)[0]
+                near = nearest(name, tasks)
                 raise invalid(
                     f"task_weights.{name[:MAX_QUOTED_CHARS]}",
                     f"task_weights: the model has no task {quoted(name)}; the nearest is {near!r}",

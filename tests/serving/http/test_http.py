@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import logging
 import os
@@ -11,10 +13,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from jgr.config import ConfigError
+from jgr.serving.api import MAX_QUOTED_CHARS
 from jgr.serving.http.listener import MAX_HEAD_BYTES
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
@@ -128,6 +132,66 @@ def test_a_head_that_is_too_large_is_refused(server: LiveServer, head: bytes, en
 
 def test_a_head_within_the_limit_is_read(server: LiveServer) -> None:
     assert server.call("/health/live", x_long="x" * (MAX_HEAD_BYTES - 1000)).status == 200
+
+
+CHUNKED = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [b"x-trailer: " + b"x" * 1000 + b"\r\n", b"x" * 1000, b"1;" + b"x" * 1000 + b"\r\nx\r\n"],
+    ids=["trailers", "one trailer", "extensions of chunks"],
+)
+def test_what_frames_a_body_is_bounded(server: LiveServer, endless: bytes) -> None:
+    last = b"" if endless.startswith(b"1;") else b"0\r\n"
+    with server.connect() as connection:
+        connection.sendall(CHUNKED + last)
+        with contextlib.suppress(OSError):
+            connection.sendall(endless * 1500)
+        (reply,) = read_replies(connection)
+    assert refusal(reply) == (400, "invalid_http")
+
+
+def test_trailers_are_left_out(server: LiveServer) -> None:
+    body = b'{"history": ["a"], "top_k": 1}'
+    with server.connect() as connection:
+        connection.sendall(CHUNKED + b"%x\r\n%b\r\n0\r\nx-request-id: trailer\r\n\r\n" % (len(body), body))
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        replies = read_replies(connection)
+    assert [status for status, *_ in replies] == [200, 200]
+    assert replies[0][1]["x-request-id"] != "trailer"
+
+
+@pytest.mark.parametrize("endless", [b"x-trailer: x\r\n" * 90_000, b"100000\r\n" + b"x" * 2**20 + b"\r\n"])
+def test_what_follows_a_refusal_is_not_read_for_ever(endless: bytes) -> None:
+    with LiveServer("server.api_key=k") as server, server.connect() as connection:
+        connection.sendall(CHUNKED + (b"0\r\n" if endless.startswith(b"x") else b""))
+        assert connection.recv(12) == b"HTTP/1.1 401"
+        with pytest.raises(OSError):
+            for _ in range(200):
+                connection.sendall(endless)
+
+
+def test_a_clients_name_is_compared_no_further_than_it_is_quoted(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = Mock(wraps=difflib.get_close_matches)
+    monkeypatch.setattr(difflib, "get_close_matches", compared)
+    reply = server.call("/v1/recommend", {"history": ["a"], "top_k": 1, "topk" + "x" * 100_000: 1})
+    assert reply.status == 422 and "the nearest is 'top_k'" in reply.error["message"]
+    assert [len(call.args[0]) for call in compared.call_args_list] == [MAX_QUOTED_CHARS]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [(("server.host=0.0.0.0",), True), (("server.host=0.0.0.0", "server.api_key=k"), False), ((), False)],
+)
+def test_a_server_that_is_open_to_all_says_so(
+    settings: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveServer(*settings):
+        pass
+    assert ("other machines can reach 0.0.0.0" in caplog.text) is warned
 
 
 def test_waiting_for_company_is_bounded() -> None:
