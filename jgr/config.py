@@ -12,7 +12,6 @@ reads both.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from jgr.config_file import line_in, run_python
 from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
-from jgr.fields import check, describe, parse, require, sizes
+from jgr.fields import check, describe, nearest, parse, require, sizes
 
 MAX_WAIT_MS = 60_000
 """The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
@@ -459,8 +458,8 @@ def _require_field(key: str, hints: Mapping[str, Any]) -> None:
     if key in RENAMED:
         raise ConfigError(f"there is no field '{key}' any more; it is called '{RENAMED[key]}' now")
     if key not in hints:
-        nearest = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{nearest}'")
+        near = nearest(key, hints)
+        raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{near}'")
 
 
 def _replace(config: Config, updates: Mapping[str, Mapping[str, Any]]) -> Config:

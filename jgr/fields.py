@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import difflib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 LARGEST = 1e15
 """Above every number that a configuration can mean; sums and products of smaller ones stay finite."""
+
+COMPARED_CHARS = 80
 
 
 class UserError(ValueError):
@@ -93,6 +96,14 @@ def check(section: Any, **minimum: float) -> None:
         require(_fits(value, hint), f"{key} must be {describe(hint)}, not {value!r}")
         if name in minimum:
             require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of `known`, which is not empty, that looks most like `name`, for an error message.
+
+    Only the beginning of `name` is compared: the time is the product of the lengths, and a client may choose this one.
+    """
+    return difflib.get_close_matches(name[:COMPARED_CHARS], known, n=1, cutoff=0.0)[0]
 
 
 def sizes(name: str, given: tuple[int, ...]) -> None:

@@ -12,8 +12,6 @@ modules.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -491,14 +489,6 @@ class RequestError(Exception):
 def invalid(field: str, message: str) -> RequestError:
     """Make the error for a well-formed request whose `field` cannot be served."""
     return RequestError("invalid_request", message, field)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like `name`, for an error message. There must be one.
-
-    Only the beginning of `name` is compared: the time is the product of the lengths, and a client chooses this one.
-    """
-    return difflib.get_close_matches(name[:MAX_QUOTED_CHARS], known, n=1, cutoff=0.0)[0]
 
 
 def quoted(text: str) -> str:

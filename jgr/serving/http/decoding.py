@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jgr.fields import nearest
 from jgr.serving.api import (
     MAX_QUOTED_CHARS,
     RankRequest,
     RecommendRequest,
     RequestError,
     invalid,
-    nearest,
     quoted,
 )
 

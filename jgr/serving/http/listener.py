@@ -110,7 +110,8 @@ class Listener(uvicorn.Server):
         host, port = self._socket.getsockname()[:2]
         if host not in LOOPBACK and not config.server.api_key:
             _log.warning(
-                "server.host: other machines can reach %s, and server.api_key is not set: anybody may ask", host
+                "server.host: other machines can reach %s, and server.api_key is not set: anybody may ask",
+                host,
             )
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._warming: asyncio.Task[None]
@@ -188,11 +189,16 @@ class _Protocol(HttpToolsProtocol):
         super().data_received(data)
         self._received_bytes += len(data)
         framing = self._received_bytes - self._body_bytes
-        if framing > MAX_FRAMING_BYTES + FRAMING_PER_BYTE * self._body_bytes and not self.transport.is_closing():
+        if (
+            framing > MAX_FRAMING_BYTES + FRAMING_PER_BYTE * self._body_bytes
+            and not self.transport.is_closing()
+        ):
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.close()
             else:
-                self._refuse(RequestError("invalid_http", "the body has too large trailers, or too small chunks"))
+                self._refuse(
+                    RequestError("invalid_http", "the body has too large trailers, or too small chunks")
+                )
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self.transport.close()
         if self._upload_ends_s is not None and self._read_timer is not None:

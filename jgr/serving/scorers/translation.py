@@ -24,6 +24,7 @@ import numpy.typing as npt
 from jgr.cache.buffers import BufferLayout
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
+from jgr.fields import nearest
 from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
@@ -36,7 +37,6 @@ from jgr.serving.api import (
     Reuse,
     Usage,
     invalid,
-    nearest,
     quoted,
 )
 from jgr.serving.known_items import (
