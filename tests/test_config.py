@@ -65,6 +65,8 @@ def test_override_types_the_value_by_its_field(assignment: str, section: str, fi
         ("cache.share=1e308", "cache.share must be between -1e+15 and 1e+15"),
         (f"cache.page_kb={10**400}", "cache.page_kb must be between -1e+15 and 1e+15"),
         ("server.port=65536", "server.port must be at most 65535"),
+        ("server.drain_timeout_s=1e14", "server.drain_timeout_s must be at most 1e6"),
+        ("executors.number=99999999999999", "executors.number must be at most 1024"),
         ("server.host=", "server.host must not be empty"),
         ("server.default_deadline_ms=0", "server.default_deadline_ms must be above 0 or none"),
         ("server.default_deadline_ms=soon", "must be a finite number or none, not 'soon'"),

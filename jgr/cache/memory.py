@@ -11,6 +11,7 @@ model's pages: the new one gets what is free until the old one has ended.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Lease:
 class Memory:
     """device_mb, host_mb: the sizes. page_kb: 0 for the default. shares: the weight of each model, by name.
 
-    The arrays are made when the first model asks for them. ConfigError where the pool has not one page.
+    The arrays are made when the first model asks for them. ConfigError where the pool has not one page, or a part is
+    larger than the memory that it would lie in.
     """
 
     def __init__(
@@ -62,6 +64,11 @@ class Memory:
         page_kb: int = 0,
         shares: Mapping[str, float] | None = None,
     ) -> None:
+        for name, mb, most in (("device", device_mb, _device_bytes()), ("host", host_mb, _host_bytes())):
+            if mb * 2**20 > most:
+                raise ConfigError(
+                    f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
+                )
         size = int(device_mb * 2**20)
         self._page_bytes = page_kb << 10 or _page_bytes(size)
         self._count, self._host_count = (int(mb * 2**20) // self._page_bytes for mb in (device_mb, host_mb))
@@ -139,6 +146,14 @@ class Memory:
 def caches(config: Config) -> bool:
     """Whether a model of this configuration keeps anything in the pool."""
     return config.cache.policy != "none" or config.executors.share_user == "cache"
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device_bytes() -> int:
+    return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", _host_bytes()))
 
 
 def _page_bytes(size: int) -> int:

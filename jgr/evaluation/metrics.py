@@ -18,7 +18,7 @@ Letters: n queries, m places, k cut-off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,19 +48,6 @@ class Hits:
         if (table.sum(axis=1) > 1).any():
             raise ValueError(f"query {int(np.argmax(table.sum(axis=1) > 1))}: an item is ranked twice")
         return cls(table, np.ones(len(targets), np.int64))
-
-    @classmethod
-    def of_lists(cls, ranked: Sequence[Sequence[Hashable]], relevant: Sequence[Collection[Hashable]]) -> Hits:
-        """Any number of relevant items a query, any number of ranked ones, each at most once."""
-        if len(ranked) != len(relevant):
-            raise ValueError(f"{len(ranked)} rankings for {len(relevant)} sets of relevant items")
-        table = np.zeros((len(ranked), max(map(len, ranked), default=0)), bool)
-        truth = [set(items) for items in relevant]
-        for i, items in enumerate(ranked):
-            if len(set(items)) < len(items):
-                raise ValueError(f"query {i}: an item is ranked twice")
-            table[i, : len(items)] = [item in truth[i] for item in items]
-        return cls(table, np.array([len(items) for items in truth], np.int64))
 
 
 def rank_candidates(scores: npt.ArrayLike) -> npt.NDArray[np.int64]:

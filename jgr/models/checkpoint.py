@@ -72,7 +72,7 @@ def write(
     """
     import orbax.checkpoint as ocp  # 2-3 s of import time, needed by no command that only reads safetensors
 
-    folder = folder.absolute()
+    folder = folder.resolve()
     require_writable(folder)
     aside = _aside(folder)
     try:
@@ -84,7 +84,7 @@ def write(
         write_beside(aside)
         older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         if folder.exists():
-            folder.rename(older)  # a kill before the next line leaves the older one to `require_writable`
+            folder.rename(older)  # after a kill before the next line, `require_writable` does it
         aside.rename(folder)
         shutil.rmtree(older, ignore_errors=True)
     except Exception as error:  # a full disk is an OSError here and other things in Orbax and tensorstore
@@ -98,16 +98,17 @@ def require_writable(folder: Path) -> None:
     """Raise CheckpointError unless a checkpoint can be written there; cheap, to be asked before the work is done.
 
     A folder that is there must be empty or a checkpoint of ours: it will be replaced. Clears away what a killed
-    process left half-written, puts back the model that it was about to replace, and makes no folder itself.
+    process left half-written, ends a replacement that it had begun, and makes no folder itself.
     """
-    aside = _aside(folder.absolute())
+    folder = folder.resolve()
+    aside = _aside(folder)
     try:
-        for older in folder.absolute().parent.glob(f".{glob.escape(folder.name)}.*.old"):
-            if folder.exists():
-                shutil.rmtree(older, ignore_errors=True)
-            else:
-                older.rename(folder)
-        for left in aside.parent.glob(f".{glob.escape(folder.name)}.*.partial"):
+        for left in sorted(aside.parent.glob(f".{glob.escape(folder.name)}.*.[op]*")):
+            *_, writer, kind = left.name.split(".")
+            if kind not in ("old", "partial") or _is_running(writer):
+                continue
+            if kind == "old" and not folder.exists() and left.with_suffix(".partial").exists():
+                left.with_suffix(".partial").rename(folder)  # it was whole: the older one makes place last
             shutil.rmtree(left, ignore_errors=True)
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
             raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
@@ -134,6 +135,16 @@ def require_space(folder: Path, tree: PyTree) -> None:
         )
 
 
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
+
+
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
@@ -153,11 +164,11 @@ def restore(path: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
             # Orbax stores dataclass leaves by field name and drops None, which is how a spec names them too.
             check(_without_none(declared), _without_none(stored.tree))
             params = checkpointer.restore(path.absolute(), abstract(declared, dtype))
-            check_finite(_without_none(params))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files
         raise CheckpointError(f"{path}: damaged checkpoint: {error!r}") from None
+    check_finite(path, params)
     return params
 
 

@@ -201,10 +201,7 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
             norm=jnp.asarray(read("model.norm.weight", False), dtype),
             head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
         )
-    try:
-        check_finite(params)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+    check_finite(folder, params)
     return cfg, params
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -129,11 +130,11 @@ def count(specs: PyTree) -> int:
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=_is_spec))
 
 
-def check_finite(params: PyTree) -> None:
-    """Raise CheckpointError naming the first parameter with NaN or infinity, whose model would answer with nothing."""
+def check_finite(place: Path, params: PyTree) -> None:
+    """Raise CheckpointError naming the first parameter of `place` with NaN or infinity: its model could not answer."""
     for name, values in _by_name(params).items():
         if not np.isfinite(np.asarray(values)).all():
-            raise CheckpointError(f"damaged checkpoint: {name} holds what is no finite number")
+            raise CheckpointError(f"{place}: damaged checkpoint: {name} holds what is no finite number")
 
 
 def check(specs: PyTree, params: PyTree) -> None:

@@ -134,6 +134,14 @@ def test_a_state_is_written_after_what_leaves_its_cells_for_the_host() -> None:
     assert state is not None and (np.asarray(state) == 2.5).all()
 
 
+@pytest.mark.parametrize("name", ["device", "host"])
+def test_more_than_all_memory_is_refused_before_it_is_asked_for(name: str) -> None:
+    for mb in (1e9, 1e14):
+        sizes = {"device_mb": 1.0, f"{name}_mb": mb}
+        with pytest.raises(ConfigError, match=rf"cache\.{name}_mb: .* MB are more than all memory"):
+            Memory(**sizes)
+
+
 def test_models_divide_the_pool_by_their_shares() -> None:
     configs = [
         override(

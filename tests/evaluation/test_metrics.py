@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,17 @@ KEYS: list[str] = GOLDEN["metric_keys"]
 NAMES = [f"{metric}@{k}" for metric in ("recall", "hr", "ndcg", "mrr") for k in (1, 3, 10, 10**12)]
 
 
+def hits_of_lists(ranked: Sequence[Sequence[int]], relevant: Sequence[Collection[int]]) -> Hits:
+    """Any number of relevant items a query, any number of ranked ones."""
+    table = np.zeros((len(ranked), max(map(len, ranked), default=0)), bool)
+    for i, items in enumerate(ranked):
+        table[i, : len(items)] = [item in relevant[i] for item in items]
+    return Hits(table, np.array([len(set(items)) for items in relevant], np.int64))
+
+
 def hits_of(case: dict[str, Any]) -> Hits:
     queries = case["queries"]
-    return Hits.of_lists([q["ranked"] for q in queries], [q["relevant"] for q in queries])
+    return hits_of_lists([q["ranked"] for q in queries], [q["relevant"] for q in queries])
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
@@ -61,7 +70,7 @@ def test_the_one_target_form_equals_the_general_form() -> None:
     for key in KEYS:
         assert found[key].tolist() == general[key].tolist()
     short = np.where(np.arange(25) < 4, ranked, -1).astype(np.int32)
-    cut = Hits.of_lists([row[:4].tolist() for row in ranked], targets[:, None].tolist())
+    cut = hits_of_lists([row[:4].tolist() for row in ranked], targets[:, None].tolist())
     for key, values in per_query(Hits.of_targets(short, targets), KEYS).items():
         assert values.tolist() == per_query(cut, [key])[key].tolist()
 
@@ -87,31 +96,27 @@ ITEMS = st.integers(0, 12)
 @given(st.lists(st.tuples(st.lists(ITEMS, unique=True, max_size=12), st.sets(ITEMS)), min_size=1, max_size=6))
 def test_metrics_equal_a_naive_loop(queries: list[tuple[list[int], set[int]]]) -> None:
     ranked, relevant = zip(*queries, strict=True)
-    for name, values in per_query(Hits.of_lists(ranked, relevant), NAMES).items():
+    for name, values in per_query(hits_of_lists(ranked, relevant), NAMES).items():
         np.testing.assert_allclose(values, [naive(name, *query) for query in queries], atol=1e-15)
 
 
 def test_no_ranking_at_all_scores_zero() -> None:
-    hits = Hits.of_lists([[], []], [[1], []])
+    hits = hits_of_lists([[], []], [[1], []])
     assert mean_all(hits, NAMES) == dict.fromkeys(NAMES, 0.0)
-    assert mean_with_truth(Hits.of_lists([[1], [1]], [[1], []]), ["hr@1"]) == {"hr@1": 1.0}
+    assert mean_with_truth(hits_of_lists([[1], [1]], [[1], []]), ["hr@1"]) == {"hr@1": 1.0}
     nobody = Hits.of_targets(np.full((2, 0), -1, np.int32), np.array([1, 2], np.int32))
     assert recall(nobody, 5).tolist() == hr(nobody, 5).tolist() == ndcg(nobody, 5).tolist() == [0, 0]
 
 
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(ValueError, match="query 1: an item is ranked twice"):
-        Hits.of_lists([[1, 2], [3, 3]], [[1], [1]])
-    with pytest.raises(ValueError, match="query 1: an item is ranked twice"):
         Hits.of_targets(np.array([[1, 2], [3, 3]], np.int32), np.array([1, 3], np.int32))
     with pytest.raises(ValueError, match="targets"):
         Hits.of_targets(np.zeros((2, 3), np.int32), np.zeros(3, np.int32))
     with pytest.raises(ValueError, match="query 1: the target is a negative row"):
         Hits.of_targets(np.full((2, 3), -1, np.int32), np.array([1, -1], np.int32))
-    with pytest.raises(ValueError, match="1 rankings for 2 sets"):
-        Hits.of_lists([[1]], [[1], [2]])
     with pytest.raises(ValueError, match="NaN"):
         rank_candidates([1.0, math.nan])
     for name in ("auc@10", "hr", "hr@", "hr@0", "hr@x", "hr@-1"):
         with pytest.raises(ValueError, match=f"unknown metric {name!r}"):
-            per_query(Hits.of_lists([[1]], [[1]]), [name])
+            per_query(hits_of_lists([[1]], [[1]]), [name])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from safetensors.numpy import load_file, save_file
 from jgr.models import checkpoint, decoder, hf
 from jgr.models.params import CheckpointError
 
+DEAD = 2**31 - 1
+"""A number that no process has."""
 HF = Path(__file__).parents[1] / "golden" / "hf"
 
 
@@ -227,15 +230,34 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoint.save(tmp_path / "own", cfg, params, disk_full)
     assert_same_bits(checkpoint.load(tmp_path / "own")[1], params)  # the older one is whole
-    (tmp_path / ".own.123.partial" / "params").mkdir(parents=True)  # what a killed process leaves
+    (tmp_path / f".own.{DEAD}.partial" / "params").mkdir(parents=True)  # what a killed process leaves
     checkpoint.save(tmp_path / "own", cfg, params)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
-    (tmp_path / "own").rename(tmp_path / ".own.123.old")  # what a kill between the two renames leaves
+    (tmp_path / "own").rename(tmp_path / f".own.{DEAD}.partial")  # what a kill between the two renames leaves
+    (tmp_path / f".own.{DEAD}.old").mkdir()
     checkpoint.require_writable(tmp_path / "own")
     assert_same_bits(checkpoint.load(tmp_path / "own")[1], params)
-    (tmp_path / ".own.123.old").mkdir()  # and one after them
+    (tmp_path / "own").rename(tmp_path / "kept")
+    (tmp_path / f".own.{DEAD}.old" / "params").mkdir(
+        parents=True
+    )  # and one after them, of a model that was moved
     checkpoint.require_writable(tmp_path / "own")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "own", "precious"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "kept", "precious"]
+    writing = tmp_path / f".own.{os.getppid()}.partial"
+    writing.mkdir()
+    checkpoint.require_writable(tmp_path / "own")
+    assert writing.exists(), "somebody is writing it"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    cfg, params = hf.load(HF / "qwen2")
+    for name in ("real", "not_yet"):
+        (tmp_path / f"link_to_{name}").symlink_to(tmp_path / name)
+    (tmp_path / "real").mkdir()
+    for name in ("real", "not_yet"):
+        checkpoint.save(tmp_path / f"link_to_{name}", cfg, params)
+        assert (tmp_path / f"link_to_{name}").is_symlink()
+        assert_same_bits(checkpoint.load(tmp_path / name)[1], params)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -26,9 +26,8 @@ from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
-from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.packing import Packed, pack
-from jgr.serving.decoders.row_executor import RowExecutor
+from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
@@ -36,7 +35,7 @@ from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 
 
-class PagedExecutor:
+class PagedExecutor(ProfilePrograms):
     """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `launch`.
 
     pool, kv: the cells for keys and values. longest: the most tokens of a prompt that generation goes on from. repair:
@@ -61,50 +60,11 @@ class PagedExecutor:
         repair: Repair = NO_REPAIR,
         host: HostTier | None = None,
     ) -> None:
-        self.profiles = profiles
-        self._repair = repair
+        super().__init__(profiles, tables, listed, segment_rows)
+        self._cfg, self._params, self._repair = cfg, params, repair
         self.pool, self.kv, self._host = pool, kv, host
-        self._cfg, self._params, self._tables, self._segment_rows = cfg, params, tables, segment_rows
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
-        self._listed = listed
-        self._filters = DeviceFilters(tables, listed, segment_rows)
-        self._programs: dict[Profile, jax.stages.Compiled] = {}
         self._writes: dict[int, jax.stages.Compiled] = {}
-
-    @property
-    def to_compile(self) -> int:
-        """Profiles without a program."""
-        return len(self.profiles) - len(self._programs)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes that stand on the device between batches."""
-        return self._filters.buffer_bytes({p.batch for p in self.profiles if p.kind == "recommend"})
-
-    def over(self, tables: CatalogTables, segment_rows: int) -> PagedExecutor:
-        """The same model over another catalog. Programs are shared where the shapes are."""
-        other = PagedExecutor(
-            self._cfg,
-            self._params,
-            tables,
-            self.profiles,
-            self.pool,
-            self.kv,
-            self._longest,
-            self._normalize,
-            approximate=self._approximate,
-            listed=self._listed,
-            segment_rows=segment_rows,
-            repair=self._repair,
-            host=self._host,
-        )
-        other._writes = self._writes
-        if other._shapes() == self._shapes():
-            other._programs = self._programs
-        return other
-
-    def _shapes(self) -> Any:
-        return self._segment_rows, [(x.shape, x.dtype) for x in jax.tree.leaves(self._tables)]
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
@@ -151,10 +111,6 @@ class PagedExecutor:
             self.pool.example, ContextKV(one, one), slots, kv=self.kv
         )
         return lowered.compile()
-
-    def program_texts(self) -> list[str]:
-        """See RowExecutor."""
-        return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order. PoolLost where nothing has run and all can be planned again."""

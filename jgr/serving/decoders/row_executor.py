@@ -9,8 +9,9 @@ constants of a program.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -35,43 +36,25 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile
 
 
-class RowExecutor:
-    """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
+class ProfilePrograms:
+    """The programs of one model over one catalog, one for each profile; shared with other catalogs of these shapes."""
 
     def __init__(
-        self,
-        cfg: GeneratorConfig,
-        params: GeneratorParams,
-        tables: CatalogTables,
-        profiles: tuple[Profile, ...],
-        normalize: Normalize,
-        *,
-        approximate: int = 0,
-        listed: int = 1,
-        segment_rows: int = 0,
+        self, profiles: tuple[Profile, ...], tables: CatalogTables, listed: int, segment_rows: int
     ) -> None:
-        """approximate: see beam.recommend. listed, segment_rows: what filters may hold; see DeviceFilters."""
+        """listed, segment_rows: what filters may hold; see DeviceFilters."""
         self.profiles = profiles
-        self._cfg, self._params, self._tables, self._normalize = cfg, params, tables, normalize
-        self._approximate = approximate
-        self._listed, self._segment_rows = listed, segment_rows
+        self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
 
-    def over(self, tables: CatalogTables, segment_rows: int) -> RowExecutor:
+    def over(self, tables: CatalogTables, segment_rows: int) -> Self:
         """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
-        other = RowExecutor(
-            self._cfg,
-            self._params,
-            tables,
-            self.profiles,
-            self._normalize,
-            approximate=self._approximate,
-            listed=self._listed,
-            segment_rows=segment_rows,
-        )
-        if other._shapes() == self._shapes():
-            other._programs = self._programs
+        other = copy.copy(self)
+        other._tables, other._segment_rows = tables, segment_rows
+        other._filters = DeviceFilters(tables, self._listed, segment_rows)
+        if other._shapes() != self._shapes():
+            other._programs = {}
         return other
 
     @property
@@ -87,6 +70,31 @@ class RowExecutor:
     def _shapes(self) -> Any:
         """What the programs depend on besides the model and the profiles."""
         return self._segment_rows, [(x.shape, x.dtype) for x in jax.tree.leaves(self._tables)]
+
+    def program_texts(self) -> list[str]:
+        """The compiled programs as XLA writes them, for profiling; after warm_up."""
+        return [program.as_text() or "" for program in self._programs.values()]
+
+
+class RowExecutor(ProfilePrograms):
+    """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
+
+    def __init__(
+        self,
+        cfg: GeneratorConfig,
+        params: GeneratorParams,
+        tables: CatalogTables,
+        profiles: tuple[Profile, ...],
+        normalize: Normalize,
+        *,
+        approximate: int = 0,
+        listed: int = 1,
+        segment_rows: int = 0,
+    ) -> None:
+        """approximate: see beam.recommend. listed, segment_rows: what filters may hold; see DeviceFilters."""
+        super().__init__(profiles, tables, listed, segment_rows)
+        self._cfg, self._params = cfg, params
+        self._normalize, self._approximate = normalize, approximate
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
@@ -117,10 +125,6 @@ class RowExecutor:
                 self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
             )
         return lowered.compile()
-
-    def program_texts(self) -> list[str]:
-        """The compiled programs as XLA writes them, for profiling; after warm_up."""
-        return [program.as_text() or "" for program in self._programs.values()]
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""

@@ -11,7 +11,10 @@ a pool. A journal holds what requests say of users: treat it as the requests the
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
+import io
 import itertools
 import logging
 import os
@@ -24,6 +27,7 @@ import msgspec
 from msgspec import Struct
 
 from jgr.config import ConfigError
+from jgr.files import reading
 from jgr.serving.policies import events
 from jgr.serving.policies.jobs import Job, Outcome, Policy
 
@@ -61,9 +65,11 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         try:
-            if path.is_file() and path.stat().st_size:
+            self._file = _append(path)
+            if self._file.tell():
                 path.replace(f"{path}.old")
-            self._file = open(path, "wb", buffering=0, opener=partial(os.open, mode=0o600))
+                self._file.close()
+                self._file = _append(path)
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             raise ConfigError(f"server.journal: {path}: {getattr(error, 'strerror', error)}") from None
         self._numbers = itertools.count()
@@ -100,6 +106,19 @@ class Journal:
 def journal_at(path: str) -> Journal:
     """The one journal of this process at a path."""
     return Journal(Path(path))
+
+
+def _append(path: Path) -> io.FileIO:
+    """Open a file for this process alone, as long as it is open. OSError where that cannot be."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
+        raise OSError(errno.EINVAL, "it must be a file")
+    file = io.FileIO(path, "a", opener=partial(os.open, mode=0o600))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise OSError(errno.EBUSY, "another server writes to it") from None
+    return file
 
 
 class _Followed:
@@ -146,11 +165,11 @@ class _Followed:
 
 def read(path: Path) -> Iterator[Line]:
     """The lines of a journal. ConfigError names one that is damaged; a last line that was cut off is left out."""
-    with path.open("rb") as file:
+    with reading(path, ConfigError) as file:
         for number, text in enumerate(file, 1):
             try:
                 yield _decode(text)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 if text.endswith(b"\n"):
                     raise ConfigError(f"{path}, line {number}: {error}") from None
 

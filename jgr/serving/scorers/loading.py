@@ -94,9 +94,7 @@ def _make_engine(
 ) -> Engine[ServedScorer]:
     settings = config.executors
     needs = scorers.scorer(model.cfg).needs(model.cfg)
-    features = _open_features(config, needs, catalog)
-    if features is not None:
-        undo.callback(features.close)
+    features = _open_features(config, needs, catalog, undo)
     schema = None if features is None else features.schema
     if like is not None and like.programs.schema == schema:
         programs = like.programs
@@ -187,7 +185,9 @@ def _fit(model: ScorerModel, catalog: Catalog) -> None:
         )
 
 
-def _open_features(config: Config, needs: scorers.Needs, catalog: Catalog) -> FeatureCache | None:
+def _open_features(
+    config: Config, needs: scorers.Needs, catalog: Catalog, undo: ExitStack
+) -> FeatureCache | None:
     """The cache of the features that the model reads; None where it reads none, or no store is configured."""
     settings = config.features
     if not needs.features:
@@ -197,16 +197,13 @@ def _open_features(config: Config, needs: scorers.Needs, catalog: Catalog) -> Fe
         _log.warning("features.store is not set: items are ranked without their features %s", names)
         return None
     store = open_store(settings.store, settings.timeout_ms / 1e3)
-    try:
-        text = store.schema()
-        if text is None:
-            raise ConfigError("features.store: it holds no features; load them by jgr features load")
-        schema = Schema.parse(text)
-        widths = {feature.name: feature.width for feature in schema.features}
-        for name, width in needs.features:
-            if widths.get(name) != width:
-                raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
-        return FeatureCache(store, schema, catalog.item_ids, settings)
-    except Exception:
-        store.close()
-        raise
+    undo.callback(store.close)
+    text = store.schema()
+    if text is None:
+        raise ConfigError("features.store: it holds no features; load them by jgr features load")
+    schema = Schema.parse(text)
+    widths = {feature.name: feature.width for feature in schema.features}
+    for name, width in needs.features:
+        if widths.get(name) != width:
+            raise ConfigError(f"features.store: the model reads {name}[{width}]; the store has {schema}")
+    return FeatureCache(store, schema, catalog.item_ids, settings)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jgr.cache.memory import Memory
-from jgr.config import Config
+from jgr.config import Config, UserError
+from jgr.files import read_whole
 from jgr.models import retrievers, scorers
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.engine.engine import AnyEngine
@@ -21,9 +22,9 @@ from jgr.serving.scorers.loading import load_scorer, make_scorer_engine
 def is_scorer(folder: Path) -> bool:
     """Whether a folder's config.json is a scorer's; one that cannot be read is left to others to refuse."""
     try:
-        given: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        given: Any = json.loads(read_whole(folder / "config.json", UserError))
         return given.get("model_type") in (*retrievers.MODELS, *scorers.MODELS)
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return False
 
 

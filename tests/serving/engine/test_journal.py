@@ -166,6 +166,11 @@ def test_a_damaged_journal_is_named_by_its_line_and_one_that_was_cut_off_is_read
     path.write_bytes(good + b'{"policy":0}\n')
     with pytest.raises(ConfigError, match="journal, line 2: "):
         list(read(path))
+    path.write_bytes(good + b'{"policy":0,"now_ns":1,"event":{"type":"open","name":"\xff"}}\n')
+    with pytest.raises(ConfigError, match="journal, line 2: "):
+        list(read(path))
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        list(read(tmp_path))
 
 
 def test_a_restart_keeps_the_journal_before_it_and_only_the_owner_reads_either(tmp_path: Path) -> None:
@@ -177,6 +182,24 @@ def test_a_restart_keeps_the_journal_before_it_and_only_the_owner_reads_either(t
     old = path.with_name("journal.old")
     assert [line.now_ns for file in (old, path) for line in read(file)] == [1, 2]
     assert [file.stat().st_mode & 0o777 for file in (old, path)] == [0o600, 0o600]
+
+
+def test_two_servers_do_not_write_one_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    running = Journal(path)
+    running.write(Line(0, 1, Opened("model")))
+    with pytest.raises(ConfigError, match=r"server\.journal: .*journal: another server writes to it"):
+        Journal(path)
+    running.write(Line(0, 2, Opened("model")))
+    running._file.close()
+    assert [line.now_ns for line in read(path)] == [1, 2] and os.listdir(tmp_path) == ["journal"]
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(ConfigError, match="it must be a file"):
+            Journal(path)
 
 
 class FullDisk(io.RawIOBase):
