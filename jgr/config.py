@@ -272,8 +272,8 @@ class ServerConfig:
         same = bool(self.api_key) and self.api_key == self.admin_key
         require(not same, "server.admin_key must not be server.api_key, which clients have")
         require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
-        longest = self.drain_timeout_s
-        require(longest <= 1e6, f"server.drain_timeout_s must be at most 1e6, not {longest}")
+        drain_s = self.drain_timeout_s
+        require(drain_s <= 1e6, f"server.drain_timeout_s must be at most 1e6, not {drain_s}")
         require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
         ms = self.default_deadline_ms
         require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")

@@ -14,6 +14,7 @@ LARGEST = 1e15
 """Above every number that a configuration can mean; sums and products of smaller ones stay finite."""
 
 COMPARED_CHARS = 80
+"""How much of an unknown name is compared with the known ones."""
 
 
 class UserError(ValueError):

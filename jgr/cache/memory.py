@@ -53,8 +53,8 @@ class Lease:
 class Memory:
     """device_mb, host_mb: the sizes. page_kb: 0 for the default. shares: the weight of each model, by name.
 
-    The arrays are made when the first model asks for them. ConfigError where the pool has not one page, or a part is
-    larger than the memory that it would lie in.
+    The arrays are made when the first model asks for them, which raises ConfigError where one is larger than the memory
+    that it would lie in. ConfigError where the pool has not one page.
     """
 
     def __init__(
@@ -64,11 +64,7 @@ class Memory:
         page_kb: int = 0,
         shares: Mapping[str, float] | None = None,
     ) -> None:
-        for name, mb, most in (("device", device_mb, _device_bytes()), ("host", host_mb, _host_bytes())):
-            if mb * 2**20 > most:
-                raise ConfigError(
-                    f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
-                )
+        self._mb = device_mb, host_mb
         size = int(device_mb * 2**20)
         self._page_bytes = page_kb << 10 or _page_bytes(size)
         self._count, self._host_count = (int(mb * 2**20) // self._page_bytes for mb in (device_mb, host_mb))
@@ -90,6 +86,13 @@ class Memory:
 
     @cached_property
     def pool(self) -> DevicePool:
+        for name, mb, most in zip(
+            ("device", "host"), self._mb, (_device_bytes(), _host_bytes()), strict=True
+        ):
+            if mb * 2**20 > most:
+                raise ConfigError(
+                    f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
+                )
         return DevicePool(self._count, self._page_bytes)
 
     @cached_property

@@ -105,10 +105,10 @@ def require_writable(folder: Path) -> None:
     try:
         for left in sorted(aside.parent.glob(f".{glob.escape(folder.name)}.*.[op]*")):
             *_, writer, kind = left.name.split(".")
-            if kind not in ("old", "partial") or _is_running(writer):
+            if kind not in ("old", "partial") or _is_another(writer):
                 continue
             if kind == "old" and not folder.exists() and left.with_suffix(".partial").exists():
-                left.with_suffix(".partial").rename(folder)  # it was whole: the older one makes place last
+                left.with_suffix(".partial").rename(folder)  # whole, for the old model makes way last of all
             shutil.rmtree(left, ignore_errors=True)
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "params").is_dir():
             raise CheckpointError(f"{folder}: holds something else than a model of ours; name a new folder")
@@ -135,14 +135,15 @@ def require_space(folder: Path, tree: PyTree) -> None:
         )
 
 
-def _is_running(process: str) -> bool:
+def _is_another(process: str) -> bool:
+    """Whether another process of this number runs. In a container every trainer may have the same number."""
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError, ValueError):
         return False
     except PermissionError:
-        pass  # somebody else's
-    return True
+        pass  # it is another user's
+    return int(process) != os.getpid()
 
 
 def _aside(folder: Path) -> Path:

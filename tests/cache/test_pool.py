@@ -139,7 +139,7 @@ def test_more_than_all_memory_is_refused_before_it_is_asked_for(name: str) -> No
     for mb in (1e9, 1e14):
         sizes = {"device_mb": 1.0, f"{name}_mb": mb}
         with pytest.raises(ConfigError, match=rf"cache\.{name}_mb: .* MB are more than all memory"):
-            Memory(**sizes)
+            _ = Memory(**sizes).pool
 
 
 def test_models_divide_the_pool_by_their_shares() -> None:

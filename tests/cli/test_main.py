@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -138,3 +139,16 @@ def test_a_reader_that_leaves_is_not_an_error() -> None:
 
 def test_arguments_that_are_not_flags_reach_the_command() -> None:
     assert _run_with("print(argv)").stdout == "['one', 'two']\n"
+
+
+def test_without_a_device_the_refusal_is_one_line() -> None:
+    folder = Path(__file__).parents[1] / "golden" / "hf" / "qwen2"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "serve", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "none_such"},
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("jgr: there is no device to serve on: ")

@@ -247,6 +247,9 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     writing.mkdir()
     checkpoint.require_writable(tmp_path / "own")
     assert writing.exists(), "somebody is writing it"
+    (tmp_path / f".own.{os.getpid()}.partial").mkdir()  # of an earlier process that had our number
+    checkpoint.require_writable(tmp_path / "own")
+    assert not (tmp_path / f".own.{os.getpid()}.partial").exists()
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

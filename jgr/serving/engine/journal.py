@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,7 +111,7 @@ def _append(path: Path) -> io.FileIO:
     """Open a file for this process alone, as long as it is open. OSError where that cannot be."""
     if path.exists() and not path.is_file():  # to open a pipe would wait for its reader
         raise OSError(errno.EINVAL, "it must be a file")
-    file = io.FileIO(path, "a", opener=partial(os.open, mode=0o600))
+    file = io.FileIO(path, "a", opener=functools.partial(os.open, mode=0o600))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

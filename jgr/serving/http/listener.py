@@ -14,6 +14,7 @@ the same kind of error body as every other refusal.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -40,7 +41,6 @@ READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
 """Seconds in which the body of a catalog must arrive; `READ_TIMEOUT_S` without a byte end it too."""
 KEEP_ALIVE_S = 30
-LOOPBACK = ("127.0.0.1", "::1")
 MAX_HEAD_BYTES = 1 << 16
 MAX_PIPELINED = 16
 """Requests that one connection may send ahead; then the server reads no more from it until one is answered."""
@@ -108,7 +108,7 @@ class Listener(uvicorn.Server):
         self._on_ready = on_ready
         self._socket = bind(config.server.host, config.server.port)
         host, port = self._socket.getsockname()[:2]
-        if host not in LOOPBACK and not config.server.api_key:
+        if not (ipaddress.ip_address(host).is_loopback or config.server.api_key):
             _log.warning(
                 "server.host: other machines can reach %s, and server.api_key is not set: anybody may ask",
                 host,
@@ -188,19 +188,9 @@ class _Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._received_bytes += len(data)
-        framing = self._received_bytes - self._body_bytes
-        if (
-            framing > MAX_FRAMING_BYTES + FRAMING_PER_BYTE * self._body_bytes
-            and not self.transport.is_closing()
-        ):
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
-            else:
-                self._refuse(
-                    RequestError("invalid_http", "the body has too large trailers, or too small chunks")
-                )
-        if self._unread_bytes > MAX_UNREAD_BYTES:
-            self.transport.close()
+        most = MAX_FRAMING_BYTES + (1 + FRAMING_PER_BYTE) * self._body_bytes
+        if self._received_bytes > most or self._unread_bytes > MAX_UNREAD_BYTES:
+            self._end_body()
         if self._upload_ends_s is not None and self._read_timer is not None:
             self._stop_timer()
             self._start_timer(min(self._read_timeout_s, self._upload_ends_s - self.loop.time()))
@@ -208,6 +198,13 @@ class _Protocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
+
+    def _end_body(self) -> None:
+        """The body goes on for longer than it may: refuse it, or where it was answered already, hang up."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self._refuse(RequestError("invalid_http", "the body has too large trailers, or too small chunks"))
 
     def on_message_begin(self) -> None:
         self._in_head = True
