@@ -72,6 +72,7 @@ class ShapeOnDemand:
     """
 
     lanes = STREAMS
+    in_flight = 1
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from jgr.config_file import line_in, run_python
+from jgr.config_training import DataConfig as DataConfig
+from jgr.config_training import TrainConfig as TrainConfig
 from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
@@ -238,10 +240,24 @@ class BatchingConfig:
 
     max_tokens: int = 8192  # most tokens in a batch, padding included
     max_wait_ms: float = 0.0  # how long a request waits for others to fill a batch; 0: not at all
-    max_queue: int = 1024  # most requests that wait; one more is refused with 429
+    # Most requests that wait, of each sort: with a deadline, without one, and of priority batch. One more is refused
+    # with 429.
+    max_queue: int = 1024
+    # Which request goes next. deadline: the earliest deadline of those that can still be met; what cannot be answered
+    # in time is refused at once. The others, for comparisons, refuse nothing: edf, the earliest deadline; fifo, lifo,
+    # the first or the last come; codel, fifo in which who waited for long is ended.
+    order: Literal["deadline", "edf", "fifo", "lifo", "codel"] = "deadline"
+    in_flight: int = (
+        2  # batches of a stream that are handed to the device, so that it need not wait for the host
+    )
+    streams: int = 1  # batches without a cache that run at the same time; a scorer has executors.streams
 
     def __post_init__(self) -> None:
-        check(self, max_tokens=1, max_wait_ms=0, max_queue=1)
+        check(self, max_tokens=1, max_wait_ms=0, max_queue=1, in_flight=1, streams=1)
+        for name in ("in_flight", "streams"):
+            require(
+                getattr(self, name) <= 64, f"batching.{name} must be at most 64, not {getattr(self, name)}"
+            )
         ms = self.max_wait_ms
         require(ms <= MAX_WAIT_MS, f"batching.max_wait_ms must be at most {MAX_WAIT_MS}, not {ms}")
 
@@ -262,13 +278,16 @@ class ServerConfig:
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
+    # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
+    patience_ms: float = 1000.0
     journal: str = (
         ""  # file to which every call of a policy is written, with what requests say of users; empty: none
     )
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
-        check(self, max_filter_items=0)
+        check(self, max_filter_items=0, patience_ms=0)
+        require(self.patience_ms <= 1e9, f"server.patience_ms must be at most 1e9, not {self.patience_ms}")
         same = bool(self.api_key) and self.api_key == self.admin_key
         require(not same, "server.admin_key must not be server.api_key, which clients have")
         require(bool(self.host), "server.host must not be empty; 127.0.0.1 serves this machine only")
@@ -277,101 +296,6 @@ class ServerConfig:
         require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
         ms = self.default_deadline_ms
         require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The interactions to train and evaluate on."""
-
-    # The synthetic shop, a folder that `jgr prepare` wrote, or a folder in MiniOneRec's format.
-    kind: Literal["shop", "prepared", "minionerec"] = "shop"
-    path: str = ""  # the dataset's folder; the shop has none
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """A small model and how it is trained."""
-
-    # generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a decoder that ranks
-    # the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called retrievers) learn from
-    # sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
-    model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
-        "generator"
-    )
-    out: str = ""  # folder for the checkpoint
-    # Folder of a decoder of the same sizes whose weights a ranker or a generator starts from; empty: random weights.
-    start: str = ""
-    seed: int = 0  # of all random numbers: weights, order of examples, dropout, negatives
-    steps: int = 2000  # optimizer steps
-    batch: int = 256  # training examples per step
-    micro_batches: int = 1  # parts of a step's batch, computed one after the other; only saves memory
-    devices: int = 1  # devices that share a step's batch (data parallelism)
-    learning_rate: float = 1e-3  # the peak, reached after the warm-up
-    warmup_steps: int = 100  # steps in which the learning rate rises to its peak
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to 1 % of the peak
-    weight_decay: float = 0.01  # decoupled, as in AdamW
-    adam_b2: float = 0.98  # decay of AdamW's second moment
-    clip_norm: float = 1.0  # largest global norm of the gradient
-    dropout: float = 0.1  # probability
-    # retriever: items drawn for a step's softmax, 0: all items; ranker: candidates in a prompt besides the target.
-    negatives: int = 0
-    # Weigh the drawn items so that they stand for all items (sampled softmax); False: unweighted, HSTU's recipe.
-    weigh_negatives: bool = True
-    temperature: float = 1.0  # divides a retriever's scores before the softmax
-    times: bool = False  # hstu's attention bias depends on times too; the dataset must have them
-    # Train a retriever on the validation targets as well, as HSTU's recipe does; then nothing can be validated.
-    learn_valid: bool = False
-    layouts: Literal["both", "user_prefix", "item_prefix"] = (
-        "both"  # layouts of the prompts a ranker learns from
-    )
-    retriever: str = (
-        ""  # folder of a retriever that names half of a ranker's negatives; empty: all are random
-    )
-    max_items: int = 20  # history items per training example
-    checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
-    evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    patience: int = (
-        0  # validations without an improvement after which training stops; 0: it never stops early
-    )
-    validation_examples: int = 1000  # examples of the validation split that are used, drawn by the seed
-    hidden: int = 64  # width of the residual stream
-    layers: int = 2  # transformer layers, or the model's counterpart
-    heads: int = 4  # query heads
-    kv_heads: int = 2  # key-value heads; divides heads
-    head_dim: int = 16  # width of one head
-    mlp: int = 256  # inner width of the feed-forward block
-
-    def __post_init__(self) -> None:
-        check(
-            self, seed=0, learning_rate=0, warmup_steps=0, weight_decay=0, dropout=0, adam_b2=0, clip_norm=0
-        )
-        check(self, steps=1, batch=1, micro_batches=1, devices=1, max_items=1, checkpoint_every=1)
-        check(self, negatives=0, evaluate_every=0, patience=0, validation_examples=1)
-        check(self, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=2, mlp=1)
-        for name in ("clip_norm", "temperature"):
-            require(getattr(self, name) > 0, f"train.{name} must be above 0, not {getattr(self, name)}")
-        require(self.seed < 1 << 32, f"train.seed must be below 2^32, not {self.seed}")
-        for name in ("dropout", "adam_b2"):
-            value = getattr(self, name)
-            require(value < 1, f"train.{name} must be below 1, not {value}")
-        validates = self.learn_valid and self.evaluate_every > 0
-        require(
-            not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
-        )
-        require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
-        starts = self.model in ("generator", "ranker")
-        require(not self.start or starts, f"train.start: a decoder cannot begin train.model={self.model}")
-        fits = self.heads % self.kv_heads == 0
-        require(fits, f"train.heads ({self.heads}) must be a multiple of train.kv_heads ({self.kv_heads})")
-        require(self.head_dim % 2 == 0, f"train.head_dim must be even (rotary pairs), not {self.head_dim}")
-        parts = self.micro_batches * self.devices
-        require(
-            self.batch % parts == 0,
-            f"train.batch ({self.batch}) must be a multiple of train.micro_batches x train.devices ({parts})",
-        )
 
 
 @dataclass(frozen=True)

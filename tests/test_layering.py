@@ -22,6 +22,7 @@ FLOORS = (
         "jgr.feedback",
         "jgr.config",
         "jgr.config_file",
+        "jgr.config_training",
         "jgr.files",
         "jgr.catalog",
         "jgr.prompt",

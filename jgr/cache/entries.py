@@ -53,7 +53,8 @@ class Entry:
     tokens: number of valid tokens; digest: their hash. cells: numbers of its class's cells, in order of the tokens,
     with room for `growing` as well. pins: requests that read or write it. growing: the longer content that a writer is
     making of it, or None. named: whether it can be found; an entry that cannot is freed with its last pin. made_from:
-    its owner's record of what it was computed from.
+    its owner's record of what it was computed from. ahead: the lane whose planned programs write the last of its
+    tokens, so that only the programs that it runs after these may read it; None: all are there. writers: their number.
     """
 
     name: Name
@@ -64,6 +65,8 @@ class Entry:
     growing: Valued | None = None
     named: bool = True
     made_from: Any = None
+    ahead: object = None
+    writers: int = 0
 
 
 class Stored(msgspec.Struct, frozen=True):

@@ -8,6 +8,8 @@ entries take and a limit, and its pages come from a list that other services, of
     hold(entry)             pinned: neither its cells nor its tokens change until `release`
     extend(name, content)   pinned, with cells for all of the content; the caller writes what is not valid yet and says
                             `written` or `failed`. None: no room, or somebody writes this entry already
+    planned(entry, lane)    in place of `written`: the content will be there for every later program of this lane, but
+                            for others only after `settled`; `spoiled` where it was not written after all
 
 Which entry goes first: the one whose last use is longest ago, or for users, with a Hotness, the least frequent one. A
 pinned entry never goes. An entry that was dropped while pinned is freed with its last pin, and what is written to it
@@ -85,10 +87,11 @@ class CacheMeta:
             for each in (self.pages,) if self.host is None else (self.pages, self.host):
                 each.remove(name)
 
-    def find(self, name: Name, content: Valued) -> Entry | None:
+    def find(self, name: Name, content: Valued, lane: object = None) -> Entry | None:
         """The entry whose valid tokens are the first of the content's, on the device; its use is remembered.
 
-        An entry of other tokens is dropped, and one on the host is brought back where there is room.
+        An entry of other tokens is dropped, and one on the host is brought back where there is room. lane: whose
+        programs will read it; None: those of any lane.
         """
         entries = self._entries[name.kind]
         entry = entries.get(name)
@@ -98,7 +101,7 @@ class CacheMeta:
             self.drop(name)
             self.counts[f"{name.kind}_stale"] += 1
             return None
-        if entry is None or not entry.tokens:
+        if entry is None or not entry.tokens or entry.ahead not in (None, lane):
             return None
         entries.move_to_end(name)
         return entry
@@ -118,9 +121,10 @@ class CacheMeta:
             self._unnamed.remove(entry)
             self._free(entry)
 
-    def extend(self, name: Name, content: Valued) -> Entry | None:
-        """A pinned entry with cells for all of the content; the caller writes from `entry.tokens` on."""
-        entry = self.find(name, content)
+    def extend(self, name: Name, content: Valued, lane: object = None) -> Entry | None:
+        """A pinned entry with cells for all of the content; the caller writes from `entry.tokens` on. lane: as in
+        `find`."""
+        entry = self.find(name, content, lane)
         if entry is None:
             if name in self._entries[name.kind]:
                 return None  # it is being written for the first time
@@ -141,6 +145,24 @@ class CacheMeta:
         """The content is in the entry's cells, for every program that is dispatched from now on."""
         assert entry.growing is not None
         entry.tokens, entry.digest, entry.growing = len(entry.growing), entry.growing.digest, None
+
+    def planned(self, entry: Entry, lane: object) -> None:
+        """The content will be in the entry's cells, for every program that this lane dispatches after the writer."""
+        self.written(entry)
+        entry.ahead = lane
+        entry.writers += 1
+
+    def settled(self, entry: Entry) -> None:
+        """The writer of a planned entry ended well."""
+        entry.writers -= 1
+        if not entry.writers:
+            entry.ahead = None
+
+    def spoiled(self, entry: Entry) -> None:
+        """The writer of a planned entry did not write it: nobody finds it any more."""
+        self.settled(entry)
+        if entry.named:
+            self.drop(entry.name)
 
     def failed(self, entry: Entry) -> None:
         """The content was not written. What was valid before still is; cells beyond it stay for the next writer."""
@@ -184,9 +206,12 @@ class CacheMeta:
         while self.used(kind) > pages and (victim := self._victim(kind)) is not None:
             self._evict(victim)
 
-    def valid_tokens(self, name: Name, content: Valued) -> int:
+    def valid_tokens(self, name: Name, content: Valued, lane: object = None) -> int:
         """The number of valid tokens of the entry that `find` would return, 0 for none. Changes nothing."""
-        entry = self._entries[name.kind].get(name) or self._aside.get(name)
+        on_device = self._entries[name.kind].get(name)
+        if on_device is not None and on_device.ahead not in (None, lane):
+            return 0
+        entry = on_device or self._aside.get(name)
         return entry.tokens if entry is not None and serves(entry, content) else 0
 
     def cells(self, kind: str, tokens: int) -> int:
@@ -245,7 +270,10 @@ class CacheMeta:
             assert len(cells) == self.pages.cells_used(name), f"cells of {kind} entries are lost"
             for entry in self._all(kind):
                 assert entry.named or entry.pins, "an entry without a name or a pin is kept"
-                assert entry.growing is None or entry.pins, "an entry is written by nobody"
+                assert (entry.growing is None and not entry.writers) or entry.pins, (
+                    "an entry is written by nobody"
+                )
+                assert (entry.ahead is None) == (entry.writers == 0), "nobody settles an entry"
                 assert self.cells(kind, entry.tokens) <= len(entry.cells) or not entry.tokens, (
                     "an entry has more tokens than room"
                 )

@@ -103,7 +103,8 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
     """`count` requests; if the source has fewer, they start again from its first."""
     from msgspec.json import Decoder
 
-    from jgr.serving.api import RankRequest, RecommendRequest, RequestError
+    from jgr.serving.api import RankRequest, RecommendRequest
+    from jgr.serving.errors import RequestError
     from jgr.serving.http.decoding import decode
 
     if path is None:
@@ -143,9 +144,9 @@ async def _trace(
     """Answer the requests under the profiler. Returns wall seconds, and the texts of the compiled programs."""
     import jax
 
-    from jgr.serving.api import RequestError
     from jgr.serving.decoders.loading import load_engine
     from jgr.serving.decoders.paged_executor import DecoderExecutors
+    from jgr.serving.errors import RequestError
 
     engine = load_engine(config)
     executor = engine.served.executors

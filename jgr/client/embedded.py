@@ -23,15 +23,8 @@ from jgr.client.errors import RequestFailed, Unavailable, failure
 from jgr.client.recommender import Kind, Recommender
 from jgr.config import Config, override
 from jgr.models.manifest import folder_config
-from jgr.serving.api import (
-    RETRY_AFTER_S,
-    Answer,
-    ModelInfo,
-    RankRequest,
-    RecommendRequest,
-    Request,
-    RequestError,
-)
+from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest, Request
+from jgr.serving.errors import RequestError
 from jgr.serving.http.decoding import decode
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import load_any
@@ -168,7 +161,7 @@ def _typed(index: int | None, request_id: str | None) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        wait_s = float(RETRY_AFTER_S) if error.type == "overloaded" else None
+        wait_s = float(error.retry_after_s) if error.type == "overloaded" else None
         failed: RequestFailed = failure(error.type, error.message, error.field, request_id, wait_s)
         failed.index = index
         raise failed from None

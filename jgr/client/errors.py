@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from jgr.fields import UserError
-from jgr.serving.api import ErrorType
+from jgr.serving.errors import ErrorType
 
 Error = UserError
 

@@ -15,6 +15,7 @@ import msgspec
 
 from jgr.client.errors import InvalidRequest
 from jgr.serving.api import Answer, Filters, ModelInfo
+from jgr.serving.policies.jobs import Priority
 
 Kind = Literal["recommend", "rank"]
 ItemId = str | int
@@ -38,17 +39,20 @@ class CommonFields(TypedDict, total=False):
     model: str | None
     user_id: ItemId | Sequence[ItemId | None] | None
     deadline_ms: float | None
+    priority: Priority
     include_metadata: bool
     explain: bool
 
 
 class RecommendFields(CommonFields, total=False):
     beam_width: int | None
+    min_beam_width: int | None
     exclude_history: bool
     filters: Filters | dict[str, Any] | None
 
 
 class RankFields(CommonFields, total=False):
+    min_candidates: int | None
     exclude_history: bool
     layout: Literal["user_prefix", "item_prefix", "causal"] | None
     history_times: Sequence[int] | Sequence[Sequence[int]] | None

@@ -20,7 +20,8 @@ import msgspec
 from jgr.client.errors import InternalError, NotFound, Overloaded, RequestFailed, Unavailable, failure
 from jgr.client.recommender import Kind, Recommender
 from jgr.fields import UserError
-from jgr.serving.api import STATUS, Answer, ErrorAnswer, ErrorType, ModelInfo, ModelList
+from jgr.serving.api import Answer, ModelInfo, ModelList
+from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 
 MAX_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S = 0.1

@@ -18,7 +18,8 @@ from jgr.client.errors import RequestFailed
 from jgr.config import UserError
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import Query, check_catalog, path, rows_of
-from jgr.serving.api import STATUS, Item, ModelInfo, ModelList
+from jgr.serving.api import Item, ModelInfo, ModelList
+from jgr.serving.errors import STATUS
 
 CONNECTIONS = 16
 

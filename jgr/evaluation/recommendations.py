@@ -14,8 +14,9 @@ import numpy.typing as npt
 from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import EvaluationError, Query, check_catalog, ranks, rows_of
-from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, RecommendRequest, Request, RequestError
+from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, RecommendRequest, Request
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.errors import RequestError
 
 CONCURRENCY = 32  # requests in flight: enough to fill batches, few enough for any queue
 

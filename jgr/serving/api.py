@@ -12,51 +12,17 @@ modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from jgr.catalog.catalog import MAX_NAME_CHARS
 from jgr.prompt.layouts import LayoutName
+from jgr.serving.policies.jobs import Priority
 
-ErrorType = Literal[
-    "invalid_http",
-    "invalid_json",
-    "unauthorized",
-    "forbidden",
-    "not_found",
-    "method_not_allowed",
-    "conflict",
-    "body_too_large",
-    "invalid_request",
-    "overloaded",
-    "head_too_large",
-    "internal",
-    "unavailable",
-    "deadline_exceeded",
-]
-
-STATUS: dict[ErrorType, int] = {
-    "invalid_http": 400,
-    "invalid_json": 400,
-    "unauthorized": 401,
-    "forbidden": 403,
-    "not_found": 404,
-    "method_not_allowed": 405,
-    "conflict": 409,
-    "body_too_large": 413,
-    "invalid_request": 422,
-    "overloaded": 429,
-    "head_too_large": 431,
-    "internal": 500,
-    "unavailable": 503,
-    "deadline_exceeded": 504,
-}
-
-RETRY_AFTER_S = 1
-"""How many seconds an overloaded server asks its clients to wait."""
 MAX_DEADLINE_MS = 600_000
-MAX_QUOTED_CHARS = 80
 MAX_SEGMENTS = 16
 MAX_SECONDS = 1 << 40
 MAX_CODE = (1 << 31) - 1
@@ -85,13 +51,20 @@ History = Annotated[
 ]
 Deadline = Annotated[
     Annotated[float, Meta(gt=0, le=MAX_DEADLINE_MS)] | None,
-    Meta(description="Milliseconds after which a 504 is sent instead. null: the server's default."),
+    Meta(
+        description="Milliseconds within which the answer is of use. A request that cannot be answered in time is "
+        "refused at once with 429, and one that was accepted and is late ends with 504. null: the server's default."
+    ),
 ]
 ModelName = Annotated[
     Annotated[str, Meta(max_length=256)] | None,
     Meta(
         description="The model to ask: its id or its exact version. null: the first one that serves the endpoint."
     ),
+]
+PriorityField = Annotated[
+    Priority,
+    Meta(description="batch: gives way to all interactive requests, as evaluations and backfills should."),
 ]
 Explain = Annotated[
     bool, Meta(description="Tell how many tokens of each part of the prompt came from the cache.")
@@ -138,9 +111,17 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Number of beams kept at each level of the ids. null: the server's default."),
     ] = None
+    min_beam_width: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Where the search would take too long for the deadline, it may have as few beams as this; the "
+            "answer's usage.beam_width says how many it had. null: beam_width, or a refusal."
+        ),
+    ] = None
     exclude_history: Annotated[bool, Meta(description="Leave out the items of the history.")] = False
     filters: Annotated[Filters | None, Meta(description="Rules that all items meet. null: no rules.")] = None
     deadline_ms: Deadline = None
+    priority: PriorityField = "interactive"
     include_metadata: IncludeMetadata = False
     explain: Explain = False
 
@@ -162,6 +143,14 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     top_k: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Number of candidates to return. null: all of them."),
+    ] = None
+    min_candidates: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Where scoring all candidates would take too long for the deadline, only the first ones may be "
+            "scored, at least this many; put the likely ones first. usage.candidates says how many were. null: all of "
+            "them, or a refusal."
+        ),
     ] = None
     exclude_history: Annotated[
         bool,
@@ -202,11 +191,30 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         Meta(description="Weights of the tasks' scores in the sum to order by. null: the first score only."),
     ] = None
     deadline_ms: Deadline = None
+    priority: PriorityField = "interactive"
     include_metadata: IncludeMetadata = False
     explain: Explain = False
 
 
 Request = RecommendRequest | RankRequest
+
+
+def smaller(request: Request, size: int, sizes: Sequence[int]) -> Request | None:
+    """The request with the next smaller beam width, or fewer candidates, that it allows; None: there is none.
+
+    size: its beam width or number of candidates. sizes: those of the compiled programs. No program is cheaper for a
+    size between two of them, so the largest of those below is taken, and where there is none, the least allowed.
+    """
+    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
+    if least is None or least >= size:
+        return None
+    fewer = max([least, *(each for each in sizes if least <= each < size)])
+    if isinstance(request, RankRequest):
+        if request.candidates == "all":
+            return None
+        top_k = None if request.top_k is None else min(request.top_k, fewer)
+        return replace(request, candidates=request.candidates[:fewer], top_k=top_k)
+    return replace(request, beam_width=fewer, top_k=min(request.top_k, fewer))
 
 
 # Thousands in an answer would set off the garbage collector, on the event loop; they are in no cycle.
@@ -457,40 +465,3 @@ class Health(Struct, kw_only=True):
     status: Annotated[
         Literal["live", "ready"], Meta(description="live: the process answers. ready: all models serve.")
     ]
-
-
-class ErrorBody(Struct, kw_only=True):
-    """Why a request was refused."""
-
-    type: Annotated[ErrorType, Meta(description="The error's stable name, which fixes the HTTP status.")]
-    message: Annotated[str, Meta(description="What is wrong, for people to read.")]
-    request_id: Annotated[str, Meta(description="The request's id, which the header X-Request-Id has too.")]
-    field: Annotated[
-        str | UnsetType, Meta(description="Field at fault, such as history[3]; absent if there is none.")
-    ] = UNSET
-
-
-class ErrorAnswer(Struct, kw_only=True):
-    """The body of every answer that is an error."""
-
-    error: Annotated[ErrorBody, Meta(description="Why the request was refused.")]
-
-
-class RequestError(Exception):
-    """Raised for a request that is refused. type decides the HTTP status; field names the part at fault."""
-
-    def __init__(self, type: ErrorType, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.type: ErrorType = type
-        self.message = message
-        self.field = field
-
-
-def invalid(field: str, message: str) -> RequestError:
-    """Make the error for a well-formed request whose `field` cannot be served."""
-    return RequestError("invalid_request", message, field)
-
-
-def quoted(text: str) -> str:
-    """Quote a caller's text for a message: shortened, and on one line."""
-    return repr(text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "...")

@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import RankRequest, Request, invalid, quoted
+from jgr.serving.api import RankRequest, Request
+from jgr.serving.errors import invalid, quoted
 
 Int32 = npt.NDArray[np.int32]
 

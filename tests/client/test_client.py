@@ -96,7 +96,7 @@ def test_a_refusal_has_its_type_and_field(client: jgr.Client, server: LiveServer
 
 
 def test_overload_and_deadlines() -> None:
-    with LiveServer("batching.max_queue=1") as server, ThreadPoolExecutor(2) as pool:
+    with LiveServer("batching.max_queue=1", "batching.order=edf") as server, ThreadPoolExecutor(2) as pool:
         with jgr.Client(server.listener.url) as client:
             server.executor.hold()
             running = pool.submit(client.recommend, ["a"], top_k=3)

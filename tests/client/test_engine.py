@@ -170,7 +170,7 @@ def test_more_histories_than_may_wait_are_not_refused(monkeypatch: pytest.Monkey
 def test_overload_deadline_and_failure_have_their_own_errors(
     monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ) -> None:
-    made = Made(monkeypatch, "batching.max_queue=1")
+    made = Made(monkeypatch, "batching.max_queue=1", "batching.order=edf")
     running = made.occupy(pool)
     with pytest.raises(jgr.DeadlineExceeded, match="the deadline has passed") as late:
         made.engine.recommend(["a"], top_k=3, deadline_ms=1)

@@ -58,7 +58,8 @@ DAY = 86_400
 class FakeExecutors:
     """Executors without a device. Runs wait while `hold` is in force; each takes an error of `errors`, if any."""
 
-    costs: Mapping[int, float] = {4: 1.0, 8: 1.5}
+    costs: Mapping[int, float] = {4: 1.0e-9, 8: 1.5e-9}
+    in_flight = 1
 
     def __init__(self, reads: bool) -> None:
         self.sizes = (USER_PART, USER_PART, 4, 4, 8) if reads else (4, 4, 8)

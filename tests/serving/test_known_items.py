@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from jgr.serving.api import RankRequest, RequestError
+from jgr.serving.api import RankRequest
+from jgr.serving.errors import RequestError
 from jgr.serving.known_items import known_candidates
 from tests.serving.scorer_fakes import CATALOG, ITEMS, N_ITEMS
 

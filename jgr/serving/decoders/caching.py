@@ -149,6 +149,7 @@ def make_caching(
         return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
+    lane = object()  # of this engine: another one's programs may be dispatched at any time
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
@@ -157,6 +158,7 @@ def make_caching(
             policy=cache.policy,
             hysteresis=cache.hysteresis,
             rule=cache.rule,
+            lane=lane,
         )
         for kind in {profile.kind: None for profile in profiles}
     }

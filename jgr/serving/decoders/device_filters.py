@@ -10,8 +10,10 @@ that was not named for longest.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,7 +55,7 @@ def _put(rows: Words, at: int, words: tuple[Any, ...]) -> Words:
 
 
 class DeviceFilters:
-    """Filters over one catalog. Not thread-safe.
+    """Filters over one catalog. Where lanes share them, `guard` is held from `lay_out` until the program is dispatched.
 
     capacity: the most nodes that a request lists in a level. segment_rows: combinations of segments on the device, at
     least as many as a batch has requests; 0 where the catalog has no segments.
@@ -66,6 +68,8 @@ class DeviceFilters:
         self.nothing: dict[int, Filters] = {}
         """What a batch of so many requests is given where none has a filter; made by `lay_out`."""
         self._segments: Words | None = None
+        # An upload is given the array of segments for good, so nobody may be about to dispatch a program with it.
+        self.guard: AbstractContextManager[Any] = threading.Lock() if segment_rows else nullcontext()
         if segment_rows:
             sizes = [
                 codes.shape[0] // 32 + 2 for codes in tables.codes

@@ -189,7 +189,10 @@ def _make_executors(
             **settings,
         )
     return DecoderExecutors(
-        RowExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings), paged
+        RowExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings),
+        paged,
+        lanes=config.batching.streams,
+        in_flight=config.batching.in_flight,
     )
 
 

@@ -8,7 +8,7 @@ the server's own time with it, tests check what the server does around a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,8 +37,9 @@ class NullExecutor:
 
     lanes = 1
 
-    def __init__(self, profiles: tuple[Profile, ...], n_leaves: int) -> None:
-        self.profiles = profiles
+    def __init__(self, profiles: tuple[Profile, ...], n_leaves: int, in_flight: int = 1) -> None:
+        self.profiles, self.in_flight = profiles, in_flight
+        self.costs: Mapping[Profile, float] = {}
         self._n_leaves = n_leaves
 
     def warm_up(self, progress: Progress) -> None:
@@ -90,5 +91,5 @@ def null_engine(config: Config, n_items: int = 10_000) -> Engine[ServedDecoder]:
     catalog = null_catalog(n_items)
     tree = PrefixTree.build(catalog.codes)
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(catalog), catalog)
-    executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves)
+    executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves, config.batching.in_flight)
     return decoder_engine(config.model.name, catalog, tree, prompts, executor, config)

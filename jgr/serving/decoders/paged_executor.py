@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jgr.cache.host import HostTier
-from jgr.cache.pool import DevicePool
+from jgr.cache.pool import DevicePool, PoolLost
 from jgr.models import packed
 from jgr.models.beam import CatalogTables, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
@@ -27,7 +28,7 @@ from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.packing import Packed, pack
-from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor
+from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, median_seconds
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
@@ -75,6 +76,9 @@ class PagedExecutor(ProfilePrograms):
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
                 self.run(profile, [_smallest_work(profile)])
+                tokens = min(profile.tokens, self._longest or profile.tokens)
+                full = [_computed_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
+                self.costs[profile] = median_seconds(partial(self.run, profile, full))
             progress(done, len(self.profiles), f"{profile.kind} {profile.tokens}+{profile.context} packed")
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
@@ -139,6 +143,8 @@ class PagedExecutor(ProfilePrograms):
         try:
             found = jax.tree.map(np.asarray, outputs)
         except Exception as error:
+            if self.pool.epoch != pending.epoch:  # it read what another batch, which failed, was to write
+                raise PoolLost("a batch before this one failed, and the pool with it") from error
             self.pool.lose(pending.epoch, error)
             raise
         if pending.profile.kind == "rank":
@@ -177,15 +183,24 @@ class PagedExecutor(ProfilePrograms):
 
 
 class DecoderExecutors:
-    """A decoder's executors on one lane: a PagedExecutor for packed profiles, where there are any, a RowExecutor for
-    others."""
+    """A decoder's executors: a PagedExecutor for packed profiles, where there are any, on lane 0, and a RowExecutor for
+    others on all lanes.
 
-    lanes = 1
+    lanes: batches of the RowExecutor that run at the same time (XGR-15). in_flight: batches of a lane that are
+    dispatched and not yet collected (XGR-12).
+    """
 
-    def __init__(self, plain: RowExecutor, paged: PagedExecutor | None) -> None:
-        self.plain, self.paged = plain, paged
+    def __init__(
+        self, plain: RowExecutor, paged: PagedExecutor | None, *, lanes: int = 1, in_flight: int = 1
+    ) -> None:
+        self.plain, self.paged, self.lanes, self.in_flight = plain, paged, lanes, in_flight
         self._all: tuple[RowExecutor | PagedExecutor, ...] = (plain,) if paged is None else (plain, paged)
         self.profiles = tuple(profile for executor in self._all for profile in executor.profiles)
+
+    @property
+    def costs(self) -> dict[Profile, float]:
+        """See ProfilePrograms."""
+        return {profile: s for executor in self._all for profile, s in executor.costs.items()}
 
     @property
     def to_compile(self) -> int:
@@ -200,7 +215,8 @@ class DecoderExecutors:
     def over(self, tables: CatalogTables, segment_rows: int) -> DecoderExecutors:
         """See RowExecutor."""
         paged = None if self.paged is None else self.paged.over(tables, segment_rows)
-        return DecoderExecutors(self.plain.over(tables, segment_rows), paged)
+        plain = self.plain.over(tables, segment_rows)
+        return DecoderExecutors(plain, paged, lanes=self.lanes, in_flight=self.in_flight)
 
     def warm_up(self, progress: Progress) -> None:
         """See jgr.serving.engine.contract.Executors."""
@@ -238,9 +254,16 @@ class DecoderExecutors:
 
 
 def _smallest_work(profile: Profile) -> SegmentsWork:
+    return _computed_work(profile, 3)
+
+
+def _computed_work(profile: Profile, tokens: int) -> SegmentsWork:
+    """A request of so many tokens that are all computed: a user, and a token each for what ends the prompt and, to
+    rank, for a candidate."""
     token = np.zeros(1, np.int32)
     items = [(0, Content.of(token))] if profile.kind == "rank" else []
-    prompt = make_prompt(Content.of(token), token, items)
-    computed = [PlannedSegment(x.kind, (Compute(1),)) for x in arrange(prompt, USER_PREFIX)]
+    user = np.zeros(max(1, tokens - 1 - len(items)), np.int32)
+    prompt = make_prompt(Content.of(user), token, items)
+    computed = [PlannedSegment(x.kind, (Compute(len(x)),)) for x in arrange(prompt, USER_PREFIX)]
     work = SegmentsWork(prompt, beam_width=1, plan=PlannedPrompt.of("user_prefix", computed))
     return work if profile.kind == "recommend" else replace(work, columns=token)

@@ -10,7 +10,10 @@ constants of a program.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -35,6 +38,9 @@ from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile
 
+TIMED_RUNS = 3
+"""Runs of each program at the warm-up whose median is its cost."""
+
 
 class ProfilePrograms:
     """The programs of one model over one catalog, one for each profile; shared with other catalogs of these shapes."""
@@ -47,6 +53,8 @@ class ProfilePrograms:
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
+        self.costs: dict[Profile, float] = {}
+        """Seconds of a full batch of each profile, as measured at the warm-up."""
 
     def over(self, tables: CatalogTables, segment_rows: int) -> Self:
         """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
@@ -54,7 +62,7 @@ class ProfilePrograms:
         other._tables, other._segment_rows = tables, segment_rows
         other._filters = DeviceFilters(tables, self._listed, segment_rows)
         if other._shapes() != self._shapes():
-            other._programs = {}
+            other._programs, other.costs = {}, {}
         return other
 
     @property
@@ -77,7 +85,7 @@ class ProfilePrograms:
 
 
 class RowExecutor(ProfilePrograms):
-    """Runs batches of one model over one catalog. Not thread-safe: one thread at a time calls `run`."""
+    """Runs batches of one model over one catalog, for any number of lanes."""
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class RowExecutor(ProfilePrograms):
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
                 self.run(profile, [_smallest_work(profile)])
+                self.costs[profile] = median_seconds(partial(self.run, profile, _full_works(profile)))
             label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
             progress(done, len(self.profiles), label)
 
@@ -132,7 +141,8 @@ class RowExecutor(ProfilePrograms):
 
     def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
         """Hand a batch to the device, and do not wait for it. len(works) <= profile.batch."""
-        outputs = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
+        with self._filters.guard:
+            outputs = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
         return Pending(profile, works, outputs)
 
     def collect(self, pending: Pending) -> list[Outcome]:
@@ -169,6 +179,24 @@ class RowExecutor(ProfilePrograms):
         unfiltered = filters.count(NO_FILTER) == len(filters)
         nothing = self._filters.nothing.get(profile.batch) if unfiltered else None
         return tokens, lengths, widths, nothing or self._filters.lay_out(profile.batch, filters)
+
+
+def median_seconds(call: Callable[[], object]) -> float:
+    """The median time of TIMED_RUNS calls."""
+    seconds = []
+    for _ in range(TIMED_RUNS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _full_works(profile: Profile) -> list[Work]:
+    prompt = np.zeros(profile.tokens, np.int32)
+    work: Work = RankWork(prompt, leaves=np.zeros(profile.width, np.int32))
+    if profile.kind == "recommend":
+        work = RecommendWork(prompt, beam_width=profile.width)
+    return [work] * profile.batch
 
 
 def _width(work: Work) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 from prometheus_client import Histogram
@@ -17,16 +18,18 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
-from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, invalid
+from jgr.serving.api import Item, ModelInfo, Request, Reuse, smaller
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
 from jgr.serving.decoders.translation import Prompts, Task, Translator
 from jgr.serving.decoders.work import Outcome, Work
-from jgr.serving.engine.contract import Executors
+from jgr.serving.engine.contract import Executors, make_ordering
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.errors import RequestError, invalid
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile, Start
+from jgr.serving.policies.run_costs import RunCosts
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS
 
 
@@ -34,6 +37,13 @@ class ProfiledExecutors(Executors, Protocol):
     """Executors of compiled profiles."""
 
     profiles: tuple[Profile, ...]
+
+    @property
+    def costs(self) -> Mapping[Profile, float]:
+        """Seconds of a run of each profile; empty before the warm-up."""
+
+    @property
+    def in_flight(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -58,11 +68,30 @@ class ServedDecoder:
         self.prepare: Callable[[Request], Task] = self.translator.prepare
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
-    def policy(self) -> Batcher:
-        return make_batcher(self.executors.profiles, self.config, self.caching)
+    def measured(self) -> list[tuple[Profile, float]]:
+        return list(self.executors.costs.items())
+
+    def policy(self, measured: bytes | None = None) -> Batcher:
+        costs = self.executors.costs
+        if measured is not None:
+            costs = dict(msgspec.json.decode(measured, type=list[tuple[Profile, float]]))
+        return make_batcher(self.executors, self.config, self.caching, costs)
 
     def job(self, task: Task, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
-        return Job(job_id, task.kind, task.tokens, task.width, arrival_ns, deadline_ns, task.prompt)
+        return Job(
+            job_id,
+            task.kind,
+            task.tokens,
+            task.width,
+            arrival_ns,
+            deadline_ns,
+            task.prompt,
+            priority=task.request.priority,
+        )
+
+    def smaller(self, task: Task) -> Request | None:
+        widths = {profile.width for profile in self.executors.profiles if profile.kind == task.kind}
+        return smaller(task.request, task.width, sorted(widths))
 
     def too_large(self, task: Task) -> RequestError:
         size = f"{task.tokens} tokens with a width of {task.width}"
@@ -118,16 +147,22 @@ class ServedDecoder:
         """The policy audits the cache."""
 
 
-def make_batcher(profiles: Sequence[Profile], config: Config, caching: Caching | None) -> Batcher:
-    """The policy of a decoder. ConfigError where profiles and batching do not fit."""
+def make_batcher(
+    executors: ProfiledExecutors, config: Config, caching: Caching | None, costs: Mapping[Profile, float]
+) -> Batcher:
+    """The policy of a decoder. costs: seconds of a run. ConfigError where profiles and batching do not fit."""
     batching = config.batching
     return Batcher(
-        profiles,
+        executors.profiles,
         max_tokens=batching.max_tokens,
         max_wait_ns=round(batching.max_wait_ms * 1e6),
         max_queue=batching.max_queue,
         groupings=None if caching is None else caching.groupings,
         shadow_share=config.cache.shadow,
+        streams=executors.lanes,
+        in_flight=executors.in_flight,
+        ordering=make_ordering(config),
+        costs=RunCosts(costs),
     )
 
 
@@ -151,7 +186,7 @@ def decoder_engine(
     metrics: may be shared with the engines of other versions. revision: what tells the model's versions apart. Others
     as of Engine and ServedDecoder. ConfigError where profiles, batching and beam width do not fit.
     """
-    batcher = make_batcher(executors.profiles, config, caching)
+    batcher = make_batcher(executors, config, caching, executors.costs)
     translator = Translator(
         name,
         catalog,

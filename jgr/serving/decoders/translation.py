@@ -27,19 +27,7 @@ from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
-from jgr.serving.api import (
-    MAX_QUOTED_CHARS,
-    Filters,
-    Item,
-    ModelInfo,
-    RankRequest,
-    RecommendRequest,
-    Request,
-    Reuse,
-    Usage,
-    invalid,
-    quoted,
-)
+from jgr.serving.api import Filters, Item, ModelInfo, RankRequest, RecommendRequest, Request, Reuse, Usage
 from jgr.serving.decoders.work import (
     Outcome,
     RankOutcome,
@@ -49,6 +37,7 @@ from jgr.serving.decoders.work import (
     SegmentsWork,
     Work,
 )
+from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
 from jgr.serving.policies.jobs import Kind as RequestKind
 from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, UnplannedPrompt

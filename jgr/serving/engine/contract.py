@@ -15,9 +15,13 @@ from msgspec import UnsetType
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, Usage
+from jgr.config import Config
+from jgr.serving.api import Item, ModelInfo, Request, Reuse, Usage
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.policies.jobs import Job, Kind, Policy, Start
+from jgr.serving.errors import RequestError
+from jgr.serving.policies.jobs import Job, Kind, Start
+from jgr.serving.policies.ordering import Ordering
+from jgr.serving.policies.policy import Policy
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, label) after each step of a warm-up, in the thread that takes it."""
@@ -25,11 +29,16 @@ Status = Literal["starting", "ready", "draining", "failed"]
 
 
 class Executors(Protocol):
-    """Compiled programs with their buffers, on lanes: each lane does one run at a time, in a thread of its own."""
+    """Compiled programs with their buffers, on lanes: each has a thread that launches its runs one after the other, and
+    where it has several in flight, another one that collects them in the same order."""
 
     @property
     def lanes(self) -> int:
         """Number of lanes."""
+
+    @property
+    def in_flight(self) -> int:
+        """The most runs of a lane that are started and not yet collected."""
 
     def warm_up(self, progress: Progress) -> None:
         """Compile every program and run it once. Raises what that raises."""
@@ -95,8 +104,12 @@ class Served(Protocol[T]):
     def memory(self) -> Mapping[str, int]:
         """Bytes that each part of the model takes, on the device and on the host, by the part's name."""
 
-    def policy(self) -> Policy[Any]:
-        """A new policy. Called once more after the warm-up, when the costs of the programs are known."""
+    def measured(self) -> Any:
+        """What the warm-up found that runs take, as plain data that JSON takes."""
+
+    def policy(self, measured: bytes | None = None) -> Policy[Any]:
+        """A new policy. Called once more after the warm-up, when the costs of the programs are known. measured: the
+        JSON of another engine's `measured`, in place of its own."""
 
     def prepare(self, request: Request) -> T:
         """Check a request and make its task.
@@ -106,6 +119,9 @@ class Served(Protocol[T]):
 
     def job(self, task: T, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         """The task's size and times, for the policy."""
+
+    def smaller(self, task: T) -> Request | None:
+        """The task's request with the next smaller beam width, or number of candidates, that it allows; None: none."""
 
     def too_large(self, task: T) -> RequestError:
         """Why no compiled program takes the task."""
@@ -140,3 +156,8 @@ class Served(Protocol[T]):
 
     def check(self) -> None:
         """Audit; AssertionError."""
+
+
+def make_ordering(config: Config) -> Ordering:
+    """The order of the queue that is configured."""
+    return Ordering(config.batching.order, round(config.server.patience_ms * 1e6))

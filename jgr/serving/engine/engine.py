@@ -19,24 +19,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
+
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import Answer, ModelInfo, Request, RequestError, Timing
+from jgr.serving.api import Answer, ModelInfo, Request, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
 from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.engine.threads import Abandoned, Lanes, Run
+from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
-from jgr.serving.policies.jobs import Job, Outcome, Policy, Reason, Rejected, Start
+from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start, User
+from jgr.serving.policies.jobs import Request as RequestWork
+from jgr.serving.policies.policy import Policy
 
 _log = logging.getLogger(__name__)
+
+HOST_RATE = 1 / 16
+"""The weight of one answer in the average of the host's time after its last run."""
 
 S = TypeVar("S", bound=Served[Any])
 
@@ -58,8 +67,12 @@ class Ticket:
     answer: asyncio.Future[Answer]
     arrival_ns: int
     submitted_ns: int
+    planned: bool = False
     started_ns: int = 0
     ended_ns: int = 0
+    committed_ns: int = 0
+    deadline_ns: int | None = None
+    predicted_ns: int | None = None
     fetching: asyncio.Task[None] | None = None
     compare: Callable[[Any], None] | None = None
 
@@ -113,6 +126,7 @@ class Engine(Generic[S]):
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._after_ns = 0  # the host's time from a request's last run to its encoded answer, on average
 
     @property
     def queued(self) -> int:
@@ -134,31 +148,51 @@ class Engine(Generic[S]):
             self._policy = self.served.policy()
             if self._journal is not None:
                 name = f"{self.info.version}/{self.info.catalog_version}"
-                self._policy = self._journal.follow(name, self._policy, self.clock())
+                self._policy = self._journal.follow(name, self.served.measured(), self._policy, self.clock())
             self.status = "ready"
 
     def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
         """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
-        if self._policy.queued >= self._policy.max_queue:
-            raise _refusal("queue_full")  # before it is translated, which costs the loop milliseconds
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ms = request.deadline_ms or self._default_deadline_ms
-        deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
-        task = self.served.prepare(request)
-        now_ns = self.clock()
-        job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
-        verdict = self._policy.submit(job, now_ns)
-        if isinstance(verdict, Rejected):
-            raise self.served.too_large(task) if verdict.reason == "too_large" else _refusal(verdict.reason)
+        undated: Sort = "undated" if deadline_ms is None else "dated"
+        if self._policy.full("batch" if request.priority == "batch" else undated):
+            self.metrics.refused["queue_full"].inc()
+            raise _refusal(
+                Rejected("queue_full")
+            )  # before it is translated, which costs the loop milliseconds
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        deadline_ns = None
+        if deadline_ms is not None:  # the last run must have ended before that by what the host needs then
+            deadline_ns = (
+                arrival_ns + round(deadline_ms * 1e6) - min(self._after_ns, round(deadline_ms * 5e5))
+            )
+        while True:
+            task = self.served.prepare(request)
+            now_ns = self.clock()
+            job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
+            verdict = self._policy.submit(job, now_ns)
+            if not isinstance(verdict, Rejected):
+                break
+            less = self.served.smaller(task) if verdict.reason == "too_late" else None
+            if less is None:
+                self.metrics.refused[verdict.reason].inc()
+                too_large = verdict.reason == "too_large"
+                raise self.served.too_large(task) if too_large else _refusal(verdict, job, self._after_ns)
+            request = less
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
+        ticket.deadline_ns, ticket.predicted_ns = job.deadline_ns, verdict.predicted_ns
         self._tickets[job.id] = ticket
         if job.waits:
             ticket.fetching = self._loop.create_task(self._fetch(ticket, verdict.ready_by_ns))
         self._pump_soon()
         return ticket
+
+    def encoded(self, ticket: Ticket) -> None:
+        """The answer of a ticket is about to be sent."""
+        self._after_ns += round(HOST_RATE * (self.clock() - ticket.committed_ns - self._after_ns))
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
@@ -170,7 +204,9 @@ class Engine(Generic[S]):
         """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
         ticket = self.submit(request, request_id)
         try:
-            return await ticket.answer
+            answer = await ticket.answer
+            self.encoded(ticket)
+            return answer
         finally:
             self.cancel(ticket)
 
@@ -243,8 +279,13 @@ class Engine(Generic[S]):
         if plan.expired:
             self._expire(plan.expired)
         for start in plan.starts:
-            tasks = [self._tickets[work.job].task for work in start.work]
-            self._lanes.run(start, self.served.begin(start, tasks), partial(self._finished, start))
+            tickets = [self._tickets[work.job] for work in start.work]
+            for ticket in tickets:
+                if ticket.deadline_ns is not None and not ticket.planned:
+                    self.metrics.observe_slack((ticket.deadline_ns - now_ns) / 1e9)
+                ticket.planned = True
+            work = self.served.begin(start, [ticket.task for ticket in tickets])
+            self._lanes.run(start, work, partial(self._finished, start), partial(self._wanted, start))
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
             self._wakeup[1].cancel()
             self._wakeup = None
@@ -256,10 +297,15 @@ class Engine(Generic[S]):
         self._wakeup = None
         self._pump()
 
+    def _wanted(self, start: Start) -> bool:
+        """Whether a run is still to be launched: somebody waits for it, or it writes what others may read."""
+        return _keeps(start) or any(work.job in self._tickets for work in start.work)
+
     def _finished(self, start: Start, run: Run) -> None:
-        lost = isinstance(run.error, PoolLost)  # nothing has run, and it is planned again
+        lost = isinstance(run.error, PoolLost | Abandoned)  # nothing has run, and it is planned again
         outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
-        committed = self._policy.commit(start.run, outcome, self.clock())
+        now_ns = self.clock()
+        committed = self._policy.commit(start.run, outcome, now_ns)
         if run.error is None:
             tasks: list[Any] = []
             for work in start.work:
@@ -269,17 +315,22 @@ class Engine(Generic[S]):
                     ticket.ended_ns = run.end_ns
                 tasks.append(None if ticket is None else ticket.task)
             self.served.take(start, tasks, run.outcomes)
+        ended = len(committed.expired) + sum(work.job not in self._tickets for work in start.work)
+        self.metrics.observe_run((run.end_ns - run.start_ns) / 1e9, ended / len(start.work))
         self._pump()
         if run.error is not None and not lost:
             self._fail(committed.failed, run.error)
         if committed.expired:
             self._expire(committed.expired)
         for job_id in committed.done:
-            self._answer(self._tickets.pop(job_id))
+            self._answer(self._tickets.pop(job_id), now_ns)
         self._check_drained()
 
-    def _answer(self, ticket: Ticket) -> None:
+    def _answer(self, ticket: Ticket, committed_ns: int) -> None:
         task, info, served = ticket.task, self.info, self.served
+        ticket.committed_ns = committed_ns
+        if ticket.predicted_ns is not None:
+            self.metrics.observe_forecast((committed_ns - ticket.predicted_ns) / 1e9)
         if ticket.compare is not None:
             return ticket.compare(task)
         try:
@@ -316,7 +367,7 @@ class Engine(Generic[S]):
         if not self._policy.shadow(now_ns):
             return
         for again, compare in self.served.shadows(task):
-            job: Job = self.served.job(again, next(self._job_ids), now_ns, None)
+            job: Job = replace(self.served.job(again, next(self._job_ids), now_ns, None), priority="batch")
             if not isinstance(self._policy.submit(job, now_ns), Rejected):
                 self._tickets[job.id] = Ticket(
                     job.id, "", again, self._loop.create_future(), now_ns, now_ns, compare=compare
@@ -353,8 +404,28 @@ class Engine(Generic[S]):
 AnyEngine = Engine[Any]
 
 
-def _refusal(reason: Reason) -> RequestError:
-    """Why a job was not taken, where no size is to blame."""
-    if reason == "draining":
+def _keeps(start: Start) -> bool:
+    """Whether a run may write to the cache."""
+    return bool(start.moves) or any(
+        work.plan is not None
+        if isinstance(work, RequestWork)
+        else isinstance(work, User) and work.place is not None
+        for work in start.work
+    )
+
+
+def _refusal(verdict: Rejected, job: Job | None = None, after_ns: int = 0) -> RequestError:
+    """Why a job was not taken, where no size is to blame. after_ns: the host's time after its last run."""
+    if verdict.reason == "draining":
         return RequestError("unavailable", "the server is draining")
+    if verdict.reason == "too_late" and job is not None:
+        assert verdict.predicted_ns is not None and job.deadline_ns is not None
+        late_s = max(0, verdict.predicted_ns - job.deadline_ns) / 1e9
+        predicted_ms = round((verdict.predicted_ns + after_ns - job.arrival_ns) / 1e6, 1)
+        return RequestError(
+            "overloaded",
+            f"the answer would take {predicted_ms} ms, which is past the deadline or would make others late",
+            predicted_ms=predicted_ms,
+            retry_after_s=max(1, math.ceil(late_s)),
+        )
     return RequestError("overloaded", "too many requests are waiting; try again later")

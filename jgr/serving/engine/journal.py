@@ -28,13 +28,16 @@ from msgspec import Struct
 from jgr.config import ConfigError
 from jgr.files import reading
 from jgr.serving.policies import events
-from jgr.serving.policies.jobs import Job, Outcome, Policy
+from jgr.serving.policies.jobs import Job, Outcome
+from jgr.serving.policies.policy import Policy
 
 
 class Opened(Struct, frozen=True, tag="open"):
-    """A policy begins. name: the version of its model, and that of its catalog."""
+    """A policy begins. name: the version of its model, and that of its catalog. measured: what runs take, as the
+    engine's `Served.measured` says."""
 
     name: str
+    measured: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class Closed(Struct, frozen=True, tag="close"):
@@ -74,11 +77,12 @@ class Journal:
         self._numbers = itertools.count()
         self._open: dict[int, int] = {}
 
-    def follow(self, name: str, policy: Policy[Any], now_ns: int) -> Policy[Any]:
-        """Write every call of a policy from now on. Returns the policy to call in its place."""
+    def follow(self, name: str, measured: Any, policy: Policy[Any], now_ns: int) -> Policy[Any]:
+        """Write every call of a policy from now on. Returns the policy to call in its place. name, measured: see
+        Opened."""
         followed = _Followed(self, next(self._numbers), policy)
         self._open[id(followed)] = followed.number
-        self.write(Line(followed.number, now_ns, Opened(name)))
+        self.write(Line(followed.number, now_ns, Opened(name, msgspec.Raw(_encode(measured)))))
         return cast(Policy[Any], followed)
 
     def end(self, policy: Policy[Any], now_ns: int) -> None:
@@ -174,16 +178,17 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def replay(
-    lines: Iterable[Line], make: Callable[[int, str], Policy[Any]], end: Callable[[int], None]
+    lines: Iterable[Line], make: Callable[[int, Opened], Policy[Any]], end: Callable[[int], None]
 ) -> Iterator[tuple[Line, bytes]]:
     """Make every call of a journal once more. Yields each call's line, and the JSON of its result now.
 
-    make: makes a fresh policy, given its number and name. end: gives back what the policy of a number held of the pool.
+    make: makes a fresh policy, given its number and how it was opened. end: gives back what the policy of a number held
+    of the pool.
     """
     policies: dict[int, Policy[Any]] = {}
     for line in lines:
         if isinstance(line.event, Opened):
-            policies[line.policy] = make(line.policy, line.event.name)
+            policies[line.policy] = make(line.policy, line.event)
         elif isinstance(line.event, Closed):
             end(line.policy)
         else:

@@ -20,11 +20,12 @@ from jgr.cache.meta import CacheMeta
 from jgr.features.cache import Counts
 from jgr.prompt.layouts import LAYOUTS
 from jgr.serving.api import ModelInfo, Timing, Usage
-from jgr.serving.policies.jobs import KINDS, Kind
+from jgr.serving.policies.jobs import KINDS, REASONS, Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STAGES = ("queue", "prepare", "device", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+ERRORS = (-1.0, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, 0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
 PHASES = ("load", "request")
 OUTCOMES = ("done", "failed")
 DRIFTS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -71,6 +72,26 @@ class Metrics:
         self._dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
         self.unknown_items = self._counter("jgr_unknown_items", "History items that the catalog lacks.")
         self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
+        refused = self._counter("jgr_refused", "Requests that were not taken, by reason.", "reason")
+        self.refused = {reason: refused.labels(reason) for reason in REASONS}
+        self._device = self._counter(
+            "jgr_device_seconds", "Time for which requests' runs were on their lanes."
+        )
+        self._wasted = self._counter(
+            "jgr_wasted_device_seconds", "The part of it that was for requests that got no answer in time."
+        )
+        self._slack = Histogram(
+            "jgr_slack_seconds",
+            "Time that requests with a deadline had left when their first run was planned.",
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self._forecast = Histogram(
+            "jgr_forecast_error_seconds",
+            "By how much requests with a deadline ended later than predicted when they came; below 0: earlier.",
+            registry=self.registry,
+            buckets=ERRORS,
+        )
         self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
         reloads = self._counter("jgr_model_reloads", "Model reloads that ended, by outcome.", "outcome")
         activations = self._counter(
@@ -154,6 +175,19 @@ class Metrics:
         self._layouts[usage.layout].inc()
         if usage.dead_beams is not UNSET:
             self._dead_beams.inc(usage.dead_beams)
+
+    def observe_run(self, seconds: float, wasted: float) -> None:
+        """Record a run's time on its lane. wasted: the share of its work that nobody got in time."""
+        self._device.inc(seconds)
+        self._wasted.inc(seconds * wasted)
+
+    def observe_slack(self, seconds: float) -> None:
+        """Record the time that is left until a request's deadline when its first run is planned."""
+        self._slack.observe(max(0.0, seconds))
+
+    def observe_forecast(self, error_s: float) -> None:
+        """Record by how much a request ended later than was predicted."""
+        self._forecast.observe(error_s)
 
     def show_model(self, info: ModelInfo) -> None:
         """Export which model and catalog are served."""

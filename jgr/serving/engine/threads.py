@@ -2,8 +2,10 @@
 """The threads that talk to the device.
 
 The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but these
-threads ever waits for a device, and a lane, which has one of them, is never entered twice. They are daemons: a device
-call cannot be interrupted, and must not keep a process alive whose time to drain ran out.
+threads ever waits for a device. A lane has one of them that launches its runs, in their order. Where it may have
+several in flight, a second one collects them, in the same order, so that the next run is packed and dispatched while
+the device is busy (XGR-12, 16). They are daemons: a device call cannot be interrupted, and must not keep a process
+alive whose time to drain ran out.
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ class Run:
     error: Exception | None
     start_ns: int
     end_ns: int
+
+
+class Abandoned(Exception):
+    """Nobody wanted a run any more when its turn came, so it was not launched."""
 
 
 class Calls:
@@ -65,22 +71,33 @@ class Calls:
         return not self._thread.is_alive()
 
     def _serve(self) -> None:
-        while (call := self._inbox.get()) is not None:
+        while True:
+            call = self._inbox.get()
+            if call is None:
+                return
             call()
+            del call  # it may hold what the device gave, until the next one comes
 
 
 class Lanes:
-    """A thread for each lane of some executors."""
+    """The threads of each lane of some executors."""
 
     def __init__(self, executors: Executors, clock: Callable[[], int]) -> None:
         self._executors, self._clock = executors, clock
         self._threads = [Calls(f"jgr-lane-{number}") for number in range(executors.lanes)]
+        self._collectors = self._threads
+        if executors.in_flight > 1:
+            self._collectors = [Calls(f"jgr-lane-{number}-collect") for number in range(executors.lanes)]
         self._stopping = False
+
+    @property
+    def _all(self) -> list[Calls]:
+        return [*dict.fromkeys([*self._threads, *self._collectors])]
 
     async def start(self, progress: Progress) -> None:
         """Start the threads, and warm up in the first one, which calls `progress` too. Raises what that raises;
         `stop` ends it after its current step."""
-        for thread in self._threads:
+        for thread in self._all:
             thread.start()
             thread.call(self._executors.bind)
         ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
@@ -88,28 +105,54 @@ class Lanes:
         if error := await ended:
             raise error
 
-    def run(self, start: Start, work: Any, done: Callable[[Run], None]) -> None:
-        """Queue a run on its lane; `done` is called on the event loop."""
-        self._threads[start.lane].call(partial(self._run, start, work, done))
+    def run(
+        self, start: Start, work: Any, done: Callable[[Run], None], wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Queue a run on its lane; `done` is called on the event loop. wanted: asked from the lane's thread before it
+        launches the run; where nobody wants it any more, it ends as Abandoned."""
+        self._threads[start.lane].call(partial(self._launch, start, work, done, wanted))
 
     def stop(self) -> None:
         """End the threads once what was queued is done."""
         self._stopping = True
-        for thread in self._threads:
-            thread.stop()
+        for lane, collector in zip(self._threads, self._collectors, strict=True):
+            if collector is not lane:
+                lane.call(collector.stop)  # once it was given all that is launched until then
+            lane.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads' end, for each so long. False where the device still holds one."""
-        return all([thread.join(timeout_s) for thread in self._threads])
+        return all([thread.join(timeout_s) for thread in self._all])
 
-    def _run(self, start: Start, work: Any, done: Callable[[Run], None]) -> None:
-        start_ns = self._clock()
-        outcomes: Sequence[Any] = ()
+    def _launch(
+        self, start: Start, work: Any, done: Callable[[Run], None], wanted: Callable[[], bool]
+    ) -> None:
+        start_ns, pending = self._clock(), None
         error: Exception | None = None
         try:
-            outcomes = self._executors.collect(start, self._executors.launch(start, work))
-            if len(outcomes) != len(start.work):
-                raise RuntimeError(f"the executor gave {len(outcomes)} outcomes for {len(start.work)} works")
+            if not wanted():
+                raise Abandoned
+            pending = self._executors.launch(start, work)
+        except Exception as cause:
+            error = cause
+        lane, collector = self._threads[start.lane], self._collectors[start.lane]
+        collect = partial(self._collect, start, pending, error, done, start_ns)
+        if collector is lane:
+            collect()
+        else:
+            collector.call(collect)
+
+    def _collect(
+        self, start: Start, pending: Any, error: Exception | None, done: Callable[[Run], None], start_ns: int
+    ) -> None:
+        outcomes: Sequence[Any] = ()
+        try:
+            if error is None:
+                outcomes = self._executors.collect(start, pending)
+                if len(outcomes) != len(start.work):
+                    raise RuntimeError(
+                        f"the executor gave {len(outcomes)} outcomes for {len(start.work)} works"
+                    )
         except Exception as cause:
             outcomes, error = (), cause
         self._threads[start.lane].post(partial(done, Run(outcomes, error, start_ns, self._clock())))

@@ -15,14 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from jgr.fields import nearest
-from jgr.serving.api import (
-    MAX_QUOTED_CHARS,
-    RankRequest,
-    RecommendRequest,
-    RequestError,
-    invalid,
-    quoted,
-)
+from jgr.serving.api import RankRequest, RecommendRequest
+from jgr.serving.errors import MAX_QUOTED_CHARS, RequestError, invalid, quoted
 
 R = TypeVar("R", RecommendRequest, RankRequest)
 

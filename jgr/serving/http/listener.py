@@ -30,9 +30,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.config import Config, UserError
-from jgr.serving.api import STATUS, RequestError
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.server import UPLOAD_PATH, App, error_body
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models

@@ -18,7 +18,7 @@ import msgspec
 
 from jgr import __version__
 from jgr.serving import api
-from jgr.serving.api import STATUS, ErrorType
+from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 
 _REF = "#/components/schemas/"
 
@@ -156,7 +156,7 @@ def document(infos: Sequence[api.ModelInfo], keyed: bool) -> dict[str, Any]:
     """
     types: list[Any] = [op.request for op in OPERATIONS if not isinstance(op.request, str | None)]
     types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
-    _, schemas = msgspec.json.schema_components([*types, api.ErrorAnswer], ref_template=_REF + "{name}")
+    _, schemas = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF + "{name}")
     for request in ("RecommendRequest", "RankRequest"):
         schemas[request]["properties"]["history"]["maxItems"] = max(info.max_history for info in infos)
     most = max(info.max_candidates for info in infos)
@@ -212,10 +212,7 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
         "parameters": parameters,
         "responses": {
             str(operation.status): {"description": "The answer.", "content": _content(operation.answer)},
-            **{
-                str(STATUS[e]): {"description": e, "content": _content(api.ErrorAnswer)}
-                for e in sorted(errors)
-            },
+            **{str(STATUS[e]): {"description": e, "content": _content(ErrorAnswer)} for e in sorted(errors)},
         },
     }
     if operation.request:

@@ -30,24 +30,10 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
-from jgr.serving.api import (
-    RETRY_AFTER_S,
-    STATUS,
-    Answer,
-    CatalogItem,
-    Erased,
-    ErrorAnswer,
-    ErrorBody,
-    ErrorType,
-    Health,
-    ModelList,
-    RankRequest,
-    RecommendRequest,
-    RequestError,
-    quoted,
-)
+from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
+from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, quoted
 from jgr.serving.http import openapi
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.policies.jobs import Kind
@@ -73,7 +59,6 @@ _ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
-    "overloaded": [(b"retry-after", str(RETRY_AFTER_S).encode())],
     "body_too_large": [(b"connection", b"close")],
 }
 
@@ -142,8 +127,7 @@ class App:
                 scope["jgr.request_id"] = reply.request_id
                 await self._cold(scope, receive, reply.forward)
             else:
-                answer = await self._answer(scope, receive, hot, reply.request_id, arrival_ns)
-                await reply.send(200, _encode(answer))
+                await reply.send(200, await self._answer(scope, receive, hot, reply.request_id, arrival_ns))
         except RequestError as error:
             await reply.refuse(error)
         except ClientGone:
@@ -169,7 +153,7 @@ class App:
 
     async def _answer(
         self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int
-    ) -> Answer:
+    ) -> bytes:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
         body = await self._read_body(receive)
@@ -185,7 +169,9 @@ class App:
         client_gone = partial(_client_gone, engine, ticket)
         watcher.add_done_callback(client_gone)
         try:
-            return await ticket.answer
+            body = _encode(await ticket.answer)
+            engine.encoded(ticket)
+            return body
         except asyncio.CancelledError:
             engine.cancel(ticket)
             raise
@@ -305,7 +291,7 @@ class _Reply:
     async def refuse(self, error: RequestError) -> None:
         if not self.status:
             body = error_body(error, self.request_id)
-            await self.send(STATUS[error.type], body, _ERROR_HEADERS.get(error.type))
+            await self.send(STATUS[error.type], body, _error_headers(error))
 
     async def forward(self, message: Message) -> None:
         """Send an inner application's message, with the common headers added to its head."""
@@ -337,11 +323,19 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
     )
 
 
+def _error_headers(error: RequestError) -> Headers | None:
+    if error.type == "overloaded":
+        return [(b"retry-after", str(error.retry_after_s).encode())]
+    return _ERROR_HEADERS.get(error.type)
+
+
 def error_body(error: RequestError, request_id: str) -> bytes:
     """Encode an error as the JSON of an ErrorAnswer."""
     body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
     if error.field is not None:
         body.field = error.field
+    if error.predicted_ms is not None:
+        body.predicted_ms = error.predicted_ms
     return _encode(ErrorAnswer(error=body))
 
 

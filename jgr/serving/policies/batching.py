@@ -1,37 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batching: which jobs go to the device together, in which compiled shape, and when.
 
-The one idea: a batch is a prefix of one kind's queue. The oldest job decides the kind; younger jobs of that kind join
-in order of submission until the next one would fit no profile. So the order within a kind is kept, the head always goes
-next, and nobody starves. What a batch costs is what its profile pads it to, `batch * (tokens + width)`, and the token
-cap limits that.
+The one idea: the most urgent job decides the kind and the class of the next batch, and the shape is the one that is the
+cheapest for each of its jobs. So short jobs are not padded to long ones, a program of eight rows is not run for two
+jobs that are cheaper one after the other, and the most urgent job always goes next.
 
-A job's life and the words of a plan are those of `jobs`. Pure, as all policies are.
+A lane may have several batches in flight: the next is dispatched while one runs, so that the device does not wait for
+the host. It is dispatched late, shortly before the one before it should end, since until then more urgent jobs may
+come, and more company; at once where no more jobs fit into it.
+
+A job's life is that of `policy`. Pure, as all policies are.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
 from jgr.cache.entries import Move
 from jgr.config import ConfigError, ProfilesConfig
-from jgr.serving.policies.jobs import (
-    KINDS,
-    Job,
-    Kind,
-    Live,
-    Outcome,
-    Policy,
-    Profile,
-    Reason,
-    Request,
-    Returned,
-    Start,
-)
+from jgr.serving.policies.jobs import KINDS, Job, Kind, Outcome, Profile, Reason, Request, Start
+from jgr.serving.policies.ordering import Key, Ordering
+from jgr.serving.policies.policy import Live, Load, Policy, Returned
+from jgr.serving.policies.run_costs import Cover, RunCosts
 from jgr.serving.policies.sources import PlannedPrompt
+
+LEAD_NS = 2_000_000
+"""So long before a lane should be free, besides the mean error of that time, the next batch is planned for it. The
+event loop may wake a millisecond late."""
 
 
 def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
@@ -42,6 +40,12 @@ def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
         for kind in KINDS
         for sizes in itertools.product(config.batch, config.tokens, widths[kind])
     )
+
+
+LOOKED_AT = 256
+"""The first so many jobs are looked at to fill a batch."""
+Loses = Callable[[Sequence[int], int], int]
+"""(jobs of a batch, when it ends) -> how many other jobs, accepted in time, would then be late."""
 
 
 class Group(NamedTuple):
@@ -57,7 +61,9 @@ class Group(NamedTuple):
 
 
 class Grouping(Protocol):
-    """Decides which jobs of one kind's queue go together."""
+    """Decides which jobs of one kind's queue go together. costs: what runs take, given by the policy."""
+
+    costs: RunCosts
 
     @property
     def max_width(self) -> int:
@@ -66,11 +72,35 @@ class Grouping(Protocol):
     def fits(self, tokens: int, width: int) -> bool:
         """Whether some profile takes a job of this size alone."""
 
-    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
-        """The first of the queued jobs, at least one, in order; None: wait for more. due: they wait no longer."""
+    def group(
+        self, jobs: Iterable[Job], due: bool, now_ns: int, begin_ns: int | None, loses: Loses
+    ) -> Group | None:
+        """A batch of the first of the jobs, which are in their order; None: wait for more.
 
-    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
-        """The batch of such a group came back; well: without a failure."""
+        due: they wait no longer. begin_ns: when the batch would begin; a job whose deadline it would miss is left out.
+        None: nobody looks at deadlines. loses: what a batch would make late.
+        """
+
+    def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
+        """The batch of such a group came back. well: without a failure.
+
+        Returns the other batches in flight that read what it was to write and has not.
+        """
+
+    def alone_ns(self, job: Job) -> int:
+        """What the cheapest batch of the job alone takes."""
+
+    def share_ns(self, job: Job) -> int:
+        """What the job takes of the cheapest full batch."""
+
+    def spread_ns(self, job: Job) -> int:
+        """The mean error of `alone_ns`."""
+
+    def size_class(self, job: Job) -> Hashable:
+        """Jobs of one class take the same shapes."""
+
+    def load(self) -> Load:
+        """Nothing that waits yet."""
 
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was cached before."""
@@ -83,12 +113,15 @@ class Grouping(Protocol):
 
 
 class FixedShapes:
-    """Jobs join in order until the next one would fit no profile; the cheapest profile that takes them is used.
+    """Batches with a row for each job. Of the shapes that take the first job, the one is used that makes the fewest
+    accepted jobs late, and of several the one that costs the least for its jobs: in proportion to what they would take
+    in full batches of their own. Jobs of the first one's class go into it first, and then shorter ones.
 
     max_tokens: profiles that cost more are never used. ConfigError where that leaves a size that nothing serves.
     """
 
-    def __init__(self, profiles: Sequence[Profile], max_tokens: int) -> None:
+    def __init__(self, profiles: Sequence[Profile], max_tokens: int, costs: RunCosts | None = None) -> None:
+        self.costs = costs or RunCosts()
         self._profiles = sorted(
             {p for p in profiles if p.cost_tokens <= max_tokens},
             key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width),
@@ -99,32 +132,97 @@ class FixedShapes:
                     f"batching.max_tokens={max_tokens} leaves no profile for {lost.kind} of {lost.tokens} "
                     f"tokens and width {lost.width}; raise it, or have that size in a smaller batch too"
                 )
+        self._tokens = sorted({p.tokens for p in self._profiles})
+        self._widths = sorted({p.width for p in self._profiles})
+        self._covers: dict[tuple[int, int], Cover] = {}
+        self._revision = -1
 
     @property
     def max_width(self) -> int:
         return max((p.width for p in self._profiles), default=0)
 
     def fits(self, tokens: int, width: int) -> bool:
-        return self._first_fit(1, tokens, width) is not None
+        return any(p.tokens >= tokens and p.width >= width for p in self._profiles)
 
-    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
-        chosen: list[int] = []
-        tokens = width = at = 0
-        closed = False
-        for job in jobs:
-            tokens, width = max(tokens, job.tokens), max(width, job.width)
-            # What fits a larger need fits every smaller one, so the first fit only moves up.
-            found = self._first_fit(len(chosen) + 1, tokens, width, at)
-            if found is None:
-                closed = True
-                break
-            at = found
-            chosen.append(job.id)
-        closed = closed or self._first_fit(len(chosen) + 1, tokens, width, at) is None
-        return Group(tuple(chosen), self._profiles[at]) if due or closed else None
+    def group(
+        self, jobs: Iterable[Job], due: bool, now_ns: int, begin_ns: int | None, loses: Loses
+    ) -> Group | None:
+        jobs = list(itertools.islice(jobs, LOOKED_AT))
+        heads = {self.size_class(jobs[0]): jobs[0]}
+        if begin_ns is not None:  # another class may go first, where nobody is late for it
+            for job in jobs:
+                heads.setdefault(self.size_class(job), job)
+        found: dict[tuple[int, ...], Group] = {}  # of the shapes for the same jobs, the smallest
+        for of, head in heads.items():
+            for p in self._fitting(head):
+                group = self._filled(p, jobs, of, begin_ns)
+                found.setdefault(group.jobs, group)
+        found.pop((), None)
+        # The first job is tried although it is late, where all are.
+        options = list(found.values()) or [Group((jobs[0].id,), self._alone(jobs[0]))]
+        takes = {job.id: self._weigh(job) for job in jobs}
 
-    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
+        def rank(group: Group) -> tuple[float, int, int]:
+            done = sum(map(takes.__getitem__, group.jobs))
+            return -done / self._weight(group.profile), -len(group.jobs), group.profile.cost_tokens
+
+        options.sort(key=rank)
+        best = options[0]
+        if begin_ns is not None and len(options) > 1:
+            best = _least(options, lambda group: loses(group.jobs, begin_ns + self.costs.ns(group.profile)))
+        if not due and len(best.jobs) < max(
+            p.batch for p in self._profiles if p.tokens >= best.profile.tokens
+        ):
+            return None
+        return best
+
+    def _filled(
+        self, profile: Profile, jobs: Sequence[Job], of: tuple[int, int], begin_ns: int | None
+    ) -> Group:
+        """A batch of the first jobs that it is in time for; those of one class go before shorter ones."""
+        end_ns = None if begin_ns is None else begin_ns + self.costs.ns(profile)
+        fit = [
+            job
+            for job in jobs
+            if profile.tokens >= job.tokens and profile.width >= job.width and _in_time(job, end_ns)
+        ]
+        own = [job for job in fit if self.size_class(job) == of]
+        others = [job for job in fit if self.size_class(job) != of]
+        chosen = {job.id for job in [*own, *others][: profile.batch]}
+        return Group(tuple(job.id for job in fit if job.id in chosen), profile)
+
+    def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """Nothing is remembered of batches."""
+        return frozenset()
+
+    def alone_ns(self, job: Job) -> int:
+        return self.costs.ns(self._alone(job))
+
+    def share_ns(self, job: Job) -> int:
+        return min(self.costs.ns(p) // p.batch for p in self._fitting(job))
+
+    def spread_ns(self, job: Job) -> int:
+        return self.costs.spread_ns(self._alone(job))
+
+    def load(self) -> Load:
+        return _ClassLoad(self)
+
+    def size_class(self, job: Job) -> tuple[int, int]:
+        """The least tokens and width of profiles that take the job; jobs of a class fit the same profiles."""
+        tokens, widths = self._tokens, self._widths
+        return tokens[bisect_left(tokens, job.tokens)], widths[bisect_left(widths, job.width)]
+
+    def cover(self, of: tuple[int, int]) -> Cover:
+        """What any number of jobs of a class takes."""
+        if self._revision != self.costs.revision:
+            self._covers.clear()
+            self._revision = self.costs.revision
+        found = self._covers.get(of)
+        if found is None:
+            tokens, width = of
+            fitting = [p for p in self._profiles if p.tokens >= tokens and p.width >= width]
+            found = self._covers[of] = Cover([(p.batch, self.costs.ns(p)) for p in fitting])
+        return found
 
     def renew(self, epoch: int) -> None:
         """Nothing is cached."""
@@ -136,22 +234,82 @@ class FixedShapes:
     def check(self) -> None:
         """Nothing can be wrong."""
 
-    def _first_fit(self, batch: int, tokens: int, width: int, start: int = 0) -> int | None:
-        """Index of the cheapest profile, from `start` on, that takes `batch` jobs of this size."""
-        for at in range(start, len(self._profiles)):
-            profile = self._profiles[at]
-            if profile.batch >= batch and profile.tokens >= tokens and profile.width >= width:
-                return at
-        return None
+    def _fitting(self, job: Job) -> list[Profile]:
+        """The profiles that take a job, the smallest first."""
+        return [p for p in self._profiles if p.tokens >= job.tokens and p.width >= job.width]
+
+    def _alone(self, job: Job) -> Profile:
+        return self._fitting(job)[0]
+
+    def _weigh(self, job: Job) -> float:
+        """What the job takes of the cheapest full batch: of two batches, the one that does more of this is better."""
+        return min(self._weight(p) / p.batch for p in self._fitting(job))
+
+    def _weight(self, profile: Profile) -> int:
+        """What a run takes; as good as nothing where it was not measured."""
+        return self.costs.ns(profile) or 1
+
+
+def _least(groups: Sequence[Group], loses: Callable[[Group], int]) -> Group:
+    """The first group of those that lose the least."""
+    best, least = groups[0], -1
+    for group in groups:
+        lost = loses(group)
+        if lost == 0:
+            return group
+        if least < 0 or lost < least:
+            best, least = group, lost
+    return best
+
+
+def _in_time(job: Job, end_ns: int | None) -> bool:
+    return end_ns is None or job.deadline_ns is None or end_ns <= job.deadline_ns
+
+
+class _ClassLoad:
+    """Jobs that wait, as if each class had batches of its own. A job's own batch is full when it runs: who comes later
+    will fill it."""
+
+    def __init__(self, shapes: FixedShapes) -> None:
+        self._shapes = shapes
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._total_ns = 0
+
+    def add(self, job: Job, most_ns: int | None = None) -> int:
+        of = self._shapes.size_class(job)
+        number, cover = self._numbers.get(of, 0), self._shapes.cover(of)
+        before_ns, after_ns = cover.ns(number), cover.ns(number + 1)
+        own_ns = cover.full_ns(number + 1) if self._total_ns else after_ns
+        end_ns = self._total_ns - before_ns + own_ns
+        if most_ns is None or end_ns <= most_ns:
+            self._numbers[of] = number + 1
+            self._total_ns += after_ns - before_ns
+        return end_ns
+
+
+class _KindsLoad:
+    """Jobs that wait, of both kinds: one batch has jobs of one."""
+
+    def __init__(self, loads: Mapping[Kind, Load]) -> None:
+        self._loads = loads
+        self._ns: dict[Kind, int] = {}
+
+    def add(self, job: Job, most_ns: int | None = None) -> int:
+        others_ns = sum(ns for kind, ns in self._ns.items() if kind != job.kind)
+        ns = self._loads[job.kind].add(job, None if most_ns is None else most_ns - others_ns)
+        if most_ns is None or others_ns + ns <= most_ns:
+            self._ns[job.kind] = ns
+        return others_ns + ns
 
 
 class Batcher(Policy[Live]):
-    """FIFO micro-batching over a fixed set of profiles, on one lane.
+    """Micro-batching over a fixed set of profiles.
 
     profiles: the compiled shapes. max_tokens: cap on a batch's padded cost, see FixedShapes. groupings: for kinds whose
-    batches are made otherwise. max_wait_ns: how long the oldest job may wait for company. max_queue: bound on queued
-    jobs. max_in_flight: bound on batches started and not yet committed. shadow_share: the share of reused answers that
-    are computed again without the cache while nobody waits.
+    batches are made otherwise; these run on lane 0. max_wait_ns: how long the most urgent job may wait for company.
+    max_queue: bound on queued jobs. streams: number of lanes. in_flight: bound on batches of a lane that are started
+    and not yet committed. shadow_share: the share of reused answers that are computed again without the cache while
+    nobody waits. ordering, costs: see Policy.
     """
 
     def __init__(
@@ -161,21 +319,29 @@ class Batcher(Policy[Live]):
         max_tokens: int,
         max_wait_ns: int,
         max_queue: int,
-        max_in_flight: int = 1,
+        streams: int = 1,
+        in_flight: int = 1,
         groupings: Mapping[Kind, Grouping] | None = None,
         shadow_share: float = 0.0,
+        ordering: Ordering | None = None,
+        costs: RunCosts | None = None,
     ) -> None:
-        super().__init__(max_queue)
-        if max_wait_ns < 0 or max_in_flight < 1:
-            raise ValueError("max_wait_ns must be >= 0, max_in_flight >= 1")
+        super().__init__(max_queue, ordering, costs)
+        if max_wait_ns < 0 or in_flight < 1 or streams < 1:
+            raise ValueError("max_wait_ns must be >= 0, streams and in_flight >= 1")
         self._groupings: dict[Kind, Grouping] = {
-            kind: FixedShapes([p for p in profiles if p.kind == kind and not p.packed], max_tokens)
+            kind: FixedShapes(
+                [p for p in profiles if p.kind == kind and not p.packed], max_tokens, self.costs
+            )
             for kind in KINDS
         }
         self._groupings.update(groupings or {})
+        for grouping in self._groupings.values():
+            grouping.costs = self.costs
+        self._bound: Set[Kind] = frozenset(groupings or ())  # kinds that run on lane 0
         self._max_wait_ns = max_wait_ns
-        self._max_in_flight = max_in_flight
-        self._queues: dict[Kind, OrderedDict[int, Job]] = {kind: OrderedDict() for kind in KINDS}
+        self._streams, self._in_flight = streams, in_flight
+        self._doomed: set[int] = set()  # runs in flight that read what was not written
         self._shadow_share, self._shadow_due = shadow_share, 0.0
 
     def max_width(self, kind: Kind) -> int:
@@ -188,11 +354,10 @@ class Batcher(Policy[Live]):
 
     def next_wakeup_ns(self) -> int | None:
         """When another plan could do something by time alone; None: never."""
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        head = self._head()
-        if head is not None and len(self._flights) < self._max_in_flight:
-            times.append(head.arrival_ns + (0 if self._draining else self._max_wait_ns))
-        return min(times, default=None)
+        times = [super().next_wakeup_ns()]
+        if self._queue and self._now_ns is not None:
+            times += [max(at_ns, self._now_ns) for at_ns in self._due_ns(self._head(), self._now_ns).values()]
+        return min((at_ns for at_ns in times if at_ns is not None), default=None)
 
     def renew(self, epoch: int, now_ns: int) -> None:
         """See Policy."""
@@ -216,61 +381,99 @@ class Batcher(Policy[Live]):
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""
         super().check()
-        states = {job_id: entry.state for job_id, entry in self._live.items()}
-        queued = [job_id for queue in self._queues.values() for job_id in queue]
-        running = [job_id for start in self._flights.values() for job_id in start.jobs]
-        assert len(set(queued)) == len(queued), "a job is queued twice"
+        starts = [flight.start for flight in self._flights.values()]
+        running = [job_id for start in starts for job_id in start.jobs]
         assert len(set(running)) == len(running), "a job is in two batches"
-        assert {i for i, s in states.items() if s == "queued"} == set(queued), "queues and states disagree"
-        assert {i for i, s in states.items() if s == "running"} <= set(running), "a job runs in no batch"
-        assert len(self._flights) <= self._max_in_flight, "too many batches in flight"
-        for queue in self._queues.values():
-            orders = [self._live[job_id].order for job_id in queue]
-            assert orders == sorted(orders), "a queue is out of order"
+        assert {i for i, e in self._live.items() if e.state == "running"} <= set(running), (
+            "a job runs in no batch"
+        )
+        for lane in range(self._streams):
+            flights = sum(start.lane == lane for start in starts)
+            assert flights <= self._in_flight, "too many batches in flight"
+        assert self._doomed <= self._flights.keys(), "a batch is discarded that is not in flight"
         for grouping in self._groupings.values():
             grouping.check()
 
     def _refusal(self, job: Job) -> Reason | None:
         return None if self.fits(job.kind, job.tokens, job.width) else "too_large"
 
-    def _enter(self, job: Job, order: int) -> Live:
-        self._queues[job.kind][job.id] = job
-        return Live(job, order)
+    def _enter(self, job: Job, key: Key) -> Live:
+        return Live(job, key)
 
-    def _choose(self, now_ns: int) -> list[Start]:
-        starts: list[Start] = []
-        while len(self._flights) + len(starts) < self._max_in_flight and (head := self._head()) is not None:
-            queue = self._queues[head.kind]
-            due = self._draining or now_ns >= head.arrival_ns + self._max_wait_ns
-            group = self._groupings[head.kind].group(queue.values(), due, now_ns)
-            if group is None:
-                break
-            plans = group.prompts or (None,) * len(group.jobs)
-            work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
-            for job_id in group.jobs:
-                del queue[job_id]
-            run = self._runs + len(starts)
-            starts.append(Start(run, 0, group.profile, work, group.moves, self._epoch))
-        return starts
+    def _share_ns(self, job: Job) -> int:
+        return self._groupings[job.kind].share_ns(job)
+
+    def _alone_ns(self, job: Job) -> int:
+        return self._groupings[job.kind].alone_ns(job)
+
+    def _class_of(self, job: Job) -> Hashable:
+        return job.kind, self._groupings[job.kind].size_class(job)
+
+    def _load(self) -> Load:
+        return _KindsLoad({kind: grouping.load() for kind, grouping in self._groupings.items()})
+
+    def _begins_ns(self, now_ns: int) -> int:
+        ends = self._lane_ends_ns(now_ns)
+        return min(ends.values()) if len(ends) == self._streams else now_ns
+
+    def _choose(self, now_ns: int) -> Start | None:
+        if not self._queue:
+            return None
+        head = self._head()
+        due_ns = self._due_ns(head, now_ns)
+        if not due_ns:
+            return None
+        ends = self._lane_ends_ns(now_ns)
+        lane = min(due_ns, key=lambda lane: ends.get(lane, now_ns))
+        begin_ns = ends.get(lane, now_ns) if self._ordering.predicts else None
+        jobs = (self._live[i].job for _, i in self._queue)
+        group = self._groupings[head.kind].group(
+            (job for job in jobs if job.kind == head.kind),
+            now_ns >= due_ns[lane],
+            now_ns,
+            begin_ns,
+            self._loses,
+        )
+        if group is None:
+            return None
+        plans = group.prompts or (None,) * len(group.jobs)
+        work = tuple(Request(job_id, plan) for job_id, plan in zip(group.jobs, plans, strict=True))
+        return Start(self._runs, lane, group.profile, work, group.moves, self._epoch)
+
+    def _believed(self, run: int, outcome: Outcome) -> Outcome:
+        doomed = run in self._doomed
+        self._doomed.discard(run)
+        return "lost" if doomed else outcome
 
     def _take_back(
         self, start: Start, outcome: Outcome, returned: list[Returned[Live]]
     ) -> list[Returned[Live]]:
         assert isinstance(start.shape, Profile)
-        kind = start.shape.kind
-        self._groupings[kind].finished(tuple(work.job for work in start.work), outcome == "well")
-        again = [entry.job for entry, _, event in returned if event == "requeue"]
-        if again:  # they go on where they stood
-            queue = self._queues[kind]
-            queue.update((job.id, job) for job in again)
-            for job_id in sorted(queue, key=lambda job_id: self._live[job_id].order):
-                queue.move_to_end(job_id)
+        doomed = self._groupings[start.shape.kind].finished(start.jobs, outcome == "well")
+        self._doomed |= {run for run, flight in self._flights.items() if flight.start.jobs in doomed}
         return returned
 
     def _withdraw(self, entry: Live) -> None:
-        self._queues[entry.job.kind].pop(entry.job.id, None)
+        """A job stands in no other queue than the policy's."""
 
-    def _head(self) -> Job | None:
-        """The oldest queued job of either kind."""
-        heads = [next(iter(queue.values())) for queue in self._queues.values() if queue]
-        return min(heads, key=lambda job: self._live[job.id].order, default=None)
+    def _head(self) -> Job:
+        """The most urgent queued job."""
+        return self._live[self._queue[0][1]].job
+
+    def _due_ns(self, head: Job, now_ns: int) -> dict[int, int]:
+        """From when on a batch of the most urgent job waits for no more company, by lanes that take another batch."""
+        flights = [0] * self._streams
+        for flight in self._flights.values():
+            flights[flight.start.lane] += 1
+        grouping = self._groupings[head.kind]
+        lead_ns = LEAD_NS + 2 * grouping.spread_ns(head)
+        due_ns = head.arrival_ns + (0 if self._draining else self._max_wait_ns)
+        if head.deadline_ns is not None:  # company is not worth a deadline
+            due_ns = min(due_ns, head.deadline_ns - grouping.alone_ns(head) - lead_ns)
+        ends = self._lane_ends_ns(now_ns) if any(flights) else {}
+        lanes = (0,) if head.kind in self._bound else range(self._streams)
+        return {
+            lane: max(due_ns, ends[lane] - lead_ns) if lane in ends else due_ns
+            for lane in lanes
+            if flights[lane] < self._in_flight
+        }

@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from jgr.serving.policies.jobs import Job, Outcome, Policy
+from jgr.serving.policies.jobs import Job, Outcome
+from jgr.serving.policies.policy import Policy
 
 
 class Submitted(Struct, frozen=True, tag="submit"):

@@ -7,11 +7,10 @@ takes a larger one that is idle. Parts know their place among the request's cand
 order. Where the user's part is shared by all parts it is a run of its own before them, on an executor of size
 USER_PART; but a request that is one part may be cheaper whole, with the user in it.
 
-The most urgent job goes first: the one with the earliest deadline. A job without one is taken for one that has
-PATIENCE_NS. Among equals the first come is the first served. A run that fails fails its request alone, and returns its
-executor; so does a run whose request has ended meanwhile.
+The most urgent job goes first (`ordering`). A run that fails fails its request alone, and returns its executor; so does
+a run whose request has ended meanwhile.
 
-A job's life and the words of a plan are those of `jobs`; an executor is a lane. Pure, as all policies are.
+A job's life is that of `policy`; an executor is a lane. Pure, as all policies are.
 """
 
 from __future__ import annotations
@@ -20,27 +19,21 @@ import bisect
 import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from jgr.serving.policies.jobs import (
-    Candidates,
-    Event,
-    Job,
-    Live,
-    Outcome,
-    Policy,
-    Reason,
-    Returned,
-    Start,
-    User,
-    Work,
-)
+from jgr.serving.policies.jobs import Candidates, Event, Job, Outcome, Reason, Start, User, Work
+from jgr.serving.policies.ordering import Key, Ordering
+from jgr.serving.policies.policy import Live, Load, Policy, Returned
+from jgr.serving.policies.run_costs import RunCosts
 
 USER_PART = 0
 """The size of executors that compute, or fetch, a user's part."""
-PATIENCE_NS = 1_000_000_000
+WHOLE, KEPT, GROWN = "whole", "kept", "grown"
+"""In the names of runs' costs: a part that computes the user too, a user's part that is read, or is extended."""
+REMEMBERED = 4096
+"""Numbers of candidates whose parts are remembered."""
 BEGUN_IN_ALL = 4
 """Jobs that may be begun, for each executor, with those that wait for `ready`."""
 
@@ -85,8 +78,8 @@ class _Cheapest:
         return tuple(sorted(found, reverse=True))
 
 
-Place = tuple[int, int, int, int, int]
-"""What orders a waiting run: urgency, order of submission, first candidate; then its count, and its job."""
+Place = tuple[Key, int, int, int]
+"""What orders a waiting run: the key of its job, its first candidate; then its count, and its job."""
 
 
 class Users(Protocol):
@@ -122,10 +115,19 @@ class _Live(Live):
     begun: bool = False
     left: int = 0
 
-    @property
-    def urgency_ns(self) -> int:
-        job = self.job
-        return job.arrival_ns + PATIENCE_NS if job.deadline_ns is None else job.deadline_ns
+
+class _StreamsLoad:
+    """Jobs that wait, one after the other, each on all streams."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+        self._total_ns = 0
+
+    def add(self, job: Job, most_ns: int | None = None) -> int:
+        end_ns = self._total_ns + self._orchestrator._alone_ns(job)
+        if most_ns is None or end_ns <= most_ns:
+            self._total_ns += self._orchestrator._share_ns(job)
+        return end_ns
 
 
 class Orchestrator(Policy[_Live]):
@@ -134,7 +136,7 @@ class Orchestrator(Policy[_Live]):
     executors: the size of each, by its number. costs: seconds of a run at each size. max_queue: bound on jobs none of
     whose runs has started. streams: bound on runs at a time; None: as many as there are executors. whole: costs by size
     of a part that computes the user too, to be compared with USER_PART and the parts; None: there are no such parts.
-    users: which users' parts are kept; None: none are.
+    users: which users' parts are kept; None: none are. ordering: see Policy.
 
     No more jobs are begun than there are executors, since each of them holds a user's state; those that wait for
     `ready` do not count until they are as many times more as BEGUN_IN_ALL says, for they keep no executor from anybody.
@@ -149,19 +151,21 @@ class Orchestrator(Policy[_Live]):
         streams: int | None = None,
         whole: Mapping[int, float] | None = None,
         users: Users | None = None,
+        ordering: Ordering | None = None,
     ) -> None:
-        super().__init__(max_queue)
+        super().__init__(max_queue, ordering, _run_costs(costs, whole or {}))
         self._size_of = tuple(executors)
         self._sizes = sorted({size for size in executors if size != USER_PART})
         if not self._sizes or (streams is not None and streams < 1):
             raise ValueError("there must be an executor with candidates, and streams >= 1")
-        self._costs, self._whole, self._users = costs, whole or {}, users
+        self._sizes_s, self._whole, self._users = costs, whole or {}, users
         self._streams = streams or len(executors)
         self._idle: dict[int, deque[int]] = {size: deque() for size in {*self._sizes, USER_PART}}
         for number, size in enumerate(executors):
             self._idle[size].append(number)
         self._waiting: dict[int, list[Place]] = {size: [] for size in self._idle}
         self._found: dict[int, Any] = {}  # what runs read or write of kept users
+        self._parts: dict[tuple[int, bool], tuple[bool, tuple[int, ...]]] = {}
         self._begun = self._begun_held = 0  # jobs that are begun, and those of them that wait for `ready`
 
     @property
@@ -175,13 +179,12 @@ class Orchestrator(Policy[_Live]):
 
     def parts(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
         """Whether the user's part is a run of its own, given that it may be, and the sizes of the parts."""
-        sizes = split(count, self._sizes, self._costs)
-        fitting = [size for size in self._whole if size >= count]
-        if reads and fitting:
-            best = min(fitting, key=lambda size: (self._whole[size], size))
-            if self._whole[best] <= self._costs[USER_PART] + sum(self._costs[size] for size in sizes):
-                return False, (best,)
-        return reads, sizes
+        found = self._parts.get((count, reads))
+        if found is None:
+            if len(self._parts) >= REMEMBERED:
+                self._parts.clear()
+            found = self._parts[count, reads] = self._cheapest(count, reads)
+        return found
 
     def renew(self, epoch: int, now_ns: int) -> None:
         """See Policy."""
@@ -196,7 +199,7 @@ class Orchestrator(Policy[_Live]):
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""
         super().check()
-        busy = [start.lane for start in self._flights.values()]
+        busy = [flight.start.lane for flight in self._flights.values()]
         idle = [number for numbers in self._idle.values() for number in numbers]
         assert sorted([*busy, *idle]) == list(range(len(self._size_of))), "an executor is lost or doubled"
         for size, numbers in self._idle.items():
@@ -213,20 +216,29 @@ class Orchestrator(Policy[_Live]):
         assert sum(entry.held for entry in running) == self._begun_held, "begun jobs that wait are miscounted"
         assert len(running) <= BEGUN_IN_ALL * len(self._size_of), "too many jobs are begun"
         for entry in self._live.values():
-            runs = sum(start.jobs[0] == entry.job.id for start in self._flights.values())
+            runs = sum(flight.start.jobs[0] == entry.job.id for flight in self._flights.values())
             assert entry.left == len(entry.parts) + len(entry.waiting) + runs > 0, "a run is lost"
         assert self._found.keys() <= self._flights.keys(), "a kept user is held by no run"
         if self._users is not None:
             self._users.check()
+
+    def _cheapest(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
+        sizes = split(count, self._sizes, self._sizes_s)
+        fitting = [size for size in self._whole if size >= count]
+        if reads and fitting:
+            best = min(fitting, key=lambda size: (self._whole[size], size))
+            if self._whole[best] <= self._sizes_s[USER_PART] + sum(self._sizes_s[size] for size in sizes):
+                return False, (best,)
+        return reads, sizes
 
     def _refusal(self, job: Job) -> Reason | None:
         if job.width < 1 or (job.user is not None and USER_PART not in self._size_of):
             raise ValueError(f"there is no executor for {job}")
         return None
 
-    def _enter(self, job: Job, order: int) -> _Live:
+    def _enter(self, job: Job, key: Key) -> _Live:
         reads, sizes = self.parts(job.width, job.user is not None)
-        entry = _Live(job, order, reading=reads, held=job.waits, left=len(sizes) + reads)
+        entry = _Live(job, key, reading=reads, held=job.waits, left=len(sizes) + reads)
         first = 0
         for size in sizes:
             entry.parts.append((size, first, min(size, job.width - first)))
@@ -240,7 +252,7 @@ class Orchestrator(Policy[_Live]):
         """Half of the time that the deadline leaves beside the parts is for what the job waits for."""
         if job.deadline_ns is None:
             return None
-        parts_s = sum(self._costs[size] for size in self.parts(job.width, False)[1])
+        parts_s = sum(self._sizes_s[size] for size in self.parts(job.width, False)[1])
         return now_ns + (job.deadline_ns - now_ns - round(parts_s * 1e9)) // 2
 
     def _release(self, entry: _Live) -> None:
@@ -249,24 +261,66 @@ class Orchestrator(Policy[_Live]):
             entry.held = False
             self._begin_parts(entry)
 
-    def _choose(self, now_ns: int) -> list[Start]:
-        """The most urgent run that an idle executor takes, and the next one, and so on."""
-        starts: list[Start] = []
-        while len(self._flights) + len(starts) < self._streams and (found := self._most_urgent()) is not None:
-            place, size, executor_size = found
-            *_, first, count, job_id = place
-            entry = self._live[job_id]
-            entry.waiting.remove((size, place))
-            self._leave(size, place)
-            if not entry.begun:
-                entry.begun = True
-                self._begun += 1
-                self._begun_held += entry.held
-            run = self._runs + len(starts)
-            work: Work = Candidates(job_id, first, count) if count else self._user(entry.job, run)
-            lane = self._idle[executor_size].popleft()
-            starts.append(Start(run, lane, executor_size, (work,), epoch=self._epoch))
-        return starts
+    def _share_ns(self, job: Job) -> int:
+        return sum(map(self.costs.ns, self._runs_of(job))) // self._streams
+
+    def _alone_ns(self, job: Job) -> int:
+        """The user's part, and then the others, as many at a time as there may be."""
+        reads, *_ = self.parts(job.width, job.user is not None)
+        runs = list(map(self.costs.ns, self._runs_of(job)))
+        user_ns = runs.pop(0) if reads else 0
+        return user_ns + max(max(runs), sum(runs) // self._streams)
+
+    def _runs_of(self, job: Job) -> list[Hashable]:
+        """The names of the runs' costs of a job that has not begun."""
+        reads, sizes = self.parts(job.width, job.user is not None)
+        if reads:
+            return [USER_PART, *sizes]
+        return list(sizes) if job.user is None else [(WHOLE, size) for size in sizes]
+
+    def _class_of(self, job: Job) -> Hashable:
+        return self.parts(job.width, job.user is not None)
+
+    def _load(self) -> Load:
+        return _StreamsLoad(self)
+
+    def _begins_ns(self, now_ns: int) -> int:
+        ends = sorted(self._lane_ends_ns(now_ns).values())
+        return ends[0] if len(ends) >= self._streams else now_ns
+
+    def _begun_ns(self) -> int:
+        waiting = (size for e in self._live.values() if e.begun for size in self._left_of(e))
+        return sum(map(self.costs.ns, waiting)) // self._streams
+
+    def _left_of(self, entry: _Live) -> list[int]:
+        return [size for size, *_ in entry.parts] + [size for size, _ in entry.waiting]
+
+    def _cost_of(self, start: Start) -> Hashable:
+        (work,) = start.work
+        if isinstance(work, User):
+            if work.place is not None and not work.place.new:
+                return KEPT
+            return GROWN if work.grown else USER_PART
+        job = self._live[work.job].job
+        whole = job.user is not None and not self.parts(job.width, True)[0]
+        return (WHOLE, start.shape) if whole else start.shape
+
+    def _choose(self, now_ns: int) -> Start | None:
+        """The most urgent run that an idle executor takes."""
+        if len(self._flights) >= self._streams or (found := self._most_urgent()) is None:
+            return None
+        place, size, executor_size = found
+        *_, first, count, job_id = place
+        entry = self._live[job_id]
+        entry.waiting.remove((size, place))
+        self._leave(size, place)
+        if not entry.begun:
+            entry.begun = True
+            self._begun += 1
+            self._begun_held += entry.held
+        work: Work = Candidates(job_id, first, count) if count else self._user(entry.job, self._runs)
+        lane = self._idle[executor_size].popleft()
+        return Start(self._runs, lane, executor_size, (work,), epoch=self._epoch)
 
     def _user(self, job: Job, run: int) -> User:
         found = None if self._users is None else self._users.find(job.user)
@@ -337,7 +391,7 @@ class Orchestrator(Policy[_Live]):
             entry.parts.clear()
 
     def _wait(self, entry: _Live, size: int, first: int, count: int) -> None:
-        place = (entry.urgency_ns, entry.order, first, count, entry.job.id)
+        place = (entry.key, first, count, entry.job.id)
         entry.waiting.append((size, place))
         bisect.insort(self._waiting[size], place)
 
@@ -345,3 +399,8 @@ class Orchestrator(Policy[_Live]):
         """A search from the front would take seconds of the event loop where many long requests wait."""
         places = self._waiting[size]
         del places[bisect.bisect_left(places, place)]
+
+
+def _run_costs(costs: Mapping[int, float], whole: Mapping[int, float]) -> RunCosts:
+    named: dict[Hashable, float] = {(WHOLE, size): seconds for size, seconds in whole.items()}
+    return RunCosts({**named, **{size: seconds for size, seconds in costs.items()}})

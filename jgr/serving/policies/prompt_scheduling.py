@@ -3,8 +3,12 @@
 
 A batch is one packed row. Requests are planned in the order of the queue: the layout is chosen, what is cached is
 pinned, and what is not is given cells to be written to. The first one that would exceed a shape, or the cap on new
-tokens, gives back what it was given and waits; a single request may exceed the cap. What a batch writes is valid from
-its `finished` on. An item that two requests of a batch miss is computed for both and written once.
+tokens, or for which a larger shape would cost more than a batch of its own, gives back what it was given and waits; a
+single request may exceed the cap. An item that two requests of a batch miss is computed for both and written once.
+
+What a batch writes can be read by the batches that are planned after it, since one lane dispatches all of them in the
+order of their plans; for other engines over the same entries it is valid from `finished` on. Where a batch fails, those
+that read what it did not write are named, so that nobody believes their answers.
 
 Repaired item tokens (BAT-15) are planned as computed ones, and never written: an item that is missed is computed a
 second time, alone, for the cache and for its other tokens.
@@ -14,7 +18,8 @@ Pure, as `batching` is, which calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
@@ -22,9 +27,11 @@ from jgr.cache.entries import Entry, Name
 from jgr.cache.meta import CacheMeta
 from jgr.prompt.layouts import LAYOUTS, Kind
 from jgr.prompt.segments import Segment, arrange, count_tokens, of_kind
-from jgr.serving.policies.batching import Group
+from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
+from jgr.serving.policies.policy import Load
 from jgr.serving.policies.prefix_choice import Policy, PrefixLayout, Rule, Situation, choose
+from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
     Compute,
     PlannedPrompt,
@@ -43,8 +50,9 @@ ITEMS_FIRST: PrefixLayout = "item_prefix"
 class PromptScheduler:
     """Plans batches over packed profiles.
 
-    profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and
-    rule: see prefix_choice; "none" neither reads nor writes the cache.
+    profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and rule: see prefix_choice;
+    "none" neither reads nor writes the cache. lane: stands for the lane that runs the batches; schedulers of one lane
+    share it. None: one of its own.
     """
 
     def __init__(
@@ -56,8 +64,12 @@ class PromptScheduler:
         policy: Policy,
         hysteresis: float = 0.1,
         rule: Rule = "priced",
+        lane: object = None,
     ) -> None:
         self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
+        self.costs = RunCosts()  # those of the policy, once there is one
+        self._lane = lane or object()
+        self._computed_share = 1.0  # of the planned tokens, those that were computed
         self._meta, self._max_tokens = meta, max_tokens
         self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
@@ -71,13 +83,20 @@ class PromptScheduler:
         """Whether a request of so many tokens, none of them cached, can be served alone."""
         return self._first_fit(1, tokens, 0, width) is not None
 
-    def group(self, jobs: Iterable[Job], due: bool, now_ns: int) -> Group | None:
+    def group(
+        self,
+        jobs: Iterable[Job],
+        due: bool,
+        now_ns: int,
+        begin_ns: int | None = None,
+        loses: Loses = lambda jobs, end_ns: 0,
+    ) -> Group | None:
         """The batch of the first jobs, or None where they should wait for more."""
         jobs = iter(jobs)
         if not due and not self._are_many(ahead := list(jobs)):
             return None
         jobs = jobs if due else iter(ahead)
-        chosen: list[int] = []
+        chosen: list[Job] = []
         prompts: list[PlannedPrompt] = []
         pins: list[tuple[list[Entry], list[Entry]]] = []
         used = [0, 0, 0]
@@ -87,22 +106,73 @@ class PromptScheduler:
             width = used[2] + job.width if job.kind == "rank" else max(used[2], job.width)
             need = [used[0] + prompt.computed_tokens, used[1] + prompt.cached_tokens, width]
             fitting = self._first_fit(len(chosen) + 1, *need)
-            if fitting is None or (chosen and need[0] > self._max_tokens):
-                self._end(read, written, well=False)
+            own = [prompt.computed_tokens, prompt.cached_tokens, job.width]
+            if fitting is None or (
+                profile and not self._joins(chosen, job, own, profile, fitting, need, begin_ns)
+            ):
+                self._give_back(read, written)
                 break
             profile, used = fitting, need
             self._count(_unplanned(job), now_ns)
-            chosen.append(job.id)
+            chosen.append(job)
             prompts.append(prompt)
             pins.append((read, written))
         assert profile is not None, "a job that fits no profile was accepted"
-        self._pinned[tuple(chosen)] = pins
-        return Group(tuple(chosen), profile, tuple(prompts), tuple(self._meta.take_moves()))
+        for entry in chain.from_iterable(written for _, written in pins):
+            self._meta.planned(entry, self._lane)
+        self._learn(prompts)
+        ids = tuple(job.id for job in chosen)
+        self._pinned[ids] = pins
+        return Group(ids, profile, tuple(prompts), tuple(self._meta.take_moves()))
 
-    def finished(self, jobs: tuple[int, ...], well: bool) -> None:
-        """A batch ended; well: what it computed is in the cells it was to be written to."""
+    def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
+        """A batch ended; well: what it computed is in the cells it was to be written to.
+
+        Returns the batches in flight that read what was not written.
+        """
+        lost: set[Entry] = set()
         for read, written in self._pinned.pop(jobs):
-            self._end(read, written, well)
+            for entry in written:
+                if well:
+                    self._meta.settled(entry)
+                else:
+                    self._meta.spoiled(entry)
+                    lost.add(entry)
+                self._meta.release(entry)
+            for entry in read:
+                self._meta.release(entry)
+        return {
+            others
+            for others, pins in self._pinned.items()
+            if any(not lost.isdisjoint(chain(read, written)) for read, written in pins)
+        }
+
+    def alone_ns(self, job: Job) -> int:
+        """See Grouping."""
+        return self.costs.ns(self._alone(job))
+
+    def spread_ns(self, job: Job) -> int:
+        """See Grouping."""
+        return self.costs.spread_ns(self._alone(job))
+
+    def share_ns(self, job: Job) -> int:
+        """See Grouping. Of the tokens, as many are computed as of those that were planned lately."""
+        tokens = job.tokens * self._computed_share
+        width = job.width if job.kind == "rank" else 0
+        return round(
+            min(
+                self.costs.ns(p) * max(tokens / min(p.tokens, self._max_tokens), width / p.width, 1 / p.batch)
+                for p in self._profiles
+            )
+        )
+
+    def size_class(self, job: Job) -> Profile:
+        """See Grouping."""
+        return self._alone(job)
+
+    def load(self) -> Load:
+        """See Grouping."""
+        return _TokenLoad(self)
 
     def forget(self, user: str) -> int:
         """Erase a user's entry; how many there were."""
@@ -119,6 +189,44 @@ class PromptScheduler:
         for entry in chain.from_iterable(chain(*pair) for pairs in self._pinned.values() for pair in pairs):
             pins[entry] = pins.get(entry, 0) + 1
         assert all(entry.pins >= count for entry, count in pins.items()), "an entry of a batch is not pinned"
+
+    def _joins(
+        self,
+        chosen: Sequence[Job],
+        job: Job,
+        own: Sequence[int],
+        before: Profile,
+        profile: Profile,
+        need: Sequence[int],
+        begin_ns: int | None,
+    ) -> bool:
+        """Whether a job joins the batch, which makes of its profile `before` another."""
+        if need[0] > self._max_tokens:
+            return False
+        cost_ns = self.costs.ns(profile)
+        alone = self._first_fit(1, *own)
+        if alone is not None and cost_ns > self.costs.ns(before) + self.costs.ns(alone):
+            return False
+        if begin_ns is None:
+            return True
+        if job.deadline_ns is not None and begin_ns + cost_ns > job.deadline_ns:
+            return False
+        deadlines = [each.deadline_ns for each in chosen if each.deadline_ns is not None]
+        return profile == before or not deadlines or begin_ns + cost_ns <= min(deadlines)
+
+    def _learn(self, prompts: Sequence[PlannedPrompt]) -> None:
+        tokens = sum(prompt.computed_tokens + prompt.cached_tokens for prompt in prompts)
+        computed = sum(prompt.computed_tokens for prompt in prompts)
+        if tokens:
+            self._computed_share += RATE * (computed / tokens - self._computed_share)
+
+    def _alone(self, job: Job) -> Profile:
+        tokens = math.ceil(job.tokens * self._computed_share)
+        found = self._first_fit(1, tokens, job.tokens - tokens, job.width) or self._first_fit(
+            1, job.tokens, 0, job.width
+        )
+        assert found is not None, "a job that fits no profile was accepted"
+        return found
 
     def _are_many(self, jobs: Sequence[Job]) -> bool:
         """Whether waiting cannot fill a batch any further, if nothing were cached."""
@@ -192,8 +300,8 @@ class PromptScheduler:
                 frequency = meta.hotness.frequency(_name(user), now_ns)
             at = replace(
                 at,
-                cached_user=meta.valid_tokens(_name(user), user.content),
-                cached_items=sum(meta.valid_tokens(_name(item), item.content) for item in items),
+                cached_user=meta.valid_tokens(_name(user), user.content, self._lane),
+                cached_items=sum(meta.valid_tokens(_name(item), item.content, self._lane) for item in items),
                 room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * len(user)),
                 frequency=frequency,
                 coldest=meta.coldest_frequency(now_ns),
@@ -215,7 +323,7 @@ class PromptScheduler:
         tokens are not read from the cache.
         """
         meta, name, content = self._meta, _name(segment), segment.content
-        entry = meta.find(name, content)
+        entry = meta.find(name, content, self._lane)
         valid = cached = 0
         spans: tuple[Source, ...] = ()
         if entry is not None:
@@ -229,27 +337,42 @@ class PromptScheduler:
             spans = (*spans, Compute(len(content) - cached))
         write = None
         if keep and cached == valid and cached < len(content):
-            writer = meta.extend(name, content)
+            writer = meta.extend(name, content, self._lane)
             if writer is not None:
                 written.append(writer)
                 write = writer.cells
         return spans, write
 
-    def _end(self, read: Iterable[Entry], written: Iterable[Entry], well: bool) -> None:
+    def _give_back(self, read: Iterable[Entry], written: Iterable[Entry]) -> None:
         for entry in written:
-            if well:
-                self._meta.written(entry)
-            else:
-                self._meta.failed(entry)
+            self._meta.failed(entry)
             self._meta.release(entry)
         for entry in read:
             self._meta.release(entry)
 
     def _first_fit(self, requests: int, tokens: int, context: int, width: int) -> Profile | None:
-        for p in self._profiles:
-            if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width:
-                return p
-        return None
+        """The cheapest profile that takes so much, the smallest one of equal ones."""
+        fitting = (
+            p
+            for p in self._profiles
+            if p.batch >= requests and p.tokens >= tokens and p.context >= context and p.width >= width
+        )
+        return min(fitting, key=self.costs.ns, default=None)
+
+
+class _TokenLoad:
+    """Jobs that wait, each with its share of full batches; the last one's batch is run whole."""
+
+    def __init__(self, scheduler: PromptScheduler) -> None:
+        self._scheduler = scheduler
+        self._total_ns = 0
+
+    def add(self, job: Job, most_ns: int | None = None) -> int:
+        share_ns = self._scheduler.share_ns(job)
+        end_ns = self._total_ns + max(share_ns, self._scheduler.alone_ns(job))
+        if most_ns is None or end_ns <= most_ns:
+            self._total_ns += share_ns
+        return end_ns
 
 
 def _unplanned(job: Job) -> UnplannedPrompt:

@@ -381,6 +381,9 @@ class ScorerExecutors:
         self.whole: Mapping[int, float] = {}
         self._executors: list[Executor] = []
 
+    in_flight = 1
+    """An executor's buffers are for one run."""
+
     @property
     def lanes(self) -> int:
         return len(self.sizes)

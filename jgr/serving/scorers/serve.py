@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from jgr.cache.memory import Lease
@@ -22,13 +23,22 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
-from jgr.serving.api import Item, ModelInfo, Request, RequestError, Reuse, invalid
+from jgr.serving.api import Item, ModelInfo, Request, Reuse, smaller
+from jgr.serving.engine.contract import make_ordering
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.errors import RequestError, invalid
 from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
+
+
+class PartCosts(msgspec.Struct, frozen=True):
+    """Seconds of runs by size: of parts, and of parts that compute the user too."""
+
+    parts: dict[int, float]
+    whole: dict[int, float]
 
 
 @dataclass(eq=False)
@@ -63,14 +73,19 @@ class ServedScorer:
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._closing: threading.Thread | None = None
 
-    def policy(self) -> Orchestrator:
+    def measured(self) -> PartCosts:
+        return PartCosts(dict(self.executors.costs), dict(self.executors.whole))
+
+    def policy(self, measured: bytes | None = None) -> Orchestrator:
+        costs = self.measured() if measured is None else msgspec.json.decode(measured, type=PartCosts)
         return Orchestrator(
             self.executors.sizes,
-            self.executors.costs,
+            costs.parts,
             max_queue=self.config.batching.max_queue,
             streams=self.config.executors.streams,
-            whole=self.executors.whole,
+            whole=costs.whole,
             users=self.cache,
+            ordering=make_ordering(self.config),
         )
 
     def job(self, task: ScorerTask, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
@@ -79,8 +94,19 @@ class ServedScorer:
         if self.reads:
             user = UserPart(task.user, None if self.cache is None else task.key.tobytes())
         return Job(
-            job_id, "rank", 0, count, arrival_ns, deadline_ns, user=user, waits=self.features is not None
+            job_id,
+            "rank",
+            0,
+            count,
+            arrival_ns,
+            deadline_ns,
+            user=user,
+            waits=self.features is not None,
+            priority=task.request.priority,
         )
+
+    def smaller(self, task: ScorerTask) -> Request | None:
+        return smaller(task.request, len(task.rows), self.executors.sizes)
 
     def too_large(self, task: ScorerTask) -> RequestError:
         return invalid("candidates", f"no executor takes {len(task.rows)} candidates")

@@ -28,17 +28,8 @@ from jgr.fields import nearest
 from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
-from jgr.serving.api import (
-    MAX_QUOTED_CHARS,
-    Item,
-    ModelInfo,
-    RankRequest,
-    Request,
-    Reuse,
-    Usage,
-    invalid,
-    quoted,
-)
+from jgr.serving.api import Item, ModelInfo, RankRequest, Request, Reuse, Usage
+from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
     USER_ENTRY,

@@ -31,10 +31,11 @@ import msgspec
 
 from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, UserError
-from jgr.serving.api import ModelInfo, ReloadState, RequestError
+from jgr.serving.api import ModelInfo, ReloadState
 from jgr.serving.engine.contract import Progress, Status
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.errors import RequestError
 
 Load = Callable[[Metrics], AnyEngine]
 """Makes the next engine, not started, which writes to the given metrics. Raises for what cannot be served."""

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from jgr.fields import distinct
-from jgr.serving.api import ModelInfo, RequestError, invalid, quoted
+from jgr.serving.api import ModelInfo
 from jgr.serving.engine import metrics
 from jgr.serving.engine.contract import Progress, Status
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.deployment import Deployment
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
-from jgr.serving.api import RankRequest, RecommendRequest, RequestError
+from jgr.serving.api import RankRequest, RecommendRequest
 from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.decoders.work import Outcome, RankOutcome, Work
 from jgr.serving.engine.engine import Engine
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from tests.serving.fakes import CATALOG, PATIENCE_S, TREE, FakeExecutor, make_config

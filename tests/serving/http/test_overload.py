@@ -65,7 +65,7 @@ def test_requests_that_wait_travel_together() -> None:
 
 
 def test_a_deadline_ends_queued_and_running_work_with_504() -> None:
-    with LiveServer() as server:
+    with LiveServer("batching.order=edf") as server:
         server.executor.hold()
         running = server.send("/v1/recommend", {**BODY, "deadline_ms": 200})
         server.executor.wait_entered()
@@ -113,7 +113,7 @@ def test_a_request_that_its_server_gives_up_is_cancelled() -> None:
 
 
 def test_the_default_deadline_is_for_requests_that_name_none() -> None:
-    with LiveServer("server.default_deadline_ms=1") as server:
+    with LiveServer("server.default_deadline_ms=1", "batching.order=edf") as server:
         server.executor.hold()
         patient = server.send("/v1/rank", {**RANK, "deadline_ms": 60_000})
         server.executor.wait_entered()

@@ -344,6 +344,6 @@ def test_the_documentation_page_needs_nothing_else(server: LiveServer) -> None:
     reply = server.call("/docs")
     page = reply.body.decode()
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
-    assert "POST /v1/recommend" in page and "Milliseconds after which" in page
+    assert "POST /v1/recommend" in page and "Milliseconds within which" in page
     assert 'href="#RankRequest"' in page and 'id="RankRequest"' in page
     assert "<script" not in page and "http://" not in page and "https://" not in page

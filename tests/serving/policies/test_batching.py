@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jgr.config import ConfigError, ProfilesConfig
-from jgr.serving.policies.batching import Batcher, make_profiles
+from jgr.serving.policies.batching import LEAD_NS, Batcher, make_profiles
 from jgr.serving.policies.jobs import (
     TRANSITIONS,
     Accepted,
@@ -24,12 +25,16 @@ from jgr.serving.policies.jobs import (
     Kind,
     Outcome,
     Plan,
+    Priority,
     Profile,
     Rejected,
     Request,
     Start,
     advance,
+    sort_of,
 )
+from jgr.serving.policies.ordering import Ordering
+from jgr.serving.policies.run_costs import RunCosts
 
 SMALL = Profile("recommend", 1, 8, 4)
 PAIR = Profile("recommend", 2, 8, 4)
@@ -44,7 +49,9 @@ def batch(run: int, profile: Profile, jobs: tuple[int, ...]) -> Start:
 
 
 def batcher(profiles: tuple[Profile, ...] = ALL, **settings: Any) -> Batcher:
-    return Batcher(profiles, **{"max_tokens": 1000, "max_wait_ns": 0, "max_queue": 100, **settings})
+    """Nothing is predicted, unless an ordering says so."""
+    plain = {"max_tokens": 1000, "max_wait_ns": 0, "max_queue": 100, "ordering": Ordering("edf")}
+    return Batcher(profiles, **{**plain, **settings})
 
 
 def job(
@@ -73,23 +80,34 @@ def test_the_cheapest_profile_that_fits_wins() -> None:
     assert fill(batcher((alone, PAIR)), job(1)).plan(0).starts == (batch(0, PAIR, (1,)),)
 
 
-def test_a_batch_pads_to_its_longest_and_widest_job() -> None:
+def test_the_most_urgent_job_decides_the_class_of_a_batch() -> None:
     b = fill(batcher(), job(1, tokens=9), job(2, tokens=3))
-    assert b.plan(0).starts == (batch(0, LONG, (1, 2)),)
-    b = fill(batcher(), job(1), job(2), job(3, width=9))
-    assert b.plan(0).starts == (batch(0, WIDE, (1, 2, 3)),)
+    assert b.plan(0).starts == (batch(0, LONG, (1, 2)),), "who fits in goes along"
+    costs = RunCosts({profile: profile.cost_tokens * 1e-9 for profile in ALL})
+    b = fill(batcher(in_flight=2, costs=costs), job(1), job(2), job(3, width=9))
+    assert b.plan(0).starts == (batch(0, PAIR, (1, 2)), batch(1, WIDE, (3,))), "nobody is padded to others"
 
 
-def test_a_job_that_fits_no_profile_together_with_the_earlier_ones_waits() -> None:
+def test_a_job_that_does_not_fit_the_batch_lets_others_pass() -> None:
     # Four may go together when short, two when long, and nothing is both wide and long.
-    b = fill(batcher(max_in_flight=9), job(1, tokens=9), job(2, width=5), job(3))
-    assert b.plan(0).starts == (batch(0, LONG, (1,)), batch(1, WIDE, (2, 3)))
+    b = fill(batcher(in_flight=9), job(1, tokens=9), job(2, width=5), job(3))
+    assert b.plan(0).starts == (batch(0, LONG, (1, 3)), batch(1, WIDE, (2,)))
     assert b.plan(0) == Plan()
+
+
+def test_the_shape_is_the_cheapest_for_each_job_in_it() -> None:
+    eight = Profile("recommend", 8, 8, 4)
+    costs = {SMALL: 12e-3, eight: 26e-3}  # two alone take 24 ms, three 36 ms
+    for waiting, first in ((1, SMALL), (2, SMALL), (3, eight), (8, eight)):
+        b = batcher((SMALL, eight), costs=RunCosts(costs))
+        (start,) = fill(b, *(job(i) for i in range(waiting))).plan(0).starts
+        assert start.shape == first
+        assert len(start.jobs) == (1 if first is SMALL else waiting)
 
 
 def test_jobs_of_another_kind_are_stepped_over_and_lead_the_next_batch() -> None:
     b = fill(
-        batcher(max_in_flight=9),
+        batcher(in_flight=9),
         job(1),
         job(2, kind="rank"),
         job(3),
@@ -102,11 +120,11 @@ def test_jobs_of_another_kind_are_stepped_over_and_lead_the_next_batch() -> None
 def test_the_cap_counts_padded_tokens_and_widths() -> None:
     # WIDE costs 4 * (8 + 16) = 96 and PAIR 2 * (8 + 4) = 24.
     profiles = (SMALL, PAIR, msgspec.structs.replace(WIDE, width=4, batch=4))
-    three = (job(1), job(2), job(3))
-    assert fill(batcher(profiles, max_tokens=48), *three).plan(0).starts == (
-        batch(0, profiles[2], (1, 2, 3)),
+    four = (job(1), job(2), job(3), job(4))
+    assert fill(batcher(profiles, max_tokens=48), *four).plan(0).starts == (
+        batch(0, profiles[2], (1, 2, 3, 4)),
     )
-    assert fill(batcher(profiles, max_tokens=47), *three).plan(0).starts == (batch(0, PAIR, (1, 2)),)
+    assert fill(batcher(profiles, max_tokens=47), *four).plan(0).starts == (batch(0, PAIR, (1, 2)),)
 
 
 def test_a_cap_that_leaves_a_compiled_size_unserved_is_refused() -> None:
@@ -128,16 +146,17 @@ def test_a_full_batch_does_not_wait() -> None:
     assert b.plan(0).starts == (batch(0, PAIR, (1, 2)),)
 
 
-def test_a_batch_does_not_wait_where_the_next_job_cannot_join() -> None:
-    b = fill(batcher(max_wait_ns=10), job(1, width=5), job(2, tokens=9))
-    assert b.plan(0).starts == (batch(0, WIDE, (1,)),)
-    # The rest may still get company.
-    assert b.commit(0, "well", 1) == Committed((1,))
-    assert b.plan(1) == Plan()
+def test_nobody_waits_for_company_until_it_is_late() -> None:
+    late = 3 * LEAD_NS
+    b = batcher((PAIR,), max_wait_ns=10 * LEAD_NS, costs=RunCosts({PAIR: LEAD_NS / 1e9}))
+    fill(b, job(1, deadline=late))
+    assert b.plan(0) == Plan()
+    assert b.next_wakeup_ns() == LEAD_NS
+    assert b.plan(LEAD_NS).starts == (batch(0, PAIR, (1,)),)
 
 
 def test_no_more_batches_than_slots_are_in_flight() -> None:
-    b = fill(batcher(max_in_flight=2), *(job(i, tokens=9) for i in range(6)))
+    b = fill(batcher(in_flight=2), *(job(i, tokens=9) for i in range(6)))
     assert b.plan(0).starts == (batch(0, LONG, (0, 1)), batch(1, LONG, (2, 3)))
     assert b.plan(0) == Plan()
     assert b.next_wakeup_ns() is None
@@ -147,12 +166,15 @@ def test_no_more_batches_than_slots_are_in_flight() -> None:
 
 
 def test_a_queued_job_expires_at_its_deadline_and_never_runs() -> None:
-    b = fill(batcher(max_wait_ns=100), job(1, deadline=7), job(2), job(3, deadline=5))
+    b = fill(batcher((WIDE,)), job(0))
+    assert b.plan(0).starts == (batch(0, WIDE, (0,)),)
+    fill(b, job(1, deadline=7), job(2), job(3, deadline=5))
     assert b.next_wakeup_ns() == 5
     assert b.plan(4) == Plan()
     assert b.plan(7) == Plan((), (3, 1))
-    assert b.next_wakeup_ns() == 100
-    assert b.plan(100) == Plan((batch(0, SMALL, (2,)),))
+    assert b.next_wakeup_ns() is None
+    b.commit(0, "well", 100)
+    assert b.plan(100) == Plan((batch(1, WIDE, (2,)),))
     assert b.counts["expired"] == 2
 
 
@@ -239,7 +261,9 @@ def test_ended_jobs_are_forgotten() -> None:
 
 
 def test_an_id_may_be_used_again_and_has_its_new_deadline_only() -> None:
-    b = fill(batcher(max_wait_ns=100), job(1, deadline=5))
+    b = fill(batcher((WIDE,)), job(0))
+    b.plan(0)
+    fill(b, job(1, deadline=5))
     b.cancel(1, 0)
     fill(b, job(1, deadline=50))
     assert b.plan(5) == Plan()
@@ -311,27 +335,40 @@ def test_make_profiles_is_the_product_of_the_sizes() -> None:
     )
 
 
+class Fixed(RunCosts):
+    """Costs that no run changes."""
+
+    def observe(self, shape: Any, took_ns: int) -> None: ...
+
+
 @dataclass
 class Naive:
-    """The same policy, written for clearness: one list of queued jobs, and every prefix tried."""
+    """The same policy, written for clearness: one list of queued jobs, and every batch tried."""
 
     profiles: tuple[Profile, ...]
+    costs: dict[Profile, int]
     max_wait_ns: int
-    max_in_flight: int
+    in_flight: int
 
     def __post_init__(self) -> None:
         self.queue: list[Job] = []
         self.running: dict[int, list[Job]] = {}
 
-    def cheapest(self, jobs: list[Job]) -> Profile | None:
-        fitting = [
+    def fitting(self, jobs: tuple[Job, ...]) -> list[Profile]:
+        return [
             p
             for p in self.profiles
             if p.kind == jobs[0].kind
             and p.batch >= len(jobs)
             and all(p.tokens >= j.tokens and p.width >= j.width for j in jobs)
         ]
-        return min(fitting, key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width), default=None)
+
+    def urgency(self, job: Job) -> tuple[bool, int, int]:
+        due = job.arrival_ns + PATIENCE if job.deadline_ns is None else job.deadline_ns
+        return job.priority == "batch", due, job.id
+
+    def ordered(self) -> list[Job]:
+        return sorted(self.queue, key=self.urgency)
 
     def expire(self, now: int) -> list[int]:
         late = [j for j in self.everyone() if j.deadline_ns is not None and j.deadline_ns <= now]
@@ -345,17 +382,38 @@ class Naive:
         self.queue = [j for j in self.queue if j.id not in ids]
         self.running = {b: [j for j in jobs if j.id not in ids] for b, jobs in self.running.items()}
 
-    def group(self) -> tuple[list[Job], bool]:
-        """What would go now if it had to, and whether waiting could not add to it."""
-        same = [j for j in self.queue if j.kind == self.queue[0].kind]
-        jobs = max((same[:n] for n in range(1, len(same) + 1) if self.cheapest(same[:n])), key=len)
-        smallest = Job(-1, jobs[0].kind, 0, 0, 0, None)
-        return jobs, len(jobs) < len(same) or self.cheapest([*jobs, smallest]) is None
+    def group(self) -> tuple[list[Job], Profile, bool]:
+        """Of all batches with the most urgent job the cheapest for each of its jobs; and whether it is full."""
+        head = self.ordered()[0]
+        others = [j for j in self.ordered()[1:] if j.kind == head.kind]
+        best: Any = None
+        for n in range(len(others) + 1):
+            for company in itertools.combinations(others, n):
+                jobs = (head, *company)
+                for p in self.fitting(jobs):
+                    rank = [self.urgency(j) for j in jobs]
+                    smallest = min(self.fitting(jobs), key=lambda p: p.cost_tokens)
+                    score = (self.costs[smallest] / len(jobs), -len(jobs), smallest.cost_tokens, rank)
+                    if p is not smallest:
+                        continue
+                    if best is None or score < best[0]:
+                        best = score, list(jobs), p
+        _, jobs, profile = best
+        return jobs, profile, len(jobs) >= max(p.batch for p in self.fitting((head,)))
 
     def due(self, now: int, draining: bool) -> bool:
-        if not self.queue or len(self.running) >= self.max_in_flight:
+        if not self.queue or len(self.running) >= self.in_flight:
             return False
-        return draining or self.group()[1] or now - self.queue[0].arrival_ns >= self.max_wait_ns
+        head = self.ordered()[0]
+        at = head.arrival_ns + self.max_wait_ns
+        if head.deadline_ns is not None:
+            at = min(at, head.deadline_ns - min(self.costs[p] for p in self.fitting((head,))) - LEAD_NS)
+        return draining or now >= at or self.group()[2]
+
+
+PATIENCE = 20
+COSTS = {SMALL: 12, PAIR: 20, LONG: 60, WIDE: 44, RANK: 24}
+"""Two short jobs go together, three are cheaper in the wide shape, and a long one is dear."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -363,8 +421,11 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batcher = batcher(max_wait_ns=6, max_queue=8, max_in_flight=2)
-        self.naive = Naive(ALL, 6, 2)
+        costs = Fixed({profile: ns / 1e9 for profile, ns in COSTS.items()})
+        self.batcher = batcher(
+            max_wait_ns=6, max_queue=3, in_flight=2, costs=costs, ordering=Ordering("edf", PATIENCE)
+        )
+        self.naive = Naive(ALL, COSTS, 6, 2)
         self.now = 0
         self.ids = 0
         self.seen: dict[int, str] = {}
@@ -376,17 +437,20 @@ class Machine(RuleBasedStateMachine):
         width=st.sampled_from([1, 4, 5, 16]),
         patience=st.none() | st.integers(0, 12),
         age=st.integers(0, 3),
+        priority=st.sampled_from(["interactive", "interactive", "batch"]),
     )
-    def submit(self, kind: Kind, tokens: int, width: int, patience: int | None, age: int) -> None:
+    def submit(
+        self, kind: Kind, tokens: int, width: int, patience: int | None, age: int, priority: Priority
+    ) -> None:
         self.ids += 1
         deadline = None if patience is None else self.now + patience
-        new = Job(self.ids, kind, tokens, width, self.now - age, deadline)
+        new = Job(self.ids, kind, tokens, width, self.now - age, deadline, priority=priority)
         verdict = self.batcher.submit(new, self.now)
         if self.batcher.draining:
             assert verdict == Rejected("draining")
-        elif self.naive.cheapest([new]) is None:
+        elif not self.naive.fitting((new,)):
             assert verdict == Rejected("too_large")
-        elif len(self.naive.queue) >= 8:
+        elif sum(sort_of(j) == sort_of(new) for j in self.naive.queue) >= 3:
             assert verdict == Rejected("queue_full")
         else:
             self.naive.queue.append(new)
@@ -411,9 +475,9 @@ class Machine(RuleBasedStateMachine):
             self.seen[job_id] = "expired"
         for start in plan.starts:
             assert self.naive.due(self.now, self.batcher.draining)
-            jobs, _ = self.naive.group()
+            jobs, profile, _ = self.naive.group()
             assert start.jobs == tuple(j.id for j in jobs)
-            assert start.shape == self.naive.cheapest(jobs)
+            assert start.shape == profile
             self.naive.drop(set(start.jobs))
             self.naive.running[start.run] = jobs
             for job_id in start.jobs:

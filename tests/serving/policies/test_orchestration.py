@@ -24,8 +24,10 @@ from jgr.serving.policies.jobs import (
     Start,
     UserPart,
 )
-from jgr.serving.policies.orchestration import PATIENCE_NS, USER_PART, Orchestrator, split
+from jgr.serving.policies.orchestration import USER_PART, Orchestrator, split
+from jgr.serving.policies.ordering import Ordering
 
+PATIENCE_NS = 1_000_000_000
 SIZES = (1024, 512, 256, 128)
 PROPORTIONAL = {size: float(size) for size in SIZES}
 
@@ -88,7 +90,8 @@ def test_a_split_is_the_cheapest_of_all(drawn: tuple[dict[int, int], int]) -> No
 
 
 def orchestrator(executors: tuple[int, ...] = (4, 4, 8), **given: Any) -> Orchestrator:
-    return Orchestrator(executors, {size: float(size) for size in executors}, **{"max_queue": 9, **given})
+    settings = {"max_queue": 9, "ordering": Ordering("edf", PATIENCE_NS), **given}
+    return Orchestrator(executors, {size: float(size) for size in executors}, **settings)
 
 
 def submit(o: Orchestrator, *jobs: Job) -> Orchestrator:
@@ -294,14 +297,14 @@ class AgainstNaive(RuleBasedStateMachine):
 
     EXECUTORS = (USER_PART, 2, 2, 4, USER_PART)
     STREAMS = 4
-    MAX_QUEUE = 4
+    MAX_QUEUE = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.real = Orchestrator(
             self.EXECUTORS, {USER_PART: 4.0, 2: 3.0, 4: 5.0}, max_queue=self.MAX_QUEUE, streams=self.STREAMS,
-            whole={2: 6.0, 4: 10.0},
+            whole={2: 6.0, 4: 10.0}, ordering=Ordering("edf", PATIENCE_NS),
         )  # fmt: skip
         self.jobs: dict[int, Naive] = {}
         self.flying: dict[int, Start] = {}
@@ -318,7 +321,9 @@ class AgainstNaive(RuleBasedStateMachine):
         deadline = None if patience is None else self.now + patience
         new = make(next(self.ids), count, self.now, deadline, reads, waits)
         verdict = self.real.submit(new, self.now)
-        if sum(not job.begun for job in self.jobs.values()) >= self.MAX_QUEUE:
+        dated = patience is not None
+        alike = [job for job in self.jobs.values() if (job.job.deadline_ns is not None) == dated]
+        if sum(not job.begun for job in alike) >= self.MAX_QUEUE:
             assert verdict == Rejected("queue_full")
             return
         assert isinstance(verdict, Accepted)

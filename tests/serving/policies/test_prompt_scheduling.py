@@ -47,7 +47,7 @@ def job(
 
 
 def plan(scheduler: PromptScheduler, *jobs: Job) -> Any:
-    return scheduler.group(jobs, True, jobs[-1].arrival_ns)
+    return scheduler.group(jobs, True, jobs[-1].arrival_ns, None)
 
 
 def test_what_a_batch_writes_is_reused_by_the_next() -> None:
@@ -88,9 +88,9 @@ def test_the_cap_is_on_new_tokens_and_a_long_request_runs_alone() -> None:
 def test_a_batch_waits_for_company_unless_it_is_full() -> None:
     scheduler = make("user")
     waiting = [job(number, "a", [1, 2], [0]) for number in range(3)]
-    assert scheduler.group(waiting[:2], False, 9) is None
+    assert scheduler.group(waiting[:2], False, 9, None) is None
     scheduler.check()
-    assert scheduler.group(waiting, False, 9) is not None, "no profile takes a fourth request"
+    assert scheduler.group(waiting, False, 9, None) is not None, "no profile takes a fourth request"
 
 
 def test_no_more_is_reused_than_the_shapes_take() -> None:
@@ -133,7 +133,7 @@ def test_any_interleaving(policy: Policy, data: st.DataObject) -> None:
     """Through the batcher, with cancellations, failures and erasures; two batches at a time."""
     scheduler = make(policy)
     batcher = Batcher(
-        [], max_tokens=30, max_wait_ns=3, max_queue=8, max_in_flight=2, groupings={"rank": scheduler}
+        [], max_tokens=30, max_wait_ns=3, max_queue=8, in_flight=2, groupings={"rank": scheduler}
     )
     running: list[Any] = []
     for now in range(data.draw(st.integers(1, 25))):

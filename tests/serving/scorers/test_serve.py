@@ -15,8 +15,9 @@ from jgr.config import FeaturesConfig
 from jgr.features.cache import FeatureCache
 from jgr.features.schema import Schema
 from jgr.features.stores import StoreError
-from jgr.serving.api import Answer, RankRequest, RecommendRequest, RequestError
+from jgr.serving.api import Answer, RankRequest, RecommendRequest
 from jgr.serving.engine.engine import ClientGone, Engine
+from jgr.serving.errors import RequestError
 from jgr.serving.scorers.serve import ServedScorer
 from tests.serving.scorer_fakes import CATALOG, DAY, ITEMS, MONDAY, FakeExecutors, fake_engine
 
@@ -185,7 +186,7 @@ def test_overload_deadlines_and_clients_that_leave() -> None:
         await asyncio.sleep(0)
         for _ in running:
             executors.wait_entered()
-        waiting = [engine.submit(request(deadline_ms=deadline)) for deadline in (0.001, None, None)]
+        waiting = [engine.submit(request(deadline_ms=deadline)) for deadline in (0.001, *3 * [None])]
         with pytest.raises(RequestError) as refused:
             engine.submit(request())
         assert refused.value.type == "overloaded"
@@ -201,7 +202,7 @@ def test_overload_deadlines_and_clients_that_leave() -> None:
         assert [len((await ticket.answer).items) for ticket in running[1:]] == [3, 3]
         assert len(executors.works) == 3  # who waited was never run
 
-    run(scenario, "batching.max_queue=3")
+    run(scenario, "batching.max_queue=3", "batching.order=edf")
 
 
 def test_a_drain_finishes_what_was_accepted_or_says_that_it_could_not() -> None:

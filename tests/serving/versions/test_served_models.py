@@ -22,10 +22,10 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, ConfigError
 from jgr.evaluation.client import Client, RemoteServer
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
-from jgr.serving.api import RequestError
 from jgr.serving.decoders.serve import decoder_engine
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models

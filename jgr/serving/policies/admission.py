@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much room a promise leaves: a policy accepts a job whose predicted end is before its deadline by a margin.
+
+The margin grows with every accepted job that is late after all, and shrinks with every one that is in time, so that one
+in PROMISES is late, whatever is wrong with the predictions: who comes later fills batches, runs vary, the host is busy.
+
+A long job is refused sooner than a short one, because it needs more of what is left until its deadline; so under
+overload only short ones would be served. Therefore a class of jobs that is refused less often than the others gets a
+handicap, a share of the time until its deadline that it must leave unused besides. It grows until the class is refused
+nearly as often, and shrinks where nobody is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+PROMISES = 250
+STEP_NS = 1_000_000
+"""By how much the margin grows with a job that is late."""
+LEAST_NS, MOST_NS = 2_000_000, 100_000_000
+"""Bounds of the margin."""
+RATE = 1 / 64
+"""The weight of one job in the shares of refused jobs."""
+GAIN = 1 / 4
+"""How fast a handicap follows from a difference of these shares."""
+ALIKE = 0.85
+"""A class that is refused less often than this share of the mean gets a handicap."""
+MOST = 0.6
+"""The largest handicap."""
+MOST_CLASSES = 256
+
+
+@dataclass
+class _Class:
+    refused: float = 0.0
+    handicap: float = 0.0
+
+
+class Admission:
+    """The margin, and the handicaps of classes, which are the caller's; at most MOST_CLASSES are told apart."""
+
+    def __init__(self) -> None:
+        self._classes: dict[Hashable, _Class] = {}
+        self._refused = 0.0
+        self._margin_ns = LEAST_NS
+
+    def room_ns(self, of: Hashable, left_ns: int) -> int:
+        """What a job of a class must leave unused of the time until its deadline."""
+        found = self._classes.get(of)
+        return self._margin_ns + (round(found.handicap * left_ns) if found else 0)
+
+    def decided(self, of: Hashable, refused: bool) -> None:
+        """A job of the class was refused, or accepted."""
+        if of not in self._classes and len(self._classes) >= MOST_CLASSES:
+            return
+        each = self._classes.setdefault(of, _Class())
+        self._refused += RATE * (refused - self._refused)
+        each.refused += RATE * (refused - each.refused)
+        more = GAIN * RATE * (ALIKE * self._refused - each.refused) - RATE**3
+        each.handicap = min(MOST, max(0.0, each.handicap + more))
+
+    def ended(self, in_time: bool) -> None:
+        """An accepted job was in time, or was not."""
+        step_ns = -STEP_NS // PROMISES if in_time else STEP_NS
+        self._margin_ns = min(MOST_NS, max(LEAST_NS, self._margin_ns + step_ns))

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order waiting jobs run, and which of them are not worth a run: one flag, `batching.order`.
+
+- deadline: the earliest deadline first, among the jobs that can still finish. What cannot is refused when it comes, or
+  ended while it waits, so no run is wasted on it. The others are what it is compared with:
+- edf: the earliest deadline first. Under overload it serves just those that are about to be late.
+- fifo, lifo: the first, or the last, come is the first served.
+- codel: fifo, but who has waited for long ends, where the queue has not been empty for long (CoDel for servers, as in
+  Maurer, "Fail at Scale", ACM Queue 2015).
+
+In all of them an interactive job goes before every batch job.
+
+A job without a deadline is taken for one that is due `patience` after it came. If there are more of them than the
+device can do beside the others, the next one is due only when half of the device (FAIR_SHARE) would have done those
+before it: so neither kind of jobs takes more than half of the device from the other.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jgr.serving.policies.jobs import Job
+
+Order = Literal["deadline", "edf", "fifo", "lifo", "codel"]
+Key = tuple[int, int, int]
+"""What orders waiting jobs: the rank of the priority, the urgency in ns, the order of submission."""
+
+FAIR_SHARE = 0.5
+"""The share of the device that jobs without a deadline have where all jobs together want more than there is."""
+CODEL_INTERVAL_NS = 100_000_000
+"""How long a job may wait, where the queue was empty that recently."""
+CODEL_TARGET_NS = 20_000_000
+"""How long a job may wait, where the queue was not."""
+
+
+class Ordering:
+    """The order of a policy's queue. patience_ns: see above."""
+
+    def __init__(self, order: Order = "deadline", patience_ns: int = 1_000_000_000) -> None:
+        self.order = order
+        self.predicts = order == "deadline"
+        """Whether jobs that cannot finish in time are refused and ended."""
+        self._patience_ns = patience_ns
+        self._undated_ns = 0  # when the last job without a deadline is due
+        self._empty_ns = 0  # when the queue was last empty
+
+    def key(self, job: Job, order: int, share_ns: int) -> Key:
+        """The key of a new job. order: of its submission. share_ns: what the device needs for it among many."""
+        rank = int(job.priority == "batch")
+        if self.order in ("fifo", "codel"):
+            return rank, 0, order
+        if self.order == "lifo":
+            return rank, 0, -order
+        if job.deadline_ns is not None:
+            return rank, job.deadline_ns, order
+        due_ns = job.arrival_ns + self._patience_ns
+        if self.predicts and not rank:
+            self._undated_ns = due_ns = max(due_ns, self._undated_ns + round(share_ns / FAIR_SHARE))
+        return rank, due_ns, order
+
+    def waits_ns(self, queued: int, now_ns: int) -> int | None:
+        """How long a job may wait now; None: as long as its deadline allows. queued: jobs that wait."""
+        if self.order != "codel":
+            return None
+        if not queued:
+            self._empty_ns = now_ns
+        return CODEL_INTERVAL_NS if now_ns - self._empty_ns <= CODEL_INTERVAL_NS else CODEL_TARGET_NS
+
+    def too_long_at_ns(self, oldest_ns: int) -> int:
+        """With codel: when the oldest job, which came then, will have waited for too long."""
+        soon_ns = max(self._empty_ns + CODEL_INTERVAL_NS, oldest_ns + CODEL_TARGET_NS)
+        return min(oldest_ns + CODEL_INTERVAL_NS, soon_ns) + 1

@@ -1,0 +1,466 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all serving policies share: the life of a job from `submit` to its end, deadlines, and the promise to keep them.
+
+A policy is told what happens (`submit`, `cancel`, `ready`, `commit`, `drain`) and asked what to do (`plan`). Jobs that
+ended are forgotten (only counted), so memory is bounded by `max_queue` and the jobs in flight.
+
+With the order "deadline" (`ordering`) a policy predicts. A job that comes is placed among those that wait, and is
+refused where its predicted end is past its deadline, or where it would make one late that was accepted before it. A
+queued job that can no longer finish ends then. Predictions are sums of what runs take (`run_costs`), which are
+corrected by every run that ends; so that a wrong one does not last, an idle policy tries a job a second that it would
+refuse.
+
+Pure: time is an argument in integer nanoseconds, ids are the caller's, equal calls give equal plans.
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from jgr.serving.policies.admission import Admission
+from jgr.serving.policies.jobs import (
+    AFTER,
+    SORTS,
+    TRANSITIONS,
+    Accepted,
+    Committed,
+    Event,
+    Job,
+    Outcome,
+    Plan,
+    Reason,
+    Rejected,
+    Sort,
+    Start,
+    State,
+    Work,
+    advance,
+    sort_of,
+)
+from jgr.serving.policies.ordering import Key, Ordering
+from jgr.serving.policies.run_costs import RunCosts
+
+TRIAL_NS = 1_000_000_000
+"""How often an idle policy accepts a job that it predicts to be late."""
+
+
+@dataclass
+class Live:
+    """A job that has not ended. key: its place among those that wait. requeued: it was started in vain.
+
+    latest_ns: when its first run must start for it to be in time; None: it is not ended before its deadline.
+    """
+
+    job: Job
+    key: Key
+    state: State = "new"
+    requeued: bool = False
+    latest_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A run that was started at `at_ns` and has not come back. cost: the name of its time in the costs."""
+
+    start: Start
+    at_ns: int
+    cost: Hashable
+
+
+class Load(Protocol):
+    """Work that waits for the device, in the order of `add`."""
+
+    def add(self, job: Job, most_ns: int | None = None) -> int:
+        """How long the device needs, in ns, until this job is done too. most_ns: it is left out if that is more."""
+
+
+L = TypeVar("L", bound=Live)
+
+
+class Returned(NamedTuple, Generic[L]):
+    """A live job whose work came back, and what becomes of the job."""
+
+    entry: L
+    work: Work
+    event: Event
+
+
+class Policy(ABC, Generic[L]):
+    """What all policies share: the table of live jobs, their order, their deadlines, the bound on the queue, the drain.
+
+    max_queue: the most jobs of a sort (`Sort`) that may be queued. ordering: which of them goes first; None: the
+    default. costs: what runs take; None: nothing. ValueError where max_queue is below 1.
+    """
+
+    def __init__(
+        self, max_queue: int, ordering: Ordering | None = None, costs: RunCosts | None = None
+    ) -> None:
+        if max_queue < 1:
+            raise ValueError("max_queue must be >= 1")
+        self.max_queue = max_queue
+        self.costs = costs or RunCosts()
+        self._ordering, self._admission = ordering or Ordering(), Admission()
+        self._live: dict[int, L] = {}
+        self._flights: dict[int, Flight] = {}
+        self._ended_ns: dict[int, int] = {}  # when the last run of each lane ended
+        self._queue: list[tuple[Key, int]] = []  # queued jobs in their order
+        self._sorts: dict[Sort, int] = dict.fromkeys(SORTS, 0)  # how many of them there are of each sort
+        self._deadlines: list[tuple[int, int]] = []  # (deadline_ns, id) of live jobs, ascending
+        self._latest: list[tuple[int, int]] = []  # (latest_ns, id) of queued jobs that have one, ascending
+        self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
+        self._runs = self._epoch = 0
+        self._now_ns: int | None = None
+        self._trial_ns: int | None = None
+        self._draining = False
+
+    @property
+    def queued(self) -> int:
+        """Jobs none of whose work has started."""
+        return len(self._queue)
+
+    def full(self, sort: Sort) -> bool:
+        """Whether as many jobs of a sort wait as may, so that the next one is refused, whatever its size."""
+        return self._sorts[sort] >= self.max_queue
+
+    @property
+    def live(self) -> int:
+        """Jobs queued or running whose outcome somebody waits for."""
+        return len(self._live)
+
+    @property
+    def in_flight(self) -> int:
+        """Runs started and not yet committed."""
+        return len(self._flights)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def counts(self) -> Mapping[State, int]:
+        """How many jobs ever entered each state; rejected ones were never queued."""
+        return dict(self._counts)
+
+    def state(self, job_id: int) -> State | None:
+        """The state of a live job; None for one that is unknown or has ended."""
+        entry = self._live.get(job_id)
+        return entry.state if entry else None
+
+    def submit(self, job: Job, now_ns: int) -> Accepted | Rejected:
+        """Queue a job. Overload is a value, not an error; an id that is still live raises ValueError."""
+        if job.id in self._live:
+            raise ValueError(f"job {job.id} is already {self.state(job.id)}")
+        self._advance_clock(now_ns)
+        reason, predicted_ns = self._refusal(job), None
+        if self._draining:
+            reason = "draining"
+        elif reason is None and self.full(sort_of(job)):
+            reason = "queue_full"
+        key = self._ordering.key(job, self._counts["queued"], 0 if reason else self._share_ns(job))
+        if reason is None and self._ordering.predicts and job.deadline_ns is not None:
+            predicted_ns, in_time = self._forecast(job, key, now_ns)
+            if not in_time and not self._may_try(now_ns):
+                reason = "too_late"
+            self._admission.decided(self._class_of(job), reason == "too_late")
+        if reason is not None:
+            self._counts[advance("new", "reject")] += 1
+            return Rejected(reason, predicted_ns)
+        entry = self._live[job.id] = self._enter(job, key)
+        if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
+            entry.latest_ns = job.deadline_ns - self._alone_ns(job)
+        self._move(entry, "accept")
+        if job.deadline_ns is not None:
+            bisect.insort(self._deadlines, (job.deadline_ns, job.id))
+        ready_by_ns = self._ready_by_ns(job, now_ns) if job.waits else None
+        return Accepted(self.queued, ready_by_ns, predicted_ns)
+
+    def cancel(self, job_id: int, now_ns: int) -> bool:
+        """Forget a job; what waits never runs. False where it is unknown or has already ended."""
+        self._advance_clock(now_ns)
+        entry = self._live.get(job_id)
+        if entry is None:
+            return False
+        self._withdraw(entry)
+        self._move(entry, "cancel")
+        return True
+
+    def ready(self, job_id: int, now_ns: int) -> None:
+        """What a job with `waits` waited for is there. Nothing happens where it has ended."""
+        self._advance_clock(now_ns)
+        entry = self._live.get(job_id)
+        if entry is not None:
+            self._release(entry)
+
+    def plan(self, now_ns: int) -> Plan:
+        """End what is late or will be, and start what can start."""
+        self._advance_clock(now_ns)
+        expired = self._expire_past(now_ns)
+        starts: list[Start] = []
+        while self._live:
+            expired += self._expire_hopeless(now_ns)
+            start = self._choose(now_ns)
+            if start is None:
+                break
+            starts.append(start)
+            self._flights[start.run] = Flight(start, now_ns, self._cost_of(start))
+            self._runs += 1
+            for work in start.work:
+                if (entry := self._live[work.job]).state == "queued":
+                    self._move(entry, "start")
+        return Plan(tuple(starts), tuple(expired))
+
+    def commit(self, run: int, outcome: Outcome, now_ns: int) -> Committed:
+        """A run came back. KeyError, changing nothing, where it is not in flight."""
+        flight = self._flights[run]
+        self._advance_clock(now_ns)
+        outcome = self._believed(run, outcome)
+        del self._flights[run]
+        start, lane = flight.start, flight.start.lane
+        if outcome == "well":
+            self.costs.observe(flight.cost, now_ns - max(flight.at_ns, self._ended_ns.get(lane, 0)))
+        self._ended_ns[lane] = now_ns
+        returned = []
+        for work in start.work:
+            entry = self._live.get(work.job)
+            if entry is not None:
+                deadline_ns = entry.job.deadline_ns
+                late = deadline_ns is not None and now_ns >= deadline_ns
+                returned.append(Returned(entry, work, "expire" if late else AFTER[outcome]))
+        ended: dict[State, list[int]] = {"done": [], "failed": [], "expired": []}
+        for entry, work, event in self._take_back(start, outcome, returned):
+            state = self._move(entry, event)
+            if state in ended:
+                ended[state].append(work.job)
+        return Committed(tuple(ended["done"]), tuple(ended["failed"]), tuple(ended["expired"]))
+
+    def renew(self, epoch: int, now_ns: int) -> None:
+        """The pool was lost and is of this epoch now: forget what is cached. Runs planned before will be lost."""
+        self._advance_clock(now_ns)
+        self._epoch = epoch
+
+    def forget(self, user: str, now_ns: int) -> int:
+        """Erase what is cached of a user, by its entry's name; how many entries there were."""
+        self._advance_clock(now_ns)
+        return 0
+
+    def shadow(self, now_ns: int) -> bool:
+        """An answer reused cached segments: whether to compute it again without them now."""
+        return False
+
+    def next_wakeup_ns(self) -> int | None:
+        """When a plan could do something by time alone; None: never."""
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        if self._latest:
+            times.append(self._latest[0][0] + 1)
+        if self._queue and self._ordering.order == "codel":
+            oldest_ns = min(self._live[i].job.arrival_ns for _, i in self._queue)
+            times.append(self._ordering.too_long_at_ns(oldest_ns))
+        return min(times, default=None)
+
+    def drain(self, now_ns: int) -> None:
+        """Refuse every later submit. What was accepted still runs, without waiting for company."""
+        self._advance_clock(now_ns)
+        self._draining = True
+
+    def check(self) -> None:
+        """Audit the invariants; AssertionError names the broken one."""
+        entries = self._live.values()
+        assert {e.state for e in entries} <= {"queued", "running"}, "an ended job is remembered"
+        queued = sorted((e.key, e.job.id) for e in entries if e.state == "queued")
+        assert queued == self._queue, "the queue and the states disagree"
+        for sort in SORTS:
+            of = [e for e in entries if e.state == "queued" and sort_of(e.job) == sort]
+            assert len(of) == self._sorts[sort], "queued jobs are miscounted"
+            assert sum(not e.requeued for e in of) <= self.max_queue, "the queue is over its bound"
+        ended = sum(self._counts[s] for s in ("done", "failed", "cancelled", "expired"))
+        assert self._counts["new"] == 0 and self._counts["queued"] == len(entries) + ended, "a job was lost"
+        watched = [(e.job.deadline_ns, e.job.id) for e in entries if e.job.deadline_ns is not None]
+        assert sorted(watched) == self._deadlines, "a deadline is unwatched"
+        latest = [(e.latest_ns, e.job.id) for e in entries if e.state == "queued" and e.latest_ns is not None]
+        assert sorted(latest) == self._latest, "a latest start is unwatched"
+
+    @abstractmethod
+    def _refusal(self, job: Job) -> Reason | None:
+        """Why no compiled shape takes the job; None: one does. ValueError where nothing could ever run it."""
+
+    @abstractmethod
+    def _enter(self, job: Job, key: Key) -> L:
+        """The entry of a new job, which stands in the policy's own queues from now on."""
+
+    @abstractmethod
+    def _share_ns(self, job: Job) -> int:
+        """What the device needs for the job where many wait."""
+
+    @abstractmethod
+    def _alone_ns(self, job: Job) -> int:
+        """The least time from the job's first start to its end."""
+
+    @abstractmethod
+    def _class_of(self, job: Job) -> Hashable:
+        """The class of the job's size: classes are refused alike under overload."""
+
+    @abstractmethod
+    def _load(self) -> Load:
+        """Nothing that waits yet."""
+
+    @abstractmethod
+    def _begins_ns(self, now_ns: int) -> int:
+        """When a run would begin on the device that is started next."""
+
+    def _begun_ns(self) -> int:
+        """How long the device needs for work of begun jobs that has not started."""
+        return 0
+
+    def _ready_by_ns(self, job: Job, now_ns: int) -> int | None:
+        """See Accepted; of a job that waits."""
+        return None
+
+    def _release(self, entry: L) -> None:
+        """The job waits for nothing any more but its turn."""
+
+    def _cost_of(self, start: Start) -> Hashable:
+        """The name of a run's time in the costs."""
+        return start.shape
+
+    def _believed(self, run: int, outcome: Outcome) -> Outcome:
+        """What a run's outcome is worth."""
+        return outcome
+
+    @abstractmethod
+    def _choose(self, now_ns: int) -> Start | None:
+        """The run to start now, of the number `_runs`; its work has left the policy's own queues. None: there is
+        none."""
+
+    @abstractmethod
+    def _take_back(self, start: Start, outcome: Outcome, returned: list[Returned[L]]) -> list[Returned[L]]:
+        """A run came back. returned: its live jobs, and what would become of each if it had no other work.
+
+        Returns what becomes of them now. Jobs that end have left the policy's own queues, others stand in them again.
+        """
+
+    @abstractmethod
+    def _withdraw(self, entry: L) -> None:
+        """A job ends before its work came back: it leaves the policy's own queues."""
+
+    def _forecast(self, job: Job, key: Key, now_ns: int) -> tuple[int, bool]:
+        """When a new job would end, and whether that is in time for it and for all that were accepted before it."""
+        begin_ns = self._begins_ns(now_ns) + self._begun_ns()
+        load, without = self._load(), self._load()
+        at = bisect.bisect(self._queue, (key, job.id))
+        for _, before in self._queue[:at]:
+            ahead = self._live[before].job
+            without.add(ahead)
+            load.add(ahead)
+        end_ns = begin_ns + load.add(job)
+        if job.deadline_ns is not None:
+            room_ns = self._admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
+            if end_ns + room_ns > job.deadline_ns:
+                return end_ns, False
+        last_ns = self._deadlines[-1][0] if self._deadlines else 0
+        for _, after in self._queue[at:]:
+            behind = self._live[after]
+            then_ns = begin_ns + without.add(behind.job)
+            if then_ns > last_ns:
+                break
+            promised = behind.latest_ns is not None and then_ns <= (behind.job.deadline_ns or 0)
+            if promised and begin_ns + load.add(behind.job) > (behind.job.deadline_ns or 0):
+                return end_ns, False
+        return end_ns, True
+
+    def _loses(self, done: Sequence[int], begin_ns: int) -> int:
+        """How many accepted jobs would be late if the device began with the queue then, without these jobs."""
+        last_ns = self._deadlines[-1][0] if self._deadlines else 0
+        load, lost, ids = self._load(), 0, set(done)
+        for _, job_id in self._queue:
+            if job_id in ids:
+                continue
+            entry = self._live[job_id]
+            if entry.latest_ns is None:
+                end_ns = begin_ns + load.add(entry.job)
+            else:
+                deadline_ns = entry.job.deadline_ns or 0
+                end_ns = begin_ns + load.add(entry.job, deadline_ns - begin_ns)
+                lost += end_ns > deadline_ns
+            if end_ns > last_ns:
+                break
+        return lost
+
+    def _may_try(self, now_ns: int) -> bool:
+        """Whether a job is accepted that is predicted to be late, to see whether that is so."""
+        last = self._trial_ns
+        if self._live or self._flights or (last is not None and now_ns - last < TRIAL_NS):
+            return False
+        self._trial_ns = now_ns
+        return True
+
+    def _expire_past(self, now_ns: int) -> list[int]:
+        """End the jobs whose deadline has passed, and those that have waited for too long."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            late.append(self._expire(self._deadlines[0][1]))
+        waits_ns = self._ordering.waits_ns(len(self._queue), now_ns)
+        if waits_ns is not None:
+            old = [i for _, i in self._queue if now_ns - self._live[i].job.arrival_ns > waits_ns]
+            late += map(self._expire, old)
+        return late
+
+    def _expire_hopeless(self, now_ns: int) -> list[int]:
+        """End the queued jobs that could not finish in time if they were started next."""
+        hopeless = []
+        begins_ns = self._begins_ns(now_ns) if self._latest else 0
+        while self._latest and self._latest[0][0] < begins_ns:
+            hopeless.append(self._expire(self._latest[0][1]))
+        return hopeless
+
+    def _expire(self, job_id: int) -> int:
+        entry = self._live[job_id]
+        self._withdraw(entry)
+        self._move(entry, "expire")
+        return job_id
+
+    def _lane_ends_ns(self, now_ns: int) -> dict[int, int]:
+        """When each busy lane has done what was started on it, as far as can be told."""
+        ends: dict[int, int] = {}
+        for flight in self._flights.values():
+            lane = flight.start.lane
+            begin_ns = max(flight.at_ns, ends.get(lane, self._ended_ns.get(lane, 0)))
+            ends[lane] = max(now_ns, begin_ns + self.costs.ns(flight.cost))
+        return ends
+
+    def _move(self, entry: L, event: Event) -> State:
+        """The only place where a live job changes state: table, queue and counters change together."""
+        before, after = entry.state, advance(entry.state, event)
+        entry.state, job = after, entry.job
+        if event == "requeue":
+            entry.requeued = True
+        else:
+            self._counts[after] += 1
+        if entry.latest_ns is not None and after in ("done", "expired"):
+            self._admission.ended(after == "done")
+        self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
+        if before == "queued":
+            _remove(self._queue, (entry.key, job.id))
+            if entry.latest_ns is not None:
+                _remove(self._latest, (entry.latest_ns, job.id))
+        if after == "queued":
+            bisect.insort(self._queue, (entry.key, job.id))
+            if entry.latest_ns is not None:
+                bisect.insort(self._latest, (entry.latest_ns, job.id))
+        elif after != "running":
+            del self._live[job.id]
+            if job.deadline_ns is not None:
+                _remove(self._deadlines, (job.deadline_ns, job.id))
+        return after
+
+    def _advance_clock(self, now_ns: int) -> None:
+        if self._now_ns is not None and now_ns < self._now_ns:
+            raise ValueError(f"time went back from {self._now_ns} to {now_ns} ns")
+        self._now_ns = now_ns
+
+
+def _remove(ordered: list[Any], value: Any) -> None:
+    del ordered[bisect.bisect_left(ordered, value)]
