@@ -29,6 +29,7 @@ ErrorType = Literal[
     "conflict",
     "body_too_large",
     "invalid_request",
+    "quota_exceeded",
     "overloaded",
     "head_too_large",
     "internal",
@@ -46,6 +47,7 @@ STATUS: dict[ErrorType, int] = {
     "conflict": 409,
     "body_too_large": 413,
     "invalid_request": 422,
+    "quota_exceeded": 429,
     "overloaded": 429,
     "head_too_large": 431,
     "internal": 500,
@@ -54,7 +56,7 @@ STATUS: dict[ErrorType, int] = {
 }
 
 RETRY_AFTER_S = 1
-"""How many seconds an overloaded server asks its clients to wait."""
+"""How many seconds a server asks its clients to wait, where it does not know better."""
 MAX_DEADLINE_MS = 600_000
 MAX_QUOTED_CHARS = 80
 MAX_SEGMENTS = 16
@@ -477,10 +479,16 @@ class ErrorAnswer(Struct, kw_only=True):
 
 
 class RequestError(Exception):
-    """Raised for a request that is refused. type decides the HTTP status; field names the part at fault."""
+    """Raised for a request that is refused. type decides the HTTP status; field names the part at fault.
 
-    def __init__(self, type: ErrorType, message: str, field: str | None = None) -> None:
+    retry_after_s: whole seconds after which the same request may be taken; None: RETRY_AFTER_S, or never.
+    """
+
+    def __init__(
+        self, type: ErrorType, message: str, field: str | None = None, *, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
         self.type: ErrorType = type
         self.message = message
         self.field = field

@@ -15,6 +15,8 @@ MAX_LISTED_IDS = 10
 """The most unknown ids that an answer lists."""
 USER_ENTRY = "id:"
 """What the name of a user's cache entries begins with, before the user's id; no other entry's name does."""
+HISTORY_ENTRY = "history:"
+"""What the name of a nameless user's entries begins with, before the digest of what is known of the user."""
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
@@ -76,9 +78,13 @@ def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) 
     return rows, unknown
 
 
-def user_entry(user_id: str) -> str:
-    """The name of a user's cache entries."""
-    return USER_ENTRY + user_id
+def user_entry(user_id: str | int | None, tenant: str = "", digest: str = "") -> str:
+    """The name of a user's cache entries. A user without an id is known by `digest`.
+
+    tenant: whose user it is, a name without "/" and ":"; "": nobody's. Different tenants never share a name.
+    """
+    entry = HISTORY_ENTRY + digest if user_id is None else USER_ENTRY + str(user_id)
+    return f"{tenant}/{entry}" if tenant else entry
 
 
 def texts(item_ids: list[str | int]) -> list[str]:

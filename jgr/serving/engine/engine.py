@@ -137,8 +137,18 @@ class Engine(Generic[S]):
                 self._policy = self._journal.follow(name, self._policy, self.clock())
             self.status = "ready"
 
-    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
-        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
+    @property
+    def max_queue(self) -> int:
+        """The most requests that may wait."""
+        return self._policy.max_queue
+
+    def submit(
+        self, request: Request, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
+    ) -> Ticket:
+        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it.
+
+        tenant: whose the user's cache entries are.
+        """
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         if self._policy.queued >= self._policy.max_queue:
@@ -146,7 +156,7 @@ class Engine(Generic[S]):
         arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ms = request.deadline_ms or self._default_deadline_ms
         deadline_ns = None if deadline_ms is None else arrival_ns + round(deadline_ms * 1e6)
-        task = self.served.prepare(request)
+        task = self.served.prepare(request, tenant)
         now_ns = self.clock()
         job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
         verdict = self._policy.submit(job, now_ns)
@@ -204,9 +214,9 @@ class Engine(Generic[S]):
         closed = self.served.join(timeout_s)
         return self._lanes.join(timeout_s) and closed
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries; how many there were."""
-        return self._policy.forget(user_entry(user_id), self.clock())
+    def forget(self, user_id: str, tenant: str = "") -> int:
+        """Erase the cache entries of a tenant's user; how many there were."""
+        return self._policy.forget(user_entry(user_id, tenant), self.clock())
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""

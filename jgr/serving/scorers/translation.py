@@ -41,10 +41,10 @@ from jgr.serving.api import (
 )
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
-    USER_ENTRY,
     known_candidates,
     known_history,
     texts,
+    user_entry,
 )
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.scorers.user_block import known_by, new_block
@@ -130,8 +130,8 @@ class ScorerTranslator:
             max_history_in_prompt=needs.max_items,
         )
 
-    def prepare(self, request: Request) -> ScorerTask:
-        """Check a request and make its task.
+    def prepare(self, request: Request, tenant: str = "") -> ScorerTask:
+        """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """
@@ -143,10 +143,8 @@ class ScorerTranslator:
         needs = self._needs
         block, kept = self._user(request, history, unknown)
         key = known_by(self._layout, needs, block) if needs.timed else block
-        if request.user_id is not None:
-            user = USER_ENTRY + str(request.user_id)
-        else:
-            user = f"history:{hashlib.sha256(key.tobytes()).hexdigest()}"
+        digest = hashlib.sha256(key.tobytes()).hexdigest() if request.user_id is None else ""
+        user = user_entry(request.user_id, tenant, digest)
         tokens = kept + len(needs.slots)
         usage = Usage(
             layout=SINGLE_USER_MULTI_ITEM.name,

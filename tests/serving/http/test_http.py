@@ -18,7 +18,7 @@ import pytest
 
 from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
-from jgr.serving.http.listener import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
+from jgr.serving.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
