@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -159,8 +160,9 @@ class Listener(uvicorn.Server):
         for connection in self._connections:
             if connection.unsent:
                 connection.transport.abort()
-        await asyncio.sleep(0)  # their requests learn of it
-        tasks = [task for task in self.server_state.tasks if not task.done()]
+        tasks = set(self.server_state.tasks)
+        if tasks:  # those whose client did not read end by themselves now
+            _, tasks = await asyncio.wait(tasks, timeout=0.1)
         if tasks:
             _log.warning("requests that had not arrived in time got a 503: %d", len(tasks))
             for task in tasks:
@@ -177,12 +179,12 @@ class Listener(uvicorn.Server):
     def _cut_off_slow_readers(self) -> None:
         now_s = asyncio.get_running_loop().time()
         waiting = [(one.watch(now_s, self._write_timeout_s), one) for one in self._connections]
-        total = sum(size for size, _ in waiting)
-        for size, connection in sorted(waiting, key=lambda pair: -pair[0]):
-            if total <= MAX_UNSENT_BYTES:
-                break
+        beyond = sum(size for size, _ in waiting) - MAX_UNSENT_BYTES
+        while beyond > 0:
+            size, connection = most = max(waiting, key=itemgetter(0))
+            waiting.remove(most)
             connection.transport.abort()
-            total -= size
+            beyond -= size
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Not uvicorn's own handler: it raises the signal again after a clean end, which would hide the exit code.
