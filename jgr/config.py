@@ -255,23 +255,18 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
     # Key for calls that change the server (reloads, catalogs); empty: they are refused.
     admin_key: str = field(default="", repr=False)
-    keys: str = (
-        ""  # JSON file with more keys of both kinds, each with a name, a rate and a share; empty: none
-    )
+    keys: str = ""  # JSON file of more keys, each with a name, role, rate and share; empty: none
     max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
     max_history: int = 4096  # most items in a request's history
     max_candidates: int = 10_000  # most candidates in a request
     max_filter_items: int = 4096  # most item ids in a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
-    max_connections: int = (
-        4096  # most connections at a time, idle ones included; one more is closed with a 503
-    )
+    max_connections: int = 4096  # most connections at a time; one more gets a 503 and is closed
     write_timeout_s: float = 30.0  # seconds that a client has to take an answer; then its connection is cut
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
-    journal: str = (
-        ""  # file to which every call of a policy is written, with what requests say of users; empty: none
-    )
+    # File to which every call of a policy is written, with what requests say of users; empty: none.
+    journal: str = ""
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)

@@ -479,16 +479,11 @@ class ErrorAnswer(Struct, kw_only=True):
 
 
 class RequestError(Exception):
-    """Raised for a request that is refused. type decides the HTTP status; field names the part at fault.
+    """A request is refused. type decides the HTTP status; field is the part at fault; retry_s: when to ask again."""
 
-    retry_after_s: whole seconds after which the same request may be taken; None: RETRY_AFTER_S, or never.
-    """
-
-    def __init__(
-        self, type: ErrorType, message: str, field: str | None = None, *, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, type: ErrorType, message: str, field: str | None = None, retry_s: int = 0) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_s = retry_s
         self.type: ErrorType = type
         self.message = message
         self.field = field

@@ -18,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.api import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.server import error_body
+from jgr.serving.http.server import Headers, error_body
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
@@ -40,10 +39,10 @@ MAX_UNREAD_BYTES = 64 << 20
 @dataclass(frozen=True)
 class Limits:
     """What connections may do. connections: how many there may be. may_upload: whether a request may take as long as a
-    catalog. refused: called for each connection that is one too many."""
+    catalog, by its method, path and headers. refused: called for each connection that is one too many."""
 
     connections: int
-    may_upload: Callable[[Scope], bool]
+    may_upload: Callable[[str, str, Headers], bool]
     refused: Callable[[], object]
     read_timeout_s: float = READ_TIMEOUT_S
 
@@ -154,7 +153,7 @@ class Protocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
         super().on_headers_complete()
-        if self._limits.may_upload(self.scope):
+        if self._limits.may_upload(self.scope["method"], self.scope["path"], self.headers):
             self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
         if len(self.pipeline) < MAX_PIPELINED:
             self.flow.resume_reading()  # only a transport that is read tells that its client has left

@@ -76,7 +76,7 @@ class Caller:
         wait_ns = 0 if self.bucket is None else self.bucket.take(now_ns)
         if wait_ns:
             message = f"the key {self.name!r} may make {self.limits[0]:g} requests a second; try again later"
-            raise RequestError("quota_exceeded", message, retry_after_s=-(-wait_ns // NS_PER_S))
+            raise RequestError("quota_exceeded", message, retry_s=-(-wait_ns // NS_PER_S))
 
 
 ANYBODY = Caller()
@@ -115,7 +115,7 @@ class Keys:
         _log.info("server.keys: %d keys were added, %d removed", added, removed)
 
     def find(self, header: bytes) -> Caller | None:
-        """Whose key stands in an Authorization header; None where it is nobody's."""
+        """The caller whose key stands in an Authorization header; None where it is nobody's."""
         scheme, _, key = header.partition(b" ")
         if scheme.lower() != b"bearer":
             return None

@@ -170,11 +170,11 @@ class App:
                 self._counters[endpoint, reply.status] = counter
             counter.inc()
 
-    def may_upload(self, scope: Scope) -> bool:
+    def may_upload(self, method: str, path: str, headers: Headers) -> bool:
         """Whether a request may take as long as a catalog takes."""
-        if scope["method"] != "POST" or scope["path"] != UPLOAD_PATH:
+        if method != "POST" or path != UPLOAD_PATH:
             return False
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        given = [value for name, value in headers if name == b"authorization"]
         caller = self.keys.find(given[-1]) if given else None
         return caller is not None and caller.role == "admin"
 
@@ -374,7 +374,7 @@ class _Reply:
             body = error_body(error, self.request_id)
             headers = list(_ERROR_HEADERS.get(error.type, ()))
             if error.type in _TRY_AGAIN:
-                headers.append((b"retry-after", b"%d" % (error.retry_after_s or RETRY_AFTER_S)))
+                headers.append((b"retry-after", b"%d" % (error.retry_s or RETRY_AFTER_S)))
             await self.send(STATUS[error.type], body, headers)
 
     async def forward(self, message: Message) -> None:
