@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -41,6 +42,13 @@ def wait_until(server: LiveServer, holds: Callable[[], bool]) -> None:
             return
         assert server.call("/health/live").status == 200
     raise AssertionError("it has not come to that")
+
+
+def spin(holds: Callable[[], bool]) -> None:
+    """Wait where the server has no room for a question."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until_s, "it has not come to that"
 
 
 def of(server: LiveServer, connection: socket.socket) -> list[Any]:
@@ -170,12 +178,12 @@ def test_a_flood_of_connections_holds_no_more_than_the_limit() -> None:
             flood = [stack.enter_context(server.connect()) for _ in range(400)]
             for connection in flood[20:]:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 503")
-            while len(server.listener.server_state.connections) > 20:
-                pass  # the last ones are being closed
+            spin(
+                lambda: len(server.listener.server_state.connections) <= 20
+            )  # the last ones are being closed
             flood[0].sendall(recommend("a"))
             assert flood[0].recv(12) == b"HTTP/1.1 200"
-        while server.listener.server_state.connections:
-            pass
+        spin(lambda: not server.listener.server_state.connections)
         assert server.call("/v1/recommend", BODY).status == 200
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,21 @@ def told(reply: Reply) -> tuple[int, str]:
     return reply.status, reply.error["type"]
 
 
-def refused(server: LiveServer, reason: str, **headers: str) -> float:
+def series(server: LiveServer, name: str, **headers: str) -> float:
     lines = server.call("/metrics", **headers).body.decode().splitlines()
-    series = f'jgr_refused_total{{reason="{reason}"}} '
-    return float(next(line.removeprefix(series) for line in lines if line.startswith(series)))
+    return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name))
+
+
+def refused(server: LiveServer, reason: str, **headers: str) -> float:
+    return series(server, f'jgr_refused_total{{reason="{reason}"}}', **headers)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Each question lets the server's loop turn."""
+    for _ in range(20_000):
+        if holds():
+            return
+    raise AssertionError("it has not come to that")
 
 
 def test_each_key_opens_what_its_role_may_do_and_those_of_the_settings_go_on(tmp_path: Path) -> None:

@@ -91,6 +91,13 @@ def test_a_users_entries_are_of_the_key_that_made_them(ask: Ask, user: str | Non
     assert cached(ask, "ada", user)
 
 
+def test_a_recommendation_is_kept_apart_as_well(decoder: Ask) -> None:
+    body = {"history": decoders.ids(*range(11, -1, -1)), "top_k": 1, "user_id": "r"}
+    for who in ("ada", "bob"):
+        tokens = [decoder(who, "/v1/recommend", body).json["usage"]["cached_tokens"] for _ in range(2)]
+        assert tokens[0] == 0 < tokens[1]
+
+
 def test_an_erasure_needs_the_key_that_made_the_entries_or_an_admins_that_names_it(ask: Ask) -> None:
     for who in ("ada", "bob"):
         cached(ask, who, "v")
