@@ -14,9 +14,7 @@ Int32 = npt.NDArray[np.int32]
 MAX_LISTED_IDS = 10
 """The most unknown ids that an answer lists."""
 USER_ENTRY = "id:"
-"""What the name of a user's cache entries begins with, before the user's id; no other entry's name does."""
-HISTORY_ENTRY = "history:"
-"""What the name of a nameless user's entries begins with, before the digest of what is known of the user."""
+"""What stands before the user's id in the name of a user's cache entries, after the tenant; in no other entry's."""
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
@@ -78,13 +76,12 @@ def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) 
     return rows, unknown
 
 
-def user_entry(user_id: str | int | None, tenant: str = "", digest: str = "") -> str:
-    """The name of a user's cache entries. A user without an id is known by `digest`.
+def user_entry(user_id: str, tenant: str = "") -> str:
+    """The name of a user's cache entries.
 
-    tenant: whose user it is, a name without "/" and ":"; "": nobody's. Different tenants never share a name.
+    tenant: what the names of all entries of its users begin with; see Engine.submit.
     """
-    entry = HISTORY_ENTRY + digest if user_id is None else USER_ENTRY + str(user_id)
-    return f"{tenant}/{entry}" if tenant else entry
+    return tenant + USER_ENTRY + user_id
 
 
 def texts(item_ids: list[str | int]) -> list[str]:

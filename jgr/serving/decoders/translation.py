@@ -318,8 +318,8 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
 
 def _user_key(request: Request, user: Content, tenant: str) -> str:
     """What the user's cache entry is called; a user without an id is known by the history."""
-    digest = user.digest.hex() if request.user_id is None else ""
-    return user_entry(request.user_id, tenant, digest)
+    given = request.user_id is not None
+    return user_entry(str(request.user_id), tenant) if given else f"{tenant}history:{user.digest.hex()}"
 
 
 def _check_positions(prompt: Prompt, limit: int) -> None:

@@ -147,7 +147,8 @@ class Engine(Generic[S]):
     ) -> Ticket:
         """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it.
 
-        tenant: whose the user's cache entries are.
+        tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
+        so that no two tenants share an entry; "": nobody's.
         """
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")

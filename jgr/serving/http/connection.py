@@ -21,7 +21,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.api import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.server import Headers, error_body
+from jgr.serving.http.server import UPLOAD_PATH, Headers, error_body
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
@@ -38,11 +38,11 @@ MAX_UNREAD_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """What connections may do. connections: how many there may be. may_upload: whether a request may take as long as a
-    catalog, by its method, path and headers. refused: called for each connection that is one too many."""
+    """What connections may do. connections: how many there may be. may_upload: whether an upload with these headers may
+    take as long as a catalog. refused: called for each connection that is one too many."""
 
     connections: int
-    may_upload: Callable[[str, str, Headers], bool]
+    may_upload: Callable[[Headers], bool]
     refused: Callable[[], object]
     read_timeout_s: float = READ_TIMEOUT_S
 
@@ -153,7 +153,8 @@ class Protocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
         super().on_headers_complete()
-        if self._limits.may_upload(self.scope["method"], self.scope["path"], self.headers):
+        uploads = self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH
+        if uploads and self._limits.may_upload(self.headers):
             self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
         if len(self.pipeline) < MAX_PIPELINED:
             self.flow.resume_reading()  # only a transport that is read tells that its client has left

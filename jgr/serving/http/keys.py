@@ -59,7 +59,8 @@ class KeysFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """Who asks. tenant: whose the users' cache entries are; "" on an open server. limits: rate, burst and share.
+    """Who asks. tenant: whose the users' cache entries are, see `tenant`; "" on an open server. limits: rate, burst and
+    share.
 
     bucket, share: what is left of them; None: there is no limit.
     """
@@ -158,7 +159,7 @@ class Keys:
             burst = entry.burst or max(1, round(entry.rate or 1))
             callers[self._digest(entry.key.encode())] = Caller(
                 entry.name,
-                "" if self.open else entry.name,
+                "" if self.open else tenant(entry.name),
                 entry.role,
                 limits,
                 old.bucket or (Bucket(entry.rate, burst) if entry.rate else None),
@@ -168,6 +169,11 @@ class Keys:
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, digest_size=32, key=self._secret).digest()
+
+
+def tenant(name: str) -> str:
+    """A key's name as Engine.submit takes it."""
+    return f"{name}/"
 
 
 def read_keys(config: ServerConfig) -> list[KeyEntry]:

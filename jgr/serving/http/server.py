@@ -52,7 +52,7 @@ from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
 from jgr.serving.http import openapi
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.http.keys import TENANT, Caller, Keys
+from jgr.serving.http.keys import ANYBODY, TENANT, Caller, Keys, tenant
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
@@ -170,10 +170,8 @@ class App:
                 self._counters[endpoint, reply.status] = counter
             counter.inc()
 
-    def may_upload(self, method: str, path: str, headers: Headers) -> bool:
-        """Whether a request may take as long as a catalog takes."""
-        if method != "POST" or path != UPLOAD_PATH:
-            return False
+    def may_upload(self, headers: Headers) -> bool:
+        """Whether a request with these headers may take as long as a catalog takes."""
         given = [value for name, value in headers if name == b"authorization"]
         caller = self.keys.find(given[-1]) if given else None
         return caller is not None and caller.role == "admin"
@@ -186,8 +184,9 @@ class App:
             elif scope["method"] == "DELETE" and scope["path"].startswith(_USERS_PATH):
                 caller = self.keys.either(key)
             else:
-                caller = self.keys.client(key)
-            caller.charge(now_ns)
+                caller = ANYBODY if self.keys.open else self.keys.client(key)
+            if caller.bucket is not None:
+                caller.charge(now_ns)
         except RequestError as error:
             self._refused["quota" if error.type == "quota_exceeded" else "unauthorized"].inc()
             raise
@@ -298,8 +297,8 @@ class App:
         return _json(self._catalogs_of(request).rollback(), 202, _listed_at(request))
 
     async def _forget(self, request: HttpRequest) -> Response:
-        tenant = self._tenant_of(request)
-        return _json(Erased(entries=self._models.forget(request.path_params["user_id"], tenant)))
+        erased = self._models.forget(request.path_params["user_id"], self._tenant_of(request))
+        return _json(Erased(entries=erased))
 
     def _tenant_of(self, request: HttpRequest) -> str:
         """Whose entries are meant: the caller's own, or those of the tenant that an admin names."""
@@ -315,7 +314,7 @@ class App:
             raise RequestError("forbidden", "only an admin's key erases what another key keeps", "tenant")
         if not TENANT.fullmatch(named):
             raise invalid("tenant", f"tenant: {quoted(named)} is no key's name")
-        return "" if self.keys.open else named
+        return "" if self.keys.open else tenant(named)
 
     async def _item(self, request: HttpRequest) -> Response:
         catalog = self._models.choose(request.query_params.get("model")).engine.catalog

@@ -41,10 +41,10 @@ from jgr.serving.api import (
 )
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
+    USER_ENTRY,
     known_candidates,
     known_history,
     texts,
-    user_entry,
 )
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.scorers.user_block import known_by, new_block
@@ -143,8 +143,10 @@ class ScorerTranslator:
         needs = self._needs
         block, kept = self._user(request, history, unknown)
         key = known_by(self._layout, needs, block) if needs.timed else block
-        digest = hashlib.sha256(key.tobytes()).hexdigest() if request.user_id is None else ""
-        user = user_entry(request.user_id, tenant, digest)
+        if request.user_id is not None:
+            user = tenant + USER_ENTRY + str(request.user_id)
+        else:
+            user = f"{tenant}history:{hashlib.sha256(key.tobytes()).hexdigest()}"
         tokens = kept + len(needs.slots)
         usage = Usage(
             layout=SINGLE_USER_MULTI_ITEM.name,

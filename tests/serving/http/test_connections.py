@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -19,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +187,18 @@ def test_a_flood_of_connections_holds_no_more_than_the_limit() -> None:
 
 @pytest.mark.parametrize(("hard", "files"), [(1000, 556), (400, 400)])
 def test_the_process_may_open_as_many_files_as_it_has_connections(hard: int, files: int) -> None:
-    command = [sys.executable, "-c", JGR, "serve", "--null", "--port=0", "--set=server.max_connections=300"]
-    limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (300, hard))
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (300, {hard})); {JGR}"
+    command = [
+        sys.executable,
+        "-c",
+        limited,
+        "serve",
+        "--null",
+        "--port=0",
+        "--set=server.max_connections=300",
+    ]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, preexec_fn=limit) as child:
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe) as child:
         try:
             assert child.stdout is not None and child.stdout.readline().startswith("http://")
             limits = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
