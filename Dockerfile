@@ -1,6 +1,10 @@
 # Serves on the CPU. Build and run, with a folder that jgr train or jgr convert wrote in ./model:
 #   docker build -t jgr .
-#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" jgr /model
+#   docker run -p 127.0.0.1:8000:8000 -v "$PWD/model:/model:ro" jgr /model
+# With -p 8000:8000 other machines reach it, and without a key anybody may ask; the start warns of that. So give it keys
+# (docs/serving.md), in a file that the container's user can read:
+#   docker run -p 8000:8000 -v "$PWD/model:/model:ro" -v "$PWD/keys.json:/keys.json:ro" jgr /model \
+#     --set server.keys=/keys.json
 FROM python:3.11-slim
 
 WORKDIR /app
@@ -14,5 +18,6 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation . && useradd --cre
 
 USER jgr
 EXPOSE 8000
-# jgr listens on 127.0.0.1 unless told otherwise; inside the container that would reach nobody outside it.
+# jgr listens on 127.0.0.1 unless told otherwise; inside the container that would reach nobody outside it. Who reaches it
+# from there is up to docker run -p.
 ENTRYPOINT ["jgr", "serve", "--set", "server.host=0.0.0.0"]

@@ -271,22 +271,24 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
     # Key for calls that change the server (reloads, catalogs); empty: they are refused.
     admin_key: str = field(default="", repr=False)
+    keys: str = ""  # JSON file of more keys, each with a name, role, rate and share; empty: none
     max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
     max_history: int = 4096  # most items in a request's history
     max_candidates: int = 10_000  # most candidates in a request
     max_filter_items: int = 4096  # most item ids in a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
+    max_connections: int = 4096  # most connections at a time; one more gets a 503 and is closed
+    write_timeout_s: float = 30.0  # seconds that a client has to take an answer; then its connection is cut
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
     # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
     patience_ms: float = 1000.0
-    journal: str = (
-        ""  # file to which every call of a policy is written, with what requests say of users; empty: none
-    )
+    # File to which every call of a policy is written, with what requests say of users; empty: none.
+    journal: str = ""
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
-        check(self, max_filter_items=0, patience_ms=0)
+        check(self, max_filter_items=0, max_connections=1, write_timeout_s=0.1, patience_ms=0)
         require(self.patience_ms <= 1e9, f"server.patience_ms must be at most 1e9, not {self.patience_ms}")
         same = bool(self.api_key) and self.api_key == self.admin_key
         require(not same, "server.admin_key must not be server.api_key, which clients have")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,21 @@ MAX_FILE_BYTES = 1 << 30
 
 @contextmanager
 def reading(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
-    """Open `path` for reading bytes. A failure to open, read or decompress it is raised as `error`."""
+    """Open `path` for reading bytes. A failure to open, read or decompress it is raised as `error`.
+
+    A pipe, a device and a socket are refused: nobody knows when, or whether, they end.
+    """
+    if "\0" in str(path):
+        raise error(f"{str(path)!r}: cannot be read: no file's name has a zero byte")
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-            yield cast(IO[bytes], stream)
+        with open(path, "rb", opener=_open_at_once) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise error(f"{path}: cannot be read: it is not a regular file")
+            if path.suffix == ".gz":
+                with gzip.open(stream, "rb") as unpacked:
+                    yield cast(IO[bytes], unpacked)
+            else:
+                yield stream
     except EOFError:
         raise error(f"{path}: the gzip file is cut short; fetch it again") from None
     except (OSError, zlib.error) as cause:
@@ -53,6 +65,24 @@ def read_whole(path: Path, error: type[UserError]) -> bytes:
     if len(content) > MAX_FILE_BYTES:
         raise error(f"{path}: holds more than {MAX_FILE_BYTES} bytes")
     return content
+
+
+def require_regular(path: Path, error: type[UserError]) -> None:
+    """Raise `error` where something other than a regular file, such as a pipe, stands at `path`.
+
+    For files that others open, who may wait for ever. What is not there is left to them.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        raise error(f"{path}: cannot be read: it is not a regular file")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a pipe without waiting for somebody who writes to it; nothing is different for a file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextmanager

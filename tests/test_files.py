@@ -40,17 +40,28 @@ def test_reading_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "plain.gz").write_bytes(b"no gzip at all")
     (tmp_path / "broken.gz").write_bytes(whole[:100] + bytes(100) + whole[200:])
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.gz")
+    (tmp_path / "device").symlink_to("/dev/zero")
     for name, reason in [
         ("short.gz", "cut short"),
         ("plain.gz", "cannot be read"),
         ("broken.gz", "cannot be read"),
         ("folder", "cannot be read"),
         ("missing", "cannot be read: No such file"),
+        ("pipe", "cannot be read: it is not a regular file"),
+        ("pipe.gz", "cannot be read: it is not a regular file"),
+        ("device", "cannot be read: it is not a regular file"),
     ]:
         with pytest.raises(Mistake, match=f"{re.escape(str(tmp_path / name))}: .*{reason}"):
             read_whole(tmp_path / name, Mistake)
         with pytest.raises(Mistake, match=reason):
             list(read_lines(tmp_path / name, Mistake))
+
+
+def test_a_name_with_a_zero_byte_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Mistake, match=r"^'.*a\\x00b': cannot be read: no file's name has a zero byte$"):
+        read_whole(tmp_path / "a\0b", Mistake)
 
 
 def test_endless_lines_and_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

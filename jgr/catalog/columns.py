@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from jgr.catalog.text_table import ItemIds, Metadata, TextTable, object_fault, text_fault
 from jgr.config import UserError
-from jgr.files import read_whole
+from jgr.files import read_whole, require_regular
 
 Int32 = npt.NDArray[np.int32]
 Symbols = Sequence[Sequence[str | int]]
@@ -207,6 +207,7 @@ def _expected(path: Path, name: str) -> bool:
 
 
 def _map(path: Path, name: str, error: type[UserError]) -> npt.NDArray[Any]:
+    require_regular(path, error)
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as cause:

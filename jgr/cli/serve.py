@@ -2,9 +2,9 @@
 """`jgr serve`: serves one or several models over HTTP, until SIGTERM or Ctrl-C.
 
 Each argument, a folder that `jgr train` or `jgr convert` wrote, and each --config is a model. The URL is printed to
-stdout once requests are served; everything else goes to stderr. SIGHUP reads the models' folders again. Exit codes: 0
-after a drain, or after a stop before a model was loaded; 1 after a failed warm-up; 2 for a configuration that cannot be
-served.
+stdout once requests are served; everything else goes to stderr. SIGHUP reads the keys and the models' folders again.
+Exit codes: 0 after a drain, or after a stop before a model was loaded; 1 after a failed warm-up; 2 for a configuration
+that cannot be served.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    from jgr.serving.http.keys import read_keys
+
     given = {
         "server.api_key": flags.FLAGS.api_key,
         "server.port": flags.FLAGS.port,
@@ -58,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     }
     assignments = [*flags.FLAGS.set, *(f"{key}={value}" for key, value in given.items() if value is not None)]
     configs = configurations(flags.FLAGS.config, assignments, argv)
+    read_keys(configs[0].server)  # before minutes of loading
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already

@@ -53,7 +53,7 @@ class NotFound(RequestFailed):
 
 
 class Overloaded(RequestFailed):
-    """Too many requests are waiting; try again after `retry_after` seconds."""
+    """Too many requests are waiting, or the key's quota is used up; try again after `retry_after` seconds."""
 
 
 class DeadlineExceeded(RequestFailed):
@@ -73,6 +73,7 @@ _CLASSES: dict[ErrorType, type[RequestFailed]] = {
     "forbidden": Unauthorized,
     "not_found": NotFound,
     "overloaded": Overloaded,
+    "quota_exceeded": Overloaded,
     "deadline_exceeded": DeadlineExceeded,
     "unavailable": Unavailable,
     "internal": InternalError,

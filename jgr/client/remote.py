@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -25,6 +25,7 @@ from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 
 MAX_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S = 0.1
+MAX_TIMEOUT_S = 1e6
 MAX_WAIT_S = 60.0
 """The longest wait before a retry. The wait doubles each time, where the server does not say how long it should be."""
 
@@ -50,15 +51,9 @@ class Client(Recommender):
         retries: int = 0,
         connections: int = 16,
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise UserError(f"{url!r} is not a URL: {error}") from None
-        if parts.scheme not in ("http", "https") or not self._host or parts.query or parts.username:
-            raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
-        if not re.fullmatch(r"[!-~]*", key or ""):
-            raise UserError("the key must be printable ASCII without spaces")
+        parts = _parts(url)
+        self._host, self._port = parts.hostname or "", parts.port
+        _check_options(key, model, timeout_s, retries, connections)
         self._secure = parts.scheme == "https"
         self._url, self._path = url.rstrip("/"), parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -100,7 +95,8 @@ class Client(Recommender):
             except (Overloaded, Unavailable) as error:
                 if attempt == self._retries or self._closed:
                     raise
-                wait_s = FIRST_WAIT_S * 2**attempt if error.retry_after is None else error.retry_after
+                doubled_s = FIRST_WAIT_S * 2.0 ** min(attempt, 10)  # beyond MAX_WAIT_S already
+                wait_s = doubled_s if error.retry_after is None else error.retry_after
                 time.sleep(min(wait_s, MAX_WAIT_S))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InternalError(
@@ -178,6 +174,39 @@ class Client(Recommender):
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         return kind(self._host, self._port, timeout=self._timeout_s)
+
+
+def _parts(url: str) -> SplitResult:
+    """The parts of a server's URL. Raises UserError for what is none, or says more than where the server is."""
+    if not isinstance(url, str) or not re.fullmatch(r"[!-~]*", url):
+        raise UserError(f"the URL must be printable ASCII without spaces, not {url!r}")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UserError(f"{url!r} is not a URL: {error}") from None
+    wanted = parts.scheme in ("http", "https") and host and port != 0
+    more = parts.query or parts.fragment or "@" in parts.netloc or "?" in url or "#" in url
+    if not wanted or more or not re.fullmatch(r"[0-9A-Za-z._:%-]+", host or ""):
+        raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+    return parts
+
+
+def _check_options(
+    key: str | None, model: str | None, timeout_s: float, retries: int, connections: int
+) -> None:
+    """Raise UserError, which names the argument of Client that cannot be used."""
+    for name, text in (("key", key), ("model", model)):
+        if not isinstance(text, str | None):
+            raise UserError(f"{name} must be text or None, not {type(text).__name__}")
+    if not re.fullmatch(r"[!-~]*", key or ""):
+        raise UserError("the key must be printable ASCII without spaces")
+    for name, value, least in (("retries", retries, 0), ("connections", connections, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UserError(f"{name} must be an integer of at least {least}, not {value!r}")
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise UserError(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}, not {timeout_s!r}")
 
 
 def _named(body: bytes, model: str) -> bytes:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jgr.files import require_regular
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
 from jgr.models.params import CheckpointError, Spec, check_finite
 
@@ -243,6 +244,8 @@ def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
         else:
             with safe_open(folder / "model.safetensors", framework="numpy") as single:
                 where = {name: "model.safetensors" for name in single.keys()}
+        for f in set(where.values()):
+            require_regular(folder / f, CheckpointError)
         files = {
             f: stack.enter_context(safe_open(folder / f, framework="numpy")) for f in set(where.values())
         }

@@ -115,7 +115,8 @@ def read(folder: Path) -> Manifest | None:
 def folder_config(folder: str | Path) -> Config:
     """The configuration that serves a model folder: its manifest's, or the defaults where there is none."""
     place = Path(folder)
-    if not os.path.isdir(place):  # false, too, for what no file can be called
+    require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
+    if not os.path.isdir(place):
         hint = f"; a configuration file is given as --config={place}" if place.suffix == ".py" else ""
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)

@@ -9,9 +9,12 @@ its own, and answers name both.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from jgr.config import UserError
+from jgr.fields import require
+from jgr.files import require_regular
 
 REVISION_DIGITS = 8
 
@@ -44,11 +47,24 @@ class ModelFiles:
         return whole.hexdigest()[:REVISION_DIGITS]
 
 
+def check_folder(folder: str) -> None:
+    """Raise UserError where a folder's name has a zero byte, or a pipe, a device or a socket stands for a file of its
+    model: to open one may take for ever."""
+    require("\0" not in folder, f"model.path: {folder!r} has a zero byte, which no folder's name has")
+    for path in _paths(Path(folder)):
+        if not path.is_dir():
+            require_regular(path, UserError)
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """What the model is read from, files and folders, and places where nothing is."""
+    yield folder / "config.json"
+    yield folder / "tokenizer.json"
+    params = folder / "params"
+    yield from params.rglob("*") if params.is_dir() else folder.glob("*.safetensors*")
+
+
 def _stamps(folder: Path) -> list[Stamp]:
     """Name, inode, size and time of each file that the model is read from, by name."""
-    weights = (
-        (folder / "params").rglob("*") if (folder / "params").is_dir() else folder.glob("*.safetensors*")
-    )
-    paths = [folder / "config.json", folder / "tokenizer.json", *weights]
-    found = [(path.relative_to(folder).as_posix(), path.stat()) for path in paths if path.is_file()]
+    found = [(path.relative_to(folder).as_posix(), path.stat()) for path in _paths(folder) if path.is_file()]
     return sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found)

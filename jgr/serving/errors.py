@@ -17,6 +17,7 @@ ErrorType = Literal[
     "conflict",
     "body_too_large",
     "invalid_request",
+    "quota_exceeded",
     "overloaded",
     "head_too_large",
     "internal",
@@ -34,6 +35,7 @@ STATUS: dict[ErrorType, int] = {
     "conflict": 409,
     "body_too_large": 413,
     "invalid_request": 422,
+    "quota_exceeded": 429,
     "overloaded": 429,
     "head_too_large": 431,
     "internal": 500,
@@ -42,7 +44,7 @@ STATUS: dict[ErrorType, int] = {
 }
 
 RETRY_AFTER_S = 1
-"""How many seconds an overloaded server asks its clients to wait, where it cannot tell."""
+"""How many seconds a server asks its clients to wait, where it does not know better."""
 MAX_QUOTED_CHARS = 80
 
 

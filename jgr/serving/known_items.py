@@ -15,7 +15,7 @@ Int32 = npt.NDArray[np.int32]
 MAX_LISTED_IDS = 10
 """The most unknown ids that an answer lists."""
 USER_ENTRY = "id:"
-"""What the name of a user's cache entries begins with, before the user's id; no other entry's name does."""
+"""What stands before the user's id in the name of a user's cache entries, after the tenant; in no other entry's."""
 
 
 def known_candidates(request: RankRequest, catalog: Catalog, limit: int) -> Int32:
@@ -77,9 +77,12 @@ def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) 
     return rows, unknown
 
 
-def user_entry(user_id: str) -> str:
-    """The name of a user's cache entries."""
-    return USER_ENTRY + user_id
+def user_entry(user_id: str, tenant: str = "") -> str:
+    """The name of a user's cache entries.
+
+    tenant: what the names of all entries of its users begin with; see Engine.submit.
+    """
+    return tenant + USER_ENTRY + user_id
 
 
 def texts(item_ids: list[str | int]) -> list[str]:

@@ -20,6 +20,7 @@ import pytest
 
 import jgr
 from jgr.client import remote
+from jgr.client.errors import failure
 from jgr.client.recommender import PER_HISTORY, RankFields, RecommendFields
 from jgr.serving.api import RankRequest, RecommendRequest
 from tests.serving.fakes import PATIENCE_S, LiveServer
@@ -246,11 +247,54 @@ def test_nobody_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?y"]
-)
-def test_addresses_that_are_none(url: str) -> None:
+    "url",
+    ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?y", "http://x?", "http://x#y",
+     "http://x:0", "http://@x", "http://x y", "http://x/\r\nY: z", "http://x\0y", "http://b\xfccher", "http://x:70000",
+     "http://[::1", None, b"http://x", 8000],
+)  # fmt: skip
+def test_addresses_that_are_none(url: Any) -> None:
     with pytest.raises(jgr.Error, match="URL"):
         jgr.Client(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"retries": -1}, "retries must be an integer of at least 0, not -1"),
+        ({"retries": 1.5}, "retries must be an integer"),
+        ({"retries": None}, "retries must be an integer"),
+        ({"connections": 0}, "connections must be an integer of at least 1, not 0"),
+        ({"connections": True}, "connections must be an integer"),
+        ({"timeout_s": 0}, "timeout_s must be above 0"),
+        ({"timeout_s": -1.0}, "timeout_s must be above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s must be above 0"),
+        ({"timeout_s": float("inf")}, "timeout_s must be above 0"),
+        ({"timeout_s": "5"}, "timeout_s must be above 0"),
+        ({"timeout_s": None}, "timeout_s must be above 0"),
+        ({"key": 7}, "key must be text or None, not int"),
+        ({"key": b"secret"}, "key must be text or None, not bytes"),
+        ({"model": 7}, "model must be text or None, not int"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(jgr.Error, match=words):
+        jgr.Client("http://127.0.0.1:8000", **options)
+
+
+def test_waits_are_bounded_however_often_a_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with jgr.Client(url, retries=2000) as client, pytest.raises(jgr.Unavailable, match="refused"):
+        client.recommend(["a"])
+    assert (
+        len(waits) == 2000 and waits[:3] == [0.1, 0.2, 0.4] and max(waits) == waits[-1] == remote.MAX_WAIT_S
+    )
+
+
+def test_a_quota_is_a_reason_to_wait() -> None:
+    assert isinstance(failure("quota_exceeded", "later", retry_after=3), jgr.Overloaded)
 
 
 def test_a_key_is_one_line() -> None:

@@ -83,6 +83,10 @@ def test_a_link_to_nothing_is_not_taken_for_a_folder_without_the_file(folder: Pa
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model\.path: there is no model folder .*none$"):
         manifest.folder_config(tmp_path / "none")
+    with pytest.raises(
+        ConfigError, match=r"^model\.path: 'a\\x00b' has a zero byte, which no folder's name has$"
+    ):
+        manifest.folder_config("a\0b")
     (tmp_path / "shop.py").write_text("")
     with pytest.raises(ConfigError, match=r"no model folder .*; a configuration file is given as --config="):
         manifest.folder_config(tmp_path / "shop.py")

@@ -65,7 +65,7 @@ class ServedDecoder:
         self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.meta
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self.compares = self.config.cache.shadow > 0
-        self.prepare: Callable[[Request], Task] = self.translator.prepare
+        self.prepare: Callable[[Request, str], Task] = self.translator.prepare
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
     def measured(self) -> list[tuple[Profile, float]]:

@@ -136,12 +136,14 @@ class Translator:
             max_history_in_prompt=config.prompt.max_items,
         )
 
-    def prepare(self, request: Request) -> Task:
-        """Check a request and make its task.
+    def prepare(self, request: Request, tenant: str = "") -> Task:
+        """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog or a limit refuses.
         """
-        return self._recommend(request) if isinstance(request, RecommendRequest) else self._rank(request)
+        if isinstance(request, RecommendRequest):
+            return self._recommend(request, tenant)
+        return self._rank(request, tenant)
 
     def items(self, task: Task, outcome: Outcome) -> list[Item]:
         """The answer's items, best first. ValueError for a score that is not finite: an executor's fault."""
@@ -164,7 +166,7 @@ class Translator:
                 told.append(_reuse("item", len(segment), planned, self.catalog.item_ids[segment.key]))
         return told
 
-    def _recommend(self, request: RecommendRequest) -> Task:
+    def _recommend(self, request: RecommendRequest, tenant: str) -> Task:
         info = self.info
         width = request.beam_width or info.beam_width
         if width > info.max_beam_width:
@@ -179,7 +181,7 @@ class Translator:
         unplanned = None
         if self._cached:
             user = Content.of(self._prompts.user(rows))
-            prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user))
+            prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user, tenant))
             work = SegmentsWork(prompt, beam_width=width, filter=chosen)
             unplanned, tokens = UnplannedPrompt(prompt, "user_prefix"), count_tokens(prompt)
         else:
@@ -225,7 +227,7 @@ class Translator:
                 field = f"filters.segments[{at}]"
                 raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 
-    def _rank(self, request: RankRequest) -> Task:
+    def _rank(self, request: RankRequest, tenant: str) -> Task:
         for name in SCORER_FIELDS:
             if getattr(request, name):
                 raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
@@ -235,7 +237,7 @@ class Translator:
         unplanned = None
         if self._segments is not None:
             user = Content.of(self._prompts.user(rows))
-            key = _user_key(request, user)
+            key = _user_key(request, user, tenant)
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
             if request.layout == CAUSAL.name:
                 _check_positions(prompt, self._segments.max_position)
@@ -303,10 +305,10 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     return replace(task, usage=copy(task.usage), prompt=prompt)
 
 
-def _user_key(request: Request, user: Content) -> str:
+def _user_key(request: Request, user: Content, tenant: str) -> str:
     """What the user's cache entry is called; a user without an id is known by the history."""
     given = request.user_id is not None
-    return user_entry(str(request.user_id)) if given else f"history:{user.digest.hex()}"
+    return user_entry(str(request.user_id), tenant) if given else f"{tenant}history:{user.digest.hex()}"
 
 
 def _check_positions(prompt: Prompt, limit: int) -> None:

@@ -111,8 +111,8 @@ class Served(Protocol[T]):
         """A new policy. Called once more after the warm-up, when the costs of the programs are known. measured: the
         JSON of another engine's `measured`, in place of its own."""
 
-    def prepare(self, request: Request) -> T:
-        """Check a request and make its task.
+    def prepare(self, request: Request, tenant: str, /) -> T:
+        """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """

@@ -151,14 +151,25 @@ class Engine(Generic[S]):
                 self._policy = self._journal.follow(name, self.served.measured(), self._policy, self.clock())
             self.status = "ready"
 
-    def submit(self, request: Request, request_id: str = "", arrival_ns: int | None = None) -> Ticket:
-        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it."""
+    @property
+    def max_queue(self) -> int:
+        """The most requests that may wait."""
+        return self._policy.max_queue
+
+    def submit(
+        self, request: Request, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
+    ) -> Ticket:
+        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it.
+
+        tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
+        so that no two tenants share an entry; "": nobody's.
+        """
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         deadline_ms = request.deadline_ms or self._default_deadline_ms
         undated: Sort = "undated" if deadline_ms is None else "dated"
         if self._policy.full("batch" if request.priority == "batch" else undated):
-            self.metrics.refused["queue_full"].inc()
+            self.metrics.rejected["queue_full"].inc()
             raise _refusal(
                 Rejected("queue_full")
             )  # before it is translated, which costs the loop milliseconds
@@ -169,7 +180,7 @@ class Engine(Generic[S]):
                 arrival_ns + round(deadline_ms * 1e6) - min(self._after_ns, round(deadline_ms * 5e5))
             )
         while True:
-            task = self.served.prepare(request)
+            task = self.served.prepare(request, tenant)
             now_ns = self.clock()
             job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
             verdict = self._policy.submit(job, now_ns)
@@ -177,7 +188,7 @@ class Engine(Generic[S]):
                 break
             less = self.served.smaller(task) if verdict.reason == "too_late" else None
             if less is None:
-                self.metrics.refused[verdict.reason].inc()
+                self.metrics.rejected[verdict.reason].inc()
                 too_large = verdict.reason == "too_large"
                 raise self.served.too_large(task) if too_large else _refusal(verdict, job, self._after_ns)
             request = less
@@ -240,9 +251,9 @@ class Engine(Generic[S]):
         closed = self.served.join(timeout_s)
         return self._lanes.join(timeout_s) and closed
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries; how many there were."""
-        return self._policy.forget(user_entry(user_id), self.clock())
+    def forget(self, user_id: str, tenant: str = "") -> int:
+        """Erase the cache entries of a tenant's user; how many there were."""
+        return self._policy.forget(user_entry(user_id, tenant), self.clock())
 
     def check(self) -> None:
         """Audit the invariants; AssertionError names the broken one."""

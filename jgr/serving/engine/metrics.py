@@ -35,7 +35,8 @@ FEATURE_EVENTS = (
     "waits", "late", "fetched", "joined", "not_found", "invalid", "round_trips", "failures", "held", "bytes", "evicted",
 )  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-OF_THE_PROCESS = ("jgr_requests", "jgr_compilations")
+REFUSALS = ("quota", "share", "unauthorized", "connections")
+OF_THE_PROCESS = ("jgr_requests", "jgr_refused", "jgr_compilations")
 """The families that count for the whole process; a server keeps them with its first model."""
 
 
@@ -47,6 +48,13 @@ class Metrics:
         self.registry = _Registry()
         self.registry.register(_Compilations(compilations))
         self.requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
+        refused = self._counter(
+            "jgr_refused",
+            "Requests, and connections, that the server's doors refused: a key's quota or share of the queue was used "
+            "up, a key was missing or wrong, or there were too many connections.",
+            "reason",
+        )
+        self.refused = {reason: refused.labels(reason) for reason in REFUSALS}
         stage = Histogram(
             "jgr_stage_seconds",
             "Time that answered requests took, by stage; the stage total is all of it.",
@@ -72,8 +80,8 @@ class Metrics:
         self._dead_beams = self._counter("jgr_dead_beams", "Beams that ended without an item.")
         self.unknown_items = self._counter("jgr_unknown_items", "History items that the catalog lacks.")
         self.deadline_expired = self._counter("jgr_deadline_expired", "Accepted requests that came too late.")
-        refused = self._counter("jgr_refused", "Requests that were not taken, by reason.", "reason")
-        self.refused = {reason: refused.labels(reason) for reason in REASONS}
+        rejected = self._counter("jgr_rejected", "Requests that the queue did not take, by reason.", "reason")
+        self.rejected = {reason: rejected.labels(reason) for reason in REASONS}
         self._device = self._counter(
             "jgr_device_seconds", "Time for which requests' runs were on their lanes."
         )

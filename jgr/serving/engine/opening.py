@@ -11,14 +11,19 @@ import jax
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError
 from jgr.models import manifest
+from jgr.models.model_files import check_folder
 from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine.metrics import Metrics
 
 
 def open_folder(config: Config) -> Path:
-    """The model's folder, with a device and a compilation cache. ConfigError where there is none of either."""
+    """The model's folder, with a device and a compilation cache. ConfigError where there is none of either.
+
+    UserError where something in the folder could not be read to an end; see check_folder.
+    """
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
+    check_folder(config.model.path)
     try:
         jax.devices()
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there

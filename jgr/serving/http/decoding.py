@@ -44,12 +44,14 @@ def refusal(error: Exception, body: bytes, type: Any) -> RequestError:
 
 def _explain(message: str, type: Any) -> RequestError:
     """Turn msgspec's message about a body of `type` into one that starts with the field."""
-    if match := re.fullmatch(r"Object contains unknown field `(.*)` - at `\$\.([\w.]+)`", message, re.DOTALL):
+    if match := re.fullmatch(
+        r"Object contains unknown field `(.*)` - at `\$\.([\w.[\]]+)`", message, re.DOTALL
+    ):
         return invalid(match[2], f"{match[2]}: unknown field {quoted(match[1])}")
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", message, re.DOTALL):
         name, near = match[1], nearest(match[1], type.__struct_fields__)
         return invalid(name[:MAX_QUOTED_CHARS], f"unknown field {quoted(name)}; the nearest is {near!r}")
-    if match := re.fullmatch(r"Object missing required field `(.*)`", message):
+    if match := re.fullmatch(r"Object missing required field `(\w+)`", message):
         return invalid(match[1], f"{match[1]} is required")
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
         problem = match[1][0].lower() + match[1][1:]

@@ -28,7 +28,8 @@ class Operation:
     """One endpoint.
 
     answer, request: the struct of the body, or the media type of a body that is not JSON. open: no key is needed.
-    admin: the admin key is needed. of_model: the query parameter `model` may name the model.
+    admin: an admin's key is needed. of_model: the query parameter `model` may name the model. of_tenant: `tenant` may
+    name the key whose users are meant.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Operation:
     open: bool = False
     admin: bool = False
     of_model: bool = False
+    of_tenant: bool = False
     status: int = 200
 
 
@@ -54,7 +56,7 @@ _HOT: tuple[ErrorType, ...] = (
     "deadline_exceeded",
 )
 
-_KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized",)
+_KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized", "quota_exceeded")
 _CHANGE: tuple[ErrorType, ...] = (
     "forbidden",
     "not_found",
@@ -125,7 +127,14 @@ OPERATIONS = (
         of_model=True,
         status=202,
     ),
-    Operation("delete", "/v1/users/{user_id}/cache", "Erase all cache entries of a user", api.Erased),
+    Operation(
+        "delete",
+        "/v1/users/{user_id}/cache",
+        "Erase all cache entries of a user",
+        api.Erased,
+        errors=("forbidden", "invalid_request"),
+        of_tenant=True,
+    ),
     Operation(
         "get",
         "/v1/items/{item_id}",
@@ -203,16 +212,33 @@ def _operation(operation: Operation, keyed: bool) -> dict[str, Any]:
                 "schema": {"type": "string"},
             },
         )
+    if operation.of_tenant:
+        parameters.insert(
+            0,
+            {
+                "name": "tenant",
+                "in": "query",
+                "description": "Name of the key whose user is meant; for an admin's key alone, which needs it. Other "
+                "keys erase what they keep.",
+                "schema": {"type": "string"},
+            },
+        )
     for name in re.findall(r"{(\w+)}", operation.path):
         parameters.insert(0, {"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     secured = operation.admin or (keyed and not operation.open)
     errors = (*operation.errors, *_KEY_ERRORS) if secured else operation.errors
+    by_status: dict[str, list[str]] = {}
+    for error in sorted(set(errors)):
+        by_status.setdefault(str(STATUS[error]), []).append(error)
     entry: dict[str, Any] = {
         "summary": operation.summary,
         "parameters": parameters,
         "responses": {
             str(operation.status): {"description": "The answer.", "content": _content(operation.answer)},
-            **{str(STATUS[e]): {"description": e, "content": _content(ErrorAnswer)} for e in sorted(errors)},
+            **{
+                status: {"description": " or ".join(types), "content": _content(ErrorAnswer)}
+                for status, types in by_status.items()
+            },
         },
     }
     if operation.request:

@@ -6,13 +6,13 @@ one read, one decode into a typed struct, one encode, no middleware. The others 
 
 Every answer carries X-Request-Id; the body of every refusal is a `jgr.serving.api.ErrorAnswer`. A body larger
 than the limit is never kept in memory, chunked or not. The work of a client that goes away is cancelled.
-Calls that change the server itself (a reload, a catalog) need the admin key; without such a key all are refused.
+Calls that change the server itself (a reload, a catalog) need an admin's key; without such a key all are refused.
+Who asks is known before anything of a body is read (`jgr.serving.http.keys`); a key's calls are bounded by its quota.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
 import re
@@ -30,12 +30,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
-from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest
+from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest, Request
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
-from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, quoted
+from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import openapi
 from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.keys import ANYBODY, TENANT, Caller, Keys, tenant
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
@@ -55,32 +56,37 @@ _encode = msgspec.json.Encoder().encode
 _REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if operation.open)
 _ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
-"""A POST to any path with one of these prefixes needs the admin key, so that no spelling of a path escapes it."""
+"""A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
+_USERS_PATH = "/v1/users/"
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
     "body_too_large": [(b"connection", b"close")],
 }
+_TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
 
 
 class App:
-    """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it; any ASGI server could."""
+    """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it; any ASGI server could.
+
+    Raises ConfigError for keys that cannot be used.
+    """
 
     def __init__(self, models: Models, config: ServerConfig) -> None:
+        self.keys = Keys(config)
         self._models = models
         self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
         self._clock = models.deployments[0].engine.clock
         # The first model's registry holds the process's metrics too.
         self._requests = models.deployments[0].metrics.requests
+        self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
-        self._key = config.api_key.encode()
-        self._admin_key = config.admin_key.encode()
         self._hot: dict[str, Hot] = {
             "/v1/recommend": ("recommend", msgspec.json.Decoder(RecommendRequest)),
             "/v1/rank": ("rank", msgspec.json.Decoder(RankRequest)),
         }
-        description = openapi.document(models.infos, keyed=bool(self._key))
+        description = openapi.document(models.infos, keyed=not self.keys.open)
         self._description = _encode(description)
         self._page = openapi.page(description)
         self._cold = Starlette(
@@ -117,19 +123,23 @@ class App:
         reply = _Reply(send, request_id or os.urandom(16).hex(), self._models)
         hot = self._hot.get(path)
         try:
-            if scope["method"] == "POST" and path.startswith(_ADMIN_PATHS):
-                self._authorize_admin(key)
-            elif self._key and path not in _OPEN_PATHS:
-                _authorize(key, self._key, "API key")
-            if hot is None:
+            caller = None if path in _OPEN_PATHS else self._admit(scope, key, arrival_ns)
+            if hot is None or caller is None:
                 if "\n" in path:  # the end of a route's pattern matches before a newline
                     raise RequestError("not_found", f"there is no {quoted(path)}")
-                scope["jgr.request_id"] = reply.request_id
+                scope["jgr.request_id"], scope["jgr.caller"] = reply.request_id, caller
                 await self._cold(scope, receive, reply.forward)
             else:
-                await reply.send(200, await self._answer(scope, receive, hot, reply.request_id, arrival_ns))
+                body = await self._answer(scope, receive, hot, reply.request_id, arrival_ns, caller)
+                await reply.send(200, body)
         except RequestError as error:
             await reply.refuse(error)
+        except asyncio.CancelledError:
+            if not self._models.draining:
+                raise
+            await reply.refuse(
+                RequestError("unavailable", "the server stopped before it had the whole request")
+            )
         except ClientGone:
             reply.status = CLIENT_GONE
         except Exception as error:
@@ -144,15 +154,30 @@ class App:
                 self._counters[endpoint, reply.status] = counter
             counter.inc()
 
-    def _authorize_admin(self, header: bytes) -> None:
-        if not self._admin_key:
-            raise RequestError(
-                "forbidden", "server.admin_key is not set; start the server with one to allow this"
-            )
-        _authorize(header, self._admin_key, "admin key")
+    def may_upload(self, headers: Headers) -> bool:
+        """Whether a request with these headers may take as long as a catalog takes."""
+        given = [value for name, value in headers if name == b"authorization"]
+        caller = self.keys.find(given[-1]) if given else None
+        return caller is not None and caller.role == "admin"
+
+    def _admit(self, scope: Scope, key: bytes, now_ns: int) -> Caller:
+        """Who asks. Raises RequestError for a key that may not, or that may not ask so often."""
+        try:
+            if scope["method"] == "POST" and scope["path"].startswith(_ADMIN_PATHS):
+                caller = self.keys.admin(key)
+            elif scope["method"] == "DELETE" and scope["path"].startswith(_USERS_PATH):
+                caller = self.keys.either(key)
+            else:
+                caller = ANYBODY if self.keys.open else self.keys.client(key)
+            if caller.bucket is not None:
+                caller.charge(now_ns)
+        except RequestError as error:
+            self._refused["quota" if error.type == "quota_exceeded" else "unauthorized"].inc()
+            raise
+        return caller
 
     async def _answer(
-        self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int
+        self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int, caller: Caller
     ) -> bytes:
         if scope["method"] != "POST":
             raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
@@ -164,7 +189,31 @@ class App:
             raise refusal(error, body, decoder.type) from None
         models = self._models
         engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
-        ticket = engine.submit(request, request_id, arrival_ns)
+        share, queue = caller.share, engine.info.id
+        if share is not None and not share.enter(queue, engine.max_queue):
+            self._refused["share"].inc()
+            raise RequestError(
+                "quota_exceeded",
+                f"the key {caller.name!r} has used up its share of the queue; try again later",
+            )
+        try:
+            return await self._computed(engine, request, receive, request_id, arrival_ns, caller.tenant)
+        finally:
+            if share is not None:
+                share.leave(queue)
+            del engine  # see _computed
+
+    async def _computed(
+        self,
+        engine: AnyEngine,
+        request: Request,
+        receive: Receive,
+        request_id: str,
+        arrival_ns: int,
+        tenant: str,
+    ) -> bytes:
+        """The engine's answer, encoded; the work of a client that leaves is cancelled."""
+        ticket = engine.submit(request, request_id, arrival_ns, tenant)
         watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
         client_gone = partial(_client_gone, engine, ticket)
         watcher.add_done_callback(client_gone)
@@ -234,7 +283,24 @@ class App:
         return _json(self._catalogs_of(request).rollback(), 202, _listed_at(request))
 
     async def _forget(self, request: HttpRequest) -> Response:
-        return _json(Erased(entries=self._models.forget(request.path_params["user_id"])))
+        erased = self._models.forget(request.path_params["user_id"], self._tenant_of(request))
+        return _json(Erased(entries=erased))
+
+    def _tenant_of(self, request: HttpRequest) -> str:
+        """Whose entries are meant: the caller's own, or those of the tenant that an admin names."""
+        caller: Caller = request.scope["jgr.caller"]
+        named = request.query_params.get("tenant")
+        if named is None:
+            if caller.role == "admin" and not self.keys.open:
+                raise invalid(
+                    "tenant", "tenant: add ?tenant= with the name of the key whose entries are meant"
+                )
+            return caller.tenant
+        if caller.role != "admin":
+            raise RequestError("forbidden", "only an admin's key erases what another key keeps", "tenant")
+        if not TENANT.fullmatch(named):
+            raise invalid("tenant", f"tenant: {quoted(named)} is no key's name")
+        return "" if self.keys.open else tenant(named)
 
     async def _item(self, request: HttpRequest) -> Response:
         catalog = self._models.choose(request.query_params.get("model")).engine.catalog
@@ -291,7 +357,10 @@ class _Reply:
     async def refuse(self, error: RequestError) -> None:
         if not self.status:
             body = error_body(error, self.request_id)
-            await self.send(STATUS[error.type], body, _error_headers(error))
+            headers = list(_ERROR_HEADERS.get(error.type, ()))
+            if error.type in _TRY_AGAIN:
+                headers.append((b"retry-after", b"%d" % error.retry_after_s))
+            await self.send(STATUS[error.type], body, headers)
 
     async def forward(self, message: Message) -> None:
         """Send an inner application's message, with the common headers added to its head."""
@@ -323,12 +392,6 @@ async def _refuse(request: HttpRequest, error: Exception) -> Response:
     )
 
 
-def _error_headers(error: RequestError) -> Headers | None:
-    if error.type == "overloaded":
-        return [(b"retry-after", str(error.retry_after_s).encode())]
-    return _ERROR_HEADERS.get(error.type)
-
-
 def error_body(error: RequestError, request_id: str) -> bytes:
     """Encode an error as the JSON of an ErrorAnswer."""
     body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
@@ -347,12 +410,6 @@ def _listed_at(request: HttpRequest) -> dict[str, str]:
     """The Location header of an activation: the list of catalogs, which tells its progress."""
     query = request.url.query
     return {"Location": f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH}
-
-
-def _authorize(header: bytes, wanted: bytes, name: str) -> None:
-    scheme, _, key = header.partition(b" ")
-    if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), wanted):
-        raise RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
 
 
 def _client_gone(engine: AnyEngine, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:

@@ -68,7 +68,7 @@ class ServedScorer:
         self.info: ModelInfo = self.translator.info
         self.catalog: Catalog = self.translator.catalog
         self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
-        self.prepare: Callable[[Request], ScorerTask] = self.translator.prepare
+        self.prepare: Callable[[Request, str], ScorerTask] = self.translator.prepare
         self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._closing: threading.Thread | None = None

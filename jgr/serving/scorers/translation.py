@@ -121,8 +121,8 @@ class ScorerTranslator:
             max_history_in_prompt=needs.max_items,
         )
 
-    def prepare(self, request: Request) -> ScorerTask:
-        """Check a request and make its task.
+    def prepare(self, request: Request, tenant: str = "") -> ScorerTask:
+        """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """
@@ -135,9 +135,9 @@ class ScorerTranslator:
         block, kept = self._user(request, history, unknown)
         key = known_by(self._layout, needs, block) if needs.timed else block
         if request.user_id is not None:
-            user = USER_ENTRY + str(request.user_id)
+            user = tenant + USER_ENTRY + str(request.user_id)
         else:
-            user = f"history:{hashlib.sha256(key.tobytes()).hexdigest()}"
+            user = f"{tenant}history:{hashlib.sha256(key.tobytes()).hexdigest()}"
         tokens = kept + len(needs.slots)
         usage = Usage(
             layout=SINGLE_USER_MULTI_ITEM.name,

@@ -103,9 +103,9 @@ class Deployment:
             reload_error=self.changes["model"].error,
         )
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries, in versions that drain too; how many there were."""
-        return sum(engine.forget(user_id) for engine in self._engines)
+    def forget(self, user_id: str, tenant: str = "") -> int:
+        """Erase the cache entries of a tenant's user, in versions that drain too; how many there were."""
+        return sum(engine.forget(user_id, tenant) for engine in self._engines)
 
     async def start(self, progress: Progress) -> None:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""

@@ -97,9 +97,9 @@ class Models:
             raise invalid("model", f"this server has several models: add ?model= with one of {names}")
         return self.deployments[0]
 
-    def forget(self, user_id: str) -> int:
-        """Erase a user's cache entries in every model; how many there were."""
-        return sum(deployment.forget(user_id) for deployment in self.deployments)
+    def forget(self, user_id: str, tenant: str = "") -> int:
+        """Erase the cache entries of a tenant's user in every model; how many there were."""
+        return sum(deployment.forget(user_id, tenant) for deployment in self.deployments)
 
     def render_metrics(self) -> bytes:
         """The series of all models as text of the type metrics.CONTENT_TYPE."""

@@ -18,10 +18,21 @@ import pytest
 
 from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
-from jgr.serving.http.listener import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
+from jgr.serving.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
+JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"
+LOADS_FOR_EVER = """
+import sys, threading
+from jgr.cli import main, serve
+def load(*arguments):
+    print("loading", flush=True)
+    threading.Event().wait()
+serve.make_engine = load
+sys.exit(main.run())
+"""
+PIPE = subprocess.PIPE
 
 
 def request(path: str, body: object, **headers: str) -> bytes:
@@ -199,20 +210,47 @@ def test_waiting_for_company_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_model_is_loading_ends_the_process_with_0(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    (tmp_path / "params").mkdir()
-    os.mkfifo(tmp_path / "config.json")  # reading it waits for a writer
-    jgr = "import sys; from jgr.cli.main import run; sys.exit(run())"
-    command = [sys.executable, "-c", jgr, "serve", f"--set=model.path={tmp_path}"]
-    with subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE) as child:
+def test_a_signal_while_the_model_is_loading_ends_the_process_with_0(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER, "serve", "--null"],
+        cwd=ROOT,
+        text=True,
+        stdout=PIPE,
+        stderr=PIPE,
+    ) as child:
         try:
-            with (tmp_path / "config.json").open("w"):  # opened as soon as the load reads
-                child.send_signal(number)
-            # A signal that came just before the read is noticed once the read has returned, so the file had to end.
+            assert child.stdout is not None and child.stdout.readline() == "loading\n"
+            child.send_signal(number)
             assert child.wait(PATIENCE_S) == 0
             assert child.stderr is not None
             assert child.stderr.read() == "jgr: stopped before the model was loaded\n"
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("serving.json", "{}"), ("config.json", "{}"), ("tokenizer.json", "--set=model.path={}"),
+     ("model.safetensors", "--set=model.path={}")],
+)  # fmt: skip
+def test_a_pipe_in_place_of_a_models_file_is_refused_in_a_line(
+    tmp_path: Path, name: str, folder: str
+) -> None:
+    """To open one waits for somebody who writes to it, which may be never."""
+    os.mkfifo(tmp_path / name)
+    command = [sys.executable, "-c", JGR, "serve", folder.format(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"jgr: {tmp_path / name}: cannot be read: it is not a regular file\n"
+
+
+def test_a_zero_byte_in_a_models_path_is_refused_in_a_line(tmp_path: Path) -> None:
+    settings = tmp_path / "zero.py"
+    settings.write_text(
+        "from jgr.config import Config, ModelConfig\n"
+        "def get_config(): return Config(model=ModelConfig(path='a\\0b'))\n"
+    )
+    command = [sys.executable, "-c", JGR, "serve", f"--config={settings}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "jgr: model.path: 'a\\x00b' has a zero byte, which no folder's name has\n"

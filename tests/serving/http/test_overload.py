@@ -302,6 +302,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         ("--set=batching.max_tokens=10", "batching.max_tokens=10 leaves no profile"),
         ("--set=beam.width=64", "beam.width is 64, but the largest of profiles.widths is 32"),
         ("--port=70000", "server.port must be at most 65535"),
+        ("--set=server.keys=/no/such", "server.keys: /no/such: cannot be read: No such file"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_exits_with_2(flag: str, words: str) -> None:

@@ -222,7 +222,7 @@ def test_a_user_is_erased_in_every_model(monkeypatch: pytest.MonkeyPatch) -> Non
     ranker = Ranker()
     with two(ranker) as server:
         for engine, entries in ((server.engine, 2), (ranker.deployment.engine, 3)):
-            monkeypatch.setattr(engine, "forget", {"u": entries}.__getitem__)
+            monkeypatch.setattr(engine, "forget", lambda *whose, of=entries: {("u", ""): of}[whose])
         assert server.call("/v1/users/u/cache", method="DELETE").json == {"entries": 5}
 
 
@@ -248,7 +248,7 @@ def test_series_of_a_model_carry_its_name() -> None:
     }
     assert {name: float(values[name]) for name in expected} == expected
     of_all = {name.partition("{")[0] for name in values if "model=" not in name}
-    assert of_all == {"jgr_requests_total", "jgr_compilations_total"}
+    assert of_all == {"jgr_requests_total", "jgr_refused_total", "jgr_compilations_total"}
     families = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(families) == len(set(families)), "a family is told once"
 

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a file: who may do what, how often and how much of the queue, and files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jgr.config import ConfigError
+from jgr.serving.http.keys import Keys
+from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
+from tests.serving.http.test_overload import process
+
+BODY = {"history": ["a"], "top_k": 1}
+ADA, BOB, ROOT = "ada-has-this-key", "bob-has-that-key", "root-has-this-key"
+RELOAD = "/v1/models/jgr/reload"
+
+
+def entry(name: str, key: str, role: str = "client", **more: Any) -> dict[str, Any]:
+    return {"name": name, "key": key, "role": role, **more}
+
+
+def write(path: Path, *entries: Any, mode: int = 0o600) -> str:
+    path.write_text(json.dumps({"keys": entries}))
+    path.chmod(mode)
+    return f"server.keys={path}"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def told(reply: Reply) -> tuple[int, str]:
+    return reply.status, reply.error["type"]
+
+
+def series(server: LiveServer, name: str, **headers: str) -> float:
+    lines = server.call("/metrics", **headers).body.decode().splitlines()
+    return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name))
+
+
+def refused(server: LiveServer, reason: str, **headers: str) -> float:
+    return series(server, f'jgr_refused_total{{reason="{reason}"}}', **headers)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Each question lets the server's loop turn."""
+    for _ in range(20_000):
+        if holds():
+            return
+    raise AssertionError("it has not come to that")
+
+
+def test_each_key_opens_what_its_role_may_do_and_those_of_the_settings_go_on(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys", entry("ada", ADA), entry("root", ROOT, "admin"))
+    with LiveServer(keys, "server.api_key=k", "server.admin_key=4dm1n") as server:
+        for key in (ADA, "k"):
+            assert server.call("/v1/recommend", BODY, **bearer(key)).status == 200
+            assert told(server.call(RELOAD, method="POST", **bearer(key))) == (401, "unauthorized")
+        for key in (ROOT, "4dm1n"):
+            assert told(server.call("/v1/recommend", BODY, **bearer(key))) == (401, "unauthorized")
+            assert told(server.call(RELOAD, method="POST", **bearer(key))) == (409, "conflict")
+        for headers in (
+            {},
+            bearer(BOB),
+            bearer(ADA + "x"),
+            bearer(ADA[:-1]),
+            {"authorization": ADA},
+            bearer(""),
+        ):
+            assert told(server.call("/v1/recommend", BODY, **headers)) == (401, "unauthorized")
+        assert server.call("/health/ready").status == 200
+        assert refused(server, "unauthorized", **bearer(ADA)) == 10
+        schemes = server.call("/openapi.json", **bearer(ADA)).json["paths"]["/v1/rank"]["post"]
+        assert schemes["security"] == [{"key": []}]
+        assert schemes["responses"]["429"]["description"] == "overloaded or quota_exceeded"
+
+
+def test_a_file_alone_closes_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with LiveServer(write(tmp_path / "keys", entry("ada", ADA)), "server.host=0.0.0.0") as server:
+        assert told(server.call("/v1/recommend", BODY)) == (401, "unauthorized")
+        assert told(server.call(RELOAD, method="POST", **bearer(ADA))) == (403, "forbidden")
+    assert not caplog.records
+
+
+def test_a_rate_is_of_its_key_and_of_all_that_makes_work(tmp_path: Path) -> None:
+    slow = entry("ada", ADA, rate=0.001, burst=3)
+    with LiveServer(write(tmp_path / "keys", slow, entry("bob", BOB))) as server:
+        taken = [
+            server.call("/v1/recommend", BODY, **bearer(ADA)),
+            server.call("/v1/recommend", {"history": []}, **bearer(ADA)),
+            server.call("/v1/items/a", **bearer(ADA)),
+        ]
+        assert [reply.status for reply in taken] == [200, 422, 200]
+        for path, body in (("/v1/rank", {"history": ["a"], "candidates": ["b"]}), ("/v1/items/a", None)):
+            reply = server.call(path, body, **bearer(ADA))
+            assert told(reply) == (429, "quota_exceeded")
+            assert "'ada' may make 0.001 requests a second" in reply.error["message"]
+            assert 900 < int(reply.headers["retry-after"]) <= 1000
+        assert told(server.call("/v1/users/u/cache", method="DELETE", **bearer(ADA))) == (
+            429,
+            "quota_exceeded",
+        )
+        assert server.call("/health/live", **bearer(ADA)).status == 200
+        assert server.call("/v1/recommend", BODY, **bearer(BOB)).status == 200
+        assert refused(server, "quota", **bearer(BOB)) == 3
+        assert server.executor.batches == [1, 1]
+
+
+def test_a_key_holds_its_share_of_the_queue_and_leaves_the_rest_to_others(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys", entry("ada", ADA, share=0.5), entry("bob", BOB))
+    with LiveServer(keys, "batching.max_queue=4") as server:
+        server.executor.hold()
+        held = [server.send("/v1/recommend", BODY, **bearer(ADA)) for _ in range(2)]
+        server.executor.wait_entered()
+        while (
+            reply := server.call("/v1/recommend", {**BODY, "deadline_ms": 1}, **bearer(ADA))
+        ).status == 504:
+            pass  # the second has not been read yet
+        assert told(reply) == (429, "quota_exceeded")
+        assert "share of the queue" in reply.error["message"] and reply.headers["retry-after"] == "1"
+        assert refused(server, "share", **bearer(BOB)) == 1
+        others = [server.send("/v1/recommend", BODY, **bearer(BOB)) for _ in range(2)]
+        held.pop().abandon()
+        while (
+            reply := server.call("/v1/recommend", {**BODY, "deadline_ms": 1}, **bearer(ADA))
+        ).status == 429:
+            pass  # nobody has noticed yet that the client has left
+        assert told(reply) == (504, "deadline_exceeded")
+        server.executor.release()
+        assert [pending.reply().status for pending in (*held, *others)] == [200] * 3
+        assert server.call("/v1/recommend", BODY, **bearer(ADA)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([entry("ada", ADA), entry("ada", BOB)], "keys[1].name is that of keys[0]"),
+        ([entry("ada", ADA), entry("bob", ADA)], "keys[1].key is that of keys[0]"),
+        ([entry("ada", "the-api-key-of-all")], "keys[0].key is that of server.api_key"),
+        ([entry("ada", "the-admin-key-of-all")], "keys[0].key is that of server.admin_key"),
+        ([entry("default", ADA)], "keys[0].name is that of server.api_key"),
+        ([entry("ada", "fifteen-letters")], "keys[0].key: expected `str` of length >= 16"),
+        ([entry("ada", "sixteen letters and blanks")], "keys[0].key: expected `str` matching"),
+        ([entry("a/b", ADA)], "keys[0].name: expected `str` matching"),
+        ([entry("ada", ADA, "owner")], "keys[0].role: invalid enum value 'owner'"),
+        ([entry("ada", ADA, rate=0)], "keys[0].rate: expected `float` >= 0.001"),
+        ([entry("ada", ADA, burst=3)], "keys[0].burst needs a rate"),
+        ([entry("ada", ADA, share=1.5)], "keys[0].share: expected `float` <= 1.0"),
+        ([entry("ada", ADA), entry("bob", BOB, quota=1)], "keys[1]: unknown field 'quota'"),
+        ([{"name": "ada", "role": "client"}], "keys[0]: object missing required field `key`"),
+        (["ada"], "keys[0]: expected `object`, got `str`"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_the_field(
+    tmp_path: Path, entries: Any, words: str
+) -> None:
+    keys = write(tmp_path / "keys", *entries)
+    config = make_config(keys, "server.api_key=the-api-key-of-all", "server.admin_key=the-admin-key-of-all")
+    with pytest.raises(ConfigError) as raised:
+        Keys(config.server)
+    message = str(raised.value)
+    assert message.startswith(f"server.keys: {tmp_path}/keys: ") and words in message and "\n" not in message
+    assert not any(key in message for key in (ADA, BOB, "the-api-key-of-all"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "the file: expected `object`"),
+        (b'{"keys": [], "key": []}', "unknown field 'key'"),
+        (b" " * (1 << 22) + b"{}", "holds more than"),
+        (None, "cannot be read: No such file"),
+        ("fifo", "cannot be read: it is not a regular file"),
+    ],
+)
+def test_a_file_that_is_none_ends_the_start_in_a_line(tmp_path: Path, content: Any, words: str) -> None:
+    if content == "fifo":
+        os.mkfifo(tmp_path / "keys")
+    elif content is not None:
+        (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        Keys(make_config(f"server.keys={tmp_path}/keys").server)
+    assert str(raised.value).startswith(f"server.keys: {tmp_path}/keys: ") and words in str(raised.value)
+
+
+def test_a_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Keys(make_config(write(tmp_path / "keys", entry("ada", ADA))).server)
+    assert not caplog.records
+    Keys(make_config(write(tmp_path / "keys", entry("ada", ADA), mode=0o640)).server)
+    assert "can be read by others than its owner" in caplog.text
+
+
+def test_what_a_key_has_used_up_stays_used_up_when_the_file_is_read_again(tmp_path: Path) -> None:
+    slow = entry("ada", ADA, rate=0.001, share=0.5)
+    setting = write(tmp_path / "keys", slow)
+    keys = Keys(make_config(setting).server)
+    before = keys.client(b"Bearer " + ADA.encode())
+    write(tmp_path / "keys", {**slow, "key": BOB}, entry("new", ADA))
+    keys.reload()
+    after, new = keys.client(b"Bearer " + BOB.encode()), keys.client(b"Bearer " + ADA.encode())
+    assert after.bucket is before.bucket and after.share is before.share and before.bucket is not None
+    assert (new.name, new.bucket, new.share) == ("new", None, None)
+    write(tmp_path / "keys", entry("ada", BOB, rate=5.0))
+    keys.reload()
+    assert keys.client(b"Bearer " + BOB.encode()).bucket is not before.bucket
+
+
+def test_sighup_reads_the_keys_again_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
+    def hang_up(words: str) -> str:
+        child.send_signal(signal.SIGHUP)
+        for line in child.stderr or ():
+            if words in line:
+                return line
+        raise AssertionError("the process has ended")
+
+    def status(key: str) -> int:
+        return Pending(port, "GET", "/v1/models", None, bearer(key)).reply().status
+
+    keys = write(tmp_path / "keys", entry("ada", ADA))
+    with process(f"--set={keys}") as (child, port):
+        assert [status(ADA), status(BOB)] == [200, 401]
+        (tmp_path / "keys").write_text('{"keys": [{"name": "ada"}]}')
+        assert "keys[0]: object missing required field `key`" in hang_up("the keys stay as they are")
+        assert [status(ADA), status(BOB)] == [200, 401]
+        write(tmp_path / "keys", entry("bob", BOB), entry("eve", "eve-has-one-as-well"))
+        assert "2 keys were added, 1 removed" in hang_up("server.keys: 2")
+        assert [status(ADA), status(BOB)] == [401, 200]
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(PATIENCE_S) == 0
