@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from jgr.traffic.sources import (
 MAX_CONNECTIONS = 512
 TIMEOUT_S = 30.0
 WARM_UP_S = 1.0
+REST_S = 0.5
+"""A pause after a round with late answers, in which an overloaded server drops what nobody waits for."""
 MIX_FLAGS = (
     "kind", "history_length", "candidates", "top_k", "beam_width", "deadline_ms", "priority", "timed",
 )  # fmt: skip
@@ -137,14 +140,16 @@ class _Bench:
                     f"{len(schedule)} requests cannot show a share of {values.share:g}, which takes {least}: "
                     "take a longer log, or a smaller --share"
                 )
-            # What comes later than this is no answer in time, and a server that is overloaded gets rid of it.
+            if points and points[-1]["in_time"] < points[-1]["sent"]:
+                time.sleep(REST_S)
+            # What comes later than this is no answer in time; the server hears that nobody waits for it.
             patience_s = min(TIMEOUT_S, max(1.0, 5 * values.slo_ms / 1e3))
             points.append(self._report(schedule, f"{rate:.4g} requests/s", patience_s))
             print(load_lines.point_line(points[-1]), flush=True)
             return capacity.Round(points[-1]["sent"], points[-1]["in_time"], points[-1])
 
         found = capacity.find(measure, first, values.share, most_probes=values.max_probes)
-        self._plot(points, found.capacity)
+        self._plot([probe.rounds[-1].figures for probe in found.probes], found.capacity)
         report = {
             "slo_ms": values.slo_ms,
             "share": values.share,
@@ -220,6 +225,11 @@ def _mix(values: flags.FlagValues, config: Config) -> Mix:
     return make_mix(classes, catalog.item_ids, np.random.default_rng(values.seed))
 
 
+def _number(value: Any) -> Any:
+    """A law that is a single number as that number; all else as it is."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
 def _describe(values: flags.FlagValues) -> dict[str, Any]:
     """The flags that determine the load, for the report."""
     taken = functools.partial(getattr, values)
@@ -228,7 +238,7 @@ def _describe(values: flags.FlagValues) -> dict[str, Any]:
     else:
         names = ("arrivals_file" if values.arrivals_file else "arrivals", "rate", "seed")
         names += ("mix",) if values.mix else MIX_FLAGS
-    load = {name: taken(name) for name in names} | {
+    load = {name: _number(taken(name)) for name in names} | {
         "duration_s": values.duration,
         "processes": values.processes,
     }
