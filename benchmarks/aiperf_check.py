@@ -203,7 +203,7 @@ def _row(client: str, rate: float, runs: Sequence[Seen]) -> Row:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """For each rate, how far our medians are from AIPerf's, relative to these."""
+    """The relative distance of our medians from AIPerf's, at each rate."""
     of = {(row["client"], row["rate"]): row for row in rows}
     found = []
     for rate in dict.fromkeys(row["rate"] for row in rows):

@@ -134,11 +134,12 @@ class _Bench:
         points: list[dict[str, Any]] = []
 
         def measure(rate: float) -> capacity.Round:
-            schedule = self._schedule(rate, max(values.duration or DEFAULT_DURATION_S, least / rate))
+            wanted_s = max(values.duration or DEFAULT_DURATION_S, least / rate)
+            schedule = self._schedule(rate, min(wanted_s, self._source.longest_s(rate)))
             if len(schedule) < least / 2:
                 raise UserError(
                     f"{len(schedule)} requests cannot show a share of {values.share:g}, which takes {least}: "
-                    "take a longer log, or a smaller --share"
+                    "take a longer log, a smaller --share, or a larger --max_requests"
                 )
             if points and points[-1]["in_time"] < points[-1]["sent"]:
                 time.sleep(REST_S)
@@ -187,7 +188,8 @@ class _Bench:
 
     def _warm_up(self, rate: float) -> None:
         """Send requests that are not measured, so that the first rate does not pay for cold caches."""
-        self._report(self._schedule(rate, max(WARM_UP_S, 1 / rate)), "warm-up")
+        seconds = min(max(WARM_UP_S, 1 / rate), self._source.longest_s(rate))
+        self._report(self._schedule(rate, seconds), "warm-up")
 
     def _plot(self, points: Sequence[Mapping[str, Any]], found: float | None = None) -> None:
         if self._values.plot:

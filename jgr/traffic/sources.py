@@ -24,6 +24,9 @@ DEFAULT_DURATION_S = 10.0
 class Source(Protocol):
     """Makes schedules."""
 
+    def longest_s(self, rate: float) -> float:
+        """How many seconds of this rate stay within the bound on requests."""
+
     def schedule(self, rate: float | None, duration_s: float | None, number: int) -> Schedule:
         """Requests at a mean rate per second, in [0, duration_s). None: the source's own. Raises LoadError."""
 
@@ -37,11 +40,14 @@ class ProcessSource:
     seed: int
     max_requests: int
 
+    def longest_s(self, rate: float) -> float:
+        return self.max_requests / (rate * self.process.mean_factor)
+
     def schedule(self, rate: float | None, duration_s: float | None, number: int) -> Schedule:
         rate = DEFAULT_RATE if rate is None else rate
         duration_s = DEFAULT_DURATION_S if duration_s is None else duration_s
         expected = rate * self.process.mean_factor * duration_s
-        if expected > self.max_requests:
+        if expected > self.max_requests * (1 + 1e-9):
             raise LoadError(
                 f"--rate times --duration is {expected:.0f} requests; --max_requests is {self.max_requests}"
             )
@@ -58,6 +64,9 @@ class LogSource:
     seed: int
     max_requests: int
 
+    def longest_s(self, rate: float) -> float:
+        return self.max_requests / rate
+
     def schedule(self, rate: float | None, duration_s: float | None, number: int) -> Schedule:
         at_s, length_s = replayed(self.times_s, rate, duration_s, self.max_requests)
         return draw(at_s, length_s, self.mix, np.random.default_rng((self.seed, number)))
@@ -70,6 +79,9 @@ class TraceSource:
     times_s: Float64
     requests: Sequence[Request]
     max_requests: int
+
+    def longest_s(self, rate: float) -> float:
+        return self.max_requests / rate
 
     def schedule(self, rate: float | None, duration_s: float | None, number: int) -> Schedule:
         if not self.requests:
