@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jgr.config import Config, override
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import EvaluationError, Query, Served
-from jgr.traffic.open_loop import percentiles_ms
+from jgr.traffic.measures import percentiles_ms
 
 WIDTH = "beam.width"
 _WARM_UP = 10  # examples

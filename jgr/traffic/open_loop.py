@@ -3,355 +3,301 @@
 
 The one idea: latency counts from the time a request was *scheduled*, so that a server that stalls is charged for
 everything that should have been sent meanwhile (no coordinated omission). A request that finds all connections busy
-waits, and its wait counts; `lateness` shows how much of the latency is the client's own.
-
-A schedule is plain data, made from a rate or read from a trace file, and bounded in length; times are seconds from
-the start of the run.
+waits, and its wait counts. `began_s` is when the client turned to a request: how late that is, is the client's own
+part of the latency.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import math
-import re
-from collections import Counter
+import select
+import selectors
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from jgr.config import UserError
-from jgr.files import read_lines
-from jgr.serving.engine.contract import Progress
-from jgr.serving.policies.jobs import Kind
+from jgr.traffic.http_client import DISCONNECTED, TIMEOUT, Connection, HttpConnection, Target, Verdict
+from jgr.traffic.schedule import Float64, Int32, LoadError, Schedule
 
-N_USERS = 1000
-"""How many distinct requests a schedule with a rate has; each stands for one user, who asks again and again."""
-FIRST_TIME_S = 1_700_000_000
-"""The time of the first item in a history with times, in seconds."""
-MAX_HEAD_BYTES = 1 << 16
-MAX_BODY_BYTES = 1 << 26
-MAX_TRACE_MS = 24 * 3600 * 1000
+Progress = Callable[[int, int, str], None]
+"""Called with (answered, all, "") about ten times a second."""
+
+_BURST = 32  # requests that are sent before answers are read again
+_PROGRESS_S = 0.1
 
 
-class LoadError(UserError):
-    """A load that cannot be made: a bad trace, too many requests, or no server at the address."""
+@dataclass(frozen=True, eq=False)
+class Results:
+    """How the requests of a schedule ended, in its order; times in seconds from the start, [n] each.
 
-
-class Request(NamedTuple):
-    """A POST of a JSON body."""
-
-    path: str
-    body: bytes
-
-
-class Arrival(NamedTuple):
-    """A request, and when it is to be sent, in seconds from the start."""
-
-    at_s: float
-    request: Request
-
-
-class Result(NamedTuple):
-    """How and when a request ended. verdict: the HTTP status as text, or "timeout", "disconnected", "bad_response"."""
-
-    verdict: str
-    due_s: float
-    sent_s: float
-    end_s: float
-
-
-def arrival_times(
-    process: Literal["poisson", "constant"], rate: float, duration_s: float, rng: np.random.Generator
-) -> list[float]:
-    """The times of requests in [0, duration_s), ascending: every 1 / rate seconds, or a Poisson process."""
-    expected = rate * duration_s
-    if process == "constant":
-        return [i / rate for i in range(math.ceil(expected))]
-    # Given their number, the arrivals of a Poisson process are independent and uniform.
-    times: list[float] = np.sort(rng.uniform(0.0, duration_s, rng.poisson(expected))).tolist()
-    return times
-
-
-def make_requests(
-    kind: Kind,
-    item_ids: Sequence[str],
-    *,
-    history_length: int,
-    candidates: int,
-    top_k: int,
-    rng: np.random.Generator,
-    timed: bool = False,
-) -> list[Request]:
-    """Make a request for each of N_USERS users: a history drawn with repeats; for rank, distinct candidates.
-
-    timed: add times: the history's items are an hour apart, and the request comes an hour after the last one.
+    due_s: when a request was scheduled; began_s: when the client turned to it; sent_s: when it went out; end_s: when
+    its answer was there. ended: [n] index into `verdicts`.
     """
-    if kind == "rank" and candidates > len(item_ids):
-        raise LoadError(f"{candidates} candidates were asked for; the catalog has {len(item_ids)} items")
-    requests = []
-    for user in range(N_USERS):
-        rows = rng.integers(0, len(item_ids), history_length)
-        fields: dict[str, Any] = {
-            "user_id": f"user-{user}",
-            "history": [item_ids[row] for row in rows],
-            "top_k": top_k,
-        }
-        if kind == "rank":
-            fields["candidates"] = [
-                item_ids[row] for row in rng.choice(len(item_ids), candidates, replace=False)
-            ]
-        if timed:
-            fields["history_times"] = [FIRST_TIME_S + 3600 * at for at in range(history_length)]
-            fields["time"] = FIRST_TIME_S + 3600 * history_length
-        requests.append(Request(f"/v1/{kind}", msgspec.json.encode(fields)))
-    return requests
 
+    due_s: Float64
+    began_s: Float64
+    sent_s: Float64
+    end_s: Float64
+    ended: Int32
+    verdicts: Sequence[Verdict]
 
-def schedule(times: Sequence[float], requests: Sequence[Request], rng: np.random.Generator) -> list[Arrival]:
-    """Draw a request at random for each time."""
-    drawn = rng.integers(0, len(requests), len(times)).tolist()
-    return [Arrival(at_s, requests[i]) for at_s, i in zip(times, drawn, strict=True)]
-
-
-class _TraceLine(msgspec.Struct, forbid_unknown_fields=True):
-    at_ms: Annotated[float, Meta(ge=0, le=MAX_TRACE_MS)]
-    path: Annotated[str, Meta(pattern=r"\A/[!-~]*\Z")]
-    body: msgspec.Raw
-
-
-def read_trace(path: Path, *, duration_s: float | None, max_requests: int) -> list[Arrival]:
-    """Read JSON lines of {at_ms, path, body}, in any order; those due at duration_s or later are left out.
-
-    Raises LoadError, naming the line that cannot be used, or if more than max_requests remain.
-    """
-    decode = msgspec.json.Decoder(_TraceLine).decode
-    arrivals = []
-    for number, text in read_lines(path, LoadError):
-        try:
-            line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise LoadError(f"{path}:{number}: {error}") from None
-        if duration_s is None or line.at_ms < duration_s * 1e3:
-            arrivals.append(Arrival(line.at_ms / 1e3, Request(line.path, bytes(line.body))))
-        if len(arrivals) > max_requests:
-            raise LoadError(f"{path}: holds more than {max_requests} requests")
-    return sorted(arrivals, key=lambda arrival: arrival.at_s)
-
-
-class Connection(Protocol):
-    """A connection that carries one request at a time. usable: whether it can carry another."""
-
-    @property
-    def usable(self) -> bool: ...
-    async def post(self, request: Request) -> int:
-        """Send a request; returns the status. Raises OSError or EOFError if the connection breaks, ValueError if the
-        answer is not valid HTTP."""
-
-    def close(self) -> None: ...
+    def __len__(self) -> int:
+        return len(self.due_s)
 
 
 async def drive(
-    arrivals: Sequence[Arrival],
+    schedule: Schedule,
+    wires: Sequence[bytes],
     connect: Callable[[], Awaitable[Connection]],
     *,
     max_connections: int,
     timeout_s: float,
     progress: Progress,
-) -> list[Result]:
-    """Send every request at its time, and wait for all answers. Returns the results, those that end first first.
+    start_s: float | None = None,
+) -> Results:
+    """Send every request at its time, and wait for all answers.
 
-    timeout_s: how long a request may take from when it was sent. Connections are opened when needed, and kept.
+    wires: the bytes of each of the schedule's requests. timeout_s: how long a request may take from when it was sent,
+    or a connection from when it was asked for. start_s: the loop's time that the schedule begins at; None: now.
+    Connections are opened when needed, and kept.
     """
     loop = asyncio.get_running_loop()
-    slots = asyncio.Semaphore(max_connections)
-    idle: list[Connection] = []
-    results: list[Result] = []
-    start_s = loop.time()
-
-    async def exchange(request: Request) -> str:
-        connection: Connection | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                while idle and connection is None:
-                    if idle[-1].usable:
-                        connection = idle.pop()
-                    else:
-                        idle.pop().close()
-                connection = connection or await connect()
-                status = await connection.post(request)
-            idle.append(connection)
-            return str(status)
-        except Exception as error:
-            if connection is not None:
-                connection.close()
-            return _verdict(error)
-
-    async def answer(arrival: Arrival) -> None:
-        async with slots:
-            sent_s = loop.time() - start_s
-            verdict = await exchange(arrival.request)
-            end_s = loop.time() - start_s
-        results.append(Result(verdict, arrival.at_s, sent_s, end_s))
-        progress(len(results), len(arrivals), "")
-
+    run = _Run(schedule, wires, connect, max_connections, timeout_s, progress, start_s)
+    loop.set_exception_handler(run.on_defect)
     try:
-        async with asyncio.TaskGroup() as group:
-            for arrival in arrivals:
-                wait_s = start_s + arrival.at_s - loop.time()
-                if wait_s > 0:
-                    await asyncio.sleep(wait_s)
-                group.create_task(answer(arrival))
+        await run.finished
     finally:
-        for connection in idle:
-            connection.close()
-    return results
+        loop.set_exception_handler(None)
+        run.close()
+    return run.results()
 
 
-def _verdict(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "timeout"
-    if isinstance(error, OSError | EOFError):
-        return "disconnected"
-    if isinstance(error, ValueError):
-        return "bad_response"
-    raise error
+class _Run:
+    """The state of `drive`, all on one event loop."""
 
+    def __init__(
+        self,
+        schedule: Schedule,
+        wires: Sequence[bytes],
+        connect: Callable[[], Awaitable[Connection]],
+        max_connections: int,
+        timeout_s: float,
+        progress: Progress,
+        start_s: float | None,
+    ) -> None:
+        n = len(schedule)
+        self._loop = asyncio.get_running_loop()
+        self._connect, self._max, self._timeout_s = connect, max_connections, timeout_s
+        self._progress, self._shown_s = progress, 0.0
+        self._wires, self._which = wires, schedule.which.tolist()
+        self._due: list[float] = schedule.at_s.tolist()
+        self._began, self._sent, self._end = [0.0] * n, [0.0] * n, [0.0] * n
+        self._verdicts: list[Verdict | None] = [None] * n
+        self._next = self._answered = self._connections = 0
+        self._idle: list[Connection] = []
+        self._busy: dict[int, Connection] = {}
+        self._waiting: deque[int] = deque()
+        self._sent_order: deque[int] = deque()  # equal timeouts: those that were sent first end first
+        self._watch: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+        self.finished: asyncio.Future[None] = self._loop.create_future()
+        self._start_s = self._loop.time() if start_s is None else start_s
+        if n == 0:
+            self._finish()
+        self._tick()
 
-@dataclass(frozen=True)
-class Target:
-    """The address of a server. api_key: the key to send; empty: none."""
+    def _now(self) -> float:
+        return self._loop.time() - self._start_s
 
-    host: str
-    port: int
-    api_key: str = ""
+    def _tick(self) -> None:
+        """Begin what is due, and come back for the next."""
+        due, n = self._due, len(self._due)
+        for _ in range(_BURST):
+            if self._next == n:
+                return
+            now = self._now()
+            if due[self._next] > now:
+                self._loop.call_at(self._start_s + due[self._next], self._tick)
+                return
+            self._began[self._next] = now
+            self._waiting.append(self._next)
+            self._next += 1
+            self._serve_waiting()
+        self._loop.call_soon(self._tick)
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether the host is certainly this machine: a loopback address or localhost. No other name is looked up."""
+    def _serve_waiting(self) -> None:
+        """Send the requests that wait, as far as there are connections, and open one for each other."""
+        while self._waiting and self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                self._send(self._waiting.popleft(), connection)
+            else:
+                self._connections -= 1
+        while len(self._opening) < len(self._waiting) and self._connections < self._max:
+            self._connections += 1
+            task = self._loop.create_task(self._open())
+            self._opening.add(task)
+            task.add_done_callback(self._opened)
+
+    async def _open(self) -> None:
         try:
-            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._connect()
+        except (TimeoutError, OSError) as error:
+            self._connections -= 1
+            if self._waiting:
+                verdict = TIMEOUT if isinstance(error, TimeoutError) else DISCONNECTED
+                request = self._waiting.popleft()
+                self._sent[request] = self._now()
+                self._record(request, verdict)
+        else:
+            self._idle.append(connection)
 
+    def _opened(self, task: asyncio.Task[None]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled():
+            if error := task.exception():
+                self._fail(error)
+            self._serve_waiting()
 
-def parse_url(url: str, api_key: str = "") -> Target:
-    """Parse an http:// URL without a path. Raises LoadError, which says what is wrong with any other."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or 80
-    except ValueError as error:
-        raise LoadError(f"{url!r} is not a URL: {error}") from None
-    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
-        raise LoadError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
-    if not re.fullmatch(r"[!-~]*", api_key):
-        raise LoadError("the API key must be printable ASCII without spaces")
-    return Target(parts.hostname, port, api_key)
+    def _send(self, request: int, connection: Connection) -> None:
+        self._sent[request] = self._now()
+        self._busy[request] = connection
+        self._sent_order.append(request)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._timeout_s, self._expire)
+        connection.send(
+            self._wires[self._which[request]], lambda verdict: self._on_end(request, connection, verdict)
+        )
 
+    def _on_end(self, request: int, connection: Connection, verdict: Verdict) -> None:
+        del self._busy[request]
+        if connection.usable:
+            self._idle.append(connection)
+        else:
+            self._connections -= 1
+        self._record(request, verdict)
+        if self._waiting:
+            self._serve_waiting()
 
-class HttpConnection:
-    """A connection by HTTP/1.1 with keep-alive. Answers must have a Content-Length."""
+    def _expire(self) -> None:
+        """End the requests that were sent too long ago; come back for the oldest of the others."""
+        now, self._watch = self._now(), None
+        while self._sent_order:
+            request = self._sent_order[0]
+            if self._verdicts[request] is None:
+                if self._sent[request] + self._timeout_s > now:
+                    at_s = self._start_s + self._sent[request] + self._timeout_s
+                    self._watch = self._loop.call_at(at_s, self._expire)
+                    return
+                connection = self._busy[request]
+                connection.close()
+                self._on_end(request, connection, TIMEOUT)
+            self._sent_order.popleft()
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target) -> None:
-        self._reader, self._writer = reader, writer
-        self._open = True
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        self._headers = f"Host: {host}:{target.port}\r\nContent-Type: application/json\r\n"
-        if target.api_key:
-            self._headers += f"Authorization: Bearer {target.api_key}\r\n"
+    def _record(self, request: int, verdict: Verdict) -> None:
+        now = self._end[request] = self._now()
+        self._verdicts[request] = verdict
+        self._answered += 1
+        if now >= self._shown_s + _PROGRESS_S:
+            self._shown_s = now
+            self._progress(self._answered, len(self._due), "")
+        if self._answered == len(self._due):
+            self._finish()
 
-    @classmethod
-    async def open(cls, target: Target) -> HttpConnection:
-        """Connect to a server. Raises OSError if none answers."""
-        streams = await asyncio.open_connection(target.host, target.port, limit=MAX_HEAD_BYTES)
-        return cls(*streams, target)
+    def _finish(self) -> None:
+        self._progress(self._answered, len(self._due), "")
+        if not self.finished.done():
+            self.finished.set_result(None)
 
-    @property
-    def usable(self) -> bool:
-        return self._open and not self._reader.at_eof()
+    def on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the run with the error of a callback: what is wrong in the client is no verdict on the server."""
+        error = context.get("exception")
+        if error is None:
+            loop.default_exception_handler(context)
+        else:
+            self._fail(error)
 
-    async def post(self, request: Request) -> int:
-        head = f"POST {request.path} HTTP/1.1\r\n{self._headers}Content-Length: {len(request.body)}\r\n\r\n"
-        self._writer.write(head.encode() + request.body)
-        try:
-            status_line, *lines = (await self._reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
-        except asyncio.LimitOverrunError as error:
-            raise ValueError("the head of the answer is too long") from error
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-        status = re.fullmatch(rb"HTTP/1\.[01] (\d{3})(?: .*)?", status_line)
-        length = headers.get(b"content-length", b"")
-        if not status or not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            raise ValueError(f"not an HTTP answer of known length: {status_line[:80]!r}")
-        await self._reader.readexactly(int(length))
-        self._open = headers.get(b"connection", b"").lower() != b"close"
-        return int(status[1])
+    def _fail(self, error: BaseException) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(error)
 
     def close(self) -> None:
-        self._writer.close()
+        """Close all connections, and wait for nothing."""
+        if self._watch is not None:
+            self._watch.cancel()
+        for task in self._opening:
+            task.cancel()
+        for connection in [*self._idle, *self._busy.values()]:
+            connection.close()
+
+    def results(self) -> Results:
+        kinds = list(dict.fromkeys(verdict for verdict in self._verdicts if verdict is not None))
+        number = {verdict: index for index, verdict in enumerate(kinds)}
+        ended = np.array([number[verdict] for verdict in self._verdicts if verdict is not None], np.int32)
+        due_s, began_s, sent_s, end_s = np.array([self._due, self._began, self._sent, self._end], np.float64)
+        return Results(due_s, began_s, sent_s, end_s, ended, kinds)
+
+
+class _PreciseSelector(selectors.DefaultSelector):
+    """Waits to the microsecond: epoll alone counts in milliseconds, which would make every request a little late."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and 0 < timeout and hasattr(self, "fileno"):
+            select.select([self.fileno()], [], [], timeout)
+            timeout = 0
+        return super().select(timeout)
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """An event loop with exact timers. Its clock is time.monotonic, which all processes of a machine share."""
+    return asyncio.SelectorEventLoop(_PreciseSelector())
+
+
+async def reach(target: Target, timeout_s: float) -> None:
+    """Open a connection, and close it. Raises LoadError if the server cannot be reached."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            (await HttpConnection.open(target)).close()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise LoadError(f"nobody answers at {target.host} port {target.port}: {reason}") from None
 
 
 def run(
-    arrivals: Sequence[Arrival],
+    schedule: Schedule,
     target: Target,
     *,
     max_connections: int,
     timeout_s: float,
     progress: Progress,
-) -> list[Result]:
-    """Run `drive` against a server, on a new event loop. Raises LoadError if the server cannot be reached at all."""
+    start_s: float | None = None,
+) -> Results:
+    """Run `drive` against a server, on a new event loop. Raises LoadError if the server cannot be reached at all.
 
-    async def main() -> list[Result]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                (await HttpConnection.open(target)).close()
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            raise LoadError(f"nobody answers at {target.host} port {target.port}: {reason}") from None
+    start_s: the time.monotonic() at which the schedule begins; None: at once.
+    """
+
+    async def main() -> Results:
+        await reach(target, timeout_s)
+        wires = [target.render(request) for request in schedule.requests]
 
         def connect() -> Awaitable[HttpConnection]:
             return HttpConnection.open(target)
 
         return await drive(
-            arrivals, connect, max_connections=max_connections, timeout_s=timeout_s, progress=progress
+            schedule,
+            wires,
+            connect,
+            max_connections=max_connections,
+            timeout_s=timeout_s,
+            progress=progress,
+            start_s=time.monotonic() if start_s is None else start_s,
         )
 
-    return asyncio.run(main())
-
-
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 (the least value that this share does not exceed) and max, in ms; None if there are no values."""
-    if not seconds:
-        return None
-    ranked = sorted(seconds)
-    ranks = {f"p{p}": ranked[math.ceil(len(ranked) * p / 100) - 1] for p in (50, 90, 99)}
-    return {name: round(value * 1e3, 3) for name, value in {**ranks, "max": ranked[-1]}.items()}
-
-
-def summarize(results: Sequence[Result], slo_ms: float) -> dict[str, Any]:
-    """The report of a run, as JSON values. results: at least one.
-
-    latency_ms covers the answers with status 200. goodput is the number of these that came within slo_ms, divided by
-    elapsed_s, the time from the start until the last request ended.
-    """
-    statuses = Counter(r.verdict for r in results if r.verdict.isdigit())
-    failures = Counter(r.verdict for r in results if not r.verdict.isdigit())
-    latencies_s = [r.end_s - r.due_s for r in results if r.verdict == "200"]
-    in_time = sum(latency_s * 1e3 <= slo_ms for latency_s in latencies_s)
-    elapsed_s = max(r.end_s for r in results)
-    return {
-        "sent": len(results),
-        "answered": dict(sorted(statuses.items())),
-        "failed": dict(sorted(failures.items())),
-        "elapsed_s": round(elapsed_s, 3),
-        "slo_ms": slo_ms,
-        "in_time": in_time,
-        "goodput_per_s": round(in_time / elapsed_s, 3),
-        "latency_ms": percentiles_ms(latencies_s),
-        "lateness_ms": percentiles_ms([max(0.0, r.sent_s - r.due_s) for r in results]),
-    }
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(main())

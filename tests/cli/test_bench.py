@@ -48,7 +48,7 @@ def test_a_load_at_a_rate(server: LiveServer, catalog: str, kind: str, more: lis
     done = _bench("serve", f"--url={server.listener.url}", "--set", catalog, *shape, *limits)
     assert (done.returncode, done.stderr) == (0, "")
     *lines, last = done.stdout.splitlines()
-    lines = [line for line in lines if not line.startswith("warning")]  # of a client that had no core
+    lines = [line for line in lines if not line.startswith(("warning", "waited"))]  # where there was no core
     report = json.loads(last)
     assert (report["sent"], report["answered"], report["failed"]) == (20, {"200": 20}, {})
     assert (report["in_time"], report["slo_ms"]) == (20, 60000.0)
@@ -72,8 +72,112 @@ def test_a_trace_and_the_configured_address(server: LiveServer, tmp_path: Path) 
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["answered"] == {"200": 1, "404": 1, "422": 1}
-    assert report["load"] == {"trace": str(trace), "duration_s": None}
+    assert report["errors"] == {"404": {"not_found": 1}, "422": {"invalid_request": 1}}
+    assert report["load"] == {"trace": str(trace), "rate": None, "duration_s": None, "processes": 1}
+    assert list(report["classes"]) == ["recommend", "nowhere"]
     assert "k3y" not in done.stdout
+
+
+MIX = {
+    "classes": [
+        {"name": "home", "weight": 3, "history_length": "uniform:1:3", "top_k": 2, "beam_width": 5},
+        {"name": "late", "history_length": 2, "top_k": 1, "deadline_ms": 1e-6},
+        {"name": "feed", "kind": "rank", "history_length": 1, "candidates": "oneof:2:4", "top_k": 1},
+    ]
+}
+
+
+def test_a_mix_over_a_log_by_two_processes(server: LiveServer, catalog: str, tmp_path: Path) -> None:
+    mix, log = tmp_path / "mix.json", tmp_path / "log.jsonl"
+    mix.write_text(json.dumps(MIX))
+    log.write_text("".join(f'{{"timestamp": {1000 * (i // 2)}}}\n' for i in range(60)))
+    load = [f"--mix={mix}", f"--arrivals_file={log}", "--rate=100", "--duration=0.5", "--processes=2"]
+    limits = ["--slo_ms=60000", "--api_key=k3y", f"--url={server.listener.url}"]
+    done = _bench("serve", "--set", catalog, *load, *limits)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    report = json.loads(last)
+    assert (report["sent"], report["offered_per_s"], report["load"]["format"]) == (50, 100.0, "mooncake")
+    assert report["classes"].keys() == {"home", "late", "feed"}
+    assert report["kinds"].keys() == {"recommend", "rank"}
+    for name in ("home", "feed"):
+        part = report["classes"][name]
+        assert part["answered"] == {"200": part["sent"]} and part["in_time"] == part["sent"]
+    late = report["classes"]["late"]
+    assert late["in_time"] == 0
+    assert late["errors"] == {"504": {"deadline_exceeded": late["sent"]}}
+    assert sum(part["sent"] for part in report["classes"].values()) == 50
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [
+        f"{name}:" for name in [*report["kinds"], *report["classes"]]
+    ]
+
+
+def _svg(picture: Path) -> str:
+    text = picture.read_text()
+    assert text.startswith("<?xml") and "</svg>" in text
+    return text
+
+
+def test_a_sweep_of_rates_and_its_picture(server: LiveServer, catalog: str, tmp_path: Path) -> None:
+    picture = tmp_path / "rates.svg"
+    shape = ["--rates=20,60", "--duration=0.5", "--arrivals=constant", "--history_length=2", "--top_k=2"]
+    limits = ["--slo_ms=60000", "--api_key=k3y", f"--url={server.listener.url}", f"--plot={picture}"]
+    done = _bench("serve", "--set", catalog, *shape, *limits)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    points = json.loads(last)["points"]
+    assert [(point["sent"], point["offered_per_s"], point["in_time"]) for point in points] == [
+        (10, 20.0, 10),
+        (30, 60.0, 30),
+    ]
+    assert [line.split()[0] for line in lines] == ["20.0/s", "60.0/s"]
+    _svg(picture)
+
+
+def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_does(
+    server: LiveServer, catalog: str, tmp_path: Path
+) -> None:
+    shape = [
+        "--history_length=2",
+        "--top_k=2",
+        "--find_capacity",
+        "--share=.5",
+        "--duration=0.2",
+        "--rate=200",
+    ]
+    target = ["--api_key=k3y", f"--url={server.listener.url}", "--set", catalog, "--max_probes=2"]
+    done = _bench("serve", *shape, *target, "--slo_ms=0", f"--plot={tmp_path / 'a.png'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["capacity_per_s"], report["fails_at_per_s"]) == (None, 100.0)
+    assert [(p["rate"], p["holds"], len(p["rounds"])) for p in report["probes"]] == [
+        (200.0, False, 2),
+        (100.0, False, 2),
+    ]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    # The number of requests is bounded: a high rate is sent for a shorter time, and does not end the search.
+    done = _bench("serve", *shape, *target, "--slo_ms=60000", "--arrivals=constant", "--max_requests=50")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["capacity_per_s"], report["fails_at_per_s"]) == (400.0, None)
+    assert [[r["sent"] for r in p["rounds"]] for p in report["probes"]] == [[40], [50]]
+    assert "capacity  at least 400/s" in done.stdout
+
+
+def test_a_log_that_is_too_short_to_show_a_share_is_an_error(
+    server: LiveServer, catalog: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(f'{{"timestamp": {i}}}\n' for i in range(20)))
+    target = ["--api_key=k3y", f"--url={server.listener.url}", "--set", catalog, "--history_length=2"]
+    done = _bench("serve", *target, f"--arrivals_file={log}", "--find_capacity", "--top_k=1")
+    assert done.returncode == 2
+    assert "20 requests cannot show a share of 0.99" in done.stderr
+
+
+def test_a_run_that_is_too_long_is_refused(catalog: str) -> None:
+    done = _bench("serve", "--set", catalog, "--history_length=1", "--rate=1000", "--duration=200")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "200000 requests" in done.stderr and "--max_requests is 100000" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,10 +188,21 @@ def test_a_trace_and_the_configured_address(server: LiveServer, tmp_path: Path) 
         (["serve", "--url=http://10.0.0.1:1"], ["10.0.0.1 is not this machine", "--allow_remote"]),
         (["serve", "--url=https://localhost"], ["http://127.0.0.1:8000"]),
         (["serve"], ["--set catalog.path=", "--trace"]),
-        (["serve", "--rate=1000", "--duration=200"], ["200000 requests", "--max_requests is 100000"]),
         (["serve", "--rate=nan"], ["--rate must be a finite number"]),
         (["serve", "--slo_ms=inf"], ["--slo_ms must be a finite number"]),
         (["serve", "--rate=0"], ["rate"]),
+        (["serve", "--rates=10,0"], ["--rates must be numbers"]),
+        (["serve", "--rates=10,many"], ["--rates must be numbers"]),
+        (["serve", "--rates=10", "--rate=5"], ["--rates and --rate exclude each other"]),
+        (["serve", "--rates=10", "--find_capacity"], ["--rates and --find_capacity exclude each other"]),
+        (["serve", "--mix=m.json", "--kind=rank"], ["--mix and --kind exclude each other"]),
+        (["serve", "--trace=t.jsonl", "--arrivals=poisson"], ["--trace and --arrivals exclude each other"]),
+        (["serve", "--trace=t.jsonl", "--deadline_ms=5"], ["--trace and --deadline_ms exclude each other"]),
+        (["serve", "--arrivals=gamma"], ["gamma:CV"]),
+        (["serve", "--mix=/nowhere.json"], ["/nowhere.json: cannot be read"]),
+        (["serve", "--plot=a.png"], ["--plot draws several rates", "--find_capacity"]),
+        (["serve", "--rates=10,20", "--plot=a.pdf"], ["--plot must name a file that ends in .png or .svg"]),
+        (["serve", "--rates=10,20", "--plot=/nowhere/a.png"], ["there is no folder /nowhere"]),
         (["serve", "--trace=/nowhere.jsonl"], ["/nowhere.jsonl: cannot be read"]),
         (["serve", "--trace=/dev/null"], ["nothing to send"]),
     ],

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr bench serve`: one run at a rate, a sweep of rates, or the search for the highest rate that is served in time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from jgr.cli import console
+from jgr.config import Config, UserError
+from jgr.traffic import capacity, load_lines, processes
+from jgr.traffic.arrival_files import read_arrivals
+from jgr.traffic.arrivals import parse_process
+from jgr.traffic.http_client import Target, parse_url
+from jgr.traffic.measures import summarize
+from jgr.traffic.mixes import RequestClass, make_mix, read_mix
+from jgr.traffic.plots import check_picture, plot_rates
+from jgr.traffic.schedule import Mix, Schedule, read_trace
+from jgr.traffic.sources import (
+    DEFAULT_DURATION_S,
+    DEFAULT_RATE,
+    LogSource,
+    ProcessSource,
+    Source,
+    TraceSource,
+)
+
+MAX_CONNECTIONS = 512
+TIMEOUT_S = 30.0
+WARM_UP_S = 1.0
+REST_S = 0.5
+"""A pause after a round with late answers, in which an overloaded server drops what nobody waits for."""
+MIX_FLAGS = (
+    "kind", "history_length", "candidates", "top_k", "beam_width", "deadline_ms", "priority", "timed",
+)  # fmt: skip
+
+
+def serve(values: flags.FlagValues) -> None:
+    """Load a running server as the flags say, and print the report."""
+    config = console.load(values)
+    _check(values)
+    bench = _Bench(values, config)
+    if values.find_capacity:
+        bench.find_capacity()
+    elif values.rates:
+        bench.sweep([float(rate) for rate in values.rates])
+    else:
+        bench.run()
+
+
+def _check(values: flags.FlagValues) -> None:
+    for name in ("rate", "duration", "slo_ms", "deadline_ms"):
+        if not math.isfinite(values[name].value or 0.0):
+            raise UserError(f"--{name} must be a finite number")
+    try:
+        wrong = [rate for rate in values.rates if not 1e-3 <= float(rate) < math.inf]
+    except ValueError:
+        wrong = values.rates
+    if wrong:
+        raise UserError(
+            "--rates must be numbers of at least 0.001, separated by commas, as in --rates=10,20,50"
+        )
+    pairs = [("rates", "rate"), ("rates", "find_capacity"), ("trace", "arrivals_file"), ("trace", "mix")]
+    pairs += [("trace", "arrivals"), ("arrivals_file", "arrivals"), *(("trace", name) for name in MIX_FLAGS)]
+    pairs += [("mix", name) for name in MIX_FLAGS]
+    for one, other in pairs:
+        if values[one].present and values[other].present:
+            raise UserError(f"--{one} and --{other} exclude each other: leave out one of them")
+    if values.plot:
+        if not (values.rates or values.find_capacity):
+            raise UserError("--plot draws several rates: add --rates=10,20,50 or --find_capacity")
+        check_picture(Path(values.plot))
+
+
+class _Bench:
+    """One call of the command: the server, and the load that the flags describe."""
+
+    def __init__(self, values: flags.FlagValues, config: Config) -> None:
+        server = config.server
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        self._url = values.url or f"http://{host}:{server.port}"
+        key = server.api_key if values.api_key is None else values.api_key
+        self._target: Target = parse_url(self._url, key)
+        if not self._target.is_loopback and not values.allow_remote:
+            raise UserError(
+                f"{self._target.host} is not this machine; to load it all the same, add --allow_remote"
+            )
+        self._values = values
+        self._load = _describe(values)
+        self._source = self._make_source(config)
+        self._runs = 0
+
+    def _make_source(self, config: Config) -> Source:
+        values = self._values
+        if values.trace:
+            times_s, requests = read_trace(Path(values.trace), values.max_requests)
+            return TraceSource(times_s, requests, values.max_requests)
+        process = parse_process(values.arrivals)
+        mix = _mix(values, config)
+        if values.arrivals_file:
+            self._load["format"], times_s = read_arrivals(Path(values.arrivals_file))
+            return LogSource(times_s, mix, values.seed, values.max_requests)
+        return ProcessSource(process, mix, values.seed, values.max_requests)
+
+    def run(self) -> None:
+        values = self._values
+        report = self._report(self._schedule(values.rate, values.duration), "requests answered")
+        self._print(report, load_lines.run_lines(report))
+        self._check_answers([report])
+
+    def sweep(self, rates: Sequence[float]) -> None:
+        duration_s = self._values.duration
+        self._warm_up(rates[0])
+        points = []
+        for rate in rates:
+            points.append(self._report(self._schedule(rate, duration_s), f"{rate:g} requests/s"))
+            print(load_lines.point_line(points[-1]), flush=True)
+        self._plot(points)
+        self._print({"points": points}, [])
+        self._check_answers(points)
+
+    def find_capacity(self) -> None:
+        values = self._values
+        first = values.rate or DEFAULT_RATE
+        least = capacity.requests_needed(values.share)
+        self._warm_up(first)
+        points: list[dict[str, Any]] = []
+
+        def measure(rate: float) -> capacity.Round:
+            wanted_s = max(values.duration or DEFAULT_DURATION_S, least / rate)
+            schedule = self._schedule(rate, min(wanted_s, self._source.longest_s(rate)))
+            if len(schedule) < least / 2:
+                raise UserError(
+                    f"{len(schedule)} requests cannot show a share of {values.share:g}, which takes {least}: "
+                    "take a longer log, a smaller --share, or a larger --max_requests"
+                )
+            if points and points[-1]["in_time"] < points[-1]["sent"]:
+                time.sleep(REST_S)
+            # What comes later than this is no answer in time; the server hears that nobody waits for it.
+            patience_s = min(TIMEOUT_S, max(1.0, 5 * values.slo_ms / 1e3))
+            points.append(self._report(schedule, f"{rate:.4g} requests/s", patience_s))
+            print(load_lines.point_line(points[-1]), flush=True)
+            return capacity.Round(points[-1]["sent"], points[-1]["in_time"], points[-1])
+
+        found = capacity.find(measure, first, values.share, most_probes=values.max_probes)
+        self._plot([probe.rounds[-1].figures for probe in found.probes], found.capacity)
+        report = {
+            "slo_ms": values.slo_ms,
+            "share": values.share,
+            "capacity_per_s": found.capacity,
+            "fails_at_per_s": found.fails_at,
+            "client_limited": any(
+                not p.holds and load_lines.is_late(p.rounds[-1].figures) for p in found.probes
+            ),
+            "probes": [
+                {"rate": p.rate, "holds": p.holds, "rounds": [r.figures for r in p.rounds]}
+                for p in found.probes
+            ],
+        }
+        self._print(report, load_lines.capacity_lines(report))
+        self._check_answers(points)
+
+    def _schedule(self, rate: float | None, duration_s: float | None) -> Schedule:
+        schedule = self._source.schedule(rate, duration_s, self._runs)
+        self._runs += 1
+        if not len(schedule):
+            raise UserError("there is nothing to send: raise --rate or --duration, or check --trace")
+        return schedule
+
+    def _report(self, schedule: Schedule, label: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+        with console.progress_bar(label) as bar:
+            results = processes.run(
+                schedule,
+                self._target,
+                processes=self._values.processes,
+                max_connections=MAX_CONNECTIONS,
+                timeout_s=timeout_s,
+                progress=bar,
+            )
+        return summarize(schedule, results, self._values.slo_ms)
+
+    def _warm_up(self, rate: float) -> None:
+        """Send requests that are not measured, so that the first rate does not pay for cold caches."""
+        seconds = min(max(WARM_UP_S, 1 / rate), self._source.longest_s(rate))
+        self._report(self._schedule(rate, seconds), "warm-up")
+
+    def _plot(self, points: Sequence[Mapping[str, Any]], found: float | None = None) -> None:
+        if self._values.plot:
+            plot_rates(points, Path(self._values.plot), found)
+
+    def _print(self, report: Mapping[str, Any], lines: Sequence[str]) -> None:
+        for line in lines:
+            print(line)
+        print(json.dumps({"url": self._url, "load": self._load, **report}))
+
+    def _check_answers(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        if not any("200" in report["answered"] for report in reports):
+            raise UserError(
+                "no request was answered 200: try one by hand, the server's answer says why "
+                "(a model that reads times needs --timed; one that reads more needs a --trace)"
+            )
+
+
+def _classes(values: flags.FlagValues) -> list[RequestClass]:
+    if values.mix:
+        return read_mix(Path(values.mix))
+    fields = {name: getattr(values, name) for name in MIX_FLAGS}
+    return [RequestClass(name=values.kind, **fields)]
+
+
+def _mix(values: flags.FlagValues, config: Config) -> Mix:
+    import numpy as np
+
+    from jgr.catalog.catalog import load_catalog
+
+    classes = _classes(values)
+    if not (config.catalog.path or config.model.path):
+        raise UserError("say where item ids come from: --set catalog.path=catalog.jsonl, or give a --trace")
+    catalog = load_catalog(config.catalog.path or Path(config.model.path) / "catalog.jsonl")
+    return make_mix(classes, catalog.item_ids, np.random.default_rng(values.seed))
+
+
+def _number(value: Any) -> Any:
+    """A law that is a single number as that number; all else as it is."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+
+
+def _describe(values: flags.FlagValues) -> dict[str, Any]:
+    """The flags that determine the load, for the report."""
+    taken = functools.partial(getattr, values)
+    if values.trace:
+        names: tuple[str, ...] = ("trace", "rate")
+    else:
+        names = ("arrivals_file" if values.arrivals_file else "arrivals", "rate", "seed")
+        names += ("mix",) if values.mix else MIX_FLAGS
+    load = {name: _number(taken(name)) for name in names} | {
+        "duration_s": values.duration,
+        "processes": values.processes,
+    }
+    if not (values.trace or values.arrivals_file):
+        load["rate"] = load["rate"] or DEFAULT_RATE
+        load["duration_s"] = values.duration or DEFAULT_DURATION_S
+    if values.rates:
+        load["rate"] = [float(rate) for rate in values.rates]
+    return load

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lean HTTP/1.1 client for loads: one request at a time on a kept connection, bytes in, verdict out.
+
+The one idea: a request is rendered once and sent many times, and an answer is parsed (by httptools) only as far as the
+report needs: its status, its end, and why it is an error. No task is made for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from jgr.traffic.schedule import LoadError, Request
+
+MAX_HEAD_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 1 << 26
+_MAX_ERROR_BYTES = 1 << 16
+_MAX_REASON_CHARS = 64
+
+
+class Verdict(NamedTuple):
+    """How a request ended. status: HTTP's as text, or "timeout", "disconnected", "bad_response". reason: error.type."""
+
+    status: str
+    reason: str = ""
+
+
+TIMEOUT = Verdict("timeout")
+DISCONNECTED = Verdict("disconnected")
+BAD_RESPONSE = Verdict("bad_response")
+
+Done = Callable[[Verdict], None]
+
+
+class Connection(Protocol):
+    """A connection that carries one request at a time. usable: whether it can carry another."""
+
+    @property
+    def usable(self) -> bool: ...
+    def send(self, wire: bytes, done: Done) -> None:
+        """Send a rendered request; `done` is called once, with how it ended, unless the connection is closed first."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """The address of a server. api_key: the key to send; empty: none."""
+
+    host: str
+    port: int
+    api_key: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the host is certainly this machine: a loopback address or localhost. No other name is looked up."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def render(self, request: Request) -> bytes:
+        """The bytes of a request to this server."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        head = (
+            f"POST {request.path} HTTP/1.1\r\nHost: {host}:{self.port}\r\nContent-Type: application/json\r\n"
+        )
+        if self.api_key:
+            head += f"Authorization: Bearer {self.api_key}\r\n"
+        return f"{head}Content-Length: {len(request.body)}\r\n\r\n".encode() + request.body
+
+
+def parse_url(url: str, api_key: str = "") -> Target:
+    """Parse an http:// URL without a path. Raises LoadError, which says what is wrong with any other."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+    except ValueError as error:
+        raise LoadError(f"{url!r} is not a URL: {error}") from None
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
+        raise LoadError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
+    if not re.fullmatch(r"[!-~]*", api_key):
+        raise LoadError("the API key must be printable ASCII without spaces")
+    return Target(parts.hostname, port, api_key)
+
+
+class HttpConnection(asyncio.Protocol):
+    """A connection by HTTP/1.1 with keep-alive."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._done: Done | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._received = 0
+        self._head_ended = self._complete = self._kept = False
+        self._body = bytearray()
+
+    @classmethod
+    async def open(cls, target: Target) -> HttpConnection:
+        """Connect to a server. Raises OSError if none answers."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(cls, target.host, target.port)
+        return connection
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None
+
+    def send(self, wire: bytes, done: Done) -> None:
+        assert self._transport is not None and self._done is None
+        self._done, self._received = done, 0
+        self._head_ended = self._complete = False
+        self._transport.write(wire)
+
+    def close(self) -> None:
+        self._done = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(DISCONNECTED, usable=False)
+
+    def data_received(self, data: bytes) -> None:
+        if self._done is None:  # nobody asked
+            self.close()
+            return
+        self._received += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._end(BAD_RESPONSE, usable=False)
+            return
+        if self._complete:
+            status = self._parser.get_status_code()
+            reason = _reason(self._body) if self._body else ""
+            self._end(Verdict(str(status), reason), usable=self._kept)
+        elif self._received > (MAX_ANSWER_BYTES if self._head_ended else MAX_HEAD_BYTES):
+            self._end(BAD_RESPONSE, usable=False)
+
+    def _end(self, verdict: Verdict, usable: bool) -> None:
+        done, self._done = self._done, None
+        self._body.clear()
+        if not usable:
+            self.close()
+        if done is not None:
+            done(verdict)
+
+    # What httptools calls.
+
+    def on_headers_complete(self) -> None:
+        self._head_ended = True
+
+    def on_body(self, data: bytes) -> None:
+        if self._parser.get_status_code() >= 400 and len(self._body) < _MAX_ERROR_BYTES:
+            self._body += data
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+        self._kept = self._parser.should_keep_alive()  # forgotten once the parser begins the next message
+
+
+class _Error(msgspec.Struct):
+    type: str
+    reason: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Error
+
+
+_decode = msgspec.json.Decoder(_Refusal).decode
+
+
+def _reason(body: bytes | bytearray) -> str:
+    """The body's error.type, with error.reason where there is one; empty for a body of another form."""
+    try:
+        error = _decode(body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    return (f"{error.type}: {error.reason}" if error.reason else error.type)[:_MAX_REASON_CHARS]
