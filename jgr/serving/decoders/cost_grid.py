@@ -36,6 +36,8 @@ from jgr.serving.policies.sources import Compute, PlannedPrompt, PlannedSegment,
 
 MOST_PROGRAMS = 18
 """The most programs of one kind that are compiled."""
+LEAST_TOKENS = 16
+"""The shortest prompts, or packed rows, where the configured ones are not shorter."""
 
 
 def cost(cfg: GeneratorConfig, works: Sequence[Work], itemsize: int) -> Cost:
@@ -67,7 +69,7 @@ def grid(profiles: Sequence[Profile], most: int = MOST_PROGRAMS) -> tuple[Profil
         batch, tokens, width, context = (
             max(getattr(profile, name) for profile in own) for name in ("batch", "tokens", "width", "context")
         )
-        axes = [spaced(batch, 3), spaced(tokens, 4, min(16, tokens)), spaced(width, 3)]
+        axes = [spaced(batch, 3), spaced(tokens, 4, min(LEAST_TOKENS, tokens)), spaced(width, 3)]
         if packed:  # a row for all requests: their number and width are those of the largest shape
             axes = [(batch,), axes[1], (width,) if kind == "rank" else axes[2], spaced(context, 3)]
         found += [Profile(kind, *sizes[:3], packed, *sizes[3:]) for sizes in choose(axes, most)]
@@ -105,7 +107,7 @@ def _packed_trials(plain: RowExecutor, executor: PagedExecutor, profile: Profile
     """Prompts of users after no cached tokens, half as many as are compiled and all of them, as far as the pool has that
     many: one that ranks an item, or as many to go on from as the profile takes."""
     is_rank = profile.kind == "rank"
-    requests = 1 if is_rank else profile.batch
+    requests = 1 if is_rank else max(1, min(profile.batch, profile.tokens // 2))
     new, kv = profile.tokens // requests, executor.kv
     most = min(profile.context, executor.pool.pages * kv.slots // kv.parts) // requests
     whole = profile.tokens + profile.context

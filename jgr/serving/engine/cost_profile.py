@@ -146,10 +146,14 @@ def spaced(most: int, number: int, least: int = 1, unit: int = 1) -> tuple[int, 
 
 
 def report(timed: Sequence[Timed], model: CostModel) -> Mapping[str, Any]:
-    """The model, each kind's held-out errors, and what was measured, ready for JSON."""
+    """The model, each kind's held-out errors, and what was measured, ready for JSON.
+
+    spread: the median of the trials', which says how quiet the machine was.
+    """
     return {
         "family": model.family,
         "device": model.device,
+        "spread": float(np.median([one.spread for one in timed])),
         "kinds": {kind: _row(fitted) for kind, fitted in model.kinds.items()},
         "hosts": {kind: _row(fitted) for kind, fitted in model.hosts.items()},
         "points": [{**one._asdict(), "cost": one.cost._asdict()} for one in timed],

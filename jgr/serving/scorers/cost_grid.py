@@ -52,6 +52,11 @@ def cost(cfg: ScorerConfig, work: Work) -> Cost:
     return _COSTS[type(cfg)](cfg, work)
 
 
+def family(cfg: ScorerConfig) -> str:
+    """The name of a config's family."""
+    return _COSTS[type(cfg)].__name__
+
+
 def with_history(cfg: ScorerConfig, params: PyTree, events: int) -> tuple[ScorerConfig, PyTree]:
     """The model with histories of at most `events`. Tables whose size follows from that, as those of positions, are
     zeros: it takes as long as one that was trained so, and its scores mean nothing."""
