@@ -169,5 +169,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 if __name__ == "__main__":
     harness.main(
-        Benchmark("cost_model", measure, packages=("jax", "jaxlib", "numpy", "scipy"), sources=[Path(__file__)])
+        Benchmark(
+            "cost_model", measure, packages=("jax", "jaxlib", "numpy", "scipy"), sources=[Path(__file__)]
+        )
     )

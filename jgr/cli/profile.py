@@ -129,17 +129,21 @@ def _costs_table(timed: Sequence[Timed], model: CostModel, spread: float) -> str
         lines.append(
             f"{one.kind:<18}{one.label:<44}{one.seconds * 1e3:>9.3f}{one.spread:>8.0%}{fitted * 1e3:>10.3f}"
         )
-    lines += ["", f"{'kind':<18}{'points':>7}{'MAPE':>8}{'held out':>10}{'worst':>8}  {'host: run':<12}{'request'}"]
+    lines += [
+        "",
+        f"{'kind':<18}{'points':>7}{'MAPE':>8}{'held out':>10}{'worst':>8}  {'host: run':<12}{'request'}",
+    ]
     for kind, found in model.kinds.items():
-        host = model.hosts[kind]
-        held = "".join(f"{x:>{n}.1%}" for x, n in ((found.held_out.mean, 10), (found.held_out.largest, 8))) if (
-            found.held_out
-        ) else f"{'-':>10}{'-':>8}"
+        host, held = model.hosts[kind], found.held_out
+        out = f"{'-':>10}{'-':>8}" if held is None else f"{held.mean:>10.1%}{held.largest:>8.1%}"
         lines.append(
-            f"{kind:<18}{found.points:>7}{found.errors.mean:>8.1%}{held}  {host.constant * 1e3:.3f} ms"
+            f"{kind:<18}{found.points:>7}{found.errors.mean:>8.1%}{out}  {host.constant * 1e3:.3f} ms"
             f"    {host.coefficients.get('requests', 0.0) * 1e3:.3f} ms"
         )
-    lines += ["", f"a run's quartiles are {spread:.0%} apart (median of all runs): errors below that are noise"]
+    lines += [
+        "",
+        f"a run's quartiles are {spread:.0%} apart (median of all runs): errors below that are noise",
+    ]
     return "\n".join(lines)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Climber's costs (MODEL-30), in the terms of `jgr.models.costs`. Imports no jax.
 
-A pair is a query and a key that it sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which counts all pairs (`all_pairs`: 3.72e9 and
-1.81e10 with the width and MLP of MODEL-19). The visible pairs cost 2.72e9 and 1.01e10.
+A pair is a query and a key that it sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which counts
+all pairs (`all_pairs`: 3.72e9 and 1.81e10 with the width and MLP of MODEL-19). The visible pairs cost 2.72e9 and
+1.01e10.
 """
 
 from __future__ import annotations

@@ -96,9 +96,7 @@ def lru_rec(cfg: LruRec, work: Work) -> Cost:
     events, hidden = cfg.max_items, cfg.hidden
     weights = 8 * hidden**2 + 2 * hidden * cfg.mlp
     moved = FLOAT_BYTES * (cfg.layers * (weights + 4 * events * hidden) + events * hidden)
-    return _with_rows(
-        hidden, Cost(2 * cfg.layers * events * weights, 0, moved, dispatches=cfg.layers), work
-    )
+    return _with_rows(hidden, Cost(2 * cfg.layers * events * weights, 0, moved, dispatches=cfg.layers), work)
 
 
 def hstu(cfg: Hstu, work: Work) -> Cost:
@@ -114,8 +112,10 @@ def stu(cfg: StuScorer, work: Work) -> Cost:
     if work.reads:
         into = slots * cfg.item_dim * hidden
         layers = hstu_costs.cost(stack, hstu_costs.Work(context, 0, _stu_pairs(stack, cfg.max_items)))
-        around = cfg.max_items * (content + action) + into
-        found = layers.plus(Cost(2 * around, bytes=FLOAT_BYTES * (content + action + into)))
+        around = Cost(
+            2 * (cfg.max_items * (content + action) + into), bytes=FLOAT_BYTES * (content + action + into)
+        )
+        found = layers.plus(around)
     if work.candidates:
         seen = _stu_seen(stack, cfg.max_items, bool(stack.full_rows))
         asked = hstu_costs.Work(work.candidates, context, work.candidates * (seen + 1))

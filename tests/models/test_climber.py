@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import math
-import math
 from collections.abc import Iterable
 from typing import Any
 

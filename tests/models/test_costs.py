@@ -96,9 +96,9 @@ def test_a_decoded_tokens_products_are_those_of_the_program(step: int) -> None:
     tokens = jnp.zeros((B, W), jnp.int32)
     call = functools.partial(decoder.decode, cfg=DENSE, attention="reference")
     found = flops(
-        lambda p: call(
-            p, tokens=tokens, context=context, lengths=LENGTHS, beams=beams, ancestors=ancestors
-        )[0],
+        lambda p: call(p, tokens=tokens, context=context, lengths=LENGTHS, beams=beams, ancestors=ancestors)[
+            0
+        ],
         drawn,
     )
     counted = decoder_costs.cost(DENSE, Decode(B, W, T, step))

@@ -69,10 +69,15 @@ def grid(profiles: Sequence[Profile], most: int = MOST_PROGRAMS) -> tuple[Profil
         batch, tokens, width, context = (
             max(getattr(profile, name) for profile in own) for name in ("batch", "tokens", "width", "context")
         )
-        axes = [spaced(batch, 3), spaced(tokens, 4, min(LEAST_TOKENS, tokens)), spaced(width, 3)]
-        if packed:  # a row for all requests: their number and width are those of the largest shape
-            axes = [(batch,), axes[1], (width,) if kind == "rank" else axes[2], spaced(context, 3)]
-        found += [Profile(kind, *sizes[:3], packed, *sizes[3:]) for sizes in choose(axes, most)]
+        # A packed row has all its requests: their number, and that of candidates, is the largest shape's.
+        axes = (
+            (batch,) if packed else spaced(batch, 3),
+            spaced(tokens, 4, min(LEAST_TOKENS, tokens)),
+            (width,) if packed and kind == "rank" else spaced(width, 3),
+            spaced(context, 3) if packed else (0,),
+        )
+        for b, t, w, c in choose(axes, most):
+            found.append(Profile(kind, b, t, w, packed, c))
     return tuple(found)
 
 
@@ -104,8 +109,8 @@ def _row_trial(executor: RowExecutor, profile: Profile) -> Trial:
 
 
 def _packed_trials(plain: RowExecutor, executor: PagedExecutor, profile: Profile) -> Iterator[Trial]:
-    """Prompts of users after no cached tokens, half as many as are compiled and all of them, as far as the pool has that
-    many: one that ranks an item, or as many to go on from as the profile takes."""
+    """A prompt that ranks an item, or as many to go on from as the profile takes, after no cached tokens, half of those
+    that are compiled and all of them, as far as the pool has so many."""
     is_rank = profile.kind == "rank"
     requests = 1 if is_rank else max(1, min(profile.batch, profile.tokens // 2))
     new, kv = profile.tokens // requests, executor.kv

@@ -102,7 +102,13 @@ def _summary(trial: Trial, runs: Sequence[tuple[float, float]]) -> Timed:
     seconds, host = np.array(runs).T
     low, median, high = np.percentile(seconds, (25, 50, 75)).tolist()
     return Timed(
-        trial.kind, trial.label, trial.cost, trial.requests, median, (high - low) / median, float(np.median(host))
+        trial.kind,
+        trial.label,
+        trial.cost,
+        trial.requests,
+        median,
+        (high - low) / median,
+        float(np.median(host)),
     )
 
 

@@ -45,7 +45,9 @@ class Errors(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.largest) and 0 <= self.mean <= self.largest):
-            raise UserError("a cost's errors must be finite, not negative, and the mean not above the largest")
+            raise UserError(
+                "a cost's errors must be finite, not negative, and the mean not above the largest"
+            )
 
 
 class FittedCost(Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,7 +159,9 @@ def fit(points: Sequence[Point], terms: Sequence[str], folds: int = 0, seed: int
 
 def errors(predicted: Iterable[float], measured: Iterable[float]) -> Errors:
     """The relative errors of predictions; at least one."""
-    found = [abs(float(mine) - float(its)) / float(its) for mine, its in zip(predicted, measured, strict=True)]
+    found = [
+        abs(float(mine) - float(its)) / float(its) for mine, its in zip(predicted, measured, strict=True)
+    ]
     largest = max(found)
     return Errors(min(math.fsum(found) / len(found), largest), largest)
 
@@ -170,7 +174,9 @@ def _table(points: Sequence[Point], terms: Sequence[str]) -> tuple[Float64, Floa
         if missing:
             raise UserError(f"profiled points[{index}]: has no {', '.join(missing)}")
         row = [1.0, *(float(point.counts[term]) for term in terms)]
-        if not (np.isfinite(row).all() and min(row) >= 0 and math.isfinite(point.seconds) and point.seconds > 0):
+        if not (
+            np.isfinite(row).all() and min(row) >= 0 and math.isfinite(point.seconds) and point.seconds > 0
+        ):
             raise UserError(
                 f"profiled points[{index}]: counts {dict(point.counts)} must be finite and not negative, and seconds"
                 f" {point.seconds} finite and above 0"

@@ -8,6 +8,7 @@ histories are models of the same weights whose windows are shorter. Candidates h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorer_costs import Work
 from jgr.models.scorers import ScorerConfig, scorer
 from jgr.models.stu_scorer import StuScorerConfig
+from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.cost_profile import Trial, choose, spaced
 from jgr.serving.policies.orchestration import USER_PART
@@ -72,6 +74,7 @@ def with_history(cfg: ScorerConfig, params: PyTree, events: int) -> tuple[Scorer
     return other, jax.tree.map(fitting, specs, params, is_leaf=lambda x: isinstance(x, Spec))
 
 
+@preparing()
 def trials(
     cfg: ScorerConfig,
     params: PyTree,
@@ -96,7 +99,7 @@ def trials(
 
 def _between(values: Sequence[int], unit: int) -> tuple[int, ...]:
     """The values, and one between each and the next."""
-    middles = {(low + high) // 2 // unit * unit for low, high in zip(values, values[1:], strict=False)}
+    middles = {(low + high) // 2 // unit * unit for low, high in itertools.pairwise(values)}
     return tuple(sorted({*values, *middles}))
 
 

@@ -22,7 +22,13 @@ class Machine:
         self.ran: list[str] = []
 
     def trial(
-        self, kind: str, cost: Cost, launch_s: float, device_s: list[float], collect_s: float, requests: int = 1
+        self,
+        kind: str,
+        cost: Cost,
+        launch_s: float,
+        device_s: list[float],
+        collect_s: float,
+        requests: int = 1,
     ) -> Trial:
         durations = itertools.cycle(device_s)
 
@@ -75,10 +81,11 @@ def test_short_runs_are_repeated_in_their_turn() -> None:
 
 def test_the_fit_is_of_each_kind_and_of_its_host() -> None:
     machine = Machine()
+    sizes = itertools.product((10**6, 10**7, 10**8), (10**6, 10**7), (1, 4))
     trials = [
-        machine.trial("recommend", Cost(products, attention), 1e-3 * batch, [1e-9 * products + 4e-9 * attention], 2e-3, batch)
-        for products, attention, batch in itertools.product((10**6, 10**7, 10**8), (10**6, 10**7), (1, 4))
-    ]  # fmt: skip
+        machine.trial("recommend", Cost(x, y), 1e-3 * batch, [1e-9 * x + 4e-9 * y], 2e-3, batch)
+        for x, y, batch in sizes
+    ]
     trials += [machine.trial("rank", Cost(10**6, 7), 0.5, [0.25], 0) for _ in range(2)]
     timed = machine.measure(trials)
     model = cost_profile.fit(timed, "qwen3")

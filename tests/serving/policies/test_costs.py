@@ -88,9 +88,7 @@ def test_no_small_step_to_other_coefficients_is_better(times: list[float]) -> No
 
 
 def test_terms_are_told_apart_in_order() -> None:
-    points = [
-        Point({"a": n, "twice": 2 * n + 3, "same": 5, "none": 0, "b": n % 3}, 1.0) for n in range(1, 9)
-    ]
+    points = [Point({"a": n, "twice": 2 * n + 3, "same": 5, "none": 0, "b": n % 3}, 1.0) for n in range(1, 9)]
     assert telling(points, ("a", "twice", "same", "none", "b")) == ("a", "b")
     assert telling(points, ("same", "twice", "a")) == ("twice",)
     assert telling(points[:1], ("a", "b")) == telling([], ("a",)) == ()
