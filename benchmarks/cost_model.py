@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well fitted costs predict the time of runs that were not measured, for every family of models (SIM-10, SIM-15).
 
-Weights are random and shapes realistic, though small: a decoder of 4 layers of 256, which ranks and generates in rows
-and, with cached tokens, in packed rows; OneRec's lazy decoder; HSTU, the STU, FLAME's base Climber, SASRec and LRURec.
+Weights are random and shapes realistic, though small: a decoder of 4 layers of 256, which generates in rows and, with
+cached tokens, generates and ranks in packed rows; OneRec's lazy decoder, which generates and ranks by likelihood; HSTU,
+the STU, FLAME's base Climber, SASRec and LRURec.
 `jgr profile --costs` measures and fits; each point is predicted by a fit to the points without it (five folds).
 Claimed is the mean error of each family's worst kind of work.
 
@@ -94,13 +95,13 @@ def decoder_trials(cfg: GeneratorConfig, most: int) -> list[Trial]:
     codes = np.random.default_rng(0).integers(0, LEVEL_SIZE, (N_ITEMS, 3)).astype(np.int32)
     tokens = tuple(np.arange(LEVEL_SIZE, dtype=np.int32) + LEVEL_SIZE * level for level in range(3))
     tables = catalog_tables(PrefixTree.build(np.unique(codes, axis=0)), tokens, weights, growing=True)
-    paged = None
+    paged, rows = None, ROWS
     if isinstance(cfg, DecoderConfig) and isinstance(weights, DecoderParams):
         kv = kv_cells(CacheConfig(cell_tokens=CELL_TOKENS), cfg, "float32", 4, PAGE_BYTES)
-        pool = DevicePool(PAGES, PAGE_BYTES)
+        pool, rows = DevicePool(PAGES, PAGE_BYTES), ROWS[:1]
         paged = PagedExecutor(cfg, weights, tables, PACKED, pool, kv, 512, "valid")
     return decoder_grid.trials(
-        DecoderExecutors(RowExecutor(cfg, weights, tables, ROWS, "valid"), paged), _silent, most
+        DecoderExecutors(RowExecutor(cfg, weights, tables, rows, "valid"), paged), _silent, most
     )
 
 
@@ -144,7 +145,7 @@ def row(family: str, timed: Sequence[Timed]) -> Row:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """For each family, the held-out error of the kind of work that is predicted worst."""
+    """Claim the held-out error of each family's kind of work that is predicted worst."""
     return [
         Claim(
             f"cost-model-{row['family']}-held-out-error",

@@ -27,7 +27,7 @@ from jgr.config import Config, UserError
 if TYPE_CHECKING:
     from jgr.evaluation.profiling import Summary
     from jgr.serving.api import Request
-    from jgr.serving.engine.cost_profile import Timed, Trial
+    from jgr.serving.engine.cost_profile import Timed
     from jgr.serving.policies.costs import CostModel
 
 HELP = "show where a generator's time goes, by stage and by operation"
@@ -82,10 +82,13 @@ def _costs(config: Config, path: Path) -> int:
     """Fit the costs of a model's programs, and write them to a file."""
     from jgr.files import writing
     from jgr.serving.engine import cost_profile
+    from jgr.serving.versions.cost_trials import load_trials
 
     if not path.parent.is_dir():
         raise UserError(f"--costs: {path.parent} is no folder")
-    family, trials = _trials(config)
+    family, compile_trials = load_trials(config)
+    with console.progress_bar("compiling") as bar:
+        trials = compile_trials(bar)
     with console.progress_bar("timing") as bar:
         timed = cost_profile.measure(trials, bar)
     model = cost_profile.fit(timed, family)
@@ -95,31 +98,6 @@ def _costs(config: Config, path: Path) -> int:
     print(_costs_table(timed, model, report["spread"]))
     print(json.dumps(report))
     return 0
-
-
-def _trials(config: Config) -> tuple[str, Sequence[Trial]]:
-    """The family of the configured model, and the runs to time, compiled."""
-    from jgr.serving.engine.opening import open_folder
-    from jgr.serving.versions.loading import is_scorer, own_settings
-
-    folder = open_folder(config)
-    if is_scorer(folder):
-        from jgr.serving.scorers import cost_grid
-        from jgr.serving.scorers.loading import load_scorer
-
-        model, settings = load_scorer(folder, config), config.executors
-        with console.progress_bar("compiling") as bar:
-            found = cost_grid.trials(model.cfg, model.params, max(settings.sizes), bar, settings.build)
-        return cost_grid.family(model.cfg), found
-    from jgr.serving.decoders import cost_grid as decoder_grid
-    from jgr.serving.decoders.loading import load_engine
-    from jgr.serving.decoders.paged_executor import DecoderExecutors
-
-    executors = load_engine(own_settings(config)).served.executors
-    assert isinstance(executors, DecoderExecutors)
-    with console.progress_bar("compiling") as bar:
-        trials = decoder_grid.trials(executors, bar)
-    return executors.plain.model[0].family, trials
 
 
 def _costs_table(timed: Sequence[Timed], model: CostModel, spread: float) -> str:
