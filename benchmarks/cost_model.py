@@ -95,7 +95,8 @@ def decoder_trials(cfg: GeneratorConfig, most: int) -> list[Trial]:
     codes = np.random.default_rng(0).integers(0, LEVEL_SIZE, (N_ITEMS, 3)).astype(np.int32)
     tokens = tuple(np.arange(LEVEL_SIZE, dtype=np.int32) + LEVEL_SIZE * level for level in range(3))
     tables = catalog_tables(PrefixTree.build(np.unique(codes, axis=0)), tokens, weights, growing=True)
-    paged, rows = None, ROWS
+    rows: tuple[Profile, ...] = ROWS
+    paged = None
     if isinstance(cfg, DecoderConfig) and isinstance(weights, DecoderParams):
         kv = kv_cells(CacheConfig(cell_tokens=CELL_TOKENS), cfg, "float32", 4, PAGE_BYTES)
         pool, rows = DevicePool(PAGES, PAGE_BYTES), ROWS[:1]
