@@ -33,6 +33,7 @@ from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import DecoderExecutors
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies import costs
+from jgr.serving.policies.costs import Point
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prefix_choice import Policy
 from jgr.simulation.network import TokenBucket
@@ -234,17 +235,23 @@ class Device:
 
 def speed_row(points: Sequence[tuple[float, float, float]]) -> Row:
     """Our new tokens a second, and the paper's. points: (new tokens, cached tokens, seconds) of each run."""
-    cost = costs.fit(points)
-    ours = BOOKS.user_tokens / cost.seconds(BOOKS.user_tokens, ITEM_TOKENS)
+    measured = [Point(_prefill(new, cached), seconds) for new, cached, seconds in points]
+    cost = costs.fit(measured, tuple(_prefill(0, 0)))
+    ours = BOOKS.user_tokens / cost.seconds(_prefill(BOOKS.user_tokens, ITEM_TOKENS))
     return {
         "tokens_per_s": harness.rounded(ours),
         "papers_tokens_per_s": harness.rounded(BOOKS.user_tokens / PREFILL_S),
         "prefill_cost": {
-            "coefficients": [harness.rounded(x) for x in cost.coefficients],
-            "mean_relative_error": harness.rounded(cost.mean_relative_error, 2),
+            "coefficients": [harness.rounded(x) for x in (cost.constant, *cost.coefficients.values())],
+            "mean_relative_error": harness.rounded(cost.errors.mean, 2),
             "points": cost.points,
         },
     }
+
+
+def _prefill(new: float, cached: float) -> dict[str, float]:
+    """What a prefill's time depends on: the matmuls, attention among new tokens, and attention to cached ones."""
+    return {"new": new, "among_new": new**2, "to_cached": new * cached}
 
 
 def link_row(system: System, base: System, seconds: Mapping[Key, float], rate: float) -> Row:

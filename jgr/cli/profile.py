@@ -3,6 +3,9 @@
 
 The requests are histories of the configured dataset, or the lines of --requests_file. The engine is that of `jgr
 serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document.
+
+With --costs=FILE no requests are traced: programs of many shapes are timed, of a generator or of a scorer, and the
+model that is fitted to them, which predicts others, is written to the file.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from jgr.config import Config, UserError
 if TYPE_CHECKING:
     from jgr.evaluation.profiling import Summary
     from jgr.serving.api import Request
+    from jgr.serving.engine.cost_profile import Timed
+    from jgr.serving.policies.costs import CostModel
 
 HELP = "show where a generator's time goes, by stage and by operation"
 
@@ -37,16 +42,16 @@ def define_flags() -> None:
     flags.DEFINE_integer("top", 20, "operations to show", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to keep the raw trace in")
     flags.DEFINE_string(
-        "costs", None, "JSON file for the prefill time by new and cached tokens; traces no requests"
+        "costs", None, "JSON file for a model of what runs of any shape cost; traces no requests"
     )
 
 
 def main(argv: Sequence[str]) -> int:
     config = console.load_folder(flags.FLAGS, argv)
     values = flags.FLAGS
-    _refuse_scorer(config)
     if values.costs:
         return _costs(config, Path(values.costs))
+    _refuse_scorer(config)
     from jgr.evaluation import profiling
 
     if values.out and Path(values.out).exists() and any(Path(values.out).iterdir()):
@@ -68,35 +73,56 @@ def _refuse_scorer(config: Config) -> None:
 
     if config.model.path and is_scorer(Path(config.model.path)):
         raise UserError(
-            "jgr profile takes decoders; a scorer's times are in timing_ms of its answers and in /metrics"
+            "jgr profile traces decoders; a scorer's times are in timing_ms of its answers and in /metrics, and "
+            "--costs fits what its parts cost"
         )
 
 
 def _costs(config: Config, path: Path) -> int:
-    """Fit the prefill time to prompts with cached segments, and write it to a file for the placement of items."""
+    """Fit the costs of a model's programs, and write them to a file."""
     from jgr.files import writing
-    from jgr.serving.decoders import prefill_costs
-    from jgr.serving.decoders.loading import load_engine
-    from jgr.serving.decoders.paged_executor import DecoderExecutors
-    from jgr.serving.policies import costs
+    from jgr.serving.engine import cost_profile
+    from jgr.serving.versions.cost_trials import load_trials
 
-    executor = load_engine(config).served.executors
-    assert isinstance(executor, DecoderExecutors)
-    if executor.paged is None:
-        raise UserError(
-            "--costs: nothing is cached; set cache.policy, or a rank.method with candidates in the prompt"
-        )
+    if not path.parent.is_dir():
+        raise UserError(f"--costs: {path.parent} is no folder")
+    family, compile_trials = load_trials(config)
     with console.progress_bar("compiling") as bar:
-        executor.paged.warm_up(bar)
-    points = list(prefill_costs.measure(executor.paged))
-    fitted = costs.fit(points)
+        trials = compile_trials(bar)
+    with console.progress_bar("timing") as bar:
+        timed = cost_profile.measure(trials, bar)
+    model = cost_profile.fit(timed, family)
     with writing(path, UserError) as stream:
-        stream.write(fitted.to_json())
-    print(f"{'new':>8} {'cached':>8} {'ms':>9} {'fitted':>9}")
-    for new, cached, seconds in points:
-        print(f"{new:>8.0f} {cached:>8.0f} {seconds * 1e3:>9.2f} {fitted.seconds(new, cached) * 1e3:>9.2f}")
-    print(fitted.to_json().decode())
+        stream.write(model.to_json())
+    report = cost_profile.report(timed, model)
+    print(_costs_table(timed, model, report["spread"]))
+    print(json.dumps(report))
     return 0
+
+
+def _costs_table(timed: Sequence[Timed], model: CostModel, spread: float) -> str:
+    lines = [f"{'kind':<18}{'run':<44}{'ms':>9}{'spread':>8}{'fitted':>10}"]
+    for one in timed:
+        fitted = model.seconds(one.kind, one.cost._asdict())
+        lines.append(
+            f"{one.kind:<18}{one.label:<44}{one.seconds * 1e3:>9.3f}{one.spread:>8.0%}{fitted * 1e3:>10.3f}"
+        )
+    lines += [
+        "",
+        f"{'kind':<18}{'points':>7}{'MAPE':>8}{'held out':>10}{'worst':>8}  {'host: run':<12}{'request'}",
+    ]
+    for kind, found in model.kinds.items():
+        host, held = model.hosts[kind], found.held_out
+        out = f"{'-':>10}{'-':>8}" if held is None else f"{held.mean:>10.1%}{held.largest:>8.1%}"
+        lines.append(
+            f"{kind:<18}{found.points:>7}{found.errors.mean:>8.1%}{out}  {host.constant * 1e3:.3f} ms"
+            f"    {host.coefficients.get('requests', 0.0) * 1e3:.3f} ms"
+        )
+    lines += [
+        "",
+        f"a run's quartiles are {spread:.0%} apart (median of all runs): errors below that are noise",
+    ]
+    return "\n".join(lines)
 
 
 def _requests(config: Config, count: int, path: str | None) -> list[Request]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Climber's costs (MODEL-30): FLOPs of its matrix products, and bytes that must move. Imports no jax.
+"""Climber's costs (MODEL-30), in the terms of `jgr.models.costs`. Imports no jax.
 
-A multiply-add counts as two FLOPs; norms, softmax, biases and gates are left out. A pair is a query and a key that it
-sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which counts all pairs (`all_pairs`: 3.72e9 and
-1.81e10 with the width and MLP of MODEL-19). The visible pairs cost 2.72e9 and 1.01e10.
+A pair is a query and a key that it sees. FLAME publishes 3.72e9 FLOPs for `base` and 1.64e10 for `long`, which counts
+all pairs (`all_pairs`: 3.72e9 and 1.81e10 with the width and MLP of MODEL-19). The visible pairs cost 2.72e9 and
+1.01e10.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from jgr.models.costs import Cost
 
 
 class Climber(Protocol):
@@ -39,11 +41,6 @@ class Work(NamedTuple):
     pairs: int
     cached: int
     candidates: int
-
-
-class Cost(NamedTuple):
-    flops: int
-    bytes: int
 
 
 def of_history(cfg: Climber) -> Work:
@@ -81,8 +78,8 @@ def cost(cfg: Climber, work: Work, itemsize: int = 4) -> Cost:
     fusion = 4 * hidden**2 + 2 * blocks * hidden**2
     of_blocks = blocks * 6 * hidden**2 + 2 * blocks**2 * hidden  # attention over the blocks, and the gate
     heads = cfg.experts * 2 * hidden * mlp + tasks * (hidden * cfg.experts + hidden**2 + hidden)
-    flops = blocks * cfg.layers * (work.tokens * layer + 2 * hidden * work.pairs)
-    flops += work.candidates * (of_blocks + heads)
+    products = blocks * cfg.layers * work.tokens * layer + work.candidates * (of_blocks + heads)
+    pairs = blocks * cfg.layers * work.pairs
     moved = blocks * cfg.layers * (layer + 2 * hidden * work.cached)
     moved += (fusion + heads if work.candidates else 0) + blocks * hidden * work.tokens
-    return Cost(2 * flops, moved * itemsize)
+    return Cost(2 * products, 4 * hidden * pairs, moved * itemsize, dispatches=cfg.layers)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of HSTU's and the STU's layers (MODEL-30): FLOPs of their products, bytes to move. Imports no jax."""
+"""The costs of HSTU's and the STU's layers (MODEL-30), in the terms of `jgr.models.costs`. Imports no jax."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
+
+from jgr.models.costs import Cost
 
 FLOAT_BYTES = 4
 
@@ -36,11 +38,6 @@ class Work(NamedTuple):
     pairs: int
 
 
-class Cost(NamedTuple):
-    flops: int
-    bytes: int
-
-
 def of_history(events: int, cached: int = 0) -> Work:
     """The work for a user's new events after cached ones; each sees itself and the events before it."""
     return Work(events, cached, events * cached + events * (events + 1) // 2)
@@ -55,6 +52,9 @@ def cost(cfg: Stack, work: Work) -> Cost:
     """The cost of all layers in float32. Weights are read once."""
     values, both = cfg.heads * cfg.v_dim, cfg.heads * (cfg.qk_dim + cfg.v_dim)
     products = cfg.hidden * (2 * both + cfg.gated * values)
-    flops = 2 * (work.new * products + work.pairs * both)
+    layers = cfg.layers
     moved = products + (work.new + work.cached) * both
-    return Cost(cfg.layers * flops, cfg.layers * moved * FLOAT_BYTES)
+    return Cost(
+        2 * layers * work.new * products, 2 * layers * work.pairs * both, FLOAT_BYTES * layers * moved,
+        dispatches=layers,
+    )  # fmt: skip

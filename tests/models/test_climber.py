@@ -22,6 +22,7 @@ from jgr.models.climber_layers import Build
 from jgr.models.params import Spec, abstract
 from jgr.ops.biased_attention import IMPLEMENTATIONS as ATTENTION
 from jgr.ops.fused_linear import IMPLEMENTATIONS as LINEAR
+from tests.models.products import dot_flops
 
 Array = np.ndarray[Any, Any]
 
@@ -299,22 +300,6 @@ def test_the_ranker_says_what_it_needs() -> None:
 def test_configs_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CFG, **change)
-
-
-def dot_flops(jaxpr: Any) -> int:
-    """Of all products in a program, its loops' as often as they run."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        inner = [
-            getattr(p, "jaxpr", p) for p in eqn.params.values() if hasattr(getattr(p, "jaxpr", p), "eqns")
-        ]
-        total += times * sum(map(dot_flops, inner))
-        if eqn.primitive.name == "dot_general":
-            ((contracted, _), _) = eqn.params["dimension_numbers"]
-            summed = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
-            total += 2 * summed * math.prod(eqn.outvars[0].aval.shape)
-    return total
 
 
 def test_the_cost_is_that_of_the_products_in_the_program() -> None:

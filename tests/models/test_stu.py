@@ -167,6 +167,6 @@ def test_the_candidates_cost_does_not_hold_the_history_again() -> None:
     products, both = 12 * (2 * 2 * (4 + 6) + 3 * 2 * 6), 2 * (4 + 6)
     history, candidates = of_history(100), of_candidates(6, history=100, micro_batch=4)
     assert candidates == (6, 200, 606) and history == (100, 0, 5050)
-    assert cost(STACK, candidates) == (
-        2 * 2 * (6 * products + 606 * both), 2 * 4 * (products + 206 * both)
-    )  # fmt: skip
+    found = cost(STACK, candidates)
+    assert found.flops == 2 * 2 * (6 * products + 606 * both)
+    assert found.bytes == 2 * 4 * (products + 206 * both)

@@ -157,6 +157,11 @@ class PagedExecutor(ProfilePrograms):
         ]
 
     @property
+    def longest(self) -> int:
+        """The most tokens of a prompt that generation goes on from."""
+        return self._longest
+
+    @property
     def _slots(self) -> int:
         """The number of slots in the pool, which is the first slot that it does not have."""
         return self.pool.pages * self.kv.slots

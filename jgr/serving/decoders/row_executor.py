@@ -65,6 +65,12 @@ class ProfilePrograms:
             other._programs, other.costs = {}, {}
         return other
 
+    def with_profiles(self, profiles: tuple[Profile, ...]) -> Self:
+        """The same model over the same catalog for other shapes, none of which is compiled yet."""
+        other = copy.copy(self)
+        other.profiles, other._programs = profiles, {}
+        return other
+
     @property
     def to_compile(self) -> int:
         """Profiles without a program."""
@@ -103,6 +109,11 @@ class RowExecutor(ProfilePrograms):
         super().__init__(profiles, tables, listed, segment_rows)
         self._cfg, self._params = cfg, params
         self._normalize, self._approximate = normalize, approximate
+
+    @property
+    def model(self) -> tuple[GeneratorConfig, CatalogTables, Normalize]:
+        """What the programs are of, besides the weights."""
+        return self._cfg, self._tables, self._normalize
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +15,14 @@ import pytest
 
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, UserError, override
-from jgr.models import checkpoint, decoder, params
+from jgr.models import checkpoint, decoder, decoder_costs, params
+from jgr.models.generator_costs import Prefill
 from jgr.prompt.tokens import semantic_id_tokenizer
-from jgr.serving.decoders import prefill_costs
+from jgr.serving.decoders import cost_grid
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import DecoderExecutors
+from jgr.serving.engine import cost_profile
 from jgr.serving.http.listener import Listener
-from jgr.serving.policies import costs
 from jgr.training.generator import decoder_config
 from tests.serving.fakes import PATIENCE_S, Pending, Reply
 
@@ -239,17 +239,35 @@ def test_bad_settings(tmp_path: Path, setting: str, words: str) -> None:
         load_engine(override(config, setting))
 
 
-def test_costs_are_profiled_and_fitted(tmp_path: Path) -> None:
-    config = make_config(tmp_path, "rank.tokens=16,32,64")
-    executor = load_engine(config).served.executors.paged  # type: ignore[attr-defined]
-    executor.warm_up(lambda done, total, label: None)
-    ticks = itertools.count()
-    points = list(prefill_costs.measure(executor, clock=lambda: float(next(ticks))))
-    assert [point[:2] for point in points] == [
-        (new, cached) for new in (16, 32, 64) for cached in (0, 32, 64)
-    ]
-    assert {point[2] for point in points} == {1.0}
-    assert costs.fit(points).seconds(32, 32) == pytest.approx(1.0)
+def test_packed_programs_are_profiled_by_what_is_new_and_cached(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "rank.tokens=32,64", "rank.context=64")
+    executors = load_engine(config).served.executors
+    assert isinstance(executors, DecoderExecutors) and executors.paged is not None
+    before = executors.paged.profiles
+    trials = cost_grid.trials(executors, lambda done, total, label: None, most=2)
+    assert executors.paged.profiles == before
+    ranks = [trial for trial in trials if trial.kind == "rank_packed"]
+    cfg = executors.plain.model[0]
+    for trial in ranks:
+        new, cached, context = map(
+            int, trial.label.replace(" of ", " after ").split(" width")[0].split(" after ")
+        )
+        counted = decoder_costs.cost(
+            cfg, Prefill(new, context, new * cached + new * (new + 1) // 2, 16, cached + new)
+        )
+        assert trial.cost == counted
+        (outcome,) = trial.collect(trial.launch())
+        assert outcome.scores.shape == (1,)
+    assert {trial.label.split()[0] for trial in ranks} == {"16"}
+    assert {trial.label.split()[2] for trial in ranks} == {"0", "8", "16", "32", "64"}
+    generated = [trial for trial in trials if trial.kind == "recommend_packed"]
+    for trial in generated:
+        outcomes = trial.collect(trial.launch())
+        assert len(outcomes) == trial.requests == 4
+        assert all(len(outcome.leaves) for outcome in outcomes)
+    timed = cost_profile.measure(trials, rounds=1)
+    model = cost_profile.fit(timed, cfg.family)
+    assert set(model.kinds) == {"rank_packed", "recommend_packed"}
 
 
 def test_another_catalog_shares_the_programs_the_pool_and_what_is_in_it(server: Served) -> None:
