@@ -86,7 +86,7 @@ def load_engine(
 
 def _load_model(folder: Path, config: Config) -> Model:
     files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype)
+    cfg, params = checkpoint.load(folder, config.model.dtype, files)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
     return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, make_profiles(config.profiles))

@@ -58,7 +58,7 @@ def load_scorer(folder: Path, config: Config) -> ScorerModel:
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
     files = ModelFiles(folder)
-    cfg, params = scorers.load(folder)
+    cfg, params = scorers.load(folder, files)
     return ScorerModel(cfg, params, files.revision(), folder)
 
 
