@@ -134,7 +134,8 @@ def _case(form: str, damage: str, folder: Path, wanted: Any) -> Case:
         weights = load(folder)
         outcome = "loaded"
         same = jax.tree.structure(weights) == jax.tree.structure(wanted) and all(
-            np.array_equal(a, b) for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(wanted), strict=True)
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(wanted), strict=True)
         )
         if not same and (form in ("own", "scorer") or not damage.startswith("bytes")):
             problem = "other weights were loaded"
@@ -284,7 +285,9 @@ def main() -> int:
             print(f"{case.form}: {case.damage}: {case.problem or 'well'}: {case.outcome[:200]}")
     wrong = sum(bool(case.problem) for case in cases)
     loaded = sum(case.outcome == "loaded" for case in cases)
-    print(f"{len(cases)} damaged folders: {loaded} loaded, {len(cases) - loaded - wrong} refused, {wrong} wrong")
+    print(
+        f"{len(cases)} damaged folders: {loaded} loaded, {len(cases) - loaded - wrong} refused, {wrong} wrong"
+    )
     return 1 if wrong else 0
 
 

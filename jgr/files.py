@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,13 +47,23 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]
             yield number, line.rstrip(b"\r\n")
 
 
-def read_whole(path: Path, error: type[UserError]) -> bytes:
-    """Return the uncompressed content. Raises `error` above MAX_FILE_BYTES, so that a small gzip cannot explode."""
+def read_whole(path: Path, error: type[UserError], most: int = MAX_FILE_BYTES) -> bytes:
+    """Return the uncompressed content. Raises `error` above `most` bytes, so that a small gzip cannot explode."""
     with reading(path, error) as stream:
-        content = stream.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise error(f"{path}: holds more than {MAX_FILE_BYTES} bytes")
+        large = os.fstat(stream.fileno()).st_size > most  # told at once, and not after so many bytes
+        content = b"" if large else stream.read(most + 1)
+    if large or len(content) > most:
+        raise error(f"{path}: holds more than {most} bytes")
     return content
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether a path is a pipe, a socket or a device, which a reader could wait for, rather than a file or a folder."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jgr.files import reading
+from jgr.files import read_whole
 from jgr.models.params import CheckpointError
 
 MAX_BYTES = 1 << 20
@@ -29,12 +29,10 @@ def read_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: no such file; a model folder holds a config.json")
     if not path.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{path}: is no file; a model folder holds a config.json")
-    with reading(path, CheckpointError) as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise CheckpointError(f"{path}: holds more than {MAX_BYTES} bytes, so it is no config")
     try:
-        raw = json.loads(content)
+        raw = json.loads(read_whole(path, CheckpointError, MAX_BYTES))
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(raw, dict):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jgr.fields import one_line
 from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
 from jgr.models.model_files import weight_files
@@ -80,7 +80,7 @@ def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Conf
     try:
         return parse(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -96,6 +96,9 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(f"layer_types {kinds!r} is not supported (supported: full_attention)")
+    tied = raw.get("tie_word_embeddings") or False
+    if tied not in (True, False):
+        raise CheckpointError(f"tie_word_embeddings must be true or false, found {tied!r}")
     theta, scaling = _rope(raw)
     heads, hidden = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
     kv_heads = _integer(raw, "num_key_value_heads", default=heads)
@@ -114,7 +117,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         mlp=_integer(raw, "intermediate_size"),
         rope_theta=theta,
         norm_eps=_number(raw, "rms_norm_eps"),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=tied,
         max_position=_integer(raw, "max_position_embeddings"),
         rope_scaling=scaling,
     )
@@ -139,24 +142,18 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _integer(
-    raw: Mapping[str, Any], name: str, default: int | None = None, largest: int = LARGEST
-) -> int:
+def _integer(raw: Mapping[str, Any], name: str, default: int | None = None, largest: int = LARGEST) -> int:
     value = default if raw.get(name) is None else raw[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
-        raise CheckpointError(f"{name} must be a positive integer of at most {largest}, found {_shown(value)}")
+        raise CheckpointError(f"{name} must be a positive integer of at most {largest}, found {value!r}")
     return value
 
 
 def _number(raw: Mapping[str, Any], name: str) -> float:
     value = raw.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_NUMBER:
-        raise CheckpointError(f"{name} must be a positive number, found {_shown(value)}")
+        raise CheckpointError(f"{name} must be a positive number, found {value!r}")
     return float(value)
-
-
-def _shown(value: Any) -> str:
-    return shorten(repr(value), 80)
 
 
 def to_config(cfg: DecoderConfig) -> dict[str, Any]:
@@ -209,6 +206,12 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
             norm=jnp.asarray(read("model.norm.weight", False), dtype),
             head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
         )
+        if cfg.tied and "lm_head.weight" in names:
+            same = np.array_equal(read("lm_head.weight", False), read("model.embed_tokens.weight", False))
+            if not same:
+                raise CheckpointError(
+                    f"{folder}: tie_word_embeddings is true, and lm_head.weight is another than the embedding"
+                )
     check_finite(folder, params)
     return cfg, params
 
@@ -258,7 +261,7 @@ def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: no weights: there is no {shard}") from None
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: damaged safetensors: {error}") from None
+            raise CheckpointError(f"{path}: damaged safetensors: {one_line(error)}") from None
         twice = next((name for name in names if name in where), None)
         if twice is not None:
             raise CheckpointError(f"{path}: damaged safetensors: {twice} is in {where[twice]} too")
@@ -303,7 +306,7 @@ def _check_names(
             problems.append(f"{name} has shape {shape_of(name)}, the config asks for {wanted[name]}")
     if problems:
         shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise CheckpointError(f"{folder}: weights do not fit config.json: {shown}")
+        raise CheckpointError(f"{folder}: weights do not fit config.json: {one_line(shown, 900)}")
 
 
 def _stack_layers(cfg: DecoderConfig, read: Reader, key: str, transposed: bool) -> Array:

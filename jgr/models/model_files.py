@@ -28,7 +28,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from jgr.files import read_whole, reading, writing
+from jgr.fields import one_line
+from jgr.files import is_pipe, read_whole, reading, writing
 from jgr.models.params import CheckpointError
 
 REVISION_DIGITS = 8
@@ -36,6 +37,8 @@ DIGESTS = "digests.json"
 INDEX = "model.safetensors.index.json"
 HASHED_AT_ONCE = 4
 MOST_REMEMBERED = 4096
+MAX_BYTES = 64 << 20
+"""The largest list of files that is read."""
 
 Stamp = tuple[str, int, int, int]
 """A file's name in the folder, and its inode, size and time of change."""
@@ -89,24 +92,31 @@ class ModelFiles:
                 _log.warning("%s: has no %s, so damaged weights may not be noticed", self._folder, DIGESTS)
             return
         try:
-            wanted = msgspec.json.decode(read_whole(path, CheckpointError), type=Digests).files
+            wanted = msgspec.json.decode(read_whole(path, CheckpointError, MAX_BYTES), type=Digests).files
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: damaged checkpoint: {error}; restore the folder") from None
+            raise CheckpointError(
+                f"{path}: damaged checkpoint: {one_line(error)}; restore the folder"
+            ) from None
         sizes = {name: size for name, _, size, _ in self._found}
         for name in sorted(wanted.keys() | sizes.keys()):
             if name not in sizes:
-                raise CheckpointError(f"{self._folder / name}: damaged checkpoint: it is missing, {DIGESTS} names it")
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: it is missing, {DIGESTS} names it"
+                )
             if name not in wanted:
-                raise CheckpointError(f"{self._folder / name}: damaged checkpoint: {DIGESTS} does not name it")
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: {DIGESTS} does not name it"
+                )
             if sizes[name] != wanted[name].bytes:
                 raise CheckpointError(
-                    f"{self._folder / name}: damaged checkpoint: it has {sizes[name]} bytes, {DIGESTS} says {wanted[name].bytes}"
+                    f"{self._folder / name}: damaged checkpoint: it has {sizes[name]} bytes, "
+                    f"{DIGESTS} says {wanted[name].bytes}"
                 )
         found = self._hashed()
         for name, digest in wanted.items():
             if found[name].hex() != digest.sha256:
                 raise CheckpointError(
-                    f"{self._folder / name}: damaged checkpoint: its SHA-256 is not that of {DIGESTS}; restore the folder"
+                    f"{self._folder / name}: damaged checkpoint: its SHA-256 is not that of {DIGESTS}"
                 )
 
     def require_size(self, largest: int) -> None:
@@ -179,22 +189,24 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX
     if not os.path.lexists(index):
         return ["model.safetensors"]
+    if is_pipe(index):
+        raise CheckpointError(f"{index}: is no file; restore the folder")
     try:
-        given: Any = json.loads(read_whole(index, CheckpointError))
+        given: Any = json.loads(read_whole(index, CheckpointError, MAX_BYTES))
         shards = sorted(set(given["weight_map"].values()))
-        outside = [shard for shard in shards if Path(shard).name != shard]
+        outside = [shard for shard in shards if Path(shard).name != shard or "\0" in shard]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{index}: damaged safetensors: {error!r}") from None
+        raise CheckpointError(f"{index}: damaged safetensors: {one_line(repr(error))}") from None
     if outside:
         raise CheckpointError(f"{index}: shard {outside[0]!r} is not a plain file name")
     return shards
 
 
 def _stamps(folder: Path) -> list[Stamp]:
-    """The stamp of each file that the model is read from, by name."""
-    paths = [folder / "config.json", folder / "tokenizer.json"]
+    """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices."""
+    paths = [folder / "config.json", folder / "tokenizer.json", folder / DIGESTS]
     if (folder / "params").is_dir():
         paths += (folder / "params").rglob("*")
     else:
@@ -210,4 +222,6 @@ def _stamps(folder: Path) -> list[Stamp]:
         if stat.S_ISREG(status.st_mode):
             name = path.relative_to(folder).as_posix()
             found.append((name, status.st_ino, status.st_size, status.st_mtime_ns))
-    return sorted(found)
+        elif not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(f"{path}: is no file; restore the folder")
+    return sorted(stamp for stamp in found if stamp[0] != DIGESTS)

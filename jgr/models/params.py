@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.config import UserError
+from jgr.fields import one_line
 
 PyTree = Any
 
@@ -148,7 +149,7 @@ def check_shapes(wanted: Mapping[str, Spec], found: Mapping[str, tuple[int, ...]
     ]
     if problems:
         shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise CheckpointError(f"parameters do not fit the config: {shown}")
+        raise CheckpointError(f"parameters do not fit the config: {one_line(shown, 900)}")
 
 
 def check(specs: PyTree, params: PyTree) -> None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
+from jgr.fields import one_line
 from jgr.models import checkpoint, hstu, lru_rec, sasrec
 from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig, HstuParams
@@ -205,7 +206,9 @@ def load_config(folder: Path) -> RetrieverConfig:
     except CheckpointError:
         raise
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not the config of a retriever that jgr trained: {error}") from None
+        raise CheckpointError(
+            f"{path}: is not the config of a retriever that jgr trained: {one_line(error)}"
+        ) from None
 
 
 def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:

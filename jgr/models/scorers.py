@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jgr.config import ConfigError
+from jgr.fields import one_line
 from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
@@ -370,4 +371,6 @@ def load_config(folder: Path) -> ScorerConfig:
     try:
         return scorer_config(raw, _TYPES)
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not the config of a scorer that jgr trained: {error}") from None
+        raise CheckpointError(
+            f"{path}: is not the config of a scorer that jgr trained: {one_line(error)}"
+        ) from None

@@ -17,13 +17,13 @@ from typing import Any
 import numpy.typing as npt
 import tensorstore as ts
 
+from jgr.fields import one_line
 from jgr.models.params import CheckpointError, Spec, check_shapes
 
 DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 METADATA = {".zarray": "zarr", "zarr.json": "zarr3"}
 """The file that describes an array, and the driver that reads it."""
 READ_AHEAD = 2
-MAX_ERROR_CHARS = 300
 
 
 class StoredArrays:
@@ -85,5 +85,5 @@ def _open(path: Path) -> dict[str, ts.TensorStore]:
 
 def _damaged(error: Exception) -> CheckpointError:
     """TensorStore's message on one bounded line, without its own source's lines."""
-    text = " ".join(str(error).split(" [", 1)[0].split()) or type(error).__name__
-    return CheckpointError(f"damaged checkpoint: {text[:MAX_ERROR_CHARS]}")
+    text = one_line(str(error).split(" [", 1)[0]) or type(error).__name__
+    return CheckpointError(f"damaged checkpoint: {text}")

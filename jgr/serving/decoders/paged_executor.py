@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool
@@ -29,7 +30,7 @@ from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.packing import Packed, pack
 from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
-from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
@@ -68,37 +69,38 @@ class PagedExecutor(ProfilePrograms):
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
-        """Compile and run every profile and the pool's own programs; progress(done, total, label) after each."""
+        """Compile what has no program yet, and run a probe of every profile; progress(done, total, label) after each.
+
+        UserError where a probe's scores are no finite numbers.
+        """
+        token = np.asarray(self._tables.tokens[0][:1], np.int32)
         for done, profile in enumerate(self.profiles, start=1):
             if profile.tokens not in self._writes:
                 self._writes[profile.tokens] = self.compile_write(profile.tokens)
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
-                self.run(profile, [_smallest_work(profile)])
-            progress(done, len(self.profiles), f"{profile.kind} {profile.tokens}+{profile.context} packed")
+            label = f"{profile.kind} {profile.tokens}+{profile.context} packed"
+            check_scores(label, self.run(profile, [_smallest_work(profile, token)])[0].scores)
+            progress(done, len(self.profiles), label)
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
         arrays = self._pack(profile, [_smallest_work(profile)])
-        lowered: jax.stages.Lowered
+        given = self._params, self.pool.example
         if profile.kind == "rank":
-            lowered = packed.rank.lower(
-                self._params, self.pool.example, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv
-            )
-        else:
-            lowered = packed.recommend.lower(
-                self._params,
-                self.pool.example,
-                *self._recommend_inputs(profile, arrays, []),
-                cfg=self._cfg,
-                kv=self.kv,
-                width=profile.width,
-                normalize=self._normalize,
-                approximate=self._approximate,
-            )
-        return lowered.compile()
+            return compiled(packed.rank, *given, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv)
+        return compiled(
+            packed.recommend,
+            *given,
+            *self._recommend_inputs(profile, arrays, []),
+            cfg=self._cfg,
+            kv=self.kv,
+            width=profile.width,
+            normalize=self._normalize,
+            approximate=self._approximate,
+        )
 
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
         """The program that writes so many new tokens; its memory_analysis shows that the pool is written in place."""
@@ -107,10 +109,7 @@ class PagedExecutor(ProfilePrograms):
             (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), np.dtype(self.kv.dtype)
         )
         slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32)
-        lowered: jax.stages.Lowered = packed.write.lower(
-            self.pool.example, ContextKV(one, one), slots, kv=self.kv
-        )
-        return lowered.compile()
+        return compiled(packed.write, self.pool.example, ContextKV(one, one), slots, donate=(0,), kv=self.kv)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order. PoolLost where nothing has run and all can be planned again."""
@@ -176,6 +175,9 @@ class PagedExecutor(ProfilePrograms):
         return self._tables, arrays.row, arrays.prompts, widths, filters
 
 
+_ANY_TOKEN = np.zeros(1, np.int32)
+
+
 class DecoderExecutors:
     """A decoder's executors on one lane: a PagedExecutor for packed profiles, where there are any, a RowExecutor for
     others."""
@@ -237,8 +239,7 @@ class DecoderExecutors:
         return self.paged if profile.packed and self.paged is not None else self.plain
 
 
-def _smallest_work(profile: Profile) -> SegmentsWork:
-    token = np.zeros(1, np.int32)
+def _smallest_work(profile: Profile, token: npt.NDArray[np.int32] = _ANY_TOKEN) -> SegmentsWork:
     items = [(0, Content.of(token))] if profile.kind == "rank" else []
     prompt = make_prompt(Content.of(token), token, items)
     computed = [PlannedSegment(x.kind, (Compute(1),)) for x in arrange(prompt, USER_PREFIX)]
