@@ -47,8 +47,10 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]
             yield number, line.rstrip(b"\r\n")
 
 
-def read_whole(path: Path, error: type[UserError], most: int = MAX_FILE_BYTES) -> bytes:
-    """Return the uncompressed content. Raises `error` above `most` bytes, so that a small gzip cannot explode."""
+def read_whole(path: Path, error: type[UserError], most: int | None = None) -> bytes:
+    """Return the uncompressed content. Raises `error` above `most` bytes (MAX_FILE_BYTES), so that a small gzip cannot
+    explode."""
+    most = MAX_FILE_BYTES if most is None else most
     with reading(path, error) as stream:
         large = os.fstat(stream.fileno()).st_size > most  # told at once, and not after so many bytes
         content = b"" if large else stream.read(most + 1)

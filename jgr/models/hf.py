@@ -145,7 +145,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _integer(raw: Mapping[str, Any], name: str, default: int | None = None, largest: int = LARGEST) -> int:
     value = default if raw.get(name) is None else raw[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
-        raise CheckpointError(f"{name} must be a positive integer of at most {largest}, found {value!r}")
+        raise CheckpointError(f"{name} must be a positive integer, found {value!r}; {largest} is the most")
     return value
 
 
@@ -259,7 +259,7 @@ def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
             files[shard] = stack.enter_context(safe_open(path, framework="numpy"))
             names = files[shard].keys()
         except FileNotFoundError:
-            raise CheckpointError(f"{folder}: no weights: there is no {shard}") from None
+            raise CheckpointError(f"{folder}: no weights: there is no {one_line(shard, 80)}") from None
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: damaged safetensors: {one_line(error)}") from None
         twice = next((name for name in names if name in where), None)

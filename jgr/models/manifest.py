@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 class CatalogReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The catalog of a model folder. path: a file of the folder. version: the catalog's content hash."""
 
-    path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z")] = CATALOG
+    path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z", max_length=255)] = CATALOG
     version: str
 
 

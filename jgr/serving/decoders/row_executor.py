@@ -35,7 +35,6 @@ from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile
 
-
 PROBED_TOKENS = 4
 """Tokens of each level that a probe's prompt has."""
 

@@ -14,8 +14,8 @@ from jgr.models.params import CheckpointError
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
-from jgr.serving.scorers.loading import load_scorer, make_scorer_engine
+from jgr.serving.engine.opening import open_folder
+from jgr.serving.scorers.loading import load_scorer_engine
 
 
 def is_scorer(folder: Path) -> bool:
@@ -40,9 +40,5 @@ def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | No
     not fit.
     """
     config = own_settings(config)
-    folder = open_folder(config)
-    if not is_scorer(folder):
-        return load_engine(config, metrics, memory)
-    model = load_scorer(folder, config)
-    catalog = read_catalog(folder, config)
-    return make_scorer_engine(model, config, catalog, metrics or counting_metrics(), memory)
+    load = load_scorer_engine if is_scorer(open_folder(config)) else load_engine
+    return load(config, metrics, memory)
