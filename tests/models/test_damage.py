@@ -9,7 +9,9 @@ from benchmarks.damage import FORMS, attack
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_damaged_folders_load_or_are_refused_in_one_line(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_damaged_folders_load_or_are_refused_in_one_line(
+    seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     cases = attack(100, seed)
     assert [case for case in cases if case.problem] == []
     assert {case.form for case in cases} == set(FORMS)

@@ -63,7 +63,9 @@ def test_files_that_are_missing_longer_or_new_are_refused(whole: Path, tmp_path:
     shutil.copy(whole / data, folder / data)
     checkpoint.load(folder)
     (folder / "params" / "more").write_text("")
-    with pytest.raises(CheckpointError, match=r"params/more: damaged checkpoint: digests.json does not name it"):
+    with pytest.raises(
+        CheckpointError, match=r"params/more: damaged checkpoint: digests.json does not name it"
+    ):
         checkpoint.load(folder)
 
 
@@ -93,7 +95,9 @@ def test_scorers_are_checked_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", ["same time", "another time", "another file"])
-def test_bytes_that_nobody_wrote_are_damage_and_a_written_file_is_a_version(tmp_path: Path, again: str) -> None:
+def test_bytes_that_nobody_wrote_are_damage_and_a_written_file_is_a_version(
+    tmp_path: Path, again: str
+) -> None:
     folder = tmp_path / "m"
     shutil.copytree(HF / "qwen3", folder)
     path = folder / "model.safetensors"
@@ -120,7 +124,9 @@ def test_weights_for_which_there_is_no_memory_are_refused_before_they_are_read(
     folder = whole if form == "own" else HF / "qwen3"
     with monkeypatch.context() as patched:
         patched.setattr(room, "free_bytes", lambda: room.SPARE_BYTES)
-        with pytest.raises(CheckpointError, match=r"no room for this model: it needs \d+ MB of memory, 64 MB"):
+        with pytest.raises(
+            CheckpointError, match=r"no room for this model: it needs \d+ MB of memory, 64 MB"
+        ):
             checkpoint.load(folder)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

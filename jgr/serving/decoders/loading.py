@@ -54,8 +54,8 @@ class Model:
     tokenizer: Tokenizer | None
     revision: str
     folder: Path
-    files: ModelFiles
     profiles: tuple[Profile, ...]
+    files: ModelFiles | None = None
 
 
 class Fitted(NamedTuple):
@@ -90,9 +90,8 @@ def _load_model(folder: Path, config: Config) -> Model:
     cfg, params = checkpoint.load(folder, config.model.dtype, files)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
-    return Model(
-        cfg, laid_out(params), tokenizer, files.revision(), folder, files, make_profiles(config.profiles)
-    )
+    profiles = make_profiles(config.profiles)
+    return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, profiles, files)
 
 
 @preparing()

@@ -79,12 +79,12 @@ def compiled(
 
 
 def check_scores(program: str, scores: npt.ArrayLike) -> None:
-    """Raise UserError where a probe of a program has a score that no sound weights give: NaN or +infinity.
+    """Raise UserError where the scores of a program's probe are such as no sound weights give.
 
-    -infinity is the score of what cannot be generated.
+    These are NaN and +infinity, and no finite score at all; -infinity is the score of what cannot be generated.
     """
     found = np.asarray(scores)
-    if np.isnan(found).any() or np.isposinf(found).any():
+    if not np.isfinite(found).any() or np.isnan(found).any() or np.isposinf(found).any():
         raise UserError(
             f"model.path: {program} gives scores that are no finite numbers: the weights are damaged, or too large "
             "for model.dtype"

@@ -34,9 +34,18 @@ class Again:
 
     @staticmethod
     def of(
-        version: str, files: ModelFiles, folder: Path, config: Config, load: Callable[[Config, Metrics], Any]
-    ) -> Again:
-        """folder: the model's, which config.model.path may have named by a link that is switched later."""
+        version: str,
+        files: ModelFiles | None,
+        folder: Path,
+        config: Config,
+        load: Callable[[Config, Metrics], Any],
+    ) -> Again | None:
+        """folder: the model's, which config.model.path may have named by a link that is switched later.
+
+        None where there are no files, since the model was not loaded from any.
+        """
+        if files is None:
+            return None
         found = replace(config, model=replace(config.model, path=str(folder)))
         return Again(version, files, partial(load, found))
 

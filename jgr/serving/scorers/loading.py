@@ -51,7 +51,7 @@ class ScorerModel:
     params: PyTree
     revision: str
     folder: Path
-    files: ModelFiles
+    files: ModelFiles | None = None
 
 
 @preparing()
