@@ -53,10 +53,13 @@ def read_whole(path: Path, error: type[UserError], most: int | None = None) -> b
     most = MAX_FILE_BYTES if most is None else most
     with reading(path, error) as stream:
         large = os.fstat(stream.fileno()).st_size > most  # told at once, and not after so many bytes
-        content = b"" if large else stream.read(most + 1)
-    if large or len(content) > most:
+        content = bytearray()
+        while not large and (chunk := stream.read(MAX_LINE_BYTES)):  # read(most) would take as much memory at once
+            content += chunk
+            large = len(content) > most
+    if large:
         raise error(f"{path}: holds more than {most} bytes")
-    return content
+    return bytes(content)
 
 
 def is_pipe(path: Path) -> bool:

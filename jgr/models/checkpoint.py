@@ -177,7 +177,7 @@ def restore(folder: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
     try:
         stored = StoredArrays(path.absolute(), specs)
         resident = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        require_memory(folder, resident, 3 * stored.largest)
+        require_memory(resident, 3 * stored.largest)
         arrays = [jnp.asarray(array, dtype) for array in stored.read(list(specs))]
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -221,7 +221,10 @@ def _require_memory(folder: Path, declared: DecoderParams, dtype: Any) -> None:
     largest = max(math.prod(s.shape) for s in by_name(declared).values())
     stored = sum((folder / name).stat().st_size for name in weight_files(folder))
     item = stored / count(declared) if dtype is None else jnp.dtype(dtype).itemsize
-    require_memory(folder, int(item * count(declared)), 3 * 4 * largest)
+    try:
+        require_memory(int(item * count(declared)), 3 * 4 * largest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def export(folder: Path, cfg: DecoderConfig, params: DecoderParams) -> None:

@@ -20,7 +20,7 @@ SPARE_ADDRESSES = 512 << 20
 """Address space beside the weights: threads reserve much more of it than they use."""
 
 
-def require_memory(place: Path, resident: int, read: int) -> None:
+def require_memory(resident: int, read: int) -> None:
     """Raise CheckpointError unless weights fit into the host's free memory and the process's address space.
 
     resident: bytes of all arrays as they are served, which lie on the host only where that is the device. read: bytes
@@ -34,7 +34,7 @@ def require_memory(place: Path, resident: int, read: int) -> None:
     for free, wanted, what in rooms:
         if free is not None and free < wanted:
             raise CheckpointError(
-                f"{place}: there is no room for this model: it needs {wanted / 2**20:.0f} MB {what}, "
+                f"there is no room for this model: it needs {wanted / 2**20:.0f} MB {what}, "
                 f"{max(0, free) / 2**20:.0f} MB are free"
             )
 
