@@ -133,9 +133,9 @@ def _case(form: str, damage: str, folder: Path, wanted: Any) -> Case:
     try:
         weights = load(folder)
         outcome = "loaded"
-        same = jax.tree.structure(weights) == jax.tree.structure(wanted) and all(
-            np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(weights), jax.tree.leaves(wanted), strict=True)
+        found, sound = params.by_name(weights), params.by_name(wanted)
+        same = found.keys() == sound.keys() and all(
+            np.array_equal(found[name], sound[name]) for name in sound
         )
         if not same and (form in ("own", "scorer") or not damage.startswith("bytes")):
             problem = "other weights were loaded"

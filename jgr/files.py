@@ -54,7 +54,9 @@ def read_whole(path: Path, error: type[UserError], most: int | None = None) -> b
     with reading(path, error) as stream:
         large = os.fstat(stream.fileno()).st_size > most  # told at once, and not after so many bytes
         content = bytearray()
-        while not large and (chunk := stream.read(MAX_LINE_BYTES)):  # read(most) would take as much memory at once
+        while not large and (
+            chunk := stream.read(MAX_LINE_BYTES)
+        ):  # read(most) would take as much memory at once
             content += chunk
             large = len(content) > most
     if large:

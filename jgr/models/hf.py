@@ -255,7 +255,8 @@ Reader = Callable[[str, bool], Any]  # (tensor name, shape only) -> array or sha
 
 
 def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
-    where, files = {}, {}
+    where: dict[str, str] = {}
+    files: dict[str, Any] = {}
     for shard in weight_files(folder):
         path = folder / shard
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -167,7 +168,7 @@ class ModelFiles:
 
     def _hash(self, name: str) -> bytes:
         with reading(self._folder / name, CheckpointError) as file:
-            return hashlib.file_digest(file, "sha256").digest()
+            return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").digest()
 
 
 def write_digests(folder: Path) -> None:

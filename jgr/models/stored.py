@@ -40,11 +40,14 @@ class StoredArrays:
             raise _damaged(error) from None
         check_shapes(declared, {name: store.shape for name, store in self._stores.items()})
         for name, store in self._stores.items():
-            dtype, chunk = store.dtype.name, store.chunk_layout.read_chunk.shape or ()
+            dtype = store.dtype.name
+            chunk = [size or 0 for size in store.chunk_layout.read_chunk.shape or ()]
             if dtype not in DTYPES:
                 raise CheckpointError(f"damaged checkpoint: {name} is of dtype {dtype}")
             if math.prod(chunk) > max(1, math.prod(store.shape)):
-                raise CheckpointError(f"damaged checkpoint: {name} has chunks of {chunk}, larger than itself")
+                raise CheckpointError(
+                    f"damaged checkpoint: {name} has chunks of {tuple(chunk)}, larger than itself"
+                )
 
     @property
     def largest(self) -> int:

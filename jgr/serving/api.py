@@ -370,11 +370,7 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
         None
     )
     previous: Annotated[
-        str | None,
-        Meta(
-            description="The version that was served before this one, to which a rollback goes as long as its folder "
-            "holds it. null: there was none."
-        ),
+        str | None, Meta(description="The version before, to which a rollback goes. null: there was none.")
     ] = None
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
     catalog_items: Annotated[int, Meta(description="Number of items in the catalog.")]

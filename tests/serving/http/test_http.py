@@ -20,6 +20,7 @@ from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
 from jgr.serving.http.listener import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
+from tests.serving.tiny_model import make_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -202,13 +203,21 @@ def test_waiting_for_company_is_bounded() -> None:
 def test_a_signal_while_the_model_is_loading_ends_the_process_with_0(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    (tmp_path / "params").mkdir()
-    os.mkfifo(tmp_path / "config.json")  # reading it waits for a writer
+    make_folder(tmp_path / "m")
+    pipe = tmp_path / "catalog.jsonl"
+    os.mkfifo(pipe)  # reading it waits for a writer
     jgr = "import sys; from jgr.cli.main import run; sys.exit(run())"
-    command = [sys.executable, "-c", jgr, "serve", f"--set=model.path={tmp_path}"]
+    command = [
+        sys.executable,
+        "-c",
+        jgr,
+        "serve",
+        f"--set=model.path={tmp_path / 'm'}",
+        f"--set=catalog.path={pipe}",
+    ]
     with subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE) as child:
         try:
-            with (tmp_path / "config.json").open("w"):  # opened as soon as the load reads
+            with pipe.open("w"):  # opened as soon as the load reads
                 child.send_signal(number)
             # A signal that came just before the read is noticed once the read has returned, so the file had to end.
             assert child.wait(PATIENCE_S) == 0
