@@ -203,11 +203,10 @@ def load_config(folder: Path) -> RetrieverConfig:
     path = folder / "config.json"
     try:
         return scorer_config(read_object(path), _CONFIGS)
-    except CheckpointError:
-        raise
     except ValueError as error:
+        reason = one_line(str(error).removeprefix(f"{path}: "))
         raise CheckpointError(
-            f"{path}: is not the config of a retriever that jgr trained: {one_line(error)}"
+            f"{path}: is not the config of a retriever that jgr trained: {reason}"
         ) from None
 
 
