@@ -119,6 +119,12 @@ def distinct(name: str, given: Sequence[str]) -> None:
         require(value not in given[:at], f"{name}: there are two of {value!r}; each must be different")
 
 
+def one_line(text: object, most: int = 500) -> str:
+    """A text that may come from a damaged file, on one line of bounded length."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else line[: most - 3] + "..."
+
+
 def require(holds: bool, message: str) -> None:
     """Raise ConfigError with `message` unless `holds`."""
     if not holds:

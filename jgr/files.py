@@ -58,13 +58,30 @@ def read_lines(path: Path, error: type[UserError]) -> Iterator[tuple[int, bytes]
             yield number, line.rstrip(b"\r\n")
 
 
-def read_whole(path: Path, error: type[UserError]) -> bytes:
-    """Return the uncompressed content. Raises `error` above MAX_FILE_BYTES, so that a small gzip cannot explode."""
+def read_whole(path: Path, error: type[UserError], most: int | None = None) -> bytes:
+    """Return the uncompressed content. Raises `error` above `most` bytes (MAX_FILE_BYTES), so that a small gzip cannot
+    explode."""
+    most = MAX_FILE_BYTES if most is None else most
     with reading(path, error) as stream:
-        content = stream.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise error(f"{path}: holds more than {MAX_FILE_BYTES} bytes")
-    return content
+        large = os.fstat(stream.fileno()).st_size > most  # told at once, and not after so many bytes
+        content = bytearray()
+        while not large and (
+            chunk := stream.read(MAX_LINE_BYTES)
+        ):  # read(most) would take as much memory at once
+            content += chunk
+            large = len(content) > most
+    if large:
+        raise error(f"{path}: holds more than {most} bytes")
+    return bytes(content)
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether a path is a pipe, a socket or a device, which a reader could wait for, rather than a file or a folder."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def require_regular(path: Path, error: type[UserError]) -> None:

@@ -3,6 +3,7 @@
 
 folder/config.json        the architecture, in Hugging Face's spelling where it has one for it
 folder/params/            Orbax, or
+folder/digests.json       of our own: what each file holds, see jgr.models.model_files
 folder/*.safetensors      single or sharded
 folder/tokenizer.json     the tokenizers library's file
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,10 +26,14 @@ from jgr.models import hf, lazy_decoder
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.models.lazy_decoder import LazyConfig
-from jgr.models.params import CheckpointError, PyTree, abstract, check, check_finite
+from jgr.models.model_files import ModelFiles, write_digests
+from jgr.models.params import CheckpointError, PyTree, abstract, by_name, check_finite, count
+from jgr.models.room import require_memory
 
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint needs beside its arrays, with room to spare."""
+LARGEST_ITEM = 8
+"""Bytes of the widest number that a checkpoint stores."""
 
 _TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
     DecoderConfig: hf.to_config,
@@ -35,13 +41,19 @@ _TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, dtype: Any = jnp.float32) -> tuple[GeneratorConfig, GeneratorParams]:
-    """Read a model folder of any kind; the weights are cast to dtype. Raises CheckpointError."""
+def load(
+    folder: Path, dtype: Any = jnp.float32, files: ModelFiles | None = None
+) -> tuple[GeneratorConfig, GeneratorParams]:
+    """Read a model folder of any kind; the weights are cast to dtype. Raises CheckpointError.
+
+    files: those of the folder, where the caller asks for their revision too, so that they are hashed once.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder (model.path)")
+    (files or ModelFiles(folder)).check()
     if (folder / "params").is_dir():
         cfg = hf.parse_file(folder / "config.json", _parse)
-        return cfg, restore(folder / "params", generator(cfg).spec(cfg), dtype)
+        return cfg, restore(folder, generator(cfg).spec(cfg), dtype)
     return hf.load(folder, dtype)
 
 
@@ -82,6 +94,7 @@ def write(
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(aside / "params", params)
         write_beside(aside)
+        write_digests(aside)
         older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         if folder.exists():
             folder.rename(older)  # after a kill before the next line, `require_writable` does it
@@ -150,32 +163,24 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
 
-def restore(path: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
-    """The parameters that `write` left in params/, cast to dtype. declared: the pytree of their params.Spec.
+def restore(folder: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
+    """The parameters that `write` left in folder/params/, cast to dtype. declared: the pytree of their params.Spec.
 
-    Raises CheckpointError for a damaged checkpoint, and naming every parameter that is missing or of another shape.
+    Raises CheckpointError for a damaged checkpoint, where there is no room for it, and naming every parameter that is
+    missing or of another shape.
     """
-    import orbax.checkpoint as ocp  # see write
+    from jgr.models.stored import StoredArrays  # TensorStore takes .3 s to import
 
+    path = folder / "params"
+    specs, tree = by_name(declared), abstract(declared, dtype)
+    ModelFiles(folder).require_size(LARGEST_ITEM * count(declared) + SPARE_BYTES)
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = checkpointer.metadata(path.absolute()).item_metadata
-            if stored is None:
-                raise CheckpointError("damaged checkpoint: its metadata cannot be read")
-            # Orbax stores dataclass leaves by field name and drops None, which is how a spec names them too.
-            check(_without_none(declared), _without_none(stored.tree))
-            params = checkpointer.restore(path.absolute(), abstract(declared, dtype))
+        stored = StoredArrays(path.absolute(), specs)
+        resident = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        require_memory(resident, 3 * stored.largest)
+        arrays = [jnp.asarray(array, dtype) for array in stored.read(list(specs))]
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # Orbax and tensorstore raise many kinds for damaged files
-        raise CheckpointError(f"{path}: damaged checkpoint: {error!r}") from None
+    params = jax.tree.unflatten(jax.tree.structure(tree), arrays)
     check_finite(path, params)
     return params
-
-
-def _without_none(tree: Any) -> Any:
-    """Nested dicts of the non-None leaves, from a dataclass or from Orbax's metadata tree."""
-    items = tree.items() if isinstance(tree, dict) else getattr(tree, "__dict__", {}).items()
-    if hasattr(tree, "shape") or not items:
-        return tree
-    return {name: _without_none(value) for name, value in items if value is not None}

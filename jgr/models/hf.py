@@ -9,6 +9,7 @@ stored [in, out] here and [out, in] there; a round trip is bit-exact.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
@@ -22,11 +23,15 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jgr.files import require_regular
+from jgr.fields import one_line
+from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
-from jgr.models.params import CheckpointError, Spec, check_finite
+from jgr.models.model_files import weight_files
+from jgr.models.params import CheckpointError, Spec, by_name, check_finite, count
+from jgr.models.room import require_memory
 
 Array = npt.NDArray[Any]
+LARGEST_NUMBER = 1e15
 Config = TypeVar("Config")
 
 _FAMILIES: dict[str, Family] = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
@@ -42,6 +47,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, 1, None),
 }
 # attention_bias follows from the family: Qwen2 has biases on q, k, v and no such field; the others must have it false.
+
+_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
 
 # our LayerParams field -> (name under model.layers.{i}., stored transposed)
 _LAYER_KEYS: dict[str, tuple[str, bool]] = {
@@ -69,18 +76,11 @@ def read_config(path: Path) -> DecoderConfig:
 
 def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Config:
     """Parse a config.json by `parse`, and add the file's name to the CheckpointErrors that it raises."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a model folder holds a config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
+    raw = read_object(path)
     try:
         return parse(raw)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -96,6 +96,9 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(f"layer_types {kinds!r} is not supported (supported: full_attention)")
+    tied = raw.get("tie_word_embeddings") or False
+    if tied not in (True, False):
+        raise CheckpointError(f"tie_word_embeddings must be true or false, found {tied!r}")
     theta, scaling = _rope(raw)
     heads, hidden = _integer(raw, "num_attention_heads"), _integer(raw, "hidden_size")
     kv_heads = _integer(raw, "num_key_value_heads", default=heads)
@@ -107,14 +110,14 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         family=_FAMILIES[model_type],
         vocab_size=_integer(raw, "vocab_size"),
         hidden=hidden,
-        layers=_integer(raw, "num_hidden_layers"),
+        layers=_integer(raw, "num_hidden_layers", largest=LARGEST_DEPTH),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_integer(raw, "head_dim", default=hidden // heads),
         mlp=_integer(raw, "intermediate_size"),
         rope_theta=theta,
         norm_eps=_number(raw, "rms_norm_eps"),
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=tied,
         max_position=_integer(raw, "max_position_embeddings"),
         rope_scaling=scaling,
     )
@@ -139,16 +142,16 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     )
 
 
-def _integer(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+def _integer(raw: Mapping[str, Any], name: str, default: int | None = None, largest: int = LARGEST) -> int:
     value = default if raw.get(name) is None else raw[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise CheckpointError(f"{name} must be a positive integer, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
+        raise CheckpointError(f"{name} must be a positive integer, found {value!r}; {largest} is the most")
     return value
 
 
 def _number(raw: Mapping[str, Any], name: str) -> float:
     value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST_NUMBER:
         raise CheckpointError(f"{name} must be a positive number, found {value!r}")
     return float(value)
 
@@ -193,6 +196,7 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
         read, names = _open(folder, stack)
         _check_names(folder, cfg, names, lambda name: read(name, True))
         declared = spec(cfg)
+        _require_memory(folder, declared, dtype)
         layers = {
             name: _stack_layers(cfg, read, key, transposed) for name, key, transposed in _layer_keys(declared)
         }
@@ -202,8 +206,25 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
             norm=jnp.asarray(read("model.norm.weight", False), dtype),
             head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
         )
+        if cfg.tied and "lm_head.weight" in names:
+            same = np.array_equal(read("lm_head.weight", False), read("model.embed_tokens.weight", False))
+            if not same:
+                raise CheckpointError(
+                    f"{folder}: tie_word_embeddings is true, and lm_head.weight is another than the embedding"
+                )
     check_finite(folder, params)
     return cfg, params
+
+
+def _require_memory(folder: Path, declared: DecoderParams, dtype: Any) -> None:
+    """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times."""
+    largest = max(math.prod(s.shape) for s in by_name(declared).values())
+    stored = sum((folder / name).stat().st_size for name in weight_files(folder))
+    item = stored / count(declared) if dtype is None else jnp.dtype(dtype).itemsize
+    try:
+        require_memory(int(item * count(declared)), 3 * 4 * largest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def export(folder: Path, cfg: DecoderConfig, params: DecoderParams) -> None:
@@ -234,30 +255,30 @@ Reader = Callable[[str, bool], Any]  # (tensor name, shape only) -> array or sha
 
 
 def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.exists():
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            outside = [f for f in where.values() if Path(f).name != f]
-            if outside:
-                raise CheckpointError(f"{index}: shard {outside[0]!r} is not a plain file name")
-        else:
-            with safe_open(folder / "model.safetensors", framework="numpy") as single:
-                where = {name: "model.safetensors" for name in single.keys()}
-        for f in set(where.values()):
-            require_regular(folder / f, CheckpointError)
-        files = {
-            f: stack.enter_context(safe_open(folder / f, framework="numpy")) for f in set(where.values())
-        }
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no weights: {error}") from None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: damaged safetensors: {error!r}") from None
+    where: dict[str, str] = {}
+    files: dict[str, Any] = {}
+    for shard in weight_files(folder):
+        path = folder / shard
+        try:
+            files[shard] = stack.enter_context(safe_open(path, framework="numpy"))
+            names = files[shard].keys()
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: no weights: there is no {one_line(shard, 80)}") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: damaged safetensors: {one_line(error)}") from None
+        twice = next((name for name in names if name in where), None)
+        if twice is not None:
+            raise CheckpointError(f"{path}: damaged safetensors: {twice} is in {where[twice]} too")
+        where.update(dict.fromkeys(names, shard))
 
     def read(name: str, shape_only: bool) -> Any:
         try:
+            if not shape_only:
+                return _native(files[where[name]].get_tensor(name))
             view = files[where[name]].get_slice(name)
-            return tuple(view.get_shape()) if shape_only else _native(files[where[name]].get_tensor(name))
+            if view.get_dtype() not in _DTYPES:
+                raise CheckpointError(f"{folder}: {name} is of dtype {view.get_dtype()}")
+            return tuple(view.get_shape())
         except SafetensorError as error:
             raise CheckpointError(f"{folder}: {name}: {error}") from None
 
@@ -280,17 +301,16 @@ def _check_names(
         layer_spec: Spec = getattr(declared.layers, name)
         shape = layer_spec.shape[:0:-1] if transposed else layer_spec.shape[1:]
         wanted.update({f"model.layers.{i}.{key}": shape for i in range(cfg.layers)})
-    tolerated = (
-        {"lm_head.weight"} if cfg.tied else set()
-    )  # some tied files repeat the embedding under this name
+    if cfg.tied and "lm_head.weight" in names:  # some tied files repeat the embedding under this name
+        wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     problems = [f"missing {name}" for name in sorted(wanted.keys() - names)]
-    problems += [f"unexpected {name}" for name in sorted(names - wanted.keys() - tolerated)]
+    problems += [f"unexpected {name}" for name in sorted(names - wanted.keys())]
     for name in sorted(wanted.keys() & names):
         if shape_of(name) != wanted[name]:
             problems.append(f"{name} has shape {shape_of(name)}, the config asks for {wanted[name]}")
     if problems:
         shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-        raise CheckpointError(f"{folder}: weights do not fit config.json: {shown}")
+        raise CheckpointError(f"{folder}: weights do not fit config.json: {one_line(shown, 900)}")
 
 
 def _stack_layers(cfg: DecoderConfig, read: Reader, key: str, transposed: bool) -> Array:

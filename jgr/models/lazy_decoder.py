@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
+from jgr.models.config_file import LARGEST
 from jgr.models.decoder import BeamKV, ContextKV, Dropout, rms_norm
 from jgr.models.params import CheckpointError, Spec, over_layers
 from jgr.ops.beam_attention import beam_attention
@@ -410,7 +411,7 @@ def parse_config(raw: Mapping[str, Any]) -> LazyConfig:
         if field.type == "tuple[int, ...]":
             good = isinstance(value, list) and bool(value) and all(_is_count(x) for x in value)
         elif field.type == "float":
-            good = isinstance(value, float) and value > 0
+            good = isinstance(value, float) and 0 < value < 1e15
         else:
             good = _is_count(value)
         if not good:
@@ -422,7 +423,7 @@ def parse_config(raw: Mapping[str, Any]) -> LazyConfig:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def _check(cfg: LazyConfig) -> None:

@@ -21,8 +21,8 @@ from msgspec import Meta, Struct
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
-from jgr.fields import require
-from jgr.files import read_whole, reading
+from jgr.fields import one_line, require
+from jgr.files import is_pipe, read_whole
 
 NAME = "serving.json"
 CATALOG = "catalog.jsonl"
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 class CatalogReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The catalog of a model folder. path: a file of the folder. version: the catalog's content hash."""
 
-    path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z")] = CATALOG
+    path: Annotated[str, Meta(pattern=r"^[^/\\\x00]+\Z", max_length=255)] = CATALOG
     version: str
 
 
@@ -95,12 +95,9 @@ def read(folder: Path) -> Manifest | None:
     path = folder / NAME
     if not os.path.lexists(path):  # a link to nothing is refused by what reads it, and does not count as none
         return None
-    with reading(path, ConfigError) as stream:
-        content = stream.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError(
-            f"{path}: holds more than {MAX_BYTES} bytes, so no jgr wrote it; train or convert again"
-        )
+    if is_pipe(path):
+        raise ConfigError(f"{path}: is no file; restore it, or train or convert again")
+    content = read_whole(path, ConfigError, MAX_BYTES)
     try:
         schema = msgspec.json.decode(content, type=_Versioned).schema
         if schema > SCHEMA:
@@ -109,7 +106,9 @@ def read(folder: Path) -> Manifest | None:
             )
         return msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is damaged: {error}; restore it, or train or convert again") from None
+        raise ConfigError(
+            f"{path}: is damaged: {one_line(error)}; restore it, or train or convert again"
+        ) from None
 
 
 def folder_config(folder: str | Path) -> Config:
@@ -133,7 +132,7 @@ def folder_config(folder: str | Path) -> Config:
         config = from_json(sections)
     except ConfigError as error:
         raise ConfigError(
-            f"{place / NAME}: settings: {error}; correct the file, or train or convert again with this jgr"
+            f"{place / NAME}: settings: {one_line(error)}; correct the file, or train or convert again with this jgr"
         ) from None
     return replace(config, model=replace(config.model, path=str(place)))
 
@@ -145,7 +144,7 @@ def own_catalog(folder: Path) -> Catalog:
         return load_catalog(folder / CATALOG)
     path, recorded = folder / manifest.catalog.path, manifest.catalog.version
     remedy = "put the file back, or name a catalog with --set catalog.path=FILE"
-    if not path.exists():
+    if not path.exists() or is_pipe(path):
         raise ConfigError(f"catalog.path: {path}, which {NAME} names, is not there: {remedy}")
     catalog = load_catalog(path)
     if catalog.version != recorded:

@@ -1,70 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version of a model a folder holds: a hash of what decides its scores.
+"""Which version of a model a folder holds, and whether its files are those that were written.
 
 The one idea: the name is the content. Weights, config.json and tokenizer.json are hashed as they lie on disk, so
 equal folders have equal revisions on every machine, and nobody has to count versions. The catalog has a version of
 its own, and answers name both.
+
+The same digests tell damage. A checkpoint of ours has them in digests.json, written last: a file of another size or
+content is refused before anything else reads it. A folder without them, such as a Hugging Face one, is compared with
+what this process found there before: other bytes in a file of the same inode, size and time are damage, since whoever
+writes a file changes one of these.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
+import io
+import json
+import logging
+import os
+import stat
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated, Any, cast
 
-from jgr.config import UserError
-from jgr.fields import require
-from jgr.files import require_regular
+import msgspec
+from msgspec import Meta, Struct
+
+from jgr.fields import one_line, require
+from jgr.files import is_pipe, read_whole, reading, writing
+from jgr.models.params import CheckpointError
 
 REVISION_DIGITS = 8
+DIGESTS = "digests.json"
+INDEX = "model.safetensors.index.json"
+HASHED_AT_ONCE = 4
+MOST_REMEMBERED = 4096
+MAX_BYTES = 64 << 20
+"""The largest list of files that is read."""
 
 Stamp = tuple[str, int, int, int]
+"""A file's name in the folder, and its inode, size and time of change."""
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_remembered: dict[tuple[Path, Stamp], bytes] = {}
+
+
+class FileDigest(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one file holds."""
+
+    bytes: Annotated[int, Meta(ge=0)]
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class Digests(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of digests.json: what each file holds, by its path in the folder."""
+
+    files: dict[str, FileDigest]
 
 
 class ModelFiles:
     """The files of a model folder as they are found at construction.
 
-    `revision`, asked for when everything has been read, tells whether somebody wrote to them meanwhile.
+    `check`, called before they are read, refuses damaged ones. `revision`, asked for when everything has been read,
+    tells whether somebody wrote to them meanwhile. Both hash each file, once.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._found = _stamps(folder)
+        self._folder = folder.absolute()
+        self._found = _stamps(self._folder)
+        self._digests: Mapping[str, bytes] | None = None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the folder has the same files as at construction, by their names, sizes and times."""
+        try:
+            return _stamps(self._folder) == self._found
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """Raise CheckpointError, which names the file, where one is not as digests.json says.
+
+        A checkpoint of ours without digests.json is an older one: that is logged.
+        """
+        path = self._folder / DIGESTS
+        if not os.path.lexists(path):
+            if (self._folder / "params").is_dir():
+                _log.warning("%s: has no %s, so damaged weights may not be noticed", self._folder, DIGESTS)
+            return
+        try:
+            wanted = msgspec.json.decode(read_whole(path, CheckpointError, MAX_BYTES), type=Digests).files
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path}: damaged checkpoint: {one_line(error)}; restore the folder"
+            ) from None
+        sizes = {name: size for name, _, size, _ in self._found}
+        for name in sorted(wanted.keys() | sizes.keys()):
+            if name not in sizes:
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: it is missing, {DIGESTS} names it"
+                )
+            if name not in wanted:
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: {DIGESTS} does not name it"
+                )
+            if sizes[name] != wanted[name].bytes:
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: it has {sizes[name]} bytes, "
+                    f"{DIGESTS} says {wanted[name].bytes}"
+                )
+        found = self._hashed()
+        for name, digest in wanted.items():
+            if found[name].hex() != digest.sha256:
+                raise CheckpointError(
+                    f"{self._folder / name}: damaged checkpoint: its SHA-256 is not that of {DIGESTS}"
+                )
+
+    def require_size(self, largest: int) -> None:
+        """Raise CheckpointError where params/ holds more than `largest` bytes, which no such model needs."""
+        held = sum(size for name, _, size, _ in self._found if name.startswith("params/"))
+        if held > largest:
+            raise CheckpointError(
+                f"{self._folder / 'params'}: holds {held} bytes, its model needs at most {largest}; restore the folder"
+            )
 
     def revision(self) -> str:
-        """The first digits of the content's SHA-256. UserError where the files are not those found at first."""
-        whole = hashlib.sha256()
+        """The first digits of the content's SHA-256.
+
+        CheckpointError where the files are not those found at first, or are others than this process found before
+        in files that nobody has written to.
+        """
         try:
-            for name, *_ in self._found:
-                with (self._folder / name).open("rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").digest()
-                whole.update(len(name).to_bytes(4) + name.encode() + digest)
-            unchanged = _stamps(self._folder) == self._found
-        except FileNotFoundError:
-            unchanged = False
-        if not unchanged:
-            raise UserError(f"{self._folder}: the model changed while it was read; load it again")
+            digests = self._hashed()
+        except CheckpointError:
+            digests = None
+        if digests is None or not self.unchanged:
+            raise CheckpointError(f"{self._folder}: the model changed while it was read; load it again")
+        whole = hashlib.sha256()
+        for stamp in self._found:
+            name, digest = stamp[0], digests[stamp[0]]
+            self._compare(stamp, digest)
+            whole.update(len(name).to_bytes(4) + name.encode() + digest)
         return whole.hexdigest()[:REVISION_DIGITS]
+
+    def _compare(self, stamp: Stamp, digest: bytes) -> None:
+        with _lock:
+            known = _remembered.pop((self._folder, stamp), digest)
+            _remembered[self._folder, stamp] = known
+            while len(_remembered) > MOST_REMEMBERED:
+                del _remembered[next(iter(_remembered))]
+        if known != digest:
+            raise CheckpointError(
+                f"{self._folder / stamp[0]}: damaged: its content has changed, and its size and time have not; "
+                "restore it, or write it again"
+            )
+
+    def _hashed(self) -> Mapping[str, bytes]:
+        if self._digests is None:
+            names = [name for name, *_ in self._found]
+            with ThreadPoolExecutor(HASHED_AT_ONCE, "jgr-hash") as pool:  # hashlib lets others run meanwhile
+                self._digests = dict(zip(names, pool.map(self._hash, names), strict=True))
+        return self._digests
+
+    def _hash(self, name: str) -> bytes:
+        with reading(self._folder / name, CheckpointError) as file:
+            return hashlib.file_digest(cast(io.BufferedReader, file), "sha256").digest()
+
+
+def write_digests(folder: Path) -> None:
+    """Write digests.json, once all other files of a checkpoint are there. Raises CheckpointError."""
+    files = ModelFiles(folder)
+    sizes = {name: size for name, _, size, _ in files._found}
+    digests = Digests(
+        {name: FileDigest(sizes[name], digest.hex()) for name, digest in files._hashed().items()}
+    )
+    with writing(folder / DIGESTS, CheckpointError) as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(digests), indent=1) + b"\n")
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of a Hugging Face folder's weights: the shards that its index names, or the single file.
+
+    Raises CheckpointError for an index that is none.
+    """
+    index = folder / INDEX
+    if not os.path.lexists(index):
+        return ["model.safetensors"]
+    if is_pipe(index):
+        raise CheckpointError(f"{index}: cannot be read: it is not a regular file")
+    try:
+        given: Any = json.loads(read_whole(index, CheckpointError, MAX_BYTES))
+        shards = sorted(set(given["weight_map"].values()))
+        outside = [shard for shard in shards if Path(shard).name != shard or "\0" in shard]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{index}: damaged safetensors: {one_line(repr(error))}") from None
+    if outside:
+        raise CheckpointError(f"{index}: shard {outside[0]!r} is not a plain file name")
+    return shards
 
 
 def check_folder(folder: str) -> None:
     """Raise UserError where a folder's name has a zero byte, or a pipe, a device or a socket stands for a file of its
     model: to open one may take for ever."""
     require("\0" not in folder, f"model.path: {folder!r} has a zero byte, which no folder's name has")
-    for path in _paths(Path(folder)):
-        if not path.is_dir():
-            require_regular(path, UserError)
-
-
-def _paths(folder: Path) -> Iterator[Path]:
-    """What the model is read from, files and folders, and places where nothing is."""
-    yield folder / "config.json"
-    yield folder / "tokenizer.json"
-    params = folder / "params"
-    yield from params.rglob("*") if params.is_dir() else folder.glob("*.safetensors*")
+    _stamps(Path(folder))
 
 
 def _stamps(folder: Path) -> list[Stamp]:
-    """Name, inode, size and time of each file that the model is read from, by name."""
-    found = [(path.relative_to(folder).as_posix(), path.stat()) for path in _paths(folder) if path.is_file()]
-    return sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in found)
+    """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices."""
+    paths = [folder / "config.json", folder / "tokenizer.json", folder / DIGESTS]
+    if (folder / "params").is_dir():
+        paths += (folder / "params").rglob("*")
+    else:
+        paths.append(folder / INDEX)
+        with contextlib.suppress(CheckpointError):  # whoever reads the weights refuses the index
+            paths += (folder / name for name in weight_files(folder))
+    found = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            name = path.relative_to(folder).as_posix()
+            found.append((name, status.st_ino, status.st_size, status.st_mtime_ns))
+        elif not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(f"{path}: cannot be read: it is not a regular file")
+    return sorted(stamp for stamp in found if stamp[0] != DIGESTS)

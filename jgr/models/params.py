@@ -9,7 +9,7 @@ the stack before it multiplies by them; there the layers are held apart (`split_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.config import UserError
+from jgr.fields import one_line
 
 PyTree = Any
 
@@ -132,26 +133,31 @@ def count(specs: PyTree) -> int:
 
 def check_finite(place: Path, params: PyTree) -> None:
     """Raise CheckpointError naming the first parameter of `place` with NaN or infinity: its model could not answer."""
-    for name, values in _by_name(params).items():
+    for name, values in by_name(params).items():
         if not np.isfinite(np.asarray(values)).all():
             raise CheckpointError(f"{place}: damaged checkpoint: {name} holds what is no finite number")
 
 
-def check(specs: PyTree, params: PyTree) -> None:
-    """Raise CheckpointError naming every missing, unexpected or mis-shaped parameter."""
-    wanted = _by_name(specs)
-    found = _by_name(params)
+def check_shapes(wanted: Mapping[str, Spec], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError naming every missing, unexpected or mis-shaped parameter, the first ten of them."""
     problems = [f"missing {name}" for name in wanted if name not in found]
     problems += [f"unexpected {name}" for name in found if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(found[name].shape)}, the config asks for {spec.shape}"
+        f"{name} has shape {tuple(found[name])}, the config asks for {spec.shape}"
         for name, spec in wanted.items()
-        if name in found and tuple(found[name].shape) != spec.shape
+        if name in found and tuple(found[name]) != spec.shape
     ]
     if problems:
-        raise CheckpointError("parameters do not fit the config: " + "; ".join(problems))
+        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise CheckpointError(f"parameters do not fit the config: {one_line(shown, 900)}")
 
 
-def _by_name(tree: PyTree) -> dict[str, Any]:
+def check(specs: PyTree, params: PyTree) -> None:
+    """Raise CheckpointError naming every missing, unexpected or mis-shaped parameter of a tree, see check_shapes."""
+    check_shapes(by_name(specs), {name: tuple(leaf.shape) for name, leaf in by_name(params).items()})
+
+
+def by_name(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree of Spec or of arrays by their names, such as `layers.wq`, in the tree's order."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}

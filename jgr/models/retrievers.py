@@ -24,9 +24,12 @@ import numpy.typing as npt
 
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
+from jgr.fields import one_line
 from jgr.models import checkpoint, hstu, lru_rec, sasrec
+from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig, HstuParams
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
+from jgr.models.model_files import ModelFiles
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.sasrec import Dropout, SasrecConfig, SasrecParams
 
@@ -199,16 +202,19 @@ def load_config(folder: Path) -> RetrieverConfig:
     """Read the config of the folder that `save` wrote. Raises CheckpointError."""
     path = folder / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        return _CONFIGS[fields.pop("model_type")](**fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: is not the config of a retriever that jgr trained") from None
+        return scorer_config(read_object(path), _CONFIGS)
+    except ValueError as error:
+        reason = one_line(str(error).removeprefix(f"{path}: "))
+        raise CheckpointError(
+            f"{path}: is not the config of a retriever that jgr trained: {reason}"
+        ) from None
 
 
 def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
     """Read the folder that `save` wrote: config and parameters. Raises CheckpointError."""
+    ModelFiles(folder).check()
     cfg = load_config(folder)
-    return cfg, checkpoint.restore(folder / "params", retriever(cfg).spec(cfg))
+    return cfg, checkpoint.restore(folder, retriever(cfg).spec(cfg))
 
 
 def load_for(folder: Path, item_ids: Sequence[str]) -> tuple[RetrieverConfig, RetrieverParams]:

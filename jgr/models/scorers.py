@@ -16,7 +16,6 @@ Letters: B users, S = max_items places of a history, C contextual slots, m candi
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,15 @@ from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
-import msgspec
 
 from jgr.config import ConfigError
+from jgr.fields import one_line
 from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
+from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig
+from jgr.models.model_files import ModelFiles
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
@@ -351,22 +352,25 @@ def save(
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
 
-def load(folder: Path) -> tuple[ScorerConfig, PyTree]:
-    """Read the folder that `save` wrote, of any family: config and parameters. Raises CheckpointError."""
+def load(folder: Path, files: ModelFiles | None = None) -> tuple[ScorerConfig, PyTree]:
+    """Read the folder that `save` wrote, of any family: config and parameters. files: see checkpoint.load.
+
+    Raises CheckpointError.
+    """
+    (files or ModelFiles(folder)).check()
     cfg = load_config(folder)
-    if isinstance(cfg, RetrieverConfig):
-        return retrievers.load(folder)
-    return cfg, checkpoint.restore(folder / "params", scorer(cfg).spec(cfg))
+    return cfg, checkpoint.restore(folder, scorer(cfg).spec(cfg))
 
 
 def load_config(folder: Path) -> ScorerConfig:
     """Read the config alone of the folder that `save` wrote. Raises CheckpointError."""
     path = folder / "config.json"
+    raw = read_object(path)
+    if raw.get("model_type") in retrievers.MODELS:
+        return retrievers.load_config(folder)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        model_type = fields.pop("model_type")
-        if model_type in _TYPES:
-            return msgspec.convert(fields, _TYPES[model_type])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
-        raise CheckpointError(f"{path}: is not the config of a scorer that jgr trained") from None
-    return retrievers.load_config(folder)
+        return scorer_config(raw, _TYPES)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: is not the config of a scorer that jgr trained: {one_line(error)}"
+        ) from None

@@ -29,6 +29,7 @@ import tokenizers
 
 from jgr.catalog.catalog import MAX_TOKEN, Catalog
 from jgr.config import PromptConfig, UserError
+from jgr.fields import one_line
 from jgr.files import read_whole, writing
 
 Int32 = npt.NDArray[np.int32]
@@ -67,7 +68,7 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as cause:  # the library raises bare Exception for any text that it cannot parse
-            raise PromptError(f"{path}: not a tokenizer.json: {cause}") from None
+            raise PromptError(f"{path}: not a tokenizer.json: {one_line(cause)}") from None
         return cls(inner)
 
     def save(self, path: str | Path) -> None:

@@ -370,13 +370,16 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     reload: Annotated[
         ReloadState,
         Meta(
-            description="State of the last reload. running: until the new version is ready and the old one has "
-            "finished its requests. failed: the old version still serves."
+            description="State of the last reload or rollback. running: until the new version is ready and the old one "
+            "has finished its requests. failed: the old version still serves."
         ),
     ] = "never"
     reload_error: Annotated[str | None, Meta(description="Why the last reload failed. null: it did not.")] = (
         None
     )
+    previous: Annotated[
+        str | None, Meta(description="The version before, to which a rollback goes. null: there was none.")
+    ] = None
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
     catalog_items: Annotated[int, Meta(description="Number of items in the catalog.")]
     depth: Annotated[int, Meta(description="Number of levels in a semantic id.")]

@@ -270,6 +270,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_engine(override(config, "prompt.max_items=7", "profiles.tokens=21"))
     path = tmp_path / "lazy" / "config.json"
     stored = json.loads(path.read_text())
+    path.with_name("digests.json").unlink()  # which would name the changed file
     for change, message in (
         ({"heads": 3}, "heads 3 is not a multiple of kv_heads 4"),
         ({"hidden": "wide"}, "hidden is 'wide'"),

@@ -184,6 +184,7 @@ def test_a_checkpoint_is_what_was_saved_and_no_other_is_taken(tmp_path: Path) ->
     with pytest.raises(UserError, match="was trained on other items"):
         retrievers.load_for(tmp_path / "lru", ["a", "b"])
     path = tmp_path / "lru" / "config.json"
+    path.with_name("digests.json").unlink()  # which would name the changed file
     for wrong in ('{"model_type": "lru"}', '{"model_type": "lrurec", "n_items": 10}', "[]", "{"):
         path.write_text(wrong)
         with pytest.raises(CheckpointError, match="is not the config of a retriever"):

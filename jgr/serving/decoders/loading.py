@@ -37,7 +37,7 @@ from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
+from jgr.serving.engine.opening import Again, counting_metrics, open_folder, read_catalog
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import Repair
@@ -55,6 +55,7 @@ class Model:
     revision: str
     folder: Path
     profiles: tuple[Profile, ...]
+    files: ModelFiles | None = None
 
 
 class Fitted(NamedTuple):
@@ -86,10 +87,11 @@ def load_engine(
 
 def _load_model(folder: Path, config: Config) -> Model:
     files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype)
+    cfg, params = checkpoint.load(folder, config.model.dtype, files)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
-    return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, make_profiles(config.profiles))
+    profiles = make_profiles(config.profiles)
+    return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, profiles, files)
 
 
 @preparing()
@@ -144,6 +146,13 @@ def make_engine(
             rebuild=Rebuild(
                 partial(_fit, model, config),
                 partial(make_engine, model, config, metrics=metrics, memory=memory, like=executor),
+                Again.of(
+                    f"{config.model.name}@{model.revision}",
+                    model.files,
+                    model.folder,
+                    config,
+                    partial(load_engine, memory=memory),
+                ),
             ),
             caching=caching,
             memory={

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool, PoolLost
@@ -30,7 +31,7 @@ from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.packing import Packed, pack
 from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, median_seconds
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
-from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
@@ -69,40 +70,42 @@ class PagedExecutor(ProfilePrograms):
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
-        """Compile and run every profile and the pool's own programs; progress(done, total, label) after each."""
+        """Compile what has no program yet, and run a probe of every profile; progress(done, total, label) after each.
+
+        UserError where a probe's scores are no finite numbers.
+        """
+        token = np.asarray(self._tables.tokens[0][:1], np.int32)
         for done, profile in enumerate(self.profiles, start=1):
             if profile.tokens not in self._writes:
                 self._writes[profile.tokens] = self.compile_write(profile.tokens)
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
-                self.run(profile, [_smallest_work(profile)])
+            label = f"{profile.kind} {profile.tokens}+{profile.context} packed"
+            check_scores(label, self.run(profile, [_computed_work(profile, 3, token)])[0].scores)
+            if profile not in self.costs:
                 tokens = min(profile.tokens, self._longest or profile.tokens)
                 full = [_computed_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
                 self.costs[profile] = median_seconds(partial(self.run, profile, full))
-            progress(done, len(self.profiles), f"{profile.kind} {profile.tokens}+{profile.context} packed")
+            progress(done, len(self.profiles), label)
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
         arrays = self._pack(profile, [_smallest_work(profile)])
-        lowered: jax.stages.Lowered
+        given = self._params, self.pool.example
         if profile.kind == "rank":
-            lowered = packed.rank.lower(
-                self._params, self.pool.example, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv
-            )
-        else:
-            lowered = packed.recommend.lower(
-                self._params,
-                self.pool.example,
-                *self._recommend_inputs(profile, arrays, []),
-                cfg=self._cfg,
-                kv=self.kv,
-                width=profile.width,
-                normalize=self._normalize,
-                approximate=self._approximate,
-            )
-        return lowered.compile()
+            return compiled(packed.rank, *given, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv)
+        return compiled(
+            packed.recommend,
+            *given,
+            *self._recommend_inputs(profile, arrays, []),
+            cfg=self._cfg,
+            kv=self.kv,
+            width=profile.width,
+            normalize=self._normalize,
+            approximate=self._approximate,
+        )
 
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
         """The program that writes so many new tokens; its memory_analysis shows that the pool is written in place."""
@@ -111,10 +114,7 @@ class PagedExecutor(ProfilePrograms):
             (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), np.dtype(self.kv.dtype)
         )
         slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32)
-        lowered: jax.stages.Lowered = packed.write.lower(
-            self.pool.example, ContextKV(one, one), slots, kv=self.kv
-        )
-        return lowered.compile()
+        return compiled(packed.write, self.pool.example, ContextKV(one, one), slots, donate=(0,), kv=self.kv)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order. PoolLost where nothing has run and all can be planned again."""
@@ -185,6 +185,9 @@ class PagedExecutor(ProfilePrograms):
         widths[: len(works)] = [work.beam_width for work in works]
         filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
         return self._tables, arrays.row, arrays.prompts, widths, filters
+
+
+_ANY_TOKEN = np.zeros(1, np.int32)
 
 
 class DecoderExecutors:
@@ -262,12 +265,11 @@ def _smallest_work(profile: Profile) -> SegmentsWork:
     return _computed_work(profile, 3)
 
 
-def _computed_work(profile: Profile, tokens: int) -> SegmentsWork:
-    """A request of so many tokens that are all computed: a user, and a token each for what ends the prompt and, to
-    rank, for a candidate."""
-    token = np.zeros(1, np.int32)
+def _computed_work(profile: Profile, tokens: int, token: npt.NDArray[np.int32] = _ANY_TOKEN) -> SegmentsWork:
+    """A request of so many tokens that are all computed and alike: a user, and a token each for what ends the prompt
+    and, to rank, for a candidate."""
     items = [(0, Content.of(token))] if profile.kind == "rank" else []
-    user = np.zeros(max(1, tokens - 1 - len(items)), np.int32)
+    user = np.repeat(token, max(1, tokens - 1 - len(items)))
     prompt = make_prompt(Content.of(user), token, items)
     computed = [PlannedSegment(x.kind, (Compute(len(x)),)) for x in arrange(prompt, USER_PREFIX)]
     work = SegmentsWork(prompt, beam_width=1, plan=PlannedPrompt.of("user_prefix", computed))

@@ -34,12 +34,14 @@ from jgr.serving.decoders.work import (
     SegmentsWork,
     Work,
 )
-from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile
 
 TIMED_RUNS = 3
 """Runs of each program at the warm-up whose median is its cost."""
+PROBED_TOKENS = 4
+"""Tokens of each level that a probe's prompt has."""
 
 
 class ProfilePrograms:
@@ -117,21 +119,25 @@ class RowExecutor(ProfilePrograms):
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
-        """Compile and run every profile that has no program yet; progress(done, total, label) after each."""
+        """Compile what has no program yet, and run a probe of every profile; progress(done, total, label) after each.
+
+        UserError where a probe's scores are no finite numbers.
+        """
         for done, profile in enumerate(self.profiles, start=1):
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
-                self.run(profile, [_smallest_work(profile)])
-                self.costs[profile] = median_seconds(partial(self.run, profile, _full_works(profile)))
             label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
+            check_scores(label, self.run(profile, [_probe(profile, self._tables)])[0].scores)
+            if profile not in self.costs:
+                self.costs[profile] = median_seconds(partial(self.run, profile, _full_works(profile)))
             progress(done, len(self.profiles), label)
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
         inputs = self._inputs(profile, [])
-        lowered: jax.stages.Lowered
         if profile.kind == "recommend":
-            lowered = beam.recommend.lower(
+            return compiled(
+                beam.recommend,
                 self._params,
                 self._tables,
                 *inputs,
@@ -140,11 +146,9 @@ class RowExecutor(ProfilePrograms):
                 normalize=self._normalize,
                 approximate=self._approximate,
             )
-        else:
-            lowered = beam.rank.lower(
-                self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
-            )
-        return lowered.compile()
+        return compiled(
+            beam.rank, self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
+        )
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""
@@ -215,8 +219,11 @@ def _width(work: Work) -> int:
     return len(work.leaves)
 
 
-def _smallest_work(profile: Profile) -> Work:
-    prompt = np.zeros(1, np.int32)
+def _probe(profile: Profile, tables: CatalogTables) -> Work:
+    """A request whose prompt is the first tokens of each level, in all beams."""
+    prompt = np.concatenate([np.asarray(tokens[:PROBED_TOKENS]) for tokens in tables.tokens])[
+        : profile.tokens
+    ]
     if profile.kind == "recommend":
-        return RecommendWork(prompt, beam_width=1)
+        return RecommendWork(prompt, beam_width=profile.width)
     return RankWork(prompt, leaves=np.zeros(1, np.int32))

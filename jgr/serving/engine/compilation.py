@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation as a metric: how often XLA compiled in this process, and a cache that makes the second start fast."""
+"""Programs that are compiled once for all who run them, how often XLA compiled, and a cache for the second start.
+
+The one idea of `compiled`: a program is held by those who run it, and by nobody else. So new weights of the same shapes
+find the programs of the old ones, whose engine still serves, and a program is freed with the last engine that runs it.
+JAX's own caches would keep each program with the function that it is made of, for as long as the process lives.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+import numpy.typing as npt
 from jax.experimental.compilation_cache import compilation_cache
+
+from jgr.config import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +42,53 @@ def preparing() -> Iterator[None]:
         yield
     finally:
         _thread.preparing = outer
+
+
+_programs: weakref.WeakValueDictionary[Hashable, jax.stages.Compiled] = weakref.WeakValueDictionary()
+
+
+def compiled(
+    function: Callable[..., Any],
+    *arguments: Any,
+    key: Hashable = None,
+    donate: tuple[int, ...] = (),
+    keep_unused: bool = False,
+    **static: Hashable,
+) -> jax.stages.Compiled:
+    """The program of function(*arguments, **static), which takes the arguments alone.
+
+    It is compiled unless somebody has one of equal shapes, dtypes, placements and static arguments. key: what the
+    program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    shapes = tuple((x.shape, np.dtype(x.dtype), getattr(x, "sharding", None)) for x in leaves)
+    whole = (
+        function if key is None else key,
+        donate,
+        keep_unused,
+        tuple(sorted(static.items())),
+        tree,
+        shapes,
+    )
+    program = _programs.get(whole)
+    if program is None:
+        fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
+        lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
+        program = _programs[whole] = lowered.compile()
+    return program
+
+
+def check_scores(program: str, scores: npt.ArrayLike) -> None:
+    """Raise UserError where the scores of a program's probe are such as no sound weights give.
+
+    These are NaN and +infinity, and no finite score at all; -infinity is the score of what cannot be generated.
+    """
+    found = np.asarray(scores)
+    if not np.isfinite(found).any() or np.isnan(found).any() or np.isposinf(found).any():
+        raise UserError(
+            f"model.path: {program} gives scores that are no finite numbers: the weights are damaged, or too large "
+            "for model.dtype"
+        )
 
 
 class CompilationCounter:

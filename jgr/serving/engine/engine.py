@@ -35,6 +35,7 @@ from jgr.serving.api import Answer, ModelInfo, Request, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
 from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.opening import Again
 from jgr.serving.engine.threads import Abandoned, Lanes, Run
 from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
@@ -82,10 +83,12 @@ class Rebuild:
     """How a model is served over another catalog. check: raises UserError where that cannot be.
 
     engine: makes the catalog's engine, not started; raises as `check` does. Both take long and run in a thread.
+    again: how this version is loaded once more; None: it was not loaded from a folder.
     """
 
     check: Callable[[Catalog], object]
     engine: Callable[[Catalog], AnyEngine]
+    again: Again | None = None
 
 
 class Engine(Generic[S]):

@@ -4,16 +4,50 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError
 from jgr.models import manifest
-from jgr.models.model_files import check_folder
+from jgr.models.model_files import ModelFiles, check_folder
 from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine.metrics import Metrics
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """How a version is loaded once more, from the folder that it was loaded from. It holds no weights.
+
+    version: the version as answers name it. files: its files, as they were found. load: makes an engine of what is
+    there now, not started.
+    """
+
+    version: str
+    files: ModelFiles
+    load: Callable[[Metrics], Any]
+
+    @staticmethod
+    def of(
+        version: str,
+        files: ModelFiles | None,
+        folder: Path,
+        config: Config,
+        load: Callable[[Config, Metrics], Any],
+    ) -> Again | None:
+        """folder: the model's, which config.model.path may have named by a link that is switched later.
+
+        None where there are no files, since the model was not loaded from any.
+        """
+        if files is None:
+            return None
+        found = replace(config, model=replace(config.model, path=str(folder)))
+        return Again(version, files, partial(load, found))
 
 
 def open_folder(config: Config) -> Path:

@@ -196,9 +196,12 @@ class Listener(uvicorn.Server):
     async def _warm_up(self) -> None:
         try:
             await self.models.start(self._on_progress)
-        except Exception:
-            failed = [d.name for d in self.models.deployments if d.status == "failed"]
-            _log.exception("the warm-up of model %s failed", ", ".join(failed))
+        except Exception as error:
+            failed = ", ".join(d.name for d in self.models.deployments if d.status == "failed")
+            if isinstance(error, UserError):
+                _log.error("the warm-up of model %s failed: %s", failed, error)
+            else:
+                _log.exception("the warm-up of model %s failed", failed)
             self.exit_code = 1
             self.should_exit = True
         else:

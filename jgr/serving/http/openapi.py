@@ -89,6 +89,15 @@ OPERATIONS = (
         status=202,
     ),
     Operation(
+        "post",
+        "/v1/models/{name}/rollback",
+        "Serve the version of the model before this one again, without a pause",
+        api.ModelInfo,
+        errors=_CHANGE,
+        admin=True,
+        status=202,
+    ),
+    Operation(
         "get",
         "/v1/catalogs",
         "List the catalogs that the server holds, and say which one is served",

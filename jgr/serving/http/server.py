@@ -93,6 +93,7 @@ class App:
             routes=[
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
+                Route("/v1/models/{name:path}/rollback", self._roll_back_model, methods=["POST"]),
                 Route("/v1/models/{name:path}", self._model),
                 Route(UPLOAD_PATH, self._list_catalogs),
                 Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
@@ -261,6 +262,13 @@ class App:
             )
         model = self._models.find(request.path_params["name"])
         model.reload()
+        return _json(model.info, 202, {"Location": f"/v1/models/{quote(model.name)}"})
+
+    async def _roll_back_model(self, request: HttpRequest) -> Response:
+        if (await self._read_body(request.receive)).strip() not in (b"", b"{}"):
+            raise RequestError("invalid_request", "a rollback takes no body")
+        model = self._models.find(request.path_params["name"])
+        model.rollback()
         return _json(model.info, 202, {"Location": f"/v1/models/{quote(model.name)}"})
 
     def _catalogs_of(self, request: HttpRequest) -> Catalogs:

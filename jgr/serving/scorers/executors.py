@@ -40,7 +40,7 @@ from jgr.models import scorers
 from jgr.models.climber_layers import Build
 from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
-from jgr.serving.engine.compilation import preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
 from jgr.serving.policies.orchestration import USER_PART
@@ -134,6 +134,7 @@ class Programs:
         growth: int = 0,
         build: Build = "fused",
     ) -> None:
+        self.items = cfg.n_items
         self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
         self.params = params = scorers.as_built(params, build)
         self.needs: Needs = self._model.needs(cfg)
@@ -192,13 +193,13 @@ class Programs:
             return self._compiled[size]
         if size == USER_PART:
             words = Staging(self.user).example
-            program = self._make(self._read, words, self.params)
+            program = self._make("read", self._read, words, self.params)
             if self.growth:
-                self._grow = self._make(self._grown, words, self.params, self.kept)
+                self._grow = self._make("grow", self._grown, words, self.params, self.kept)
             if self._keeping is not None:
                 # Keys and values are most of either, or are not in the state at all.
                 given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
-                self.renew = self._make(self._renewed, words, self.params, self.kept, donate=given)
+                self.renew = self._make("renew", self._renewed, words, self.params, self.kept, donate=given)
         else:
             state = None if self.share == "part" else self._state
             program = self._compile(size, state)
@@ -211,12 +212,16 @@ class Programs:
         """A part's program; without a state it computes the user."""
         layout = self.layouts[size]
         words, out = Staging(layout).example, jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
-        return self._make(partial(self._score, layout), words, self.params, state, out, donate=(3,))
+        return self._make(
+            f"score {size}", partial(self._score, layout), words, self.params, state, out, donate=(3,)
+        )
 
-    def _make(self, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
+    def _make(self, name: str, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         if self._build == "op_by_op":
             return call
-        return jax.jit(call, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
+        # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
+        key = name, self._cfg, self._build, self.share, self.schema, self.growth
+        return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
 
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
@@ -401,13 +406,17 @@ class ScorerExecutors:
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
-        """Compile every size, make the executors with their buffers, run each, and time the sizes."""
+        """Compile every size, make the executors with their buffers, run each, and time the sizes.
+
+        UserError where scores are no finite numbers.
+        """
         programs = self.programs
         costs, parts, whole = (dict[int, float]() for _ in range(3))
         user: Any
         block, views = new_block(programs.user)
         user = block
-        views["rows"][:] = 0  # a full history: attention may skip what is not there
+        items = programs.items  # a full history: attention may skip what is not there
+        views["rows"][:] = np.arange(len(views["rows"])) % items
         if self.states is not None:
             self.states.compile()
         for done, size in enumerate(programs.layouts, 1):
@@ -418,10 +427,13 @@ class ScorerExecutors:
                 costs[USER_PART] = _cost(own, ReadWork(block), {})
                 user = own[0].run(ReadWork(block)).state
             else:
-                work = PartWork(np.zeros(size, np.int32), user, programs.default_records(size))
+                rows = np.arange(size, dtype=np.int32) % items
+                work = PartWork(rows, user, programs.default_records(size))
                 parts[size] = _cost(own, work, parts)
+                check_scores(f"rank of {size} candidates", own[0].run(work))
                 if programs.may_be_whole:
                     whole[size] = _cost(own, replace(work, user=block), whole)
+                    check_scores(f"rank of {size} candidates", own[0].run(replace(work, user=block)))
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
         self.costs, self.whole = costs | parts, whole
         _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))

@@ -32,6 +32,7 @@ from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.opening import Again, counting_metrics, open_folder, read_catalog
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
@@ -50,6 +51,7 @@ class ScorerModel:
     params: PyTree
     revision: str
     folder: Path
+    files: ModelFiles | None = None
 
 
 @preparing()
@@ -58,8 +60,23 @@ def load_scorer(folder: Path, config: Config) -> ScorerModel:
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
     files = ModelFiles(folder)
-    cfg, params = scorers.load(folder)
-    return ScorerModel(cfg, params, files.revision(), folder)
+    cfg, params = scorers.load(folder, files)
+    return ScorerModel(cfg, params, files.revision(), folder, files)
+
+
+@preparing()
+def load_scorer_engine(
+    config: Config, metrics: Metrics | None = None, memory: Memory | None = None
+) -> Engine[ServedScorer]:
+    """The engine that serves config.model, a scorer, over config.catalog, not yet started.
+
+    metrics, memory: of the server that it joins. Raises a UserError that names what is missing or does not fit.
+    """
+    folder = open_folder(config)
+    model = load_scorer(folder, config)
+    return make_scorer_engine(
+        model, config, read_catalog(folder, config), metrics or counting_metrics(), memory
+    )
 
 
 @preparing()
@@ -158,6 +175,13 @@ def _make_engine(
     rebuild = Rebuild(
         partial(_fit, model),
         partial(make_scorer_engine, model, config, metrics=metrics, memory=memory, like=executors),
+        Again.of(
+            f"{config.model.name}@{model.revision}",
+            model.files,
+            model.folder,
+            config,
+            partial(load_scorer_engine, memory=memory),
+        ),
     )
     return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 

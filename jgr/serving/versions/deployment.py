@@ -35,6 +35,7 @@ from jgr.serving.api import ModelInfo, ReloadState
 from jgr.serving.engine.contract import Progress, Status
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.opening import Again
 from jgr.serving.errors import RequestError
 
 Load = Callable[[Metrics], AnyEngine]
@@ -48,11 +49,15 @@ T = TypeVar("T")
 
 @dataclass
 class Change:
-    """The last change of one kind, of the model or of its catalog. to: the version that it goes to."""
+    """The last change of one kind, of the model or of its catalog.
+
+    to: the version that it goes to. doing: what it is at, while it runs.
+    """
 
     state: ReloadState = "never"
     error: str | None = None
     to: str = ""
+    doing: str = ""
 
 
 _log = logging.getLogger(__name__)
@@ -62,7 +67,8 @@ class Deployment:
     """Serves a first engine, and after each change another.
 
     load: makes the engine of a reload; None: the model cannot be reloaded. catalogs: how many may be held, and how
-    large. changes: the last change of each kind. previous: the catalog that was served before the present one.
+    large. changes: the last change of each kind. previous: the catalog that was served before the present one. before:
+    how the version of the model that was served before the present one is loaded.
     """
 
     def __init__(self, engine: AnyEngine, catalogs: CatalogConfig, load: Load | None = None) -> None:
@@ -71,6 +77,7 @@ class Deployment:
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
         self.previous: Catalog | None = None
+        self.before: Again | None = None
         self.swapped: list[Callable[[], object]] = []
         """Each is called when `engine` is another one."""
         self._load = load
@@ -101,6 +108,7 @@ class Deployment:
             loaded_at=self._loaded_at,
             reload=self.changes["model"].state,
             reload_error=self.changes["model"].error,
+            previous=None if self.before is None else self.before.version,
         )
 
     def forget(self, user_id: str, tenant: str = "") -> int:
@@ -121,6 +129,21 @@ class Deployment:
         if self._load is None:
             raise RequestError("conflict", f"model {self.name!r} was not loaded from a folder")
         self._begin("model", self.name, partial(self._reloaded, self._load, self._activated))
+
+    def rollback(self) -> None:
+        """Begin to serve the version before. RequestError where there is none; `info` tells how it goes on.
+
+        Nothing is kept for it: it is read from its folder again, which must not have changed.
+        """
+        self._require_idle()
+        before = self.before
+        if before is None:
+            raise RequestError("conflict", f"no other version of model {self.name!r} was served before")
+        if not before.files.unchanged:
+            raise RequestError("conflict", f"the folder of {before.version!r} holds other files by now")
+        self._begin(
+            "model", before.version, partial(self._reloaded, before.load, self._activated, before.version)
+        )
 
     async def settled(self) -> None:
         """Wait until no change is running."""
@@ -147,17 +170,25 @@ class Deployment:
             raise RequestError("unavailable", f"the server is {self.status}")
         name = self.name
         if self.changes["model"].state == "running":
-            raise RequestError("conflict", f"a reload of model {name!r} is running")
+            raise RequestError(
+                "conflict", f"a reload of model {name!r} is running: {self.changes['model'].doing}"
+            )
         if self.changes["catalog"].state == "running":
-            to = self.changes["catalog"].to
-            raise RequestError("conflict", f"catalog {to!r} is being activated")
+            catalog = self.changes["catalog"]
+            raise RequestError("conflict", f"catalog {catalog.to!r} is being activated: {catalog.doing}")
 
-    def _reloaded(self, load: Load, activated: Catalog | None) -> AnyEngine:
-        engine = load(self.metrics)
+    def _reloaded(self, load: Load, activated: Catalog | None, version: str | None = None) -> AnyEngine:
+        engine: AnyEngine = load(self.metrics)
+        if version is not None and engine.info.version != version:
+            engine.served.close(True)
+            raise UserError(f"model.path: the folder of {version} holds {engine.info.version} by now")
         if activated is None or activated.version == engine.info.catalog_version:
             return engine
         assert engine.rebuild is not None  # it was activated by one
-        return engine.rebuild.engine(activated)
+        try:
+            return engine.rebuild.engine(activated)
+        finally:
+            engine.served.close(True)  # nobody will start it
 
     def _begin(
         self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None
@@ -189,10 +220,16 @@ class Deployment:
         change = self.changes[kind]
         _log.info("%s: a new %s is being loaded", self.engine.info.version, kind)
         new: AnyEngine | None = None
+
+        def compiling(done: int, total: int, label: str) -> None:
+            change.doing = f"{done} of {total} programs are ready"
+
         try:
+            change.doing = "its files are being read"
             new = await self.in_thread(make)
             self._engines.append(new)
-            await new.start()
+            change.doing = "its programs are being compiled"
+            await new.start(compiling)
         except Exception as error:
             change.error = _reason(error)
             trace = None if isinstance(error, UserError) else error
@@ -209,6 +246,7 @@ class Deployment:
             _forget_frames(error)
             self._end(kind, "failed")
         else:
+            change.doing = "the old version finishes its requests"
             if kind == "catalog":
                 self._activated = activated
             await self._swap(new)
@@ -221,6 +259,8 @@ class Deployment:
         self._loaded_at = now()
         if old.info.catalog_version != new.info.catalog_version:
             self.previous = old.catalog
+        if old.info.version != new.info.version:
+            self.before = None if old.rebuild is None else old.rebuild.again
         self.metrics.hide_model(old.info)
         self.metrics.show_model(new.info)
         _log.info(

@@ -3,28 +3,26 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jgr.cache.memory import Memory
-from jgr.config import Config, UserError
-from jgr.files import read_whole
+from jgr.config import Config
 from jgr.models import retrievers, scorers
+from jgr.models.config_file import read_object
+from jgr.models.params import CheckpointError
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
-from jgr.serving.engine.opening import counting_metrics, open_folder, read_catalog
-from jgr.serving.scorers.loading import load_scorer, make_scorer_engine
+from jgr.serving.engine.opening import open_folder
+from jgr.serving.scorers.loading import load_scorer_engine
 
 
 def is_scorer(folder: Path) -> bool:
     """Whether a folder's config.json is a scorer's; one that cannot be read is left to others to refuse."""
     try:
-        given: Any = json.loads(read_whole(folder / "config.json", UserError))
-        return given.get("model_type") in (*retrievers.MODELS, *scorers.MODELS)
-    except (ValueError, AttributeError, RecursionError):
+        return read_object(folder / "config.json").get("model_type") in (*retrievers.MODELS, *scorers.MODELS)
+    except CheckpointError:
         return False
 
 
@@ -42,9 +40,5 @@ def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | No
     not fit.
     """
     config = own_settings(config)
-    folder = open_folder(config)
-    if not is_scorer(folder):
-        return load_engine(config, metrics, memory)
-    model = load_scorer(folder, config)
-    catalog = read_catalog(folder, config)
-    return make_scorer_engine(model, config, catalog, metrics or counting_metrics(), memory)
+    load = load_scorer_engine if is_scorer(open_folder(config)) else load_engine
+    return load(config, metrics, memory)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a model folder's config.json, whoever wrote it: bounded, and with one error for all that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jgr.files import read_whole
+from jgr.models.params import CheckpointError
+
+MAX_BYTES = 1 << 20
+LARGEST = 2**31 - 1
+"""Every size of a model fits into 32 bits; a larger number is damage."""
+LARGEST_DEPTH = 10_000
+"""The most layers of a model; what names a tensor for each layer stays small."""
+
+T = TypeVar("T")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError where there is none."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file; a model folder holds a config.json")
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path}: is no file; a model folder holds a config.json")
+    try:
+        raw = json.loads(read_whole(path, CheckpointError, MAX_BYTES))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return raw
+
+
+def scorer_config(raw: Mapping[str, Any], kinds: Mapping[str, type[T]]) -> T:
+    """The config that an object describes, by its model_type. Raises ValueError, which says what is wrong."""
+    fields = dict(raw)
+    name = fields.pop("model_type", None)
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"model_type {name!r} is none of {', '.join(kinds)}")
+    _check_numbers("", fields)
+    unknown = fields.keys() - kinds[name].__dataclass_fields__.keys()  # type: ignore[attr-defined]
+    if unknown:
+        raise ValueError(f"unknown field {min(unknown)!r}")
+    try:
+        return msgspec.convert(fields, kinds[name])
+    except (msgspec.MsgspecError, TypeError, ArithmeticError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for inner, content in value.items():
+            _check_numbers(inner, content)
+    elif isinstance(value, list):
+        for content in value:
+            _check_numbers(name, content)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}")
+    elif isinstance(value, int) and not 0 <= value <= (LARGEST_DEPTH if name == "layers" else LARGEST):
+        raise ValueError(f"{name} is no size of a model")
