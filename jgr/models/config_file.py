@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from jgr.files import read_whole
 from jgr.models.params import CheckpointError
 
@@ -42,6 +40,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def scorer_config(raw: Mapping[str, Any], kinds: Mapping[str, type[T]]) -> T:
     """The config that an object describes, by its model_type. Raises ValueError, which says what is wrong."""
+    import msgspec  # models without a folder do not need it
+
     fields = dict(raw)
     name = fields.pop("model_type", None)
     if not isinstance(name, str) or name not in kinds:

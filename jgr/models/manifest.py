@@ -96,7 +96,7 @@ def read(folder: Path) -> Manifest | None:
     if not os.path.lexists(path):  # a link to nothing is refused by what reads it, and does not count as none
         return None
     if is_pipe(path):
-        raise ConfigError(f"{path}: is no file; restore it, or train or convert again")
+        raise ConfigError(f"{path}: cannot be read: it is not a regular file")
     content = read_whole(path, ConfigError, MAX_BYTES)
     try:
         schema = msgspec.json.decode(content, type=_Versioned).schema

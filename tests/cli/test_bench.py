@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,7 +106,11 @@ def test_a_mix_over_a_log_by_two_processes(server: LiveServer, catalog: str, tmp
         assert part["answered"] == {"200": part["sent"]} and part["in_time"] == part["sent"]
     late = report["classes"]["late"]
     assert late["in_time"] == 0
-    assert late["errors"] == {"504": {"deadline_exceeded": late["sent"]}}
+    refusals = Counter(kind for of in late["errors"].values() for kind in of)
+    assert refusals.keys() <= {"deadline_exceeded", "overloaded"} and late["answered"].keys() <= {
+        "429",
+        "504",
+    }
     assert sum(part["sent"] for part in report["classes"].values()) == 50
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [
         f"{name}:" for name in [*report["kinds"], *report["classes"]]
@@ -204,7 +209,7 @@ def test_a_run_that_is_too_long_is_refused(catalog: str) -> None:
         (["serve", "--rates=10,20", "--plot=a.pdf"], ["--plot must name a file that ends in .png or .svg"]),
         (["serve", "--rates=10,20", "--plot=/nowhere/a.png"], ["there is no folder /nowhere"]),
         (["serve", "--trace=/nowhere.jsonl"], ["/nowhere.jsonl: cannot be read"]),
-        (["serve", "--trace=/dev/null"], ["nothing to send"]),
+        (["serve", "--trace=/dev/null"], ["not a regular file"]),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], words: list[str]) -> None:

@@ -14,7 +14,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from tools.draw_house import committed, room_of
 from tools.trace_request import Event, Profiler, Trace, exceeded, route, trace_all
 
-LIMITS = {"recommend_files": 14, "recommend_moves": 47, "rank_files": 14, "rank_moves": 59}
+LIMITS = {"recommend_files": 17, "recommend_moves": 81, "rank_files": 17, "rank_moves": 92}
 
 
 @pytest.fixture(scope="module")

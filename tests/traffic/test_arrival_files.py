@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -96,13 +95,11 @@ def test_the_journal_of_a_server_has_an_arrival_for_each_request(tmp_path: Path)
     assert (np.diff(times) > 0).all()
 
 
-def _data(name: str) -> Path:
-    return Path(os.environ["JGR_DATA"]) / name
-
-
 @pytest.mark.data("kuairand-pure")
-def test_kuairands_log_without_its_duplicates() -> None:
-    found, times = read_arrivals(_data("kuairand-pure") / "events_20220425_20220508.csv.gz")
+def test_kuairands_log_without_its_duplicates(
+    dataset: Path,
+) -> None:
+    found, times = read_arrivals(dataset / "events_20220425_20220508.csv.gz")
     assert (found, len(times)) == ("kuairand", 222_444)
     assert times[-1] == pytest.approx((1652025130564 - 1650812741436) / 1e3)
 
@@ -116,7 +113,7 @@ def test_kuairands_log_without_its_duplicates() -> None:
         ("mooncake_conversation_trace.jsonl.gz", "mooncake", 12031, 3.40),
     ],
 )
-def test_traces_of_llm_services(name: str, format_: str, count: int, rate: float) -> None:
-    found, times = read_arrivals(_data("llm-serving-traces") / name)
+def test_traces_of_llm_services(dataset: Path, name: str, format_: str, count: int, rate: float) -> None:
+    found, times = read_arrivals(dataset / name)
     assert (found, len(times)) == (format_, count)
     assert len(times) / times[-1] == pytest.approx(rate, abs=0.01)

@@ -89,9 +89,15 @@ def test_a_rule_is_learnt_and_served(trained: Path) -> None:
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     areas = {line["step"]: line["auc"] for line in lines if "auc" in line}
     assert list(areas) == [60, 120] and max(areas.values()) > 0.9
-    assert {"config.json", "params", "catalog.jsonl", "serving.json", "metrics.jsonl", "curves.png"} == {
-        path.name for path in trained.iterdir()
-    }
+    assert {
+        "config.json",
+        "digests.json",
+        "params",
+        "catalog.jsonl",
+        "serving.json",
+        "metrics.jsonl",
+        "curves.png",
+    } == {path.name for path in trained.iterdir()}
     cfg, params = scorers.load(trained)
     assert cfg == feedback.make_config(settings, dataset, {})
     assert validation.feedback_auc(settings, dataset, {})(cfg, params) == pytest.approx(max(areas.values()))

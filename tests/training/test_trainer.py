@@ -296,6 +296,7 @@ def test_sasrec_learns_the_rule_and_its_best_weights_are_kept(tmp_path: Path) ->
         "catalog.jsonl",
         "config.json",
         "curves.png",
+        "digests.json",
         "metrics.jsonl",
         "params",
         "serving.json",

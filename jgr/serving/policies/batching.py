@@ -148,6 +148,9 @@ class FixedShapes:
         self, jobs: Iterable[Job], due: bool, now_ns: int, begin_ns: int | None, loses: Loses
     ) -> Group | None:
         jobs = list(itertools.islice(jobs, LOOKED_AT))
+        smallest = self._alone(jobs[0])
+        if len(jobs) == 1 and due:
+            return Group((jobs[0].id,), smallest)
         heads = {self.size_class(jobs[0]): jobs[0]}
         if begin_ns is not None:  # another class may go first, where nobody is late for it
             for job in jobs:
@@ -159,7 +162,7 @@ class FixedShapes:
                 found.setdefault(group.jobs, group)
         found.pop((), None)
         # The first job is tried although it is late, where all are.
-        options = list(found.values()) or [Group((jobs[0].id,), self._alone(jobs[0]))]
+        options = list(found.values()) or [Group((jobs[0].id,), smallest)]
         takes = {job.id: self._weigh(job) for job in jobs}
 
         def rank(group: Group) -> tuple[float, int, int]:
@@ -465,12 +468,14 @@ class Batcher(Policy[Live]):
         flights = [0] * self._streams
         for flight in self._flights.values():
             flights[flight.start.lane] += 1
-        grouping = self._groupings[head.kind]
-        lead_ns = LEAD_NS + 2 * grouping.spread_ns(head)
-        due_ns = head.arrival_ns + (0 if self._draining else self._max_wait_ns)
-        if head.deadline_ns is not None:  # company is not worth a deadline
+        grouping, lead_ns, ends = self._groupings[head.kind], LEAD_NS, {}
+        if any(flights):
+            ends = self._lane_ends_ns(now_ns)
+            lead_ns += 2 * grouping.spread_ns(head)
+        waits_ns = 0 if self._draining else self._max_wait_ns
+        due_ns = head.arrival_ns + waits_ns
+        if head.deadline_ns is not None and waits_ns:  # company is not worth a deadline
             due_ns = min(due_ns, head.deadline_ns - grouping.alone_ns(head) - lead_ns)
-        ends = self._lane_ends_ns(now_ns) if any(flights) else {}
         lanes = (0,) if head.kind in self._bound else range(self._streams)
         return {
             lane: max(due_ns, ends[lane] - lead_ns) if lane in ends else due_ns

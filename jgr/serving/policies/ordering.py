@@ -44,6 +44,10 @@ class Ordering:
         self._undated_ns = 0  # when the last job without a deadline is due
         self._empty_ns = 0  # when the queue was last empty
 
+    def shares(self, job: Job) -> bool:
+        """Whether the job is due when its sort's share of the device would have done it; see above."""
+        return self.predicts and job.deadline_ns is None and job.priority == "interactive"
+
     def key(self, job: Job, order: int, share_ns: int) -> Key:
         """The key of a new job. order: of its submission. share_ns: what the device needs for it among many."""
         rank = int(job.priority == "batch")
@@ -54,14 +58,12 @@ class Ordering:
         if job.deadline_ns is not None:
             return rank, job.deadline_ns, order
         due_ns = job.arrival_ns + self._patience_ns
-        if self.predicts and not rank:
+        if self.shares(job):
             self._undated_ns = due_ns = max(due_ns, self._undated_ns + round(share_ns / FAIR_SHARE))
         return rank, due_ns, order
 
-    def waits_ns(self, queued: int, now_ns: int) -> int | None:
-        """How long a job may wait now; None: as long as its deadline allows. queued: jobs that wait."""
-        if self.order != "codel":
-            return None
+    def waits_ns(self, queued: int, now_ns: int) -> int:
+        """With codel: how long a job may wait now. queued: jobs that wait."""
         if not queued:
             self._empty_ns = now_ns
         return CODEL_INTERVAL_NS if now_ns - self._empty_ns <= CODEL_INTERVAL_NS else CODEL_TARGET_NS

@@ -160,7 +160,8 @@ class Policy(ABC, Generic[L]):
             reason = "draining"
         elif reason is None and self.full(sort_of(job)):
             reason = "queue_full"
-        key = self._ordering.key(job, self._counts["queued"], 0 if reason else self._share_ns(job))
+        share_ns = self._share_ns(job) if self._ordering.shares(job) and reason is None else 0
+        key = self._ordering.key(job, self._counts["queued"], share_ns)
         if reason is None and self._ordering.predicts and job.deadline_ns is not None:
             predicted_ns, in_time = self._forecast(job, key, now_ns)
             if not in_time and not self._may_try(now_ns):
@@ -402,8 +403,8 @@ class Policy(ABC, Generic[L]):
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             late.append(self._expire(self._deadlines[0][1]))
-        waits_ns = self._ordering.waits_ns(len(self._queue), now_ns)
-        if waits_ns is not None:
+        if self._ordering.order == "codel":
+            waits_ns = self._ordering.waits_ns(len(self._queue), now_ns)
             old = [i for _, i in self._queue if now_ns - self._live[i].job.arrival_ns > waits_ns]
             late += map(self._expire, old)
         return late

@@ -115,7 +115,7 @@ def test_a_rate_is_of_its_key_and_of_all_that_makes_work(tmp_path: Path) -> None
 
 def test_a_key_holds_its_share_of_the_queue_and_leaves_the_rest_to_others(tmp_path: Path) -> None:
     keys = write(tmp_path / "keys", entry("ada", ADA, share=0.5), entry("bob", BOB))
-    with LiveServer(keys, "batching.max_queue=4") as server:
+    with LiveServer(keys, "batching.max_queue=4", "batching.order=edf") as server:
         server.executor.hold()
         held = [server.send("/v1/recommend", BODY, **bearer(ADA)) for _ in range(2)]
         server.executor.wait_entered()

@@ -140,6 +140,7 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
         "state": "ready",
         "reload": "never",
         "reload_error": None,
+        "previous": None,
         "catalog_version": VERSION,
         "catalog_items": 6,
         "depth": 2,

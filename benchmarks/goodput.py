@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers within their deadline under .5 to 3 times the load that a server can do, and what becomes of the others.
+
+Live: `jgr serve` in a process of its own, over HTTP, with the open-loop client of `jgr bench serve`: a generator with
+the sizes of configs/industrial.py, and SASRec with those of configs/sasrec_industrial.py; both after one step of
+training, since weights do not change times. Capacity is the rate of answers of the same mix at twice the rate that a
+first round could do, without deadlines, first come first served: batches are full, and nothing is refused. Goodput is
+the answers within their deadline, from the time at which the client should have sent the request, a second.
+
+Virtual: the same policies in virtual time (`jgr.simulation.serving`) over a device whose batch of n rows takes
+10 + 2n ms. Bursts are compared with a planner that knows all arrivals and has a device that can be interrupted after
+each 3.25 ms, a job's share of a full batch: no real planner reaches more.
+
+The orders fifo, lifo, edf and codel are those of batching.order.
+
+    JGR_DATA=FOLDER python -m benchmarks.goodput [--quick]      FOLDER holds amazon-industrial-minionerec
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from benchmarks.quality import run, server
+from jgr.catalog.catalog import load_catalog
+from jgr.serving.policies.batching import Batcher
+from jgr.serving.policies.jobs import Job, Profile, Start
+from jgr.serving.policies.ordering import Order, Ordering
+from jgr.serving.policies.run_costs import RunCosts
+from jgr.simulation.serving import simulate
+from jgr.traffic import arrivals, processes
+from jgr.traffic.http_client import Target, parse_url
+from jgr.traffic.measures import summarize
+from jgr.traffic.mixes import RequestClass, make_mix
+from jgr.traffic.sources import ProcessSource
+
+LOADS = (0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0)
+DEADLINES: Mapping[str, tuple[int, ...]] = {"100": (100,), "200": (200,), "100 and 200": (100, 200)}
+OTHERS: tuple[Order, ...] = ("fifo", "edf", "lifo", "codel")
+MS = 1_000_000
+ROWS = (1, 2, 4, 8)
+VIRTUAL_S = 30
+LIVE_S = 8.0
+SETTLE_S = 2.0
+"""Seconds of a load that are sent before it is measured."""
+
+PROFILES = [Profile("recommend", rows, tokens, 32) for tokens in (64, 256) for rows in ROWS]
+SHARE_NS = 3_250_000
+
+
+def profile_ns(profile: Profile) -> int:
+    """A row of 256 tokens takes twice as long as one of 64."""
+    return (10 + 2 * profile.batch) * MS * (1 if profile.tokens == 64 else 2)
+
+
+def batcher(order: Order, profiles: Sequence[Profile]) -> Batcher:
+    costs = RunCosts({profile: profile_ns(profile) / 1e9 for profile in profiles})
+    return Batcher(
+        profiles,
+        max_tokens=10**9,
+        max_wait_ns=0,
+        max_queue=1024,
+        in_flight=2,
+        ordering=Ordering(order),
+        costs=costs,
+    )
+
+
+def jobs_at(times_s: Sequence[float], deadlines_ms: Sequence[int], long: float, seed: int) -> list[Job]:
+    """long: share of jobs of 256 tokens."""
+    rng = random.Random(seed)
+    made = []
+    for number, at_s in enumerate(times_s):
+        arrival_ns, tokens = int(at_s * 1e9), 256 if rng.random() < long else 64
+        deadline_ns = arrival_ns + rng.choice(deadlines_ms) * MS
+        made.append(Job(number, "recommend", tokens, 32, arrival_ns, deadline_ns))
+    return made
+
+
+def clairvoyant(jobs: Sequence[Job]) -> int:
+    """The most jobs that are done in time where each takes SHARE_NS alone, in slots: the earliest deadline first."""
+    waiting: list[int] = []
+    at = done = now_ns = 0
+    while at < len(jobs) or waiting:
+        if not waiting:
+            now_ns = max(now_ns, jobs[at].arrival_ns)
+        while at < len(jobs) and jobs[at].arrival_ns <= now_ns:
+            heapq.heappush(waiting, jobs[at].deadline_ns or 0)
+            at += 1
+        while waiting and waiting[0] < now_ns + SHARE_NS:
+            heapq.heappop(waiting)
+        if waiting:
+            heapq.heappop(waiting)
+            now_ns, done = now_ns + SHARE_NS, done + 1
+    return done
+
+
+def virtual_row(order: Order, load: float, name: str, jobs: Sequence[Job], per_s: float) -> Row:
+    long = any(job.tokens == 256 for job in jobs)
+    out = simulate(batcher(order, PROFILES if long else PROFILES[:4]), jobs, _run_ns, launch_ns=MS // 2)
+    ends = Counter(out.verdicts.values())
+    offered = len(jobs) / VIRTUAL_S
+    costs = {64: SHARE_NS, 256: 2 * SHARE_NS}
+    work_ns = sum(costs[job.tokens] for job in jobs if out.verdicts[job.id] == "done")
+    row: Row = {
+        "world": "virtual",
+        "order": order,
+        "load": load,
+        "deadlines_ms": name,
+        "goodput_share": rounded(ends["done"] / VIRTUAL_S / min(offered, per_s)),
+        "work_share": rounded(work_ns / 1e9 / VIRTUAL_S / min(load, 1.0)),
+        "refused": ends["refused"],
+        "accepted_and_late": rounded(ends["expired"] / max(1, ends["done"] + ends["expired"])),
+        "wasted_device_time": rounded(out.wasted_ns / max(1, out.busy_ns)),
+    }
+    if long:
+        mean = 1 - ends["done"] / len(jobs)
+        row["refused_over_mean"] = {
+            str(tokens): rounded(
+                sum(out.verdicts[job.id] != "done" for job in jobs if job.tokens == tokens)
+                / sum(job.tokens == tokens for job in jobs)
+                / max(mean, 1e-9)
+            )
+            for tokens in (64, 256)
+        }
+    return row
+
+
+def _run_ns(start: Start) -> int:
+    assert isinstance(start.shape, Profile)
+    return profile_ns(start.shape)
+
+
+def virtual(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    loads = (0.9, 1.5, 3.0) if quick else LOADS
+    rng = np.random.default_rng(0)
+    for name, deadlines in DEADLINES.items():
+        for load in loads:
+            for long in (0.0, 0.3):
+                per_s = 1e9 / SHARE_NS / (1 + long)
+                times = arrivals.poisson(rng, load * per_s, VIRTUAL_S)
+                jobs = jobs_at(times.tolist(), deadlines, long, seed=1)
+                rows.append(virtual_row("deadline", load, name, jobs, per_s) | {"long_share": long})
+                if load == 1.5:
+                    rows += [virtual_row(o, load, name, jobs, per_s) | {"long_share": long} for o in OTHERS]
+    per_s = 1e9 / SHARE_NS
+    for process in ("gamma:3", "flash:5:1:5"):
+        for load in (0.5, 0.9, 1.5):
+            times = arrivals.parse_process(process).times(rng, load * per_s, VIRTUAL_S)
+            jobs = jobs_at(times.tolist(), (100, 200), 0.0, seed=2)
+            best = clairvoyant(jobs)
+            row = virtual_row("deadline", load, "100 and 200", jobs, best / VIRTUAL_S)
+            served = row["goodput_share"] * min(len(jobs) / VIRTUAL_S, best / VIRTUAL_S) * VIRTUAL_S
+            rows.append(row | {"arrivals": process, "of_the_clairvoyant": rounded(served / best)})
+    return rows
+
+
+def model(folder: Path, config: str, data: Path) -> list[str]:
+    """Flags of `jgr serve` for a model of that configuration after one step of training."""
+    out = folder / Path(config).stem
+    run(
+        "train",
+        f"--config=configs/{config}",
+        f"--set=data.path={data}",
+        f"--set=train.out={out}",
+        *(f"--set=train.{setting}" for setting in ("steps=1", "evaluate_every=0", "checkpoint_every=1")),
+    )
+    return [str(out)]
+
+
+class Live:
+    """A model that is served again and again, and the load that it is asked for."""
+
+    def __init__(self, folder: Path, config: str, kind: str, data: Path) -> None:
+        self.name, self._kind = Path(config).stem, kind
+        self._flags = model(folder, config, data)
+        catalog = load_catalog(Path(self._flags[0]) / "catalog.jsonl")
+        self._items = catalog.item_ids
+        self._runs = 0
+
+    @contextmanager
+    def serve(self, *settings: str) -> Iterator[Target]:
+        flags = [*self._flags, *(f"--set={setting}" for setting in settings), "--log_level=warning"]
+        with server(flags) as url:
+            target = parse_url(url)
+            self.load(target, 20.0, 2.0, (None,))
+            yield target
+
+    def load(
+        self,
+        target: Target,
+        rate: float,
+        seconds: float,
+        deadlines: Sequence[int | None],
+        slo_ms: float = 1e4,
+    ) -> dict[str, Any]:
+        """The report of so many seconds of requests at a rate."""
+        classes = [
+            RequestClass(
+                name=f"{deadline}",
+                kind=self._kind,  # type: ignore[arg-type]
+                history_length="uniform:3:10",
+                candidates=128,
+                deadline_ms=deadline,
+            )
+            for deadline in deadlines
+        ]
+        self._runs += 1
+        rng = np.random.default_rng(7)
+        source = ProcessSource(
+            arrivals.parse_process("poisson"), make_mix(classes, self._items, rng), 7, 10**6
+        )
+        schedule = source.schedule(rate, seconds, self._runs)
+        results = processes.run(
+            schedule, target, processes=1, max_connections=512, timeout_s=10.0, progress=lambda *_: None
+        )
+        return summarize(schedule, results, slo_ms)
+
+    def capacity(self) -> float:
+        """Answers a second at saturation."""
+        with self.serve("batching.order=fifo", "batching.max_queue=100000") as target:
+            first = self.load(target, 1500.0, 3.0, (None,))
+            rate = 2 * first["answered"]["200"] / first["elapsed_s"]
+            report = self.load(target, rate, LIVE_S / 2, (None,))
+        return float(report["answered"]["200"] / report["elapsed_s"])
+
+
+def live_row(
+    live: Live, order: str, load: float, capacity: float, name: str, report: Mapping[str, Any]
+) -> Row:
+    offered = load * capacity
+    return {
+        "world": "live",
+        "model": live.name,
+        "order": order,
+        "load": load,
+        "capacity_per_s": rounded(capacity, 1),
+        "deadlines_ms": name,
+        "goodput_share": rounded(report["goodput_per_s"] / min(offered, capacity)),
+        "answered": report["answered"],
+        "accepted_in_time": rounded(report["in_time"] / max(1, report["answered"].get("200", 0))),
+        "latency_ms": report["latency_ms"],
+        "lateness_ms": report["lateness_ms"],
+    }
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    """Claims on goodput, waste and fairness, and the rows of all loads."""
+    data = Path(os.environ.get("JGR_DATA", "")) / "amazon-industrial-minionerec"
+    if not data.is_dir():
+        raise Missing("needs the dataset: no amazon-industrial-minionerec in the folder that JGR_DATA names")
+    rows = virtual(quick)
+    seconds, loads = (4.0, (0.9, 2.0)) if quick else (LIVE_S, LOADS)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-goodput-")))
+        for config, kind in (("industrial.py", "recommend"), ("sasrec_industrial.py", "rank")):
+            live = Live(folder, config, kind, data)
+            quiet.wait()
+            capacity = live.capacity()
+            harness.note(f"{live.name}: {capacity:.0f}/s at saturation")
+            for order in ("deadline", *(() if quick else OTHERS)):
+                with live.serve(f"batching.order={order}") as target:
+                    for name, deadlines in DEADLINES.items() if order == "deadline" else [("100", (100,))]:
+                        for load in loads if order == "deadline" else (1.5,):
+                            live.load(target, load * capacity, SETTLE_S, deadlines)
+                            report = live.load(target, load * capacity, seconds, deadlines)
+                            rows.append(live_row(live, order, load, capacity, name, report))
+                            harness.note(
+                                f"{live.name} {order} {load} x {name} ms: {rows[-1]['goodput_share']:.3f} of capacity"
+                            )
+    return Measured(claims(rows), rows)
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    ours = [row for row in rows if row["order"] == "deadline"]
+    steady = [row for row in ours if "arrivals" not in row and not row.get("long_share")]
+    mixed = [row for row in ours if row.get("long_share")]
+    found = [
+        _least("goodput-share-in-virtual-time", [r for r in steady if r["world"] == "virtual"], 0.95),
+        _least("goodput-share-of-two-lengths-in-virtual-time", mixed, 0.95),
+        Claim(
+            "bursts-over-the-clairvoyant-planner",
+            min(row["of_the_clairvoyant"] for row in ours if "arrivals" in row),
+            "",
+            "higher",
+            0.95,
+        ),
+        Claim(
+            "wasted-device-time",
+            max(row["wasted_device_time"] for row in ours if row["world"] == "virtual"),
+            "",
+            "lower",
+            0.02,
+        ),
+        Claim(
+            "accepted-and-late",
+            max(row["accepted_and_late"] for row in steady if row["world"] == "virtual"),
+            "",
+            "lower",
+            0.01,
+        ),
+        Claim(
+            "refused-share-of-a-length-over-the-mean",
+            max(max(row["refused_over_mean"].values()) for row in mixed if row["load"] > 0.5),
+            "",
+            "lower",
+            1.5,
+        ),
+    ]
+    for name in dict.fromkeys(row["model"] for row in ours if row["world"] == "live"):
+        of = [row for row in ours if row.get("model") == name]
+        found.append(_least(f"goodput-share-of-{name}-over-http", of, 0.9))
+        late = min(row["accepted_in_time"] for row in of)
+        found.append(Claim(f"answers-of-{name}-that-are-in-time", late, "", "higher", 0.99))
+    return found
+
+
+def _least(id: str, rows: Sequence[Row], target: float) -> Claim:
+    return Claim(id, min(row["goodput_share"] for row in rows), "", "higher", target)
+
+
+if __name__ == "__main__":
+    harness.main(
+        Benchmark(
+            "goodput", measure, ("jax", "numpy"), (Path(__file__), harness.ROOT / "jgr/simulation/serving.py")
+        )
+    )
