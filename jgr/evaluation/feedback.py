@@ -65,6 +65,7 @@ def bodies(catalog: Catalog, found: Requests, needs: Needs, max_history: int) ->
         body: dict[str, Any] = {
             "history": [ids[row] for row in found.histories.rows[history]],
             "candidates": [ids[row] for row in shown],
+            "priority": "batch",
         }
         if needs.timed:
             body |= {"history_times": times[history].tolist(), "time": asked[i]}

@@ -46,6 +46,7 @@ class Query:
             "top_k": self.top_k,
             "beam_width": self.beam_width,
             "exclude_history": self.exclude_history,
+            "priority": "batch",
         }
 
     def _rank(self, catalog: Catalog, info: ModelInfo, examples: Examples, i: int) -> dict[str, Any]:
@@ -60,6 +61,7 @@ class Query:
             "candidates": "all",
             "top_k": self.top_k,
             "exclude_history": self.exclude_history,
+            "priority": "batch",
         }
         if info.timed:
             if examples.histories.times is None or examples.target_times is None:

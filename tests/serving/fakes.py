@@ -130,7 +130,9 @@ class Reply:
         """The error object, after a check of its shape."""
         assert self.json.keys() == {"error"}
         error: dict[str, str] = self.json["error"]
-        assert {"type", "message", "request_id"} <= error.keys() <= {"type", "message", "request_id", "field"}
+        assert {"type", "message", "request_id"} <= error.keys() <= {
+            "type", "message", "request_id", "field", "predicted_ms"
+        }  # fmt: skip
         assert error["request_id"] == self.headers["x-request-id"]
         return error
 
@@ -157,10 +159,17 @@ class Pending:
 class LiveServer:
     """The whole server on a free port, in a thread of this process. A context manager; leaving it drains."""
 
-    def __init__(self, *settings: str, hold: bool = False, **listener: Any) -> None:
-        """listener: arguments of the Listener, such as `load`."""
+    def __init__(
+        self,
+        *settings: str,
+        hold: bool = False,
+        costs: Mapping[Profile, float] | None = None,
+        **listener: Any,
+    ) -> None:
+        """costs: seconds that runs are said to take. listener: arguments of the Listener, such as `load`."""
         self.config = make_config(*settings)
         self.executor = FakeExecutor(make_profiles(self.config.profiles))
+        self.executor.costs = costs or {}
         if hold:
             self.executor.hold()
         self.engine = make_engine(self.config, self.executor)

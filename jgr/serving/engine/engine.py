@@ -136,6 +136,11 @@ class Engine(Generic[S]):
         """Requests waiting for the device."""
         return self._policy.queued
 
+    @property
+    def in_flight(self) -> int:
+        """Runs that are started and have not ended."""
+        return self._policy.in_flight
+
     async def start(self, progress: Progress = lambda done, total, label: None) -> None:
         """Compile; `progress` is called in another thread. Raises what warm-up raises."""
         self._loop = asyncio.get_running_loop()

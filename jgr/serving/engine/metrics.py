@@ -163,6 +163,10 @@ class Metrics:
         """Export `depth()` as the number of requests waiting for a batch."""
         Gauge("jgr_queue_depth", "Requests waiting for a batch.", registry=self.registry).set_function(depth)
 
+    def watch_flights(self, runs: Callable[[], int]) -> None:
+        """Export `runs()` as the number of runs that were started and have not ended."""
+        Gauge("jgr_in_flight", "Runs that are on their lanes.", registry=self.registry).set_function(runs)
+
     def watch_cache(self, read: Callable[[], CacheMeta | None]) -> None:
         """Export the state of the cache that `read` gives; None: there is none."""
         self.registry.register(_Cache(read))

@@ -87,6 +87,7 @@ class Deployment:
         self._task: asyncio.Task[None] | None = None
         self._threads: list[threading.Thread] = []
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
+        self.metrics.watch_flights(lambda: sum(engine.in_flight for engine in self._engines))
         self.metrics.watch_cache(lambda: self.engine.meta)
         self.metrics.watch_memory(lambda: self.engine.memory)
         self.metrics.show_model(engine.info)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from jgr.config import UserError
 from jgr.serving.http.listener import bind
 from jgr.serving.http.server import App
 from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import PATIENCE_S, FakeExecutor, LiveServer, make_config, make_engine
@@ -48,6 +50,77 @@ def test_a_full_queue_answers_429_with_retry_after() -> None:
         server.executor.release()
         assert [pending.reply().status for pending in (running, *queued)] == [200, 200, 200]
         assert server.call("/v1/recommend", BODY).status == 200
+
+
+WIDTHS = ("profiles.widths=1,4", "beam.width=4", "profiles.candidates=1,4")
+
+
+def costs(**settings: float) -> dict[Profile, float]:
+    """Seconds of a run by kind and width, as in recommend_4."""
+    config = make_config(*WIDTHS)
+    return {p: settings[f"{p.kind}_{p.width}"] for p in make_profiles(config.profiles)}
+
+
+SLOW = costs(recommend_1=0.02, recommend_4=50.0, rank_1=0.02, rank_4=50.0)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once_and_told_when_it_could_be() -> None:
+    with LiveServer(*WIDTHS, costs=SLOW) as server:
+        tried = server.call("/v1/recommend", {**BODY, "deadline_ms": 1000})
+        assert tried.status == 200, "an idle server tries what it predicts to be late"
+        refused = server.call("/v1/recommend", {**BODY, "deadline_ms": 1000})
+        assert (refused.status, refused.error["type"]) == (429, "overloaded")
+        predicted_ms: Any = refused.error["predicted_ms"]
+        assert 10_000 < predicted_ms < 51_000, "nearly as measured, though one run was faster"
+        assert int(refused.headers["retry-after"]) == math.ceil(predicted_ms / 1e3) - 1
+        assert server.call("/v1/recommend", {**BODY, "deadline_ms": 60_000}).status == 200
+        assert server.call("/v1/recommend", BODY).status == 200, "who names none is not asked"
+        assert server.metric('jgr_rejected_total{reason="too_late"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "used"),
+    [
+        ("/v1/recommend", {"history": ["a"], "top_k": 3, "min_beam_width": 1}, ("beam_width", 1)),
+        (
+            "/v1/rank",
+            {"history": ["a"], "candidates": ["c", "b", "d"], "min_candidates": 1},
+            ("candidates", 1),
+        ),
+    ],
+)
+def test_less_is_computed_before_a_request_is_refused_where_it_allows_it(
+    path: str, body: dict[str, Any], used: tuple[str, int]
+) -> None:
+    name, size = used
+    with LiveServer(*WIDTHS, costs=SLOW) as server:
+        assert server.call(path, {**body, "deadline_ms": 1000}).status == 200
+        reply = server.call(path, {**body, "deadline_ms": 1000})
+        assert reply.status == 200 and reply.json["usage"][name] == size
+        assert len(reply.json["items"]) == 1
+        if name == "candidates":
+            assert reply.json["items"][0]["item_id"] == "c", "the first ones are kept"
+        whole = server.call(path, body)
+        assert whole.json["usage"][name] > size, "without a deadline nothing is left out"
+        least = "min_beam_width" if name == "beam_width" else "min_candidates"
+        assert server.call(path, {**body, least: 2, "deadline_ms": 1000}).status == 429
+        assert server.call(path, {**body, least: 0}).status == 422
+
+
+def test_batch_requests_wait_for_the_others() -> None:
+    with LiveServer("batching.max_queue=2") as server:
+        server.executor.hold()
+        running = server.send("/v1/recommend", BODY)
+        server.executor.wait_entered()
+        batch = [server.send("/v1/rank", {**RANK, "priority": "batch"}) for _ in range(2)]
+        server.wait_for("jgr_queue_depth", 2)
+        assert server.call("/v1/rank", {**RANK, "priority": "batch"}).status == 429
+        interactive = server.send("/v1/recommend", {**BODY, "history": ["c"]})
+        server.wait_for("jgr_queue_depth", 3)
+        server.executor.release()
+        assert [each.reply().status for each in (running, interactive, *batch)] == [200] * 4
+        assert server.executor.batches == [1, 1, 2], "who came last went first"
+        assert server.call("/v1/rank", {**RANK, "priority": "soon"}).error["field"] == "priority"
 
 
 def test_requests_that_wait_travel_together() -> None:
