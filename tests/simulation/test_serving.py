@@ -24,7 +24,7 @@ ROWS = (1, 2, 4, 8)
 SHORT = [Profile("recommend", rows, 64, 32) for rows in ROWS]
 LONG = [Profile("recommend", rows, 256, 32) for rows in ROWS]
 CAPACITY = 8 / 26e-3
-SECONDS = 12
+SECONDS = 8
 
 
 def run_ns(start: Start) -> int:
@@ -70,7 +70,7 @@ def done(out: Outcomes, jobs: Sequence[Job]) -> float:
     return sum(out.verdicts[job.id] == "done" for job in jobs) / len(jobs)
 
 
-@pytest.mark.parametrize("load", [0.5, 0.9, 1.0, 1.1, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.0, 1.5, 3.0])
 @pytest.mark.parametrize("deadlines", [(100,), (200,), (100, 200)], ids=str)
 def test_goodput_is_that_of_the_device_whatever_comes(load: float, deadlines: tuple[int, ...]) -> None:
     jobs = arrivals(load, deadlines)
@@ -167,8 +167,8 @@ def test_costs_that_were_measured_wrong_are_corrected() -> None:
         policy = batcher(factor=factor)
         jobs = arrivals(1.5, (100,))
         out = simulate(policy, jobs, run_ns)
-        late = [job for job in jobs if job.arrival_ns > 4e9]
-        assert sum(out.verdicts[job.id] == "done" for job in late) >= 0.93 * CAPACITY * (SECONDS - 4)
+        late = [job for job in jobs if job.arrival_ns > 3e9]
+        assert sum(out.verdicts[job.id] == "done" for job in late) >= 0.93 * CAPACITY * (SECONDS - 3)
 
 
 def test_an_idle_server_tries_a_request_that_it_would_refuse() -> None:

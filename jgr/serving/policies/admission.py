@@ -22,9 +22,9 @@ LEAST_NS, MOST_NS = 2_000_000, 100_000_000
 """Bounds of the margin."""
 RATE = 1 / 64
 """The weight of one job in the shares of refused jobs."""
-GAIN = 1 / 4
+GAIN = 1 / 2
 """How fast a handicap follows from a difference of these shares."""
-ALIKE = 0.85
+ALIKE = 0.95
 """A class that is refused less often than this share of the mean gets a handicap."""
 MOST = 0.6
 """The largest handicap."""
