@@ -29,7 +29,7 @@ from jgr.config import ConfigError
 from jgr.files import reading
 from jgr.serving.policies import events
 from jgr.serving.policies.jobs import Job, Outcome
-from jgr.serving.policies.policy import Policy
+from jgr.serving.policies.policy import Policy, Span
 
 
 class Opened(Struct, frozen=True, tag="open"):
@@ -150,8 +150,8 @@ class _Followed:
     def plan(self, now_ns: int) -> Any:
         return self._apply(events.Planned(), now_ns)
 
-    def commit(self, run: int, outcome: Outcome, now_ns: int) -> Any:
-        return self._apply(events.Committed(run, outcome), now_ns)
+    def commit(self, run: int, outcome: Outcome, now_ns: int, span: Span | None = None) -> Any:
+        return self._apply(events.Committed(run, outcome, span), now_ns)
 
     def renew(self, epoch: int, now_ns: int) -> Any:
         return self._apply(events.Renewed(epoch), now_ns)

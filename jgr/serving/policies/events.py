@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from jgr.serving.policies.jobs import Job, Outcome
-from jgr.serving.policies.policy import Policy
+from jgr.serving.policies.policy import Policy, Span
 
 
 class Submitted(Struct, frozen=True, tag="submit"):
@@ -44,9 +44,10 @@ class Planned(Struct, frozen=True, tag="plan"):
 class Committed(Struct, frozen=True, tag="commit"):
     run: int
     outcome: Outcome
+    span: Span | None = None
 
     def apply(self, policy: Policy[Any], now_ns: int) -> Any:
-        return policy.commit(self.run, self.outcome, now_ns)
+        return policy.commit(self.run, self.outcome, now_ns, self.span)
 
 
 class Renewed(Struct, frozen=True, tag="renew"):

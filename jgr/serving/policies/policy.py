@@ -71,6 +71,10 @@ class Flight:
     cost: Hashable
 
 
+Span = tuple[int, int]
+"""When a lane began a run and when it ended it, in ns."""
+
+
 class Load(Protocol):
     """Work that waits for the device, in the order of `add`."""
 
@@ -214,16 +218,18 @@ class Policy(ABC, Generic[L]):
                     self._move(entry, "start")
         return Plan(tuple(starts), tuple(expired))
 
-    def commit(self, run: int, outcome: Outcome, now_ns: int) -> Committed:
-        """A run came back. KeyError, changing nothing, where it is not in flight."""
+    def commit(self, run: int, outcome: Outcome, now_ns: int, span: Span | None = None) -> Committed:
+        """A run came back. span: when its lane began and ended it; None: from its plan until now. KeyError, changing
+        nothing, where it is not in flight."""
         flight = self._flights[run]
         self._advance_clock(now_ns)
         outcome = self._believed(run, outcome)
         del self._flights[run]
         start, lane = flight.start, flight.start.lane
+        begin_ns, end_ns = span or (flight.at_ns, now_ns)
         if outcome == "well":
-            self.costs.observe(flight.cost, now_ns - max(flight.at_ns, self._ended_ns.get(lane, 0)))
-        self._ended_ns[lane] = now_ns
+            self.costs.observe(flight.cost, max(0, end_ns - max(begin_ns, self._ended_ns.get(lane, 0))))
+        self._ended_ns[lane] = end_ns
         returned = []
         for work in start.work:
             entry = self._live.get(work.job)
