@@ -63,8 +63,8 @@ class Ticket:
     """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs, the first of
     which was planned at planned_ns and handed to the device at launched_ns.
 
-    answer: gets an Answer, of a hint a Prefilled. start: its last run. compare: for a shadow, which computes again what an
-    answer reused: takes what comes of it. Nobody awaits its answer.
+    answer: gets an Answer, of a hint a Prefilled. start: its last run. compare: for a shadow, which computes again what
+    an answer reused: takes what comes of it. Nobody awaits its answer.
     """
 
     job_id: int
