@@ -12,6 +12,7 @@ _PUBLIC = {
     "Engine": "jgr.client.embedded",
     "Client": "jgr.client.remote",
     "Answer": "jgr.serving.api",
+    "Prefilled": "jgr.serving.prefill",
     "Item": "jgr.serving.api",
     "Filters": "jgr.serving.api",
     "ModelInfo": "jgr.serving.api",

@@ -15,5 +15,6 @@ from jgr.serving.api import Answer as Answer
 from jgr.serving.api import Filters as Filters
 from jgr.serving.api import Item as Item
 from jgr.serving.api import ModelInfo as ModelInfo
+from jgr.serving.prefill import Prefilled as Prefilled
 
 __version__: str

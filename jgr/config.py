@@ -12,6 +12,7 @@ reads both.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,6 +286,9 @@ class ServerConfig:
     patience_ms: float = 1000.0
     # File to which every call of a policy is written, with what requests say of users; empty: none.
     journal: str = ""
+    # OTLP endpoint to which requests' traces are sent, such as http://127.0.0.1:4318; empty: nowhere. Needs jgr[otel].
+    traces: str = ""
+    trace_ratio: float = 1.0  # share of the requests without a traceparent that are traced
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
@@ -296,6 +300,11 @@ class ServerConfig:
         drain_s = self.drain_timeout_s
         require(drain_s <= 1e6, f"server.drain_timeout_s must be at most 1e6, not {drain_s}")
         require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
+        url = self.traces
+        known = not url or re.fullmatch(r"https?://[0-9A-Za-z._:\[\]-]+(/[0-9A-Za-z._~/-]*)?", url)
+        require(bool(known), f"server.traces must be a URL such as http://127.0.0.1:4318, not {url!r}")
+        ratio = self.trace_ratio
+        require(0 <= ratio <= 1, f"server.trace_ratio must be 0 to 1, not {ratio}")
         ms = self.default_deadline_ms
         require(ms is None or ms > 0, f"server.default_deadline_ms must be above 0 or none, not {ms}")
 

@@ -51,6 +51,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+    from jgr.serving.engine.tracing import require_opentelemetry
     from jgr.serving.http.keys import read_keys
 
     given = {
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     assignments = [*flags.FLAGS.set, *(f"{key}={value}" for key, value in given.items() if value is not None)]
     configs = configurations(flags.FLAGS.config, assignments, argv)
     read_keys(configs[0].server)  # before minutes of loading
+    require_opentelemetry(configs[0].server)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already

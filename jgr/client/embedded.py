@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -23,9 +24,10 @@ from jgr.client.errors import RequestFailed, Unavailable, failure
 from jgr.client.recommender import Kind, Recommender
 from jgr.config import Config, override
 from jgr.models.manifest import folder_config
-from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest, Request
+from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest
 from jgr.serving.errors import RequestError
 from jgr.serving.http.decoding import decode
+from jgr.serving.prefill import Asked, Prefill, Prefilled
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import load_any
 from jgr.serving.versions.served_models import Models
@@ -33,9 +35,10 @@ from jgr.serving.versions.served_models import Models
 IN_FLIGHT = 256
 """The most requests that one call with several histories has in the engine at a time, if its queue takes so many."""
 
-_read: dict[Kind, Callable[[bytes], Request]] = {
+_read: dict[Kind, Callable[[bytes], Asked]] = {
     "recommend": partial(decode, msgspec.json.Decoder(RecommendRequest)),
     "rank": partial(decode, msgspec.json.Decoder(RankRequest)),
+    "prefill": partial(decode, msgspec.json.Decoder(Prefill)),
 }
 
 
@@ -61,7 +64,7 @@ class Engine(Recommender):
     def close(self) -> None:
         self._stop()
 
-    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         answers = self._thread.begin(kind, bodies)
         try:
             return answers.result()
@@ -69,7 +72,7 @@ class Engine(Recommender):
             answers.cancel()
             raise
 
-    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         return await asyncio.wrap_future(self._thread.begin(kind, bodies))
 
 
@@ -89,7 +92,7 @@ class _EngineThread:
         self._thread = threading.Thread(target=self._serve, name="jgr-engine", daemon=True)
         self._thread.start()
 
-    def begin(self, kind: Kind, bodies: Sequence[bytes]) -> Future[list[Answer]]:
+    def begin(self, kind: Kind, bodies: Sequence[bytes]) -> Future[list[Any]]:
         """Ask for all bodies at once. Unavailable after `stop`, and in a forked process, which has no such thread."""
         if os.getpid() != self._process:
             raise Unavailable(
@@ -128,13 +131,13 @@ class _EngineThread:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*left, return_exceptions=True)  # they hear that the engine has stopped
 
-    async def _answers(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+    async def _answers(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         several = len(bodies) > 1
         requests = [self._request(kind, body, at if several else None) for at, body in enumerate(bodies)]
         if not several:
             return [await self._answer(kind, request, None) for request in requests]
 
-        async def one(at: int, request: Request) -> Answer:
+        async def one(at: int, request: Asked) -> Answer | Prefilled:
             async with self._slots:
                 return await self._answer(kind, request, at)
 
@@ -145,13 +148,16 @@ class _EngineThread:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _request(self, kind: Kind, body: bytes, index: int | None) -> Request:
+    def _request(self, kind: Kind, body: bytes, index: int | None) -> Asked:
         with _typed(index, None):
             return _read[kind](body)
 
-    async def _answer(self, kind: Kind, request: Request, index: int | None) -> Answer:
+    async def _answer(self, kind: Kind, request: Asked, index: int | None) -> Answer | Prefilled:
         request_id = os.urandom(16).hex()
         with _typed(index, request_id):
+            if isinstance(request, Prefill):
+                return await self.models.hinted(request.model).answer(request, request_id)
+            assert kind != "prefill"
             return await self.models.engine(request.model, kind).answer(request, request_id)
 
 

@@ -16,8 +16,9 @@ import msgspec
 from jgr.client.errors import InvalidRequest
 from jgr.serving.api import Answer, Filters, ModelInfo
 from jgr.serving.policies.jobs import Priority
+from jgr.serving.prefill import Prefilled
 
-Kind = Literal["recommend", "rank"]
+Kind = Literal["recommend", "rank", "prefill"]
 ItemId = str | int
 History = Sequence[ItemId]
 Histories = Sequence[list[str]] | Sequence[list[int]] | Sequence[list[ItemId]] | Sequence[tuple[ItemId, ...]]
@@ -63,6 +64,18 @@ class RankFields(CommonFields, total=False):
     task_weights: dict[str, float] | None
 
 
+class PrefillFields(TypedDict, total=False):
+    """Fields of a hint; `/docs` of a server describes them."""
+
+    model: str | None
+    history_times: Sequence[int] | Sequence[Sequence[int]] | None
+    time: int | Sequence[int] | None
+    history_actions: Sequence[int] | Sequence[Sequence[int]] | None
+    context: dict[str, int] | Sequence[dict[str, int]] | None
+    scenario: int
+    deadline_ms: float | None
+
+
 class Recommender(ABC):
     """Recommends and ranks, from any thread. A context manager; leaving it closes it.
 
@@ -82,12 +95,12 @@ class Recommender(ABC):
         """Finish what was asked and refuse what comes later. May be called again."""
 
     @abstractmethod
-    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
-        """The answers to JSON bodies."""
+    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
+        """The answers to JSON bodies: an Answer each, or Prefilled."""
 
     @abstractmethod
-    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
-        """The answers to JSON bodies, awaited on any event loop."""
+    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
+        """The answers of `_ask`, awaited on any event loop."""
 
     @overload
     def recommend(
@@ -169,6 +182,39 @@ class Recommender(ABC):
         bodies, several = _bodies(history, {"candidates": candidates, "top_k": top_k, **fields})
         return _as_asked(await self._aask("rank", bodies), several)
 
+    @overload
+    def prefill(self, history: History, *, user_id: ItemId, **fields: Unpack[PrefillFields]) -> Prefilled: ...
+    @overload
+    def prefill(
+        self,
+        history: Histories | Array,
+        *,
+        user_id: Sequence[ItemId],
+        **fields: Unpack[PrefillFields],
+    ) -> list[Prefilled]: ...
+    def prefill(self, history: Any, *, user_id: Any, **fields: Unpack[PrefillFields]) -> Any:
+        """Say that a user is about to be ranked, so that the user's part is computed and kept now. fields: those of
+        POST /v1/users/{user_id}/prefill."""
+        bodies, several = _bodies(history, {"user_id": user_id, **fields})
+        return _as_asked(self._ask("prefill", bodies), several)
+
+    @overload
+    async def aprefill(
+        self, history: History, *, user_id: ItemId, **fields: Unpack[PrefillFields]
+    ) -> Prefilled: ...
+    @overload
+    async def aprefill(
+        self,
+        history: Histories | Array,
+        *,
+        user_id: Sequence[ItemId],
+        **fields: Unpack[PrefillFields],
+    ) -> list[Prefilled]: ...
+    async def aprefill(self, history: Any, *, user_id: Any, **fields: Unpack[PrefillFields]) -> Any:
+        """`prefill`, awaited."""
+        bodies, several = _bodies(history, {"user_id": user_id, **fields})
+        return _as_asked(await self._aask("prefill", bodies), several)
+
     def __enter__(self: T) -> T:
         return self
 
@@ -236,5 +282,5 @@ def _encode(fields: dict[str, Any]) -> bytes:
         raise InvalidRequest(f"the request cannot be sent: {error}", "invalid_json") from None
 
 
-def _as_asked(answers: list[Answer], several: bool) -> Answer | list[Answer]:
+def _as_asked(answers: list[Any], several: bool) -> Any:
     return answers if several else answers[0]

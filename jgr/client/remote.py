@@ -12,16 +12,25 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import TypeVar
-from urllib.parse import SplitResult, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, quote, urlsplit
 
 import msgspec
 
-from jgr.client.errors import InternalError, NotFound, Overloaded, RequestFailed, Unavailable, failure
+from jgr.client.errors import (
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    RequestFailed,
+    Unavailable,
+    failure,
+)
 from jgr.client.recommender import Kind, Recommender
 from jgr.fields import UserError
 from jgr.serving.api import Answer, ModelInfo, ModelList
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
+from jgr.serving.prefill import Prefilled
 
 MAX_ANSWER_BYTES = 1 << 26
 FIRST_WAIT_S = 0.1
@@ -104,10 +113,12 @@ class Client(Recommender):
                 ) from None
         raise AssertionError("unreachable")
 
-    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
-        def one(at: int) -> Answer:
+    def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
+        def one(at: int) -> Answer | Prefilled:
             body = bodies[at] if self._model is None else _named(bodies[at], self._model)
             try:
+                if kind == "prefill":
+                    return self.fetch("POST", *_of_user(body), Prefilled)
                 return self.fetch("POST", f"/v1/{kind}", body, Answer)
             except RequestFailed as error:
                 error.index = at if len(bodies) > 1 else None
@@ -123,7 +134,7 @@ class Client(Recommender):
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Answer]:
+    async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         return await asyncio.to_thread(self._ask, kind, bodies)
 
     def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
@@ -212,6 +223,15 @@ def _check_options(
 def _named(body: bytes, model: str) -> bytes:
     """The body with a model's name, unless it has one."""
     return msgspec.json.encode({"model": model, **msgspec.json.decode(body)})
+
+
+def _of_user(body: bytes) -> tuple[str, bytes]:
+    """A hint's path, which has the user, and its body. InvalidRequest where the user is no id."""
+    fields = msgspec.json.decode(body)
+    user = fields.pop("user_id")
+    if not isinstance(user, str | int) or isinstance(user, bool):
+        raise InvalidRequest("user_id must be text or an integer", "invalid_request", field="user_id")
+    return f"/v1/users/{quote(str(user), safe='')}/prefill", msgspec.json.encode(fields)
 
 
 def _failure(url: str, response: http.client.HTTPResponse, content: bytes) -> RequestFailed:

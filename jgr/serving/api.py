@@ -69,6 +69,26 @@ PriorityField = Annotated[
 Explain = Annotated[
     bool, Meta(description="Tell how many tokens of each part of the prompt came from the cache.")
 ]
+HistoryTimes = Annotated[
+    list[Seconds] | None,
+    Meta(description="Time of each history item, in seconds, ascending; for models that read times."),
+]
+Time = Annotated[
+    Seconds | None,
+    Meta(description="Time of the request, in seconds; for models that read times. null: now."),
+]
+HistoryActions = Annotated[
+    list[Code] | None,
+    Meta(description="What the user did with each history item: a number whose bits stand for actions."),
+]
+Context = Annotated[
+    Annotated[dict[str, Code], Meta(max_length=MAX_NAMED)] | None,
+    Meta(description="Other features of the user by slot, such as slot0; slots left out are unknown."),
+]
+Scenario = Annotated[
+    Code,
+    Meta(description="Number of the scenario, such as a page of a shop, that the request comes from."),
+]
 IncludeMetadata = Annotated[bool, Meta(description="Add each item's catalog metadata to the answer.")]
 
 
@@ -166,26 +186,11 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
             "user_prefix or item_prefix."
         ),
     ] = None
-    history_times: Annotated[
-        list[Seconds] | None,
-        Meta(description="Time of each history item, in seconds, ascending; for models that read times."),
-    ] = None
-    time: Annotated[
-        Seconds | None,
-        Meta(description="Time of the request, in seconds; for models that read times. null: now."),
-    ] = None
-    history_actions: Annotated[
-        list[Code] | None,
-        Meta(description="What the user did with each history item: a number whose bits stand for actions."),
-    ] = None
-    context: Annotated[
-        Annotated[dict[str, Code], Meta(max_length=MAX_NAMED)] | None,
-        Meta(description="Other features of the user by slot, such as slot0; slots left out are unknown."),
-    ] = None
-    scenario: Annotated[
-        Code,
-        Meta(description="Number of the scenario, such as a page of a shop, that the request comes from."),
-    ] = 0
+    history_times: HistoryTimes = None
+    time: Time = None
+    history_actions: HistoryActions = None
+    context: Context = None
+    scenario: Scenario = 0
     task_weights: Annotated[
         Annotated[dict[str, float], Meta(max_length=MAX_NAMED)] | None,
         Meta(description="Weights of the tasks' scores in the sum to order by. null: the first score only."),

@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import RankRequest, Request
+from jgr.serving.api import RankRequest
 from jgr.serving.errors import invalid, quoted
+from jgr.serving.prefill import Asked
 
 Int32 = npt.NDArray[np.int32]
 
@@ -58,7 +59,7 @@ def _listed(candidates: list[str | int], catalog: Catalog) -> Int32:
     return rows
 
 
-def known_history(request: Request, catalog: Catalog, limit: int, reject: bool) -> tuple[Int32, list[str]]:
+def known_history(request: Asked, catalog: Catalog, limit: int, reject: bool) -> tuple[Int32, list[str]]:
     """The catalog rows of the history's known items, [h >= 1] int32, and the ids of the unknown ones.
 
     limit: the most items that a history may have. Raises RequestError for more, for a history without a known item,

@@ -185,19 +185,22 @@ def _choice(
 
 
 def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> Asked:
-    """A probe's last token asks about its item, else the last one of the instruction about all."""
-    if profile.kind != "rank":
+    """A probe's last token asks about its item, else the last one of the instruction about all.
+
+    A work without candidates asks nothing, and has neither.
+    """
+    if profile.kind != "rank" or not any(len(work.columns) for work in works):
         nothing = np.zeros(profile.width, np.int32)
         return Asked(nothing, nothing, nothing)
     described, place = tokens.described, tokens.place - profile.context
-    probing = any(segment.kind == Kind.PROBE for segment in works[0].prompt)
+    probing = any(segment.kind == Kind.PROBE for work in works for segment in work.prompt)
     kind = Kind.PROBE if probing else Kind.INSTRUCTION
     ends = np.flatnonzero(described.kind == kind)
     following = np.append(described.segment[ends][1:] != described.segment[ends][:-1], True)
     following |= np.append(described.request[ends][1:] != described.request[ends][:-1], True)
     places = place[ends[following]]
     if not probing:
-        places = np.repeat(places, [len(work.columns) for work in works])
+        places = np.repeat(places, [len(work.columns) for work in works if len(work.columns)])
     columns = np.concatenate([work.columns for work in works])
     negative = [
         np.full(len(work.columns), -1) if work.negative_columns is None else work.negative_columns

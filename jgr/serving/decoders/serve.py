@@ -31,6 +31,7 @@ from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.run_costs import RunCosts
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS
+from jgr.serving.prefill import Asked, Prefill
 
 
 class ProfiledExecutors(Executors, Protocol):
@@ -65,7 +66,7 @@ class ServedDecoder:
         self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.meta
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self.compares = self.config.cache.shadow > 0
-        self.prepare: Callable[[Request, str], Task] = self.translator.prepare
+        self.prepare: Callable[[Asked, str], Task] = self.translator.prepare
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
     def measured(self) -> list[tuple[Profile, float]]:
@@ -89,7 +90,17 @@ class ServedDecoder:
             priority=task.request.priority,
         )
 
+    def foreseen(self, task: Task, now_ns: int) -> tuple[bool, int] | None:
+        if self.caching is None or task.prompt is None:
+            return False, 0
+        cached = self.caching.groupings[task.kind].cached_user(task.prompt, now_ns)
+        if cached is None:
+            return False, 0
+        return (True, cached) if cached == task.usage.prompt_tokens else None
+
     def smaller(self, task: Task) -> Request | None:
+        if isinstance(task.request, Prefill):
+            return None
         widths = {profile.width for profile in self.executors.profiles if profile.kind == task.kind}
         return smaller(task.request, task.width, sorted(widths))
 

@@ -27,7 +27,7 @@ from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
-from jgr.serving.api import Filters, Item, ModelInfo, RankRequest, RecommendRequest, Request, Reuse, Usage
+from jgr.serving.api import Filters, Item, ModelInfo, RankRequest, RecommendRequest, Reuse, Usage
 from jgr.serving.decoders.work import (
     Outcome,
     RankOutcome,
@@ -41,9 +41,11 @@ from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
 from jgr.serving.policies.jobs import Kind as RequestKind
 from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, UnplannedPrompt
+from jgr.serving.prefill import Asked, Prefill
 
 Int32 = npt.NDArray[np.int32]
 
+NOTHING = np.zeros(0, np.int32)
 SCORER_FIELDS = ("history_times", "time", "history_actions", "context", "scenario", "task_weights")
 """Fields of a request to rank that only scorers read; a decoder refuses them."""
 
@@ -70,7 +72,7 @@ class Task:
     the device computes for it.
     """
 
-    request: Request
+    request: Asked
     work: Work
     usage: Usage
     rows: Int32
@@ -79,11 +81,10 @@ class Task:
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        recommends, prompt = isinstance(self.request, RecommendRequest), self.prompt
-        self.kind: RequestKind = "recommend" if recommends else "rank"
-        self.width = (
-            len(self.rows) if isinstance(self.work, RankWork) else self.work.beam_width or len(self.rows)
-        )
+        work, prompt = self.work, self.prompt
+        ranks = isinstance(work, RankWork) or (isinstance(work, SegmentsWork) and not work.beam_width)
+        self.kind: RequestKind = "rank" if ranks else "recommend"
+        self.width = len(self.rows) if isinstance(work, RankWork) else work.beam_width or len(self.rows)
         self.tokens = self.usage.prompt_tokens if prompt is None else prompt.computed_at_most
 
 
@@ -136,13 +137,15 @@ class Translator:
             max_history_in_prompt=config.prompt.max_items,
         )
 
-    def prepare(self, request: Request, tenant: str = "") -> Task:
+    def prepare(self, request: Asked, tenant: str = "") -> Task:
         """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog or a limit refuses.
         """
         if isinstance(request, RecommendRequest):
             return self._recommend(request, tenant)
+        if isinstance(request, Prefill):
+            return self._prefill(request, tenant)
         return self._rank(request, tenant)
 
     def items(self, task: Task, outcome: Outcome) -> list[Item]:
@@ -228,9 +231,7 @@ class Translator:
                 raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 
     def _rank(self, request: RankRequest, tenant: str) -> Task:
-        for name in SCORER_FIELDS:
-            if getattr(request, name):
-                raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
+        self._refuse_useless(request)
         candidates = known_candidates(request, self.catalog, self.info.max_candidates)
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         work: Work
@@ -254,6 +255,22 @@ class Translator:
         usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
         return Task(request, work, usage, candidates, unplanned)
+
+    def _prefill(self, request: Prefill, tenant: str) -> Task:
+        """The user alone: as a prompt without candidates where these are in the prompt, else as one to go on from."""
+        self._refuse_useless(request)
+        rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
+        user = Content.of(self._prompts.user(rows))
+        prompt = make_prompt(user, NOTHING, key=_user_key(request, user, tenant))
+        work = SegmentsWork(prompt, beam_width=int(self._segments is None))
+        keeps = self._cached or self._segments is not None
+        unplanned = UnplannedPrompt(prompt, "user_prefix", hint=True) if keeps else None
+        return Task(request, work, self._usage(len(user), rows, unknown), NOTHING, unplanned)
+
+    def _refuse_useless(self, request: RankRequest | Prefill) -> None:
+        for name in SCORER_FIELDS:
+            if getattr(request, name, None):
+                raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
 
     def _usage(self, tokens: int, rows: Int32, unknown: list[str]) -> Usage:
         return Usage(
@@ -282,10 +299,12 @@ class Translator:
 
     def _ranked(self, task: Task, outcome: RankOutcome) -> list[Item]:
         # Stable, so that equal scores keep the caller's order.
-        order = np.argsort(-outcome.scores, kind="stable")[: task.request.top_k]
+        request = task.request
+        assert isinstance(request, RankRequest)
+        order = np.argsort(-outcome.scores, kind="stable")[: request.top_k]
         rows, scores = task.rows[order].tolist(), outcome.scores[order].tolist()
         ranked = enumerate(zip(rows, scores, strict=True), 1)
-        return [self._item(row, score, rank, task.request.include_metadata) for rank, (row, score) in ranked]
+        return [self._item(row, score, rank, request.include_metadata) for rank, (row, score) in ranked]
 
     def _item(self, row: int, score: float, rank: int, with_metadata: bool) -> Item:
         item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
@@ -305,7 +324,7 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     return replace(task, usage=copy(task.usage), prompt=prompt)
 
 
-def _user_key(request: Request, user: Content, tenant: str) -> str:
+def _user_key(request: Asked, user: Content, tenant: str) -> str:
     """What the user's cache entry is called; a user without an id is known by the history."""
     given = request.user_id is not None
     return user_entry(str(request.user_id), tenant) if given else f"{tenant}history:{user.digest.hex()}"

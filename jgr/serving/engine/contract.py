@@ -22,6 +22,7 @@ from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Job, Kind, Start
 from jgr.serving.policies.ordering import Ordering
 from jgr.serving.policies.policy import Policy
+from jgr.serving.prefill import Asked
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, label) after each step of a warm-up, in the thread that takes it."""
@@ -111,7 +112,7 @@ class Served(Protocol[T]):
         """A new policy. Called once more after the warm-up, when the costs of the programs are known. measured: the
         JSON of another engine's `measured`, in place of its own."""
 
-    def prepare(self, request: Request, tenant: str, /) -> T:
+    def prepare(self, request: Asked, tenant: str, /) -> T:
         """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
@@ -119,6 +120,10 @@ class Served(Protocol[T]):
 
     def job(self, task: T, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         """The task's size and times, for the policy."""
+
+    def foreseen(self, task: T, now_ns: int) -> tuple[bool, int] | None:
+        """What a hint comes to where nothing is to be computed for it: whether its user is kept, and how many tokens of
+        it are. None: it is to be computed."""
 
     def smaller(self, task: T) -> Request | None:
         """The task's request with the next smaller beam width, or number of candidates, that it allows; None: none."""

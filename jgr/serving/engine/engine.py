@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from msgspec.structs import replace
 
@@ -42,11 +42,15 @@ from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start, User
 from jgr.serving.policies.jobs import Request as RequestWork
 from jgr.serving.policies.policy import Policy
+from jgr.serving.prefill import Asked, Prefill, Prefilled
 
 _log = logging.getLogger(__name__)
 
 HOST_RATE = 1 / 16
 """The weight of one answer in the average of the host's time after its last run."""
+
+HINTS_YIELD = 4
+"""Where more interactive requests wait than this, hints are refused."""
 
 S = TypeVar("S", bound=Served[Any])
 
@@ -57,21 +61,26 @@ class ClientGone(Exception):
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs.
+    """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs, the first of
+    which was planned at planned_ns and handed to the device at launched_ns.
 
-    compare: for a shadow, which computes again what an answer reused: takes what comes of it. Nobody awaits its answer.
+    answer: gets an Answer, of a hint a Prefilled. start: its last run. compare: for a shadow, which computes again what
+    an answer reused: takes what comes of it. Nobody awaits its answer.
     """
 
     job_id: int
     request_id: str
     task: Any
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[Any]
     arrival_ns: int
     submitted_ns: int
-    planned: bool = False
+    planned_ns: int = 0
     started_ns: int = 0
+    launched_ns: int = 0
     ended_ns: int = 0
     committed_ns: int = 0
+    encoded_ns: int = 0
+    start: Start | None = None
     deadline_ns: int | None = None
     predicted_ns: int | None = None
     fetching: asyncio.Task[None] | None = None
@@ -165,7 +174,7 @@ class Engine(Generic[S]):
         return self._policy.max_queue
 
     def submit(
-        self, request: Request, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
+        self, request: Asked, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
     ) -> Ticket:
         """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it.
 
@@ -176,7 +185,9 @@ class Engine(Generic[S]):
             raise RequestError("unavailable", f"the server is {self.status}")
         deadline_ms = request.deadline_ms or self._default_deadline_ms
         undated: Sort = "undated" if deadline_ms is None else "dated"
-        if self._policy.full("batch" if request.priority == "batch" else undated):
+        hint, policy = isinstance(request, Prefill), self._policy
+        yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
+        if yields or policy.full("batch" if request.priority == "batch" else undated):
             self.metrics.rejected["queue_full"].inc()
             raise _refusal(
                 Rejected("queue_full")
@@ -190,6 +201,9 @@ class Engine(Generic[S]):
         while True:
             task = self.served.prepare(request, tenant)
             now_ns = self.clock()
+            if hint and (found := self.served.foreseen(task, now_ns)) is not None:
+                ticket = Ticket(-1, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
+                return self._hinted(ticket, now_ns, *found)
             job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
             verdict = self._policy.submit(job, now_ns)
             if not isinstance(verdict, Rejected):
@@ -211,7 +225,8 @@ class Engine(Generic[S]):
 
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""
-        self._after_ns += round(HOST_RATE * (self.clock() - ticket.committed_ns - self._after_ns))
+        ticket.encoded_ns = self.clock()
+        self._after_ns += round(HOST_RATE * (ticket.encoded_ns - ticket.committed_ns - self._after_ns))
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
@@ -219,11 +234,15 @@ class Engine(Generic[S]):
             self.metrics.cancelled.inc()
             self._end([ticket.job_id], ClientGone)
 
-    async def answer(self, request: Request, request_id: str = "") -> Answer:
+    @overload
+    async def answer(self, request: Prefill, request_id: str = "") -> Prefilled: ...
+    @overload
+    async def answer(self, request: Request, request_id: str = "") -> Answer: ...
+    async def answer(self, request: Asked, request_id: str = "") -> Answer | Prefilled:
         """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
         ticket = self.submit(request, request_id)
         try:
-            answer = await ticket.answer
+            answer: Answer | Prefilled = await ticket.answer
             self.encoded(ticket)
             return answer
         finally:
@@ -300,9 +319,9 @@ class Engine(Generic[S]):
         for start in plan.starts:
             tickets = [self._tickets[work.job] for work in start.work]
             for ticket in tickets:
-                if ticket.deadline_ns is not None and not ticket.planned:
+                if ticket.deadline_ns is not None and not ticket.planned_ns:
                     self.metrics.observe_slack((ticket.deadline_ns - now_ns) / 1e9)
-                ticket.planned = True
+                ticket.planned_ns = ticket.planned_ns or now_ns
             work = self.served.begin(start, [ticket.task for ticket in tickets])
             self._lanes.run(start, work, partial(self._finished, start), partial(self._wanted, start))
         if self._wakeup is not None and self._wakeup[0] != wakeup_ns:
@@ -331,7 +350,8 @@ class Engine(Generic[S]):
                 ticket = self._tickets.get(work.job)
                 if ticket is not None:
                     ticket.started_ns = ticket.started_ns or run.start_ns
-                    ticket.ended_ns = run.end_ns
+                    ticket.launched_ns = ticket.launched_ns or run.launched_ns
+                    ticket.ended_ns, ticket.start = run.end_ns, start
                 tasks.append(None if ticket is None else ticket.task)
             self.served.take(start, tasks, run.outcomes)
         ended = len(committed.expired) + sum(work.job not in self._tickets for work in start.work)
@@ -352,6 +372,11 @@ class Engine(Generic[S]):
             self.metrics.observe_forecast((committed_ns - ticket.predicted_ns) / 1e9)
         if ticket.compare is not None:
             return ticket.compare(task)
+        if isinstance(task.request, Prefill):
+            kept, _ = served.foreseen(task, committed_ns) or (False, 0)
+            usage = task.usage
+            self._hinted(ticket, committed_ns, kept, usage.cached_tokens, usage.computed_tokens)
+            return None
         try:
             items = served.items(task)
         except Exception as error:
@@ -379,6 +404,22 @@ class Engine(Generic[S]):
             answer.explain = served.explain(task)
         if not ticket.answer.done():
             ticket.answer.set_result(answer)
+
+    def _hinted(self, ticket: Ticket, now_ns: int, kept: bool, cached: int, computed: int = 0) -> Ticket:
+        """A hint ends. cached, computed: its user's tokens."""
+        info, ticket.committed_ns = self.info, now_ns
+        self.metrics.hints["not_kept" if not kept else "computed" if computed else "kept"].inc()
+        answer = Prefilled(
+            id=ticket.request_id,
+            model=info.version,
+            catalog_version=info.catalog_version,
+            kept=kept,
+            tokens=computed,
+            cached_tokens=cached,
+        )
+        if not ticket.answer.done():
+            ticket.answer.set_result(answer)
+        return ticket
 
     def _shadow(self, task: Any) -> None:
         """Compute a share of what was reused again, while nobody waits."""

@@ -36,6 +36,7 @@ FEATURE_EVENTS = (
 )  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REFUSALS = ("quota", "share", "unauthorized", "connections")
+HINTS = ("computed", "kept", "not_kept")
 OF_THE_PROCESS = ("jgr_requests", "jgr_refused", "jgr_compilations")
 """The families that count for the whole process; a server keeps them with its first model."""
 
@@ -100,6 +101,12 @@ class Metrics:
             registry=self.registry,
             buckets=ERRORS,
         )
+        hints = self._counter(
+            "jgr_hints",
+            "Hints that a user will be ranked, by outcome: its part was computed, kept already, or is not kept.",
+            "outcome",
+        )
+        self.hints = {outcome: hints.labels(outcome) for outcome in HINTS}
         self.cancelled = self._counter("jgr_cancelled", "Accepted requests whose client went away.")
         reloads = self._counter("jgr_model_reloads", "Model reloads that ended, by outcome.", "outcome")
         activations = self._counter(

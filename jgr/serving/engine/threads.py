@@ -25,11 +25,13 @@ from jgr.serving.policies.jobs import Start
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """How a run ended. outcomes: one for each work of the start; empty where `error` is set. Times are in ns."""
+    """How a run ended. outcomes: one for each work of the start; empty where `error` is set. Times are in ns;
+    launched_ns: when it had been handed to the device."""
 
     outcomes: Sequence[Any]
     error: Exception | None
     start_ns: int
+    launched_ns: int
     end_ns: int
 
 
@@ -136,14 +138,19 @@ class Lanes:
         except Exception as cause:
             error = cause
         lane, collector = self._threads[start.lane], self._collectors[start.lane]
-        collect = partial(self._collect, start, pending, error, done, start_ns)
+        collect = partial(self._collect, start, pending, error, done, (start_ns, self._clock()))
         if collector is lane:
             collect()
         else:
             collector.call(collect)
 
     def _collect(
-        self, start: Start, pending: Any, error: Exception | None, done: Callable[[Run], None], start_ns: int
+        self,
+        start: Start,
+        pending: Any,
+        error: Exception | None,
+        done: Callable[[Run], None],
+        times_ns: tuple[int, int],
     ) -> None:
         outcomes: Sequence[Any] = ()
         try:
@@ -155,7 +162,7 @@ class Lanes:
                     )
         except Exception as cause:
             outcomes, error = (), cause
-        self._threads[start.lane].post(partial(done, Run(outcomes, error, start_ns, self._clock())))
+        self._threads[start.lane].post(partial(done, Run(outcomes, error, *times_ns, self._clock())))
 
     def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
         def step(done: int, total: int, label: str) -> None:

@@ -17,8 +17,9 @@ import msgspec
 from jgr.fields import nearest
 from jgr.serving.api import RankRequest, RecommendRequest
 from jgr.serving.errors import MAX_QUOTED_CHARS, RequestError, invalid, quoted
+from jgr.serving.prefill import Prefill
 
-R = TypeVar("R", RecommendRequest, RankRequest)
+R = TypeVar("R", RecommendRequest, RankRequest, Prefill)
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a body raises."""

@@ -67,7 +67,7 @@ class Listener(uvicorn.Server):
     load: makes the new engine for a reload; None: reloads are refused. on_progress: told how the warm-up goes on, in
     the worker thread; see contract.Executors.warm_up. on_ready: called with the server's URL once all models are
     served. exit_code: 0, or 1 after a failed warm-up. Raises ConfigError if two models have the same name, and for
-    keys that cannot be used.
+    keys that cannot be used, and for traces that cannot be sent.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Listener(uvicorn.Server):
     ) -> None:
         self.models = Models([Deployment(engine, config.catalog, load), *more])
         app = App(self.models, config.server)
-        self._keys = app.keys
+        self._keys, self._traces = app.keys, app.traces
         refused = self.models.deployments[0].metrics.refused["connections"]
         limits = Limits(
             connections_that_fit(config.server.max_connections), app.may_upload, refused.inc, read_timeout_s
@@ -153,6 +153,8 @@ class Listener(uvicorn.Server):
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     async def _end_requests(self) -> None:
         """Once its time is over, refuse what has not arrived yet, and hang up on who does not read."""

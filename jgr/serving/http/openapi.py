@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from jgr import __version__
-from jgr.serving import api
+from jgr.serving import api, prefill
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 
 _REF = "#/components/schemas/"
@@ -71,6 +71,14 @@ OPERATIONS = (
         "post", "/v1/recommend", "Generate items for a history", api.Answer, api.RecommendRequest, _HOT
     ),
     Operation("post", "/v1/rank", "Score given candidates for a history", api.Answer, api.RankRequest, _HOT),
+    Operation(
+        "post",
+        "/v1/users/{user_id}/prefill",
+        "Compute and keep the part of a user who is about to be ranked",
+        prefill.Prefilled,
+        prefill.PrefillRequest,
+        _HOT,
+    ),
     Operation("get", "/v1/models", "List the models that are served, with their limits", api.ModelList),
     Operation(
         "get",
@@ -175,7 +183,7 @@ def document(infos: Sequence[api.ModelInfo], keyed: bool) -> dict[str, Any]:
     types: list[Any] = [op.request for op in OPERATIONS if not isinstance(op.request, str | None)]
     types += [op.answer for op in OPERATIONS if not isinstance(op.answer, str)]
     _, schemas = msgspec.json.schema_components([*types, ErrorAnswer], ref_template=_REF + "{name}")
-    for request in ("RecommendRequest", "RankRequest"):
+    for request in ("RecommendRequest", "RankRequest", "PrefillRequest"):
         schemas[request]["properties"]["history"]["maxItems"] = max(info.max_history for info in infos)
     most = max(info.max_candidates for info in infos)
     schemas["RankRequest"]["properties"]["candidates"]["maxItems"] = most

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 import re
+from dataclasses import dataclass
 from functools import partial
 from urllib.parse import quote
 
@@ -30,14 +31,16 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
-from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest, Request
+from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
+from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import openapi
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.http.keys import ANYBODY, TENANT, Caller, Keys, tenant
 from jgr.serving.policies.jobs import Kind
+from jgr.serving.prefill import Asked, Prefill, PrefillRequest
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
 
@@ -58,12 +61,24 @@ _OPEN_PATHS = frozenset(operation.path for operation in openapi.OPERATIONS if op
 _ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
 """A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
 _USERS_PATH = "/v1/users/"
+_USER = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
     "body_too_large": [(b"connection", b"close")],
 }
 _TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call for a model's work. trace: None: it is not traced."""
+
+    receive: Receive
+    request_id: str
+    arrival_ns: int
+    caller: Caller
+    trace: Trace | None
 
 
 class App:
@@ -82,6 +97,8 @@ class App:
         self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
+        self.traces: Tracing | None = tracing(config, self._clock)
+        self._hints = msgspec.json.Decoder(PrefillRequest)
         self._hot: dict[str, Hot] = {
             "/v1/recommend": ("recommend", msgspec.json.Decoder(RecommendRequest)),
             "/v1/rank": ("rank", msgspec.json.Decoder(RankRequest)),
@@ -100,6 +117,7 @@ class App:
                 Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
                 Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
                 Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
+                Route("/v1/users/{user_id:path}/prefill", self._prefill, methods=["POST"]),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/health/live", self._live),
                 Route("/health/ready", self._ready),
@@ -122,16 +140,21 @@ class App:
             elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
         reply = _Reply(send, request_id or os.urandom(16).hex(), self._models)
-        hot = self._hot.get(path)
+        hot, trace = self._hot.get(path), None
+        if self.traces is not None and (hot is not None or _is_hint(scope)):
+            name = path if hot else f"{_USERS_PATH}{{user_id}}/prefill"
+            trace = reply.trace = self.traces.begin(arrival_ns, scope["headers"], name)
         try:
             caller = None if path in _OPEN_PATHS else self._admit(scope, key, arrival_ns)
             if hot is None or caller is None:
                 if "\n" in path:  # the end of a route's pattern matches before a newline
                     raise RequestError("not_found", f"there is no {quoted(path)}")
                 scope["jgr.request_id"], scope["jgr.caller"] = reply.request_id, caller
+                scope["jgr.arrival_ns"], scope["jgr.trace"] = arrival_ns, trace
                 await self._cold(scope, receive, reply.forward)
             else:
-                body = await self._answer(scope, receive, hot, reply.request_id, arrival_ns, caller)
+                call = _Call(receive, reply.request_id, arrival_ns, caller, trace)
+                body = await self._answer(scope["method"], path, hot, call)
                 await reply.send(200, body)
         except RequestError as error:
             await reply.refuse(error)
@@ -154,6 +177,8 @@ class App:
                 counter = self._requests.labels(endpoint, str(reply.status))
                 self._counters[endpoint, reply.status] = counter
             counter.inc()
+            if trace is not None:
+                trace.end(reply.status, reply.request_id)
 
     def may_upload(self, headers: Headers) -> bool:
         """Whether a request with these headers may take as long as a catalog takes."""
@@ -177,19 +202,23 @@ class App:
             raise
         return caller
 
-    async def _answer(
-        self, scope: Scope, receive: Receive, hot: Hot, request_id: str, arrival_ns: int, caller: Caller
-    ) -> bytes:
-        if scope["method"] != "POST":
-            raise RequestError("method_not_allowed", f"{scope['path']} takes POST")
-        body = await self._read_body(receive)
+    async def _answer(self, method: str, path: str, hot: Hot, call: _Call) -> bytes:
+        if method != "POST":
+            raise RequestError("method_not_allowed", f"{path} takes POST")
+        body = await self._read_body(call.receive)
         kind, decoder = hot
         try:
             request = decoder.decode(body)
         except UNREADABLE as error:
             raise refusal(error, body, decoder.type) from None
         models = self._models
-        engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
+        return await self._shared(
+            models.chosen.get((request.model, kind)) or models.engine(request.model, kind), request, call
+        )
+
+    async def _shared(self, engine: AnyEngine, request: Asked, call: _Call) -> bytes:
+        """The engine's answer, within the caller's share of the queue."""
+        caller = call.caller
         share, queue = caller.share, engine.info.id
         if share is not None and not share.enter(queue, engine.max_queue):
             self._refused["share"].inc()
@@ -198,24 +227,18 @@ class App:
                 f"the key {caller.name!r} has used up its share of the queue; try again later",
             )
         try:
-            return await self._computed(engine, request, receive, request_id, arrival_ns, caller.tenant)
+            return await self._computed(engine, request, call)
         finally:
             if share is not None:
                 share.leave(queue)
             del engine  # see _computed
 
-    async def _computed(
-        self,
-        engine: AnyEngine,
-        request: Request,
-        receive: Receive,
-        request_id: str,
-        arrival_ns: int,
-        tenant: str,
-    ) -> bytes:
+    async def _computed(self, engine: AnyEngine, request: Asked, call: _Call) -> bytes:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
-        ticket = engine.submit(request, request_id, arrival_ns, tenant)
-        watcher = asyncio.ensure_future(receive())  # ends when the client leaves, or after the answer
+        ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
+        if call.trace is not None:
+            call.trace.accepted(ticket, engine.info)
+        watcher = asyncio.ensure_future(call.receive())  # ends when the client leaves, or after the answer
         client_gone = partial(_client_gone, engine, ticket)
         watcher.add_done_callback(client_gone)
         try:
@@ -290,6 +313,20 @@ class App:
     async def _roll_back(self, request: HttpRequest) -> Response:
         return _json(self._catalogs_of(request).rollback(), 202, _listed_at(request))
 
+    async def _prefill(self, request: HttpRequest) -> Response:
+        body, user = await self._read_body(request.receive), request.path_params["user_id"]
+        try:
+            given = self._hints.decode(body)
+        except UNREADABLE as error:
+            raise refusal(error, body, PrefillRequest) from None
+        if not _USER.fullmatch(user):
+            raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
+        hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
+        own = ("jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace")
+        call = _Call(request.receive, *map(request.scope.__getitem__, own))
+        answer = await self._shared(self._models.hinted(given.model), hint, call)
+        return Response(answer, media_type="application/json")
+
     async def _forget(self, request: HttpRequest) -> Response:
         erased = self._models.forget(request.path_params["user_id"], self._tenant_of(request))
         return _json(Erased(entries=erased))
@@ -350,6 +387,7 @@ class _Reply:
     def __init__(self, send: Send, request_id: str, models: Models) -> None:
         self.request_id = request_id
         self.status = 0
+        self.trace: Trace | None = None
         self._send = send
         self._models = models
 
@@ -376,9 +414,16 @@ class _Reply:
             self.status = message["status"]
             headers = message["headers"]
             headers.append((b"x-request-id", self.request_id.encode()))
+            if self.trace is not None:
+                headers.append((b"traceresponse", self.trace.header()))
             if self._models.draining:
                 headers.append((b"connection", b"close"))
         await self._send(message)
+
+
+def _is_hint(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and path.startswith(_USERS_PATH) and path.endswith("/prefill")
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:

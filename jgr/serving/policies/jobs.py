@@ -94,7 +94,7 @@ class UserPart(Struct, frozen=True):
 
 class Job(Struct, frozen=True):
     """One request's size and times. tokens: new tokens that the device computes at most; width: beam width or number of
-    candidates.
+    candidates, 0 where only the user's part is computed, to be kept.
 
     deadline_ns: when its last run must have ended; None: any time will do. prompt: the segments that a decoder reads,
     where they may be cached. user: what a scorer reads of the user, where that may be a run of its own. waits: its

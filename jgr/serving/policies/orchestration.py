@@ -7,6 +7,8 @@ takes a larger one that is idle. Parts know their place among the request's cand
 order. Where the user's part is shared by all parts it is a run of its own before them, on an executor of size
 USER_PART; but a request that is one part may be cheaper whole, with the user in it.
 
+A job without candidates is its user's run alone, which is there for what it keeps.
+
 The most urgent job goes first (`ordering`). A run that fails fails its request alone, and returns its executor; so does
 a run whose request has ended meanwhile.
 
@@ -224,7 +226,7 @@ class Orchestrator(Policy[_Live]):
 
     def _cheapest(self, count: int, reads: bool) -> tuple[bool, tuple[int, ...]]:
         sizes = split(count, self._sizes, self._sizes_s)
-        fitting = [size for size in self._whole if size >= count]
+        fitting = [size for size in self._whole if size >= count > 0]
         if reads and fitting:
             best = min(fitting, key=lambda size: (self._whole[size], size))
             if self._whole[best] <= self._sizes_s[USER_PART] + sum(self._sizes_s[size] for size in sizes):
@@ -232,7 +234,7 @@ class Orchestrator(Policy[_Live]):
         return reads, sizes
 
     def _refusal(self, job: Job) -> Reason | None:
-        if job.width < 1 or (job.user is not None and USER_PART not in self._size_of):
+        if job.width < (job.user is None) or (job.user is not None and USER_PART not in self._size_of):
             raise ValueError(f"there is no executor for {job}")
         return None
 
@@ -269,7 +271,7 @@ class Orchestrator(Policy[_Live]):
         reads, *_ = self.parts(job.width, job.user is not None)
         runs = list(map(self.costs.ns, self._runs_of(job)))
         user_ns = runs.pop(0) if reads else 0
-        return user_ns + max(max(runs), sum(runs) // self._streams)
+        return user_ns + max(max(runs, default=0), sum(runs) // self._streams)
 
     def _runs_of(self, job: Job) -> list[Hashable]:
         """The names of the runs' costs of a job that has not begun."""

@@ -130,6 +130,10 @@ class Policy(ABC, Generic[L]):
         """Whether as many jobs of a sort wait as may, so that the next one is refused, whatever its size."""
         return self._sorts[sort] >= self.max_queue
 
+    def waiting(self, sort: Sort) -> int:
+        """Queued jobs of a sort."""
+        return self._sorts[sort]
+
     @property
     def live(self) -> int:
         """Jobs queued or running whose outcome somebody waits for."""

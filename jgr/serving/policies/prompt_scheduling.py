@@ -43,6 +43,7 @@ from jgr.serving.policies.sources import (
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
+_KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness")
 ITEMS_FIRST: PrefixLayout = "item_prefix"
 """The layout whose items can be reused. In the others the user stands first, and the user's part can be."""
 
@@ -174,6 +175,14 @@ class PromptScheduler:
         """See Grouping."""
         return _TokenLoad(self)
 
+    def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
+        """How many tokens of a hint's user need not be computed; None: the user is not to be kept. Changes nothing."""
+        (user,) = of_kind(unplanned.prompt, Kind.USER)
+        reads = self._policy in _KEEP_USERS and self._meta.can_keep("user", len(user))
+        if not reads or self._choose(unplanned, now_ns) == ITEMS_FIRST:
+            return None
+        return self._meta.valid_tokens(_name(user), user.content, self._lane)
+
     def forget(self, user: str) -> int:
         """Erase a user's entry; how many there were."""
         return int(self._meta.forget(Name("user", user, "user_prefix")))
@@ -236,7 +245,7 @@ class PromptScheduler:
     def _count(self, unplanned: UnplannedPrompt, now_ns: int) -> None:
         """A request counts once it is planned: whoever comes for the first time would else be as hot as one who came
         a moment ago, and take the place of somebody who came before (BAT-10)."""
-        if self._meta.hotness is not None and not unplanned.fresh:
+        if self._meta.hotness is not None and not (unplanned.fresh or unplanned.hint):
             (user,) = of_kind(unplanned.prompt, Kind.USER)
             self._meta.hotness.touch(_name(user), now_ns)
 
@@ -249,7 +258,7 @@ class PromptScheduler:
         layout = unplanned.layout or chosen
         if layout == ITEMS_FIRST:
             return self._plan_items(unplanned, read, written), read, written
-        reads = not unplanned.fresh and self._policy in ("user", "cache_agnostic", "hotness")
+        reads = not unplanned.fresh and self._policy in _KEEP_USERS
         segments: list[PlannedSegment] = []
         for segment in arrange(prompt, LAYOUTS[layout]):
             if segment.kind == Kind.USER and reads:

@@ -81,13 +81,15 @@ ALL_ITEM_TOKENS = Repair(first=2**30)
 class UnplannedPrompt(Struct, frozen=True):
     """A prompt and how it may be planned. layout: the one that the caller insists on; None: the planner chooses.
 
-    fresh: compute all of it, for a comparison. repair: what is repaired where the items stand first.
+    fresh: compute all of it, for a comparison. hint: nobody came yet; it only says that the user will. repair: what is
+    repaired where the items stand first.
     """
 
     prompt: Prompt
     layout: LayoutName | None = None
     fresh: bool = False
     repair: Repair = NO_REPAIR
+    hint: bool = False
 
     @property
     def computed_at_most(self) -> int:

@@ -88,6 +88,11 @@ class UserCache:
         before = None if old is None else Stored(old.cells, self.meta.epoch, new=False)
         return Found(entry, Stored(entry.cells, self.meta.epoch, new=True), before, grown, old)
 
+    def holds(self, user: UserPart) -> bool:
+        """Whether the user's part is kept, just as it is now. Changes nothing."""
+        assert user.key is not None
+        return self.meta.valid_tokens(Name("user", user.name, LAYOUT), WholeContent(user.key)) > 0
+
     def end(self, found: Found, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run has not failed, and what was new is there."""
         entry, place = found.entry, found.place

@@ -30,6 +30,7 @@ from jgr.serving.errors import RequestError, invalid
 from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.user_cache import UserCache
+from jgr.serving.prefill import Asked, Prefill
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 
@@ -68,7 +69,7 @@ class ServedScorer:
         self.info: ModelInfo = self.translator.info
         self.catalog: Catalog = self.translator.catalog
         self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
-        self.prepare: Callable[[Request, str], ScorerTask] = self.translator.prepare
+        self.prepare: Callable[[Asked, str], ScorerTask] = self.translator.prepare
         self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._closing: threading.Thread | None = None
@@ -101,11 +102,19 @@ class ServedScorer:
             arrival_ns,
             deadline_ns,
             user=user,
-            waits=self.features is not None,
+            waits=self.features is not None and count > 0,
             priority=task.request.priority,
         )
 
+    def foreseen(self, task: ScorerTask, now_ns: int) -> tuple[bool, int] | None:
+        if self.cache is None:
+            return False, 0
+        kept = self.cache.holds(UserPart(task.user, task.key.tobytes()))
+        return (True, task.usage.prompt_tokens) if kept else None
+
     def smaller(self, task: ScorerTask) -> Request | None:
+        if isinstance(task.request, Prefill):
+            return None
         return smaller(task.request, len(task.rows), self.executors.sizes)
 
     def too_large(self, task: ScorerTask) -> RequestError:

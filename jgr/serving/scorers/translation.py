@@ -28,7 +28,7 @@ from jgr.fields import nearest
 from jgr.models.scorers import Needs
 from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
-from jgr.serving.api import Item, ModelInfo, RankRequest, Request, Reuse, Usage
+from jgr.serving.api import Item, ModelInfo, RankRequest, Reuse, Usage
 from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
@@ -38,6 +38,7 @@ from jgr.serving.known_items import (
     texts,
 )
 from jgr.serving.policies.jobs import Kind
+from jgr.serving.prefill import Asked, Prefill
 from jgr.serving.scorers.user_block import known_by, new_block
 
 Int32 = npt.NDArray[np.int32]
@@ -47,6 +48,7 @@ UInt8 = npt.NDArray[np.uint8]
 
 LONGEST_S = (1 << 31) - 1
 """The most seconds from a user's oldest event to now."""
+NO_ROWS = np.zeros(0, np.int32)
 MAX_WEIGHT = 1e6
 """The largest weight of a task: a sum of scores with such weights stays finite in float32."""
 
@@ -62,7 +64,7 @@ class ScorerTask:
     its next run waits for executors only. kept: whether the user's part is in the cache.
     """
 
-    request: RankRequest
+    request: RankRequest | Prefill
     rows: Int32
     block: UInt8
     key: UInt8
@@ -121,15 +123,18 @@ class ScorerTranslator:
             max_history_in_prompt=needs.max_items,
         )
 
-    def prepare(self, request: Request, tenant: str = "") -> ScorerTask:
+    def prepare(self, request: Asked, tenant: str = "") -> ScorerTask:
         """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """
-        if not isinstance(request, RankRequest):
+        if not isinstance(request, RankRequest | Prefill):
             raise invalid("model", f"model {self.info.id!r} ranks candidates: ask /v1/rank")
         self._refuse_useless(request)
-        rows = known_candidates(request, self.catalog, self.info.max_candidates)
+        rows, given = NO_ROWS, None
+        if isinstance(request, RankRequest):
+            rows = known_candidates(request, self.catalog, self.info.max_candidates)
+            given = request.task_weights
         history, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         needs = self._needs
         block, kept = self._user(request, history, unknown)
@@ -150,7 +155,7 @@ class ScorerTranslator:
             parts=0,
         )
         weights, scores = (
-            self._weights(request.task_weights),
+            self._weights(given),
             np.zeros((len(rows), len(needs.tasks)), np.float32),
         )
         return ScorerTask(request, rows, block, key, user, weights, usage, scores, state=block)
@@ -161,7 +166,9 @@ class ScorerTranslator:
         if not np.isfinite(scores).all():
             raise ValueError("the executor returned a score that is not finite")
         weighed = scores @ task.weights
-        order = best_first(weighed, task.request.top_k)
+        request = task.request
+        assert isinstance(request, RankRequest)
+        order = best_first(weighed, request.top_k)
         tasks = self._needs.tasks
         items = []
         for rank, (row, score, by_task) in enumerate(
@@ -170,7 +177,7 @@ class ScorerTranslator:
             item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
             if len(tasks) > 1:
                 item.scores = dict(zip(tasks, by_task, strict=True))
-            if task.request.include_metadata:
+            if request.include_metadata:
                 item.metadata = self.catalog.metadata[row]
             items.append(item)
         return items
@@ -182,7 +189,7 @@ class ScorerTranslator:
             Reuse(segment="user", tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, kept=kept)
         ]
 
-    def _refuse_useless(self, request: RankRequest) -> None:
+    def _refuse_useless(self, request: RankRequest | Prefill) -> None:
         needs = self._needs
         used = {
             "layout": False,
@@ -193,7 +200,7 @@ class ScorerTranslator:
             "task_weights": len(needs.tasks) > 1,
         }
         for name, useful in used.items():
-            if not useful and getattr(request, name) is not None:
+            if not useful and getattr(request, name, None) is not None:
                 raise invalid(name, f"{name}: model {self.info.id!r} has no use for it")
         if request.scenario and needs.scenarios == 1:
             raise invalid("scenario", f"scenario: model {self.info.id!r} has no use for it")
@@ -202,7 +209,7 @@ class ScorerTranslator:
                 "scenario", f"scenario is {request.scenario}; the model has {needs.scenarios}, from 0"
             )
 
-    def _user(self, request: RankRequest, rows: Int32, unknown: list[str]) -> tuple[UInt8, int]:
+    def _user(self, request: RankRequest | Prefill, rows: Int32, unknown: list[str]) -> tuple[UInt8, int]:
         """The block, and how many events are in it. rows: of the history's items that the catalog has; unknown: the
         others."""
         last = slice(-self._needs.max_items, None)
@@ -223,7 +230,7 @@ class ScorerTranslator:
             views["scenario"][0] = request.scenario
         return block, len(known)
 
-    def _times(self, request: RankRequest, known: list[int]) -> tuple[Int32, int]:
+    def _times(self, request: RankRequest | Prefill, known: list[int]) -> tuple[Int32, int]:
         """When the kept events came, and now."""
         given = request.history_times
         if given is None:
@@ -244,7 +251,7 @@ class ScorerTranslator:
             raise invalid("history_times", f"history_times: from {times[known[0]]} to {now} is over 68 years")
         return (times[known] - origin).astype(np.int32), now - origin
 
-    def _actions(self, request: RankRequest, given: list[int]) -> Int32:
+    def _actions(self, request: RankRequest | Prefill, given: list[int]) -> Int32:
         _require_one_each("history_actions", given, request)
         actions = np.array(given, np.int64)
         limit = 1 << self._needs.actions
@@ -299,6 +306,6 @@ def best_first(scores: Float32, k: int | None) -> Int64:
     return order
 
 
-def _require_one_each(name: str, given: list[Any], request: RankRequest) -> None:
+def _require_one_each(name: str, given: list[Any], request: RankRequest | Prefill) -> None:
     if len(given) != len(request.history):
         raise invalid(name, f"{name} has {len(given)} values, the history {len(request.history)} items")

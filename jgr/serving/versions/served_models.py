@@ -74,6 +74,16 @@ class Models:
         self.chosen[model, kind] = engine
         return engine
 
+    def hinted(self, model: str | None) -> AnyEngine:
+        """The engine for a hint that names `model`; None: the first that ranks, else the first.
+
+        RequestError where there is no such model.
+        """
+        if model is not None:
+            return self.find(model).engine
+        engines = [deployment.engine for deployment in self.deployments]
+        return next((engine for engine in engines if serves(engine.info, "rank")), engines[0])
+
     def find(self, model: str) -> Deployment:
         """The deployment whose name or exact version `model` is. Raises RequestError where there is none."""
         found = self._by_name.get(model)

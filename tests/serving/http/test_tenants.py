@@ -98,6 +98,23 @@ def test_a_recommendation_is_kept_apart_as_well(decoder: Ask) -> None:
         assert tokens[0] == 0 < tokens[1]
 
 
+def test_a_hint_is_for_the_key_that_gave_it(ask: Ask) -> None:
+    (model,) = ask("eve", "/v1/models").json["data"]
+    body: dict[str, Any] = {"history": decoders.ids(*range(12))}
+    if model["timed"]:
+        body = {
+            name: value for name, value in scorers.body(HSTU).items() if name not in ("candidates", "user_id")
+        }
+    assert ask("ada", "/v1/users/hinted/prefill", body).json["kept"]
+    assert cached(ask, "ada", "hinted")
+    assert not cached(ask, "bob", "hinted")
+    assert (
+        ask("root", "/v1/users/hinted/prefill", body).status == 401
+    )  # an admin's key asks for nothing else either
+    assert erase(ask, "ada", "hinted").json == {"entries": 1}
+    assert not cached(ask, "ada", "hinted")
+
+
 def test_an_erasure_needs_the_key_that_made_the_entries_or_an_admins_that_names_it(ask: Ask) -> None:
     for who in ("ada", "bob"):
         cached(ask, who, "v")

@@ -312,13 +312,13 @@ class AgainstNaive(RuleBasedStateMachine):
         self.ended: list[int] = []
 
     @rule(
-        count=st.integers(1, 9),
+        count=st.integers(0, 9),  # 0: the user's run alone
         patience=st.sampled_from((None, 1, 3, 9)),
         reads=st.booleans(),
         waits=st.booleans(),
     )
     def submit(self, count: int, patience: int | None, reads: bool, waits: bool) -> None:
-        deadline = None if patience is None else self.now + patience
+        deadline, reads = None if patience is None else self.now + patience, reads or not count
         new = make(next(self.ids), count, self.now, deadline, reads, waits)
         verdict = self.real.submit(new, self.now)
         dated = patience is not None
@@ -331,8 +331,8 @@ class AgainstNaive(RuleBasedStateMachine):
         fours, rest = divmod(count, 4)
         parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
         naive = Naive(new, new.id, held=waits)
-        if (
-            reads and count > 2
+        if reads and (
+            count > 2 or not count
         ):  # a part of two costs 6 with its user, 3 + 4 without; one of four 10 and 5 + 4
             naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
