@@ -141,7 +141,7 @@ class Run:
                 "statuses": {str(k): n for k, n in sorted((self.found.statuses - before).items())},
                 "unasked": self.found.unasked[unasked:][:5],
                 "wrong": self.found.wrong[wrong:][:5],
-                "rss_mib": round(self.server.rss_bytes / 2**20),
+                "rss_mib": round(self.server.process.rss_bytes / 2**20),
             }
         )
         harness.note(f"{self.rows[-1]}")
@@ -170,7 +170,7 @@ class Run:
                     self.found.unasked.append(f"{error!r} for {call}"[:500])
                 if at % (ASK_EVERY // CLIENTS) == 0 and seed == 0:
                     self.found.compare(client, f"request {at} of client 0")
-                    self.found.rss.append(self.server.rss_bytes)
+                    self.found.rss.append(self.server.process.rss_bytes)
 
     def raw(self) -> None:
         """Bytes that are hardly HTTP."""
@@ -201,8 +201,8 @@ class Run:
                         self._misbehave(link, good, rng)
                 self.found.compare(client, "in a flood")
                 self.found.counts["links"] += 2 * MAX_CONNECTIONS
-            if not eventually(lambda: self.server.descriptors < MAX_CONNECTIONS):
-                self.found.unasked.append(f"{self.server.descriptors} descriptors after a flood")
+            if not eventually(lambda: self.server.process.descriptors < MAX_CONNECTIONS):
+                self.found.unasked.append(f"{self.server.process.descriptors} descriptors after a flood")
 
     def _misbehave(self, link: socket.socket, good: bytes, rng: random.Random) -> None:
         how = rng.randrange(5)
@@ -307,6 +307,8 @@ class Run:
             with closing(Client(full.port)) as client:
                 for _ in range(30):
                     self.found.compare(client, "on a full disk")
+        with Server(files, log, *settings[:1]) as roomy, closing(Client(roomy.port)) as client:
+            self.found.compare(client, "over what a full disk left")
         told = log.read_text(errors="replace")
         self.found.counts["journals that ended"] += told.count("journal.full ends here")
         self.found.counts["tracebacks"] += full.tracebacks

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,14 +199,11 @@ def damaged(folder: Path, rng: random.Random) -> Path:
     return path
 
 
-def http_of(path: str, body: Any) -> bytes:
-    """A request as bytes."""
+def http_of(path: str, body: Any, headers: bytes = b"") -> bytes:
+    """A request as bytes. headers: more lines of its head."""
     content = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (
-        path.encode(),
-        len(content),
-        content,
-    )
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d" % (path.encode(), headers, len(content))
+    return head + b"\r\n\r\n" + content
 
 
 def send_raw(port: int, data: bytes, rng: random.Random) -> bytes:
@@ -293,6 +291,31 @@ class Client:
         self._connection.close()
 
 
+@dataclass(frozen=True)
+class Process:
+    """What a process takes of the machine."""
+
+    pid: int
+
+    @property
+    def rss_bytes(self) -> int:
+        """Memory of the process that is in RAM."""
+        return self._status("VmRSS") * 1024
+
+    @property
+    def threads(self) -> int:
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> int:
+        """Files and sockets that the process has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    def _status(self, name: str) -> int:
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:"))
+
+
 class Server:
     """`jgr serve` over configuration files, as a process. A context manager; leaving it drains and ends it."""
 
@@ -345,22 +368,8 @@ class Server:
         return code
 
     @property
-    def rss_bytes(self) -> int:
-        """Memory of the process that is in RAM."""
-        return self._status("VmRSS") * 1024
-
-    @property
-    def threads(self) -> int:
-        return self._status("Threads")
-
-    @property
-    def descriptors(self) -> int:
-        """Files and sockets that the process has open."""
-        return len(os.listdir(f"/proc/{self._process.pid}/fd"))
-
-    def _status(self, name: str) -> int:
-        text = Path(f"/proc/{self._process.pid}/status").read_text()
-        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name}:"))
+    def process(self) -> Process:
+        return Process(self._process.pid)
 
     @property
     def tracebacks(self) -> int:

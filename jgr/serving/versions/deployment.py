@@ -157,7 +157,10 @@ class Deployment:
         if activated is None or activated.version == engine.info.catalog_version:
             return engine
         assert engine.rebuild is not None  # it was activated by one
-        return engine.rebuild.engine(activated)
+        try:
+            return engine.rebuild.engine(activated)
+        finally:
+            engine.served.close(idle=True)  # it is never started, and so never drained: what it opened ends here
 
     def _begin(
         self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None
