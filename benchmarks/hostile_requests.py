@@ -114,10 +114,13 @@ class Document:
             length = rng.randint(schema.get("minItems", 0), min(schema.get("maxItems", 4), 4))
             return [self.drawn(schema["items"], rng) for _ in range(length)]
         if kind in ("integer", "number"):
-            low = schema.get("minimum", schema.get("exclusiveMinimum", -1000))
-            high = schema.get("maximum", 2**40)
-            drawn = rng.choice((low, high, rng.randint(low, high), rng.randint(low, min(high, low + 10))))
-            return drawn + 0.5 * (kind == "number") if drawn < high else drawn
+            low, high = (
+                schema.get("minimum", schema.get("exclusiveMinimum", -1000)),
+                schema.get("maximum", 2**40),
+            )
+            if kind == "number":
+                return rng.choice((high, low + (high - low) * rng.uniform(1e-3, 1)))
+            return rng.choice((low, high, rng.randint(low, high), rng.randint(low, min(high, low + 10))))
         if kind == "boolean":
             return rng.random() < 0.5
         return rng.choice(TEXTS)[: schema.get("maxLength", 1000)] if kind == "string" else None
