@@ -11,7 +11,7 @@ import copy
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -160,17 +160,18 @@ def _meets(value: Any, key: str, bound: Any) -> bool:
         "additionalProperties",
     ):
         return True
-    if key == "required":
-        return all(name in value for name in bound)
-    if key in ("minItems", "minLength"):
-        return len(value) >= bound
-    if key in ("maxItems", "maxLength", "maxProperties"):
-        return len(value) <= bound
-    if key == "pattern":
-        return re.search(bound, value) is not None
-    return bool({
-        "minimum": value >= bound, "exclusiveMinimum": value > bound, "maximum": value <= bound,
-    }[key])  # fmt: skip
+    met: dict[str, Callable[[], bool]] = {
+        "required": lambda: all(name in value for name in bound),
+        "minItems": lambda: len(value) >= bound,
+        "maxItems": lambda: len(value) <= bound,
+        "maxLength": lambda: len(value) <= bound,
+        "maxProperties": lambda: len(value) <= bound,
+        "pattern": lambda: re.search(bound, value) is not None,
+        "minimum": lambda: bool(value >= bound),
+        "exclusiveMinimum": lambda: bool(value > bound),
+        "maximum": lambda: bool(value <= bound),
+    }
+    return met[key]()
 
 
 def mutated(value: Any, rng: random.Random, spare: Sequence[Any] = ()) -> Any:
@@ -188,6 +189,7 @@ def mutated(value: Any, rng: random.Random, spare: Sequence[Any] = ()) -> Any:
             holder[rng.choice((*TEXTS, str(key).upper(), f"{key} "))] = holder[key]
         elif how == 1:
             holder.extend([holder[key]] * rng.choice((1, 50, 5_000)))
+            return value  # two of these would be one of millions
         elif how == 2:
             holder[key] = [holder[key]] if rng.random() < 0.5 else {str(key): holder[key]}
         elif how == 3 and spare:

@@ -107,15 +107,23 @@ class Soak:
     """Runs the callers and the operator against a server, and measures. `found` is complete after `run`.
 
     port: of the server, whose models are those of hostile_world and whose admin key is the one there. process: its
-    process. change_s: seconds between two changes. measure_s: between two measurements.
+    process. change_s: seconds between two changes. measure_s: between two measurements. kept: answers to compare
+    with, of each pair of a model's and a catalog's versions.
     """
 
     def __init__(
-        self, port: int, process: Process, *, change_s: float, measure_s: float, seed: int = 0
+        self,
+        port: int,
+        process: Process,
+        *,
+        change_s: float,
+        measure_s: float,
+        kept: int = KEPT_SAMPLES,
+        seed: int = 0,
     ) -> None:
         self.found = Found()
         self._port, self._process, self._seed = port, process, seed
-        self._change_s, self._measure_s = change_s, measure_s
+        self._change_s, self._measure_s, self._kept = change_s, measure_s, kept
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._samples: dict[tuple[str, str], list[Answered]] = {}
@@ -178,8 +186,8 @@ class Soak:
             self._seen[state] += 1
             kept = self._samples.setdefault(state, [])
             # Each answer of a state is among those that are kept with the same probability.
-            place = len(kept) if len(kept) < KEPT_SAMPLES else rng.randrange(self._seen[state])
-            if place < KEPT_SAMPLES:
+            place = len(kept) if len(kept) < self._kept else rng.randrange(self._seen[state])
+            if place < self._kept:
                 again = {
                     name: value for name, value in body.items() if name not in ("deadline_ms", "priority")
                 }

@@ -187,7 +187,7 @@ def test_memory_is_told_by_part_and_pages_by_who_holds_them(server: Two) -> None
 
 
 def test_a_reload_that_keeps_an_activated_catalog_keeps_no_pages_of_the_folders_own(tmp_path: Path) -> None:
-    server = Two(tmp_path, f"model.compilation_cache={tmp_path / 'programs'}")
+    server = Two(tmp_path)
     try:
         names = [f"<a_{(n + 7) % 30}>" for n in range(30)]
         lines = [{"item_id": f"i{n}", "semantic_id": [name]} for n, name in enumerate(names)]
