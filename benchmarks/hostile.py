@@ -307,7 +307,10 @@ class Run:
             with closing(Client(full.port)) as client:
                 for _ in range(30):
                     self.found.compare(client, "on a full disk")
-        with Server(files, log, *settings[:1]) as roomy, closing(Client(roomy.port)) as client:
+        with (
+            Server(files, log, settings[0], "server.journal=") as roomy,
+            closing(Client(roomy.port)) as client,
+        ):
             self.found.compare(client, "over what a full disk left")
         told = log.read_text(errors="replace")
         self.found.counts["journals that ended"] += told.count("journal.full ends here")
