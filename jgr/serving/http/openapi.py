@@ -149,7 +149,7 @@ OPERATIONS = (
         "/v1/users/{user_id}/cache",
         "Erase all cache entries of a user",
         api.Erased,
-        errors=("forbidden", "invalid_request"),
+        errors=("forbidden", "not_found", "invalid_request"),
         of_tenant=True,
     ),
     Operation(

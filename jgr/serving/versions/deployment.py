@@ -188,8 +188,8 @@ class Deployment:
         assert engine.rebuild is not None  # it was activated by one
         try:
             return engine.rebuild.engine(activated)
-        finally:
-            engine.served.close(True)  # nobody will start it
+        finally:  # it is never started, and so never drained: what it opened ends here
+            engine.served.close(idle=True)
 
     def _begin(
         self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -183,3 +184,20 @@ def test_memory_is_told_by_part_and_pages_by_who_holds_them(server: Two) -> None
         assert sum(n for name, n in pages.items() if f'model="{model}"' in name) == server.memory.pages.count
     others = pages['jgr_cache_pages{holder="others",model="jgr"}']
     assert others == pages['jgr_cache_pages{holder="user",model="tiny"}'] > 0
+
+
+def test_a_reload_that_keeps_an_activated_catalog_keeps_no_pages_of_the_folders_own(tmp_path: Path) -> None:
+    server = Two(tmp_path)
+    try:
+        names = [f"<a_{(n + 7) % 30}>" for n in range(30)]
+        lines = [{"item_id": f"i{n}", "semantic_id": [name]} for n, name in enumerate(names)]
+        version = server.call("/v1/catalogs?model=jgr", "\n".join(map(json.dumps, lines)).encode())["version"]
+        server.call(f"/v1/catalogs/{version}/activate?model=jgr", b"")
+        while server.call("/v1/catalogs?model=jgr", method="GET")["activation"] == "running":
+            pass
+        rank(server, "a")
+        server.reload()
+        assert server.call("/v1/models/jgr", method="GET")["catalog_version"] == version
+        assert cached(rank(server, "a"))[0] > 0
+    finally:
+        server.stop()  # which asks for all pages

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thousands of seeded requests, out of the server's own document and broken in every way, against real servers.
+
+What is drawn is in benchmarks/hostile_requests.py, which the long run (benchmarks/hostile.py) draws from too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from benchmarks.hostile_requests import Document, raw
+from benchmarks.hostile_world import GOOD, RECOMMEND, Client, apart, drawn_call, http_of, scores, send_raw
+from tests.serving.fakes import LiveServer
+from tests.serving.versions.test_shared_memory import Two
+
+REQUESTS, RAW, RELOADS = 4_000, 1_000, 3
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """A decoder that caches, and a scorer that keeps users."""
+    server = Two(tmp_path_factory.mktemp("two"))
+    yield server
+    server.stop()
+
+
+def port_of(server: Two) -> int:
+    return int(server.listener.url.rpartition(":")[2])
+
+
+@pytest.fixture
+def client(served: Two) -> Iterator[Client]:
+    with closing(Client(port_of(served))) as client:
+        yield client
+
+
+def fuzz(
+    client: Client, seed: int, number: int, good: Mapping[str, Sequence[dict[str, Any]]]
+) -> Counter[int]:
+    """Ask so many requests, and hold each answer against the document; how often each status came."""
+    rng, document, seen = random.Random(seed), Document(client.get("/openapi.json")), Counter[int]()
+    reloads = 0
+    for at in range(number):
+        call = drawn_call(document, rng, good)
+        if call.template.endswith("/reload") and reloads == RELOADS:
+            continue
+        status, headers, body = client.ask(call)
+        said = f"request {at} of seed {seed}: {call}: {status} {body[:300]!r}"
+        kind = headers.get("content-type", "")
+        assert document.faults(call.method, call.template, status, kind, body) == [], said
+        assert status < 500 or (status == 504 and b"deadline_ms" in (call.body or b"")), said
+        assert (
+            headers["x-request-id"] == call.headers.get("X-Request-Id", "")
+            or len(headers["x-request-id"]) == 32
+        )
+        if status >= 400:
+            assert json.loads(body)["error"]["request_id"] == headers["x-request-id"], said
+        reloads += status == 202
+        seen[status] += 1
+    return seen
+
+
+def test_whatever_bytes_come_the_next_request_is_answered_right(
+    served: Two, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng, port = random.Random(0), port_of(served)
+    expected = client.good_scores()
+    good = http_of("/v1/recommend", RECOMMEND)
+    before = scores(client.post("/v1/recommend", RECOMMEND))
+    statuses = Counter[bytes]()
+    with caplog.at_level(logging.ERROR):
+        for _ in range(RAW):
+            data = raw(good, rng)
+            answered = send_raw(port, data, rng)
+            assert not answered or answered.startswith(b"HTTP/1.1 "), (data[:500], answered[:500])
+            assert b"HTTP/1.1 5" not in answered, (data[:500], answered[:500])
+            statuses[answered[9:12]] += 1
+            assert apart(scores(client.post("/v1/recommend", RECOMMEND)), before) <= 1e-4, data[:500]
+    assert {b"200", b"400", b"431", b""} <= statuses.keys()
+    assert apart(client.good_scores(), expected) <= 1e-4
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_answers_are_those_that_the_document_has(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        seen = fuzz(client, 1, REQUESTS, GOOD)
+    assert {200, 201, 202, 400, 401, 404, 409, 422} <= seen.keys(), seen
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_answers_of_a_server_with_keys_are_those_that_the_document_has(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good: dict[str, Sequence[dict[str, Any]]] = {
+        "/v1/recommend": ({"history": ["a"], "top_k": 2},),
+        "/v1/rank": ({"history": ["a", 7], "candidates": ["b", "c"], "user_id": 3},),
+    }
+    settings = ("server.api_key=cl13nt-k3y", "server.admin_key=4dm1n", "server.max_body_bytes=4096")
+    with LiveServer(*settings) as server, caplog.at_level(logging.ERROR):
+        with closing(Client(server.port, {"Authorization": "Bearer cl13nt-k3y"})) as client:
+            seen = fuzz(client, 2, REQUESTS, good)
+    assert {200, 400, 401, 404, 409, 413, 422} <= seen.keys(), seen
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_user_whose_name_no_request_may_have_is_not_found_as_the_document_says() -> None:
+    with LiveServer() as server:
+        path = "/v1/users/{user_id}/cache"
+        reply = server.call("/v1/users/%0A/cache", method="DELETE")
+        assert reply.status == 404
+        document = Document(server.call("/openapi.json").json)
+        assert document.faults("DELETE", path, 404, reply.headers["content-type"], reply.body) == []
+        assert document.faults("DELETE", path, 409, reply.headers["content-type"], reply.body) != []
+        assert document.faults("DELETE", path, 200, reply.headers["content-type"], reply.body) != []
