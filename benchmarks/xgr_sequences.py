@@ -23,7 +23,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import jax
@@ -100,9 +100,7 @@ def of_copies(
     own_k, own_v = (
         x.transpose(0, 2, 3, 1, 4).reshape(*rows, -1, dim) for x in _forked(own_k, own_v, ancestors)
     )
-    out = _attend(
-        q.reshape(*rows, -1, dim), prompt_k, prompt_v, jnp.repeat(lengths, width), own_k, own_v
-    )
+    out = _attend(q.reshape(*rows, -1, dim), prompt_k, prompt_v, jnp.repeat(lengths, width), own_k, own_v)
     return out.reshape(batch, width, heads, dim).astype(q.dtype)
 
 
@@ -134,7 +132,12 @@ def _forked(own_k: jax.Array, own_v: jax.Array, ancestors: jax.Array) -> list[ja
 
 
 def _attend(
-    q: jax.Array, prompt_k: jax.Array, prompt_v: jax.Array, lengths: jax.Array, own_k: jax.Array, own_v: jax.Array
+    q: jax.Array,
+    prompt_k: jax.Array,
+    prompt_v: jax.Array,
+    lengths: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
 ) -> jax.Array:
     """Attention [N, K, G, d] float32 of N sequences. q: [N, K, G, d]; prompts: [N, K, T, d]; own: [N, K, S, d]."""
     tokens = prompt_k.shape[2]
@@ -195,7 +198,9 @@ class Server:
     """A server on a free port, ready once it is made."""
 
     def __init__(self, folder: str, form: str, settings: list[str]) -> None:
-        config = override(Config(), f"model.path={folder}", "model.compilation_cache=", "server.port=0", *settings)
+        config = override(
+            Config(), f"model.path={folder}", "model.compilation_cache=", "server.port=0", *settings
+        )
         engine = load_engine(config)
         if form != "staged":
             assert form in CONFIGS

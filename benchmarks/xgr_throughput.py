@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The highest rate at which a P99 limit holds: jgr against beams as sequences, a `transformers` server and vLLM's engine.
+"""The highest rate at which a P99 limit holds: jgr against beams as sequences, `transformers` and vLLM's engine.
 
 All serve the same random Qwen3 of 16 M parameters over 12,000 items (peers/workload.py) by HTTP from processes of their
 own on the same two cores, and answer the same prompts with the same number of beams, normalized over the legal
 continuations. All systems of a width see the same trace: Poisson arrivals drawn once, at a rate of 1, and divided by
-the rate. Prompt lengths follow a power law up to the longest of LENGTHS that jgr answers alone in half of the least limit.
+the rate. Prompt lengths follow a power law up to the longest of LENGTHS that jgr answers alone in half of the least
+limit.
 
     staged        jgr by its defaults
     copied        xGR's baseline in the same engine: beams are sequences with copies of the prompt (xgr_sequences.py)
@@ -13,14 +14,15 @@ the rate. Prompt lengths follow a power law up to the longest of LENGTHS that jg
     vllm          its engine, driven by a loop over the catalog's tree (peers/vllm_server.py)
 
 First comes one request in flight: what a system does not hold then, it never holds. Then rates are probed, systems in
-turn, and each probe counts for every limit, since one run of requests has one P99: the brackets between the highest rate
-that held and the lowest above it that did not are narrowed, that of the least limit first. A probe holds where the P99
-of its requests is within the limit; an answer other than 200 is late for every limit. Slow systems send few requests
+turn, and each probe counts for every limit, since one run of requests has one P99: the brackets between the highest
+rate that held and the lowest above it that did not are narrowed, that of the least limit first. A probe holds where the
+P99 of its requests is within the limit; an answer other than 200 is late for every limit. Slow systems send few requests
 (`requests`), which favours them: a backlog that a longer run would show is not seen.
 
 What is claimed is the lower end of the ratio, at the least limit that both hold alone: jgr's highest rate at which the
 share in time is shown (a lower bound of 95 % confidence is at least .99; see jgr.traffic.capacity), over the lowest
-rate at which the other is shown to fail (the upper bound is below .99). Where there is no such limit, there is no claim.
+rate at which the other is shown to fail (the upper bound is below .99). Where there is no such limit, there is no
+claim.
 
     JGR_PEERS_TORCH=PYTHON JGR_PEERS_VLLM=PYTHON python -m benchmarks.xgr_throughput [--quick]
 
@@ -104,8 +106,8 @@ QUICK = Setting(
 
 
 class Probe(NamedTuple):
-    """A rate that was tried. latencies_s: [n] ascending, infinite for what was not answered. late_s: the P99 of how late
-    the client was; waited: requests that waited for a connection."""
+    """A rate that was tried. latencies_s: [n] ascending, infinite for what was not answered. late_s: the P99 of how
+    late the client was; waited: requests that waited for a connection."""
 
     rate: float
     latencies_s: Float64
@@ -247,7 +249,11 @@ class System:
     def probe(self, trace: Trace, requests: Sequence[Request], rate: float, count: int) -> Probe:
         schedule = trace.schedule(rate, count, requests)
         found = open_loop.run(
-            schedule, self._target, max_connections=512, timeout_s=TIMEOUT_S, progress=lambda done, n, text: None
+            schedule,
+            self._target,
+            max_connections=512,
+            timeout_s=TIMEOUT_S,
+            progress=lambda done, n, text: None,
         )
         good = np.array([verdict.status == "200" for verdict in found.verdicts])[found.ended]
         latencies = np.sort(np.where(good, found.end_s - found.due_s, np.inf))
@@ -327,7 +333,9 @@ def exact_share(jgr: System, system: System, trace: Trace, width: int, count: in
 
     def beams(of: System) -> list[Beams]:
         with ThreadPoolExecutor(4) as pool:
-            return [found for _, found in pool.map(of.ask, [of.request(r, width) for r in trace.rows[:count]])]
+            return [
+                found for _, found in pool.map(of.ask, [of.request(r, width) for r in trace.rows[:count]])
+            ]
 
     agreed = [agreement(*pair) for pair in zip(beams(jgr), beams(system), strict=True)]
     return sum(found.common for found in agreed if found.max_score_error <= workload.MAX_SCORE_ERROR) / (
@@ -371,7 +379,9 @@ def measure_width(
             start = quiet.wait()
             found = systems[search.system].probe(trace, requests[search.system], rate, count)
             if quiet.was_quiet_since(start):
-                harness.note(f"{search.system} {width}: {rate:.2f}/s, {count} requests, P99 {found.p99_s:.3f} s")
+                harness.note(
+                    f"{search.system} {width}: {rate:.2f}/s, {count} requests, P99 {found.p99_s:.3f} s"
+                )
                 return found
 
     left = list(searches)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 
 class Beam(NamedTuple):
     """tokens: what was generated; node: where that is in its level of the tree; score: its log-likelihood."""
@@ -36,9 +34,7 @@ class Trie:
         first, end = self._first[level][beam.node : beam.node + 2]
         return self._tokens[level][first:end]
 
-    def step(
-        self, beams: Sequence[Beam], logprobs: Sequence[Mapping[int, float]], width: int
-    ) -> list[Beam]:
+    def step(self, beams: Sequence[Beam], logprobs: Sequence[Mapping[int, float]], width: int) -> list[Beam]:
         """The best `width` continuations, best first.
 
         logprobs: for each beam, of each of its children that can be among them, normalized over all its children.
