@@ -122,7 +122,7 @@ def of_pages(
 
     own = (x.transpose(2, 0, 3, 1, 4) for x in _forked(own_k, own_v, ancestors))
     queries = q.reshape(batch, width, kv_heads, -1, dim).swapaxes(0, 1)
-    out = jax.lax.map(one, (queries, *own))
+    out: jax.Array = jax.lax.map(one, (queries, *own))
     return out.swapaxes(0, 1).reshape(batch, width, heads, dim).astype(q.dtype)
 
 

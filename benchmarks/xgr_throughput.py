@@ -15,9 +15,9 @@ limit.
 
 First comes one request in flight: what a system does not hold then, it never holds. Then rates are probed, systems in
 turn, and each probe counts for every limit, since one run of requests has one P99: the brackets between the highest
-rate that held and the lowest above it that did not are narrowed, that of the least limit first. A probe holds where the
-P99 of its requests is within the limit; an answer other than 200 is late for every limit. Slow systems send few requests
-(`requests`), which favours them: a backlog that a longer run would show is not seen.
+rate that held and the lowest above it that did not are narrowed, that of the least limit first. A probe holds where
+the P99 of its requests is within the limit; an answer other than 200 is late for every limit. Slow systems send few
+requests (`requests`), which favours them: a backlog that a longer run would show is not seen.
 
 What is claimed is the lower end of the ratio, at the least limit that both hold alone: jgr's highest rate at which the
 share in time is shown (a lower bound of 95 % confidence is at least .99; see jgr.traffic.capacity), over the lowest
@@ -42,8 +42,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -60,6 +61,8 @@ from jgr.traffic.measures import quantile, share_bounds
 from jgr.traffic.mixes import parse_law
 from jgr.traffic.schedule import Float64, Request, Schedule
 
+T = TypeVar("T")
+
 THREADS = 2
 SHARE, CONFIDENCE = 0.99, 0.95
 LIMITS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -69,6 +72,8 @@ TIMEOUT_S = 60.0
 LATE_CLIENT_S = 0.01
 """A probe is limited by the client where 1 % of its requests went out later than this."""
 JGR = "staged"
+KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""For the baselines in jgr's engine: memory is kept between runs. Copies of a prompt take longer to map than to write."""
 TARGETS: Mapping[str, float] = {"copied": 3.5, "paged": 3.5, "transformers": 1.0, "vllm": 8.0}
 PEERS = (
     Kind("transformers", "transformers_server", "JGR_PEERS_TORCH", "requirements-torch.txt"),
@@ -199,7 +204,7 @@ class Trace:
     def __init__(self, sequences: Int32, longest: int, count: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         items = parse_law(f"power:1.2:16:{longest // DEPTH}").draw(rng, PROMPTS)
-        self.rows = [rng.integers(0, len(sequences), n) for n in items.tolist()]
+        self.rows = [rng.integers(0, len(sequences), n, np.int32) for n in items.tolist()]
         gaps = arrivals.poisson(rng, 1.0, 2.0 * count + 100)
         self._at, self._which = gaps[:count], rng.integers(0, PROMPTS, count).astype(np.int32)
 
@@ -295,7 +300,7 @@ def start_all(
     for name in (JGR, *xgr_sequences.CONFIGS):
         harness.note(f"starting {name}")
         command = [sys.executable, "-m", "benchmarks.xgr_sequences", str(folder), name, *settings(setting)]
-        peer = Peer(Kind(name, "", "", ""), command, {}, THREADS)
+        peer = Peer(Kind(name, "", "", ""), command, {} if name == JGR else KEPT_MEMORY, THREADS)
         systems[name] = System(name, stack.enter_context(peer), sequences)
     for kind in PEERS:
         try:
@@ -311,7 +316,7 @@ def longest_prompt(jgr: System, width: int, setting: Setting, limit_s: float) ->
     """The longest prompt that jgr alone answers in half of the limit, by the median of five; at least the shortest."""
     rng, found = np.random.default_rng(2), min(setting.lengths)
     for tokens in sorted(setting.lengths):
-        request = jgr.request(rng.integers(0, workload.N_ITEMS, tokens // DEPTH), width)
+        request = jgr.request(rng.integers(0, workload.N_ITEMS, tokens // DEPTH, np.int32), width)
         if np.median([jgr.ask(request)[0] for _ in range(5)]) <= limit_s / 2:
             found = tokens
     return found
@@ -343,6 +348,15 @@ def exact_share(jgr: System, system: System, trace: Trace, width: int, count: in
     )
 
 
+def undisturbed(quiet: Quiet, run: Callable[[], T]) -> T:
+    """What a run gave in which the machine was left to us."""
+    while True:
+        start = quiet.wait()
+        result = run()
+        if quiet.was_quiet_since(start):
+            return result
+
+
 def measure(quick: bool, quiet: Quiet) -> Measured:
     setting = QUICK if quick else Setting()
     rows: list[Row] = []
@@ -355,13 +369,13 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             rows += measure_width(systems, width, catalog.sequences, setting, quiet)
         rows += [{"server": name, "versions": system.versions} for name, system in systems.items()]
         rows += [{"server": name, "missing": why} for name, why in missing.items()]
-    return Measured(claims(rows), rows)
+    return Measured(claims(rows), [*ratios(rows), *rows])
 
 
 def measure_width(
     systems: Mapping[str, System], width: int, sequences: Int32, setting: Setting, quiet: Quiet
 ) -> list[Row]:
-    longest = longest_prompt(systems[JGR], width, setting, setting.limits_s[0])
+    longest = undisturbed(quiet, lambda: longest_prompt(systems[JGR], width, setting, setting.limits_s[0]))
     trace = Trace(sequences, longest, max(setting.most, setting.shown), seed=width)
     requests = {name: [of.request(rows, width) for rows in trace.rows] for name, of in systems.items()}
     exact = {
@@ -369,20 +383,15 @@ def measure_width(
     }
     searches = []
     for name, of in systems.items():
-        quiet.wait()
-        found = alone(of, requests[name], setting)
+        found = undisturbed(quiet, partial(alone, of, requests[name], setting))
         limits = tuple(limit_s for limit_s in setting.limits_s if found.p99_s <= limit_s)
         searches.append(Search(name, width, found, limits))
 
     def probe(search: Search, rate: float, count: int) -> Probe:
-        while True:
-            start = quiet.wait()
-            found = systems[search.system].probe(trace, requests[search.system], rate, count)
-            if quiet.was_quiet_since(start):
-                harness.note(
-                    f"{search.system} {width}: {rate:.2f}/s, {count} requests, P99 {found.p99_s:.3f} s"
-                )
-                return found
+        system, asked = systems[search.system], requests[search.system]
+        found = undisturbed(quiet, lambda: system.probe(trace, asked, rate, count))
+        harness.note(f"{search.system} {width}: {rate:.2f}/s, {count} requests, P99 {found.p99_s:.3f} s")
+        return found
 
     left = list(searches)
     while left:
@@ -436,37 +445,52 @@ def row(search: Search, limit_s: float, longest: int, exact: float) -> Row:
         "shown_per_s": number(found.shown),
         "refuted_at_per_s": number(found.refuted),
         "p99_ms_at_capacity": harness.rounded(1e3 * at.p99_s) if holds and at else None,
-        "client_limited": any(probe.client_limited for probe in of.values()),
+        "client_limited": at is not None and at.client_limited,
         "probes": [
             {
                 "rate_per_s": harness.rounded(probe.rate),
                 "requests": len(probe.latencies_s),
                 "p99_ms": harness.rounded(1e3 * probe.p99_s) if probe.p99_s < math.inf else None,
+                "client_late_ms": harness.rounded(1e3 * probe.late_s, 2),
             }
             for probe in [*search.probes, *search.shown]
         ],
     }
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
-    """The ratios' lower ends, each at the least limit that both hold alone; 0 where an end was not shown."""
+def ratios(rows: Sequence[Row]) -> list[Row]:
+    """jgr's rate over each other's at each limit that both hold alone, ascending: the ends that were shown, or None."""
     points = {(r["system"], r["beam_width"], r["limit_s"]): r for r in rows if "system" in r}
-    missing = sum("missing" in r for r in rows)
-    inexact = sum(r["exact_beams_share"] < 1 for r in points.values())
-    found = [
-        Claim("xgr-throughput-peers-missing", missing, "", "lower", 0),
-        Claim("xgr-throughput-rows-with-inexact-beams", inexact, "", "lower", 0),
-    ]
+    found = []
     for (system, width, limit_s), other in sorted(points.items(), key=lambda item: item[0][1:]):
         ours = points[JGR, width, limit_s]
-        name = f"rate-over-{system}-at-least-common-p99-limit-beam-{width}"
-        if system == JGR or name in {claim.id for claim in found}:
-            continue
-        if ours["holds_alone"] and other["holds_alone"]:
-            ends = ours["shown_per_s"], other["refuted_at_per_s"]
-            value = harness.rounded(ends[0] / ends[1], 3) if all(ends) else 0.0
-            found.append(Claim(name, value, "x", "higher", TARGETS[system]))
+        if system != JGR and ours["holds_alone"] and other["holds_alone"]:
+            low, high = (
+                harness.rounded(a / b, 3) if a and b else None
+                for a, b in (
+                    (ours["shown_per_s"], other["refuted_at_per_s"]),
+                    (ours["fails_at_per_s"], other["capacity_per_s"]),
+                )
+            )
+            found.append({"over": system, "beam_width": width, "limit_s": limit_s, "low": low, "high": high})
     return found
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """The ratios' lower ends, each at the least limit that both hold alone; 0 where an end was not shown."""
+    missing = sum("missing" in r for r in rows)
+    inexact = sum(r["exact_beams_share"] < 1 for r in rows if "system" in r)
+    found = {
+        id: Claim(id, value, "", "lower", 0)
+        for id, value in (
+            ("xgr-throughput-peers-missing", missing),
+            ("xgr-throughput-rows-with-inexact-beams", inexact),
+        )
+    }
+    for ratio in ratios(rows):
+        id = f"rate-over-{ratio['over']}-at-least-common-p99-limit-beam-{ratio['beam_width']}"
+        found.setdefault(id, Claim(id, ratio["low"] or 0.0, "x", "higher", TARGETS[ratio["over"]]))
+    return list(found.values())
 
 
 SOURCES = (

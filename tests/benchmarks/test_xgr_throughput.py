@@ -174,7 +174,12 @@ def test_all_rates_have_the_same_trace_of_power_law_prompts() -> None:
 def _row(
     system: str, limit_s: float, holds: bool, shown: float | None, refuted: float | None
 ) -> dict[str, Any]:
-    ends = {"shown_per_s": shown, "refuted_at_per_s": refuted}
+    ends = {
+        "shown_per_s": shown,
+        "refuted_at_per_s": refuted,
+        "capacity_per_s": shown,
+        "fails_at_per_s": refuted,
+    }
     return {
         "system": system, "beam_width": 32, "limit_s": limit_s, "holds_alone": holds, "exact_beams_share": 1.0, **ends,
     }  # fmt: skip
@@ -195,6 +200,13 @@ def test_a_claim_is_the_lower_end_at_the_least_limit_that_both_hold() -> None:
         {"server": "other", "missing": "set JGR_PEERS_OTHER"},
     ]
     rows[3]["exact_beams_share"] = 0.5
+    ratios = {(r["over"], r["limit_s"]): (r["low"], r["high"]) for r in xgr_throughput.ratios(rows)}
+    assert ratios == {
+        ("copied", 0.2): (4.0, 6.0),
+        ("transformers", 0.2): (None, 8.0),
+        ("copied", 0.5): (3.14, 4.17),
+        ("vllm", 0.5): (11.0, 25.0),
+    }
     found = {claim.id: (claim.value, claim.target) for claim in xgr_throughput.claims(rows)}
     name = "rate-over-{}-at-least-common-p99-limit-beam-32"
     assert found == {
