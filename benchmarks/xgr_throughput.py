@@ -73,7 +73,7 @@ LATE_CLIENT_S = 0.01
 """A probe is limited by the client where 1 % of its requests went out later than this."""
 JGR = "staged"
 KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
-"""For the baselines in jgr's engine: memory is kept between runs. Copies of a prompt take longer to map than to write."""
+"""The baselines in jgr's engine keep memory between runs: copies of a prompt take longer to map than to write."""
 TARGETS: Mapping[str, float] = {"copied": 3.5, "paged": 3.5, "transformers": 1.0, "vllm": 8.0}
 PEERS = (
     Kind("transformers", "transformers_server", "JGR_PEERS_TORCH", "requirements-torch.txt"),
@@ -141,8 +141,8 @@ class Probe(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """Of one limit. held: the highest rate that held, 0 where none did; failed: the lowest above it that did not,
-    infinite where none failed. shown, refuted: the same with confidence."""
+    """The rates of one limit. held: the highest rate that held, 0 where none did; failed: the lowest above it that did
+    not, infinite where none failed. shown, refuted: the same with confidence."""
 
     held: float
     failed: float
