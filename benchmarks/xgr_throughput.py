@@ -44,33 +44,31 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 
-from benchmarks import harness, xgr_sequences
+from benchmarks import harness, xgr_probes, xgr_sequences
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.peers import client, workload
 from benchmarks.peers.client import Kind, Peer
 from benchmarks.peers.workload import DEPTH, Beams, Int32, agreement
+from benchmarks.xgr_probes import LATE_CLIENT_S, SHARE, Bracket, Probe, bracket
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.traffic import arrivals, open_loop
 from jgr.traffic.http_client import Target
-from jgr.traffic.measures import quantile, share_bounds
+from jgr.traffic.measures import quantile
 from jgr.traffic.mixes import parse_law
-from jgr.traffic.schedule import Float64, Request, Schedule
+from jgr.traffic.schedule import Request, Schedule
 
 T = TypeVar("T")
 
 THREADS = 2
-SHARE, CONFIDENCE = 0.99, 0.95
 LIMITS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 LENGTHS = (256, 512, 1024, 2048)
 PROMPTS = 200
 TIMEOUT_S = 60.0
-LATE_CLIENT_S = 0.01
-"""A probe is limited by the client where 1 % of its requests went out later than this."""
 JGR = "staged"
 KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """The baselines in jgr's engine keep memory between runs: copies of a prompt take longer to map than to write."""
@@ -108,59 +106,6 @@ QUICK = Setting(
     widths=(32,), lengths=(256, 512), batches=(1,), limits_s=(0.2, 1.0), seconds=3.0, most=60, precision=0.3, probes=3,
     shown=0, alone=8, alone_s=4.0, compared=4,
 )  # fmt: skip
-
-
-class Probe(NamedTuple):
-    """A rate that was tried. latencies_s: [n] ascending, infinite for what was not answered. late_s: the P99 of how
-    late the client was; waited: requests that waited for a connection."""
-
-    rate: float
-    latencies_s: Float64
-    late_s: float = 0.0
-    waited: int = 0
-
-    @property
-    def p99_s(self) -> float:
-        return quantile(self.latencies_s, SHARE)
-
-    @property
-    def client_limited(self) -> bool:
-        return self.late_s > LATE_CLIENT_S or self.waited > 0
-
-    def bounds(self, limit_s: float) -> tuple[float, float]:
-        """Between which the share in time is, each end with the confidence."""
-        return share_bounds(int((self.latencies_s <= limit_s).sum()), len(self.latencies_s), CONFIDENCE)
-
-    def shows(self, limit_s: float) -> bool:
-        """Whether the limit holds, with confidence."""
-        return self.bounds(limit_s)[0] >= SHARE
-
-    def refutes(self, limit_s: float) -> bool:
-        """Whether the limit does not hold, with confidence."""
-        return self.bounds(limit_s)[1] < SHARE
-
-
-class Bracket(NamedTuple):
-    """The rates of one limit. held: the highest rate that held, 0 where none did; failed: the lowest above it that did
-    not, infinite where none failed. shown, refuted: the same with confidence."""
-
-    held: float
-    failed: float
-    shown: float
-    refuted: float
-
-    @property
-    def ratio(self) -> float:
-        return self.failed / self.held if self.held else math.inf
-
-
-def bracket(probes: Sequence[Probe], limit_s: float) -> Bracket:
-    """Noise makes answers late and never early: a rate that held is believed, whatever a lower one showed."""
-    held = max((p.rate for p in probes if p.p99_s <= limit_s), default=0.0)
-    shown = max((p.rate for p in probes if p.shows(limit_s)), default=0.0)
-    failed = min((p.rate for p in probes if p.rate > held), default=math.inf)
-    refuted = min((p.rate for p in probes if p.rate > held and p.refutes(limit_s)), default=math.inf)
-    return Bracket(held, failed, shown, refuted)
 
 
 @dataclass(eq=False)
@@ -495,6 +440,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 SOURCES = (
     Path(__file__),
+    Path(xgr_probes.__file__),
     Path(xgr_sequences.__file__),
     *sorted(client.HERE.glob("*.py")),
     *sorted(client.HERE.glob("requirements-*.txt")),

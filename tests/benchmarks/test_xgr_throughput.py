@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks import xgr_sequences, xgr_throughput
 from benchmarks.peers.trie import Beam, Trie
-from benchmarks.xgr_throughput import Probe, Search, Setting, Trace, bracket
+from benchmarks.xgr_probes import Probe, bracket
+from benchmarks.xgr_throughput import Search, Setting, Trace
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models import beam, decoder, params
 from jgr.models.decoder import DecoderConfig
