@@ -392,7 +392,7 @@ def decode(
     ancestors: jax.Array,
     *,
     start: jax.Array | None = None,
-    attention: str = "auto",
+    attention: str | Callable[..., jax.Array] = "auto",
 ) -> tuple[jax.Array, BeamKV]:
     """One token for every beam.
 
@@ -402,6 +402,7 @@ def decode(
         start: [B] int32, the position that follows the prompt; default lengths.
         beams: the BeamKV of s steps.
         ancestors: [B, s + 1, W] int32, which row of each slot a beam descends from; the last one is the beam itself.
+        attention: an implementation of beam_attention, or another form of it with its arguments.
 
     Returns:
         hidden [B, W, D] after the final norm, and the BeamKV of s + 1 steps.
@@ -418,9 +419,11 @@ def decode(
             x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
             q, (k, v) = _queries(cfg, layer, x, cos, sin), _keys_values(cfg, layer, x, cos, sin)
             own_k, own_v = own.of_layer(k, v)
-            out = beam_attention(
-                q, shared.k, shared.v, lengths, own_k, own_v, ancestors, implementation=attention
-            )
+            call = q, shared.k, shared.v, lengths, own_k, own_v, ancestors
+            if isinstance(attention, str):
+                out = beam_attention(*call, implementation=attention)
+            else:
+                out = attention(*call)
             h = h + out.reshape(*h.shape[:-1], -1) @ layer.wo
         with jax.named_scope("mlp"):
             return h + _mlp(cfg, layer, h), (k, v)
