@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,21 +32,18 @@ from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
+from jgr.serving.engine.host import Hopeless, HostTime, refusal, shrinks, size
 from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again
 from jgr.serving.engine.threads import Abandoned, Lanes, Run
 from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
-from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start, User
-from jgr.serving.policies.jobs import Request as RequestWork
+from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start
 from jgr.serving.policies.policy import Policy
 from jgr.serving.prefill import Asked, Prefill, Prefilled
 
 _log = logging.getLogger(__name__)
-
-HOST_RATE = 1 / 16
-"""The weight of one answer in the average of the host's time after its last run."""
 
 HINTS_YIELD = 4
 """Where more interactive requests wait than this, hints are refused."""
@@ -138,7 +134,8 @@ class Engine(Generic[S]):
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._after_ns = 0  # the host's time from a request's last run to its encoded answer, on average
+        self._host = HostTime()
+        self._hopeless: Hopeless | None = None
 
     @property
     def queued(self) -> int:
@@ -189,15 +186,17 @@ class Engine(Generic[S]):
         yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
         if yields or policy.full("batch" if request.priority == "batch" else undated):
             self.metrics.rejected["queue_full"].inc()
-            raise _refusal(
+            raise refusal(
                 Rejected("queue_full")
             )  # before it is translated, which costs the loop milliseconds
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        now_ns = self.clock()
+        arrival_ns = now_ns if arrival_ns is None else arrival_ns
         deadline_ns = None
-        if deadline_ms is not None:  # the last run must have ended before that by what the host needs then
-            deadline_ns = (
-                arrival_ns + round(deadline_ms * 1e6) - min(self._after_ns, round(deadline_ms * 5e5))
-            )
+        if deadline_ms is not None:
+            left_ns = round(deadline_ms * 1e6)
+            deadline_ns = arrival_ns + left_ns - self._host.reserve_ns(left_ns)
+            if not hint:
+                self._refuse_hopeless(request, arrival_ns, deadline_ns, now_ns)
         while True:
             task = self.served.prepare(request, tenant)
             now_ns = self.clock()
@@ -211,8 +210,15 @@ class Engine(Generic[S]):
             less = self.served.smaller(task) if verdict.reason == "too_late" else None
             if less is None:
                 self.metrics.rejected[verdict.reason].inc()
+                if verdict.predicted_ns is not None and deadline_ns is not None and not hint:
+                    late_ns = verdict.predicted_ns - deadline_ns
+                    self._hopeless = Hopeless(now_ns, size(request), deadline_ns - now_ns, late_ns)
                 too_large = verdict.reason == "too_large"
-                raise self.served.too_large(task) if too_large else _refusal(verdict, job, self._after_ns)
+                raise (
+                    self.served.too_large(task)
+                    if too_large
+                    else self._refused(verdict, arrival_ns, deadline_ns)
+                )
             request = less
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
@@ -223,10 +229,25 @@ class Engine(Generic[S]):
         self._pump_soon()
         return ticket
 
+    def _refuse_hopeless(self, request: Any, arrival_ns: int, deadline_ns: int, now_ns: int) -> None:
+        """Raise RequestError for a request that is known to be late before it is translated."""
+        hopeless, left_ns = self._hopeless, deadline_ns - now_ns
+        late_ns = max(0, -left_ns)
+        if left_ns > 0:
+            if hopeless is None or shrinks(request) or not hopeless.holds(request, left_ns, now_ns):
+                return
+            late_ns = hopeless.late_ns
+        self.metrics.rejected["too_late"].inc()
+        raise self._refused(Rejected("too_late", deadline_ns + late_ns), arrival_ns, deadline_ns)
+
+    def _refused(self, verdict: Rejected, arrival_ns: int, deadline_ns: int | None) -> RequestError:
+        return refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
+
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""
         ticket.encoded_ns = self.clock()
-        self._after_ns += round(HOST_RATE * (ticket.encoded_ns - ticket.committed_ns - self._after_ns))
+        if ticket.ended_ns:
+            self._host.answered(ticket.encoded_ns - ticket.ended_ns)
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits any more: queued work never runs. Does nothing where the ticket has already ended."""
@@ -304,7 +325,11 @@ class Engine(Generic[S]):
     def _pump_soon(self) -> None:
         if not self._pump_due:
             self._pump_due = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self._turn, self.clock())
+
+    def _turn(self, asked_ns: int) -> None:
+        self._host.turned(self.clock() - asked_ns)
+        self._pump()
 
     def _pump(self) -> None:
         """Do what the policy plans now, and wake up when time alone changes the plan."""
@@ -337,13 +362,14 @@ class Engine(Generic[S]):
 
     def _wanted(self, start: Start) -> bool:
         """Whether a run is still to be launched: somebody waits for it, or it writes what others may read."""
-        return _keeps(start) or any(work.job in self._tickets for work in start.work)
+        return start.keeps or any(work.job in self._tickets for work in start.work)
 
     def _finished(self, start: Start, run: Run) -> None:
         lost = isinstance(run.error, PoolLost | Abandoned)  # nothing has run, and it is planned again
         outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
         now_ns = self.clock()
-        committed = self._policy.commit(start.run, outcome, now_ns)
+        self._hopeless = None
+        committed = self._policy.commit(start.run, outcome, now_ns, (run.start_ns, run.end_ns))
         if run.error is None:
             tasks: list[Any] = []
             for work in start.work:
@@ -462,30 +488,3 @@ class Engine(Generic[S]):
 
 
 AnyEngine = Engine[Any]
-
-
-def _keeps(start: Start) -> bool:
-    """Whether a run may write to the cache."""
-    return bool(start.moves) or any(
-        work.plan is not None
-        if isinstance(work, RequestWork)
-        else isinstance(work, User) and work.place is not None
-        for work in start.work
-    )
-
-
-def _refusal(verdict: Rejected, job: Job | None = None, after_ns: int = 0) -> RequestError:
-    """Why a job was not taken, where no size is to blame. after_ns: the host's time after its last run."""
-    if verdict.reason == "draining":
-        return RequestError("unavailable", "the server is draining")
-    if verdict.reason == "too_late" and job is not None:
-        assert verdict.predicted_ns is not None and job.deadline_ns is not None
-        late_s = max(0, verdict.predicted_ns - job.deadline_ns) / 1e9
-        predicted_ms = round((verdict.predicted_ns + after_ns - job.arrival_ns) / 1e6, 1)
-        return RequestError(
-            "overloaded",
-            f"the answer would take {predicted_ms} ms, which is past the deadline or would make others late",
-            predicted_ms=predicted_ms,
-            retry_after_s=max(1, math.ceil(late_s)),
-        )
-    return RequestError("overloaded", "too many requests are waiting; try again later")

@@ -171,6 +171,16 @@ class Start(Struct, frozen=True):
     def jobs(self) -> tuple[int, ...]:
         return tuple(work.job for work in self.work)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the run may write to the cache."""
+        return bool(self.moves) or any(
+            work.plan is not None
+            if isinstance(work, Request)
+            else isinstance(work, User) and work.place is not None
+            for work in self.work
+        )
+
 
 class Plan(Struct, frozen=True):
     """What to start now, in order, and the jobs to tell that their time is up."""

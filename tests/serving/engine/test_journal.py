@@ -127,7 +127,6 @@ def test_a_day_of_two_models_replays_into_the_same_plans(tmp_path: Path) -> None
     assert events["open"] == 3 and events["close"] == 3, "two models, and one of them again"
     assert {"submit", "plan", "commit", "cancel", "renew", "forget", "drain"} <= events.keys()
     assert {line.event.outcome for line in lines if hasattr(line.event, "outcome")} == {"well", "failed"}
-    assert any(b"too_late" in bytes(line.result) for line in lines)
     replayed = 0
     for line, result in replay(lines, *fresh_policies(server)):
         assert result == bytes(line.result), f"line {replayed}: {line.event}"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host needs for a request beside its runs: averages of what it needed lately.
+
+A deadline is the client's, and the policy promises the end of the last run. Between them lie the answer's items, its
+JSON, and the turns of the event loop; and before them the turn in which the request was read. A server whose host is
+the bottleneck must know that, and must refuse what comes too late without translating it, which is most of its work.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jgr.serving.api import RankRequest, Request
+from jgr.serving.errors import RequestError
+from jgr.serving.policies.jobs import Rejected
+from jgr.serving.prefill import Prefill
+
+Asked = Request | Prefill
+
+RATE = 1 / 16
+"""The weight of one figure in an average."""
+
+
+class HostTime:
+    """after_ns: from the end of a request's last run to its encoded answer. lag_ns: how long a callback waits for its
+    turn on the event loop."""
+
+    def __init__(self) -> None:
+        self.after_ns = self.lag_ns = 0
+
+    def answered(self, ns: int) -> None:
+        self.after_ns += round(RATE * (ns - self.after_ns))
+
+    def turned(self, ns: int) -> None:
+        self.lag_ns += round(RATE * (ns - self.lag_ns))
+
+    def reserve_ns(self, left_ns: int) -> int:
+        """What a deadline must leave for the host, of the time until it: never more than half of that."""
+        return min(self.after_ns + self.lag_ns, left_ns // 2)
+
+
+@dataclass(frozen=True)
+class Hopeless:
+    """A request that was refused: what is as large and has no more time is refused too, until a run ends.
+
+    at_ns: when; left_ns: the time that it had; late_ns: what it lacked.
+    """
+
+    at_ns: int
+    size: int
+    left_ns: int
+    late_ns: int
+
+    def holds(self, request: Request, left_ns: int, now_ns: int) -> bool:
+        return size(request) >= self.size and left_ns <= self.left_ns - (now_ns - self.at_ns)
+
+
+def size(request: Asked) -> int:
+    """Items that a request names."""
+    candidates = request.candidates if isinstance(request, RankRequest) else ()
+    return len(request.history) + (0 if candidates == "all" else len(candidates))
+
+
+def shrinks(request: Request) -> bool:
+    """Whether it may be answered by less than it asks for."""
+    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
+    return least is not None
+
+
+def refusal(
+    verdict: Rejected, arrival_ns: int = 0, deadline_ns: int | None = None, after_ns: int = 0
+) -> RequestError:
+    """Why a job was not taken, where no size is to blame. after_ns: the host's time after its last run."""
+    if verdict.reason == "draining":
+        return RequestError("unavailable", "the server is draining")
+    if verdict.predicted_ns is None or deadline_ns is None or verdict.reason != "too_late":
+        return RequestError("overloaded", "too many requests are waiting; try again later")
+    late_s = max(0, verdict.predicted_ns - deadline_ns) / 1e9
+    predicted_ms = round((verdict.predicted_ns + after_ns - arrival_ns) / 1e6, 1)
+    return RequestError(
+        "overloaded",
+        f"the answer would take {predicted_ms} ms, which is past the deadline or would make others late",
+        predicted_ms=predicted_ms,
+        retry_after_s=max(1, math.ceil(late_s)),
+    )
