@@ -14,7 +14,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from tools.draw_house import committed, room_of
 from tools.trace_request import Event, Profiler, Trace, exceeded, route, trace_all
 
-LIMITS = {"recommend_files": 17, "recommend_moves": 81, "rank_files": 17, "rank_moves": 92}
+LIMITS = {"recommend_files": 18, "recommend_moves": 87, "rank_files": 18, "rank_moves": 100}
 
 
 @pytest.fixture(scope="module")
