@@ -51,8 +51,8 @@ OTHERS: tuple[Order, ...] = ("fifo", "edf", "lifo", "codel")
 MS = 1_000_000
 ROWS = (1, 2, 4, 8)
 VIRTUAL_S = 30
-LIVE_S = 8.0
-SETTLE_S = 2.0
+LIVE_S = 6.0
+SETTLE_S = 1.0
 """Seconds of a load that are sent before it is measured."""
 
 PROFILES = [Profile("recommend", rows, tokens, 32) for tokens in (64, 256) for rows in ROWS]

@@ -194,7 +194,9 @@ class Engine(Generic[S]):
         deadline_ns = None
         if deadline_ms is not None:
             left_ns = round(deadline_ms * 1e6)
-            deadline_ns = arrival_ns + left_ns - self._host.reserve_ns(left_ns)
+            # Of an idle engine nothing is reserved, so that one that refuses everything finds out that it need not.
+            deadline_ns = arrival_ns + left_ns - (self._host.reserve_ns(left_ns) if self._tickets else 0)
+            self._pump_soon()  # which takes the loop's time, whatever becomes of the request
             if not hint:
                 self._refuse_hopeless(request, arrival_ns, deadline_ns, now_ns)
         while True:

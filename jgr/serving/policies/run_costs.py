@@ -53,6 +53,10 @@ class RunCosts:
         self._own[shape] *= 1 + RATE * (1 - COMMON) * error
 
 
+GOOD = 1.5
+"""A shape that costs up to so many times the least for each job is good enough to keep a promise with."""
+
+
 class Cover:
     """The least time in which any number of jobs of one size are run, in batches of some sizes.
 
@@ -61,14 +65,16 @@ class Cover:
 
     def __init__(self, batches: list[tuple[int, int]]) -> None:
         self._bulk, self._bulk_ns = min(batches, key=lambda each: (each[1] / each[0], -each[0]))
+        most_ns = GOOD * self._bulk_ns / self._bulk
+        self._good = [(jobs, ns) for jobs, ns in batches if ns / jobs <= most_ns]
         most = max(jobs for jobs, _ in batches)
         self._table = [0]
         for n in range(1, 2 * most + 1):
             self._table.append(min(ns + self._table[max(0, n - jobs)] for jobs, ns in batches))
 
     def full_ns(self, jobs: int) -> int:
-        """The same if all batches are the cheapest for each job, and full."""
-        return -(-jobs // self._bulk) * self._bulk_ns
+        """The same if all batches are full, of a shape that is nearly the cheapest for each job."""
+        return min(-(-jobs // size) * ns for size, ns in self._good)
 
     def ns(self, jobs: int) -> int:
         beyond = max(0, jobs - len(self._table) + 1)
