@@ -181,14 +181,14 @@ class Engine(Generic[S]):
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         deadline_ms = request.deadline_ms or self._default_deadline_ms
-        undated: Sort = "undated" if deadline_ms is None else "dated"
+        dated: Sort = "undated" if deadline_ms is None else "dated"
         hint, policy = isinstance(request, Prefill), self._policy
         yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
-        if yields or policy.full("batch" if request.priority == "batch" else undated):
-            self.metrics.rejected["queue_full"].inc()
-            raise refusal(
-                Rejected("queue_full")
-            )  # before it is translated, which costs the loop milliseconds
+        if yields or policy.full("batch" if request.priority == "batch" else dated):
+            self.metrics.rejected[
+                "queue_full"
+            ].inc()  # before it is translated, which costs the loop milliseconds
+            raise refusal(Rejected("queue_full"))
         now_ns = self.clock()
         arrival_ns = now_ns if arrival_ns is None else arrival_ns
         deadline_ns = None
@@ -211,16 +211,7 @@ class Engine(Generic[S]):
                 break
             less = self.served.smaller(task) if verdict.reason == "too_late" else None
             if less is None:
-                self.metrics.rejected[verdict.reason].inc()
-                if verdict.predicted_ns is not None and deadline_ns is not None and not hint:
-                    late_ns = verdict.predicted_ns - deadline_ns
-                    self._hopeless = Hopeless(now_ns, size(request), deadline_ns - now_ns, late_ns)
-                too_large = verdict.reason == "too_large"
-                raise (
-                    self.served.too_large(task)
-                    if too_large
-                    else self._refused(verdict, arrival_ns, deadline_ns)
-                )
+                raise self._refused(verdict, task, job, now_ns)
             request = less
         self.metrics.unknown_items.inc(task.usage.unknown_items)
         ticket = Ticket(job.id, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
@@ -240,10 +231,19 @@ class Engine(Generic[S]):
                 return
             late_ns = hopeless.late_ns
         self.metrics.rejected["too_late"].inc()
-        raise self._refused(Rejected("too_late", deadline_ns + late_ns), arrival_ns, deadline_ns)
+        verdict = Rejected("too_late", deadline_ns + late_ns)
+        raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
 
-    def _refused(self, verdict: Rejected, arrival_ns: int, deadline_ns: int | None) -> RequestError:
-        return refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
+    def _refused(self, verdict: Rejected, task: Any, job: Job, now_ns: int) -> RequestError:
+        """The error of a job that the policy did not take."""
+        self.metrics.rejected[verdict.reason].inc()
+        if verdict.reason == "too_large":
+            return self.served.too_large(task)
+        predicted_ns, deadline_ns = verdict.predicted_ns, job.deadline_ns
+        if predicted_ns is not None and deadline_ns is not None and not isinstance(task.request, Prefill):
+            late_ns, left_ns = predicted_ns - deadline_ns, deadline_ns - now_ns
+            self._hopeless = Hopeless(now_ns, size(task.request), left_ns, late_ns)
+        return refusal(verdict, job.arrival_ns, deadline_ns, self._host.after_ns)
 
     def encoded(self, ticket: Ticket) -> None:
         """The answer of a ticket is about to be sent."""

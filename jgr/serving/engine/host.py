@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from jgr.serving.api import RankRequest, Request
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Rejected
-from jgr.serving.prefill import Prefill
-
-Asked = Request | Prefill
+from jgr.serving.prefill import Asked
 
 RATE = 1 / 16
 """The weight of one figure in an average."""

@@ -113,9 +113,10 @@ class Grouping(Protocol):
 
 
 class FixedShapes:
-    """Batches with a row for each job. Of the shapes that take the first job, the one is used that makes the fewest
-    accepted jobs late, and of several the one that costs the least for its jobs: in proportion to what they would take
-    in full batches of their own. Jobs of the first one's class go into it first, and then shorter ones.
+    """Batches with a row for each job. An option is a shape with the most urgent jobs of a class that it takes, and
+    then with shorter ones. The one that makes the fewest accepted jobs late is used; of several the one that costs the
+    least for its jobs: in proportion to what they would take in full batches of their own. Where nobody looks at
+    deadlines, the most urgent job's class goes next.
 
     max_tokens: profiles that cost more are never used. ConfigError where that leaves a size that nothing serves.
     """

@@ -128,7 +128,7 @@ class Policy(ABC, Generic[L]):
 
     def full(self, sort: Sort) -> bool:
         """Whether as many jobs of a sort wait as may, so that the next one is refused, whatever its size."""
-        return self._sorts[sort] >= self.max_queue
+        return self.waiting(sort) >= self.max_queue
 
     def waiting(self, sort: Sort) -> int:
         """Queued jobs of a sort."""

@@ -12,13 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
 from jgr.config import Config, ConfigError, override
 from jgr.serving.engine import tracing
 from tests.serving.fakes import LiveServer, Reply
-
-service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
 STAGES = ["accept", "queue", "plan", "pack", "device", "translate"]
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

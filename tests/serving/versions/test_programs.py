@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,7 @@ from jgr.serving.engine.compilation import CompilationCounter, check_scores, com
 from jgr.serving.scorers.loading import load_scorer_engine
 from tests.serving.tiny_model import make_folder
 
-
-@pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("without_collector")
 
 
 def quiet(done: int, total: int, label: str) -> None:

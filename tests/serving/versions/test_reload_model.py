@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import http.client
 import itertools
 import json
@@ -27,6 +26,8 @@ from jgr.serving.engine.compilation import CompilationCounter, preparing
 from jgr.serving.http.listener import Listener
 from jgr.serving.versions.deployment import Deployment
 from tests.serving.tiny_model import N_ITEMS, as_lines, make_folder, shuffled_catalog
+
+pytestmark = pytest.mark.usefixtures("without_collector")
 
 CLIENTS = 4
 PATIENCE_S = 300.0
@@ -184,15 +185,6 @@ def settles(server: Switchable, resident: int) -> bool:
             return True
         server.call("/health/live")
     return False
-
-
-@pytest.fixture(autouse=True)
-def without_collector() -> Iterator[None]:
-    """A cycle would keep device memory until the collector comes by, so nothing may need it."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_two_reloads_under_load(server: Switchable) -> None:
