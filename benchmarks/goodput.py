@@ -41,7 +41,7 @@ from jgr.serving.policies.run_costs import RunCosts
 from jgr.simulation.serving import simulate
 from jgr.traffic import arrivals, processes
 from jgr.traffic.http_client import Target, parse_url
-from jgr.traffic.measures import summarize
+from jgr.traffic.measures import after, summarize
 from jgr.traffic.mixes import RequestClass, make_mix
 from jgr.traffic.sources import ProcessSource
 
@@ -53,7 +53,7 @@ ROWS = (1, 2, 4, 8)
 VIRTUAL_S = 30
 LIVE_S = 6.0
 SETTLE_S = 1.0
-"""Seconds of a load that are sent before it is measured."""
+"""Seconds of a load that are sent before those that are measured, by the same client on the same connections."""
 
 PROFILES = [Profile("recommend", rows, tokens, 32) for tokens in (64, 256) for rows in ROWS]
 SHARE_NS = 3_250_000
@@ -206,7 +206,7 @@ class Live:
         deadlines: Sequence[int | None],
         slo_ms: float = 1e4,
     ) -> dict[str, Any]:
-        """The report of so many seconds of requests at a rate."""
+        """The report of so many seconds of requests at a rate, which SETTLE_S of them precede."""
         classes = [
             RequestClass(
                 name=f"{deadline}",
@@ -222,11 +222,11 @@ class Live:
         source = ProcessSource(
             arrivals.parse_process("poisson"), make_mix(classes, self._items, rng), 7, 10**6
         )
-        schedule = source.schedule(rate, seconds, self._runs)
+        schedule = source.schedule(rate, SETTLE_S + seconds, self._runs)
         results = processes.run(
             schedule, target, processes=1, max_connections=512, timeout_s=10.0, progress=lambda *_: None
         )
-        return summarize(schedule, results, slo_ms)
+        return summarize(*after(schedule, results, SETTLE_S), slo_ms)
 
     def capacity(self) -> float:
         """Answers a second at saturation."""
@@ -274,7 +274,6 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 with live.serve(f"batching.order={order}") as target:
                     for name, deadlines in DEADLINES.items() if order == "deadline" else [("100", (100,))]:
                         for load in loads if order == "deadline" else (1.5,):
-                            live.load(target, load * capacity, SETTLE_S, deadlines)
                             report = live.load(target, load * capacity, seconds, deadlines)
                             rows.append(live_row(live, order, load, capacity, name, report))
                             harness.note(

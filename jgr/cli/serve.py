@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 HELP = "serve recommendations over HTTP; each folder, or --config, is a model"
 
 JOIN_TIMEOUT_S = 1.0
+SWITCH_INTERVAL_S = 5e-5
 
 _log = logging.getLogger(__name__)
 
@@ -178,9 +180,14 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
 
         def announce(url: str) -> None:
             stack.close()
+            _settle()
             print(url, flush=True)
 
+        # A thread that launches runs needs the interpreter often, and each time waits so long for a busy event loop.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         listener = Listener(engine, config, load=load, more=more, on_progress=bar, on_ready=announce)
+        for deployment in listener.models.deployments:
+            deployment.changed.append(_settle)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, listener.handle_exit)
         code = listener.serve_until_stopped()
@@ -190,6 +197,14 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
         sys.stdout.flush()
         os._exit(code)
     return code
+
+
+def _settle() -> None:
+    """Leave what is loaded and compiled out of the garbage collector's rounds, each of which stops all threads for a
+    tenth of a second otherwise."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -80,6 +80,24 @@ def in_time(schedule: Schedule, results: Results, slo_ms: float) -> Mask:
     return _answered(results) & (latency_ms <= limits_ms[schedule.which])
 
 
+def after(schedule: Schedule, results: Results, start_s: float) -> tuple[Schedule, Results]:
+    """A run without the requests that were due before so many seconds, while connections were opened; times count from
+    then on."""
+    kept = schedule.at_s >= start_s
+    due_s, began_s, sent_s, end_s = (
+        times[kept] - start_s for times in (results.due_s, results.began_s, results.sent_s, results.end_s)
+    )
+    return (
+        Schedule(
+            schedule.at_s[kept] - start_s,
+            schedule.which[kept],
+            schedule.requests,
+            max(0.0, schedule.length_s - start_s),
+        ),
+        Results(due_s, began_s, sent_s, end_s, results.ended[kept], results.verdicts),
+    )
+
+
 def summarize(schedule: Schedule, results: Results, slo_ms: float) -> dict[str, Any]:
     """The report of a run of at least one request.
 

@@ -14,6 +14,7 @@ from jgr.traffic import load_lines
 from jgr.traffic.http_client import TIMEOUT, Verdict
 from jgr.traffic.measures import (
     QUANTILES,
+    after,
     interval,
     needed,
     percentiles_ms,
@@ -180,3 +181,16 @@ def test_a_run_without_an_answer_has_no_latency() -> None:
     )
     assert (report["in_time"], report["latency_ms"], report["achieved_per_s"]) == (0, None, 0.0)
     assert "no answer" in load_lines.point_line(report)
+
+
+def test_a_run_without_its_beginning_counts_from_there() -> None:
+    request = Request("/v1/rank", b"{}")
+    at_s = np.array([0.0, 0.5, 1.0, 1.5])
+    schedule = Schedule(at_s, np.arange(4, dtype=np.int32), [request] * 4, 2.0)
+    verdicts = [Verdict("200"), TIMEOUT]
+    ended = np.array([1, 1, 0, 1], np.int32)
+    results = Results(at_s, at_s + 0.01, at_s + 0.02, at_s + 0.03, ended, verdicts)
+    rest, left = after(schedule, results, 1.0)
+    assert rest.at_s.tolist() == [0.0, 0.5] and rest.which.tolist() == [2, 3] and rest.length_s == 1.0
+    assert left.due_s.tolist() == [0.0, 0.5] and left.ended.tolist() == [0, 1]
+    np.testing.assert_allclose([left.began_s[1], left.sent_s[1], left.end_s[1]], [0.51, 0.52, 0.53])

@@ -5,10 +5,10 @@ The one idea: the event loop decides, by a pure policy, and other threads wait f
 policy plans once per turn of the loop, so that requests that arrived together travel together, and again when time
 alone changes the plan. All state belongs to the loop. What differs between decoders and scorers is in `Served`.
 
-One request: `submit` translates it to a task and hands a job to the policy; `_pump` gives planned runs to their lanes;
-`_finished` commits a run, starts the next ones, and only then makes answers, so that the device does not wait for the
-host. Nothing in an engine is ever replaced: a reload (`jgr.serving.versions.deployment`) makes another engine, and a
-request ends with the model that it began with.
+One request: `enter` waits for its turn; `submit` translates it to a task and hands a job to the policy; `_pump` gives
+planned runs to their lanes; `_finished` commits a run, starts the next ones, and only then makes answers, so that the
+device does not wait for the host. Nothing in an engine is ever replaced: a reload (`jgr.serving.versions.deployment`)
+makes another engine, and a request ends with the model that it began with.
 
 Invariants (`check`): a ticket exists exactly for each live job, and its future is pending; nothing accepted is lost:
 every future ends with an Answer, a RequestError or ClientGone.
@@ -32,11 +32,12 @@ from jgr.cache.pool import PoolLost
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import Answer, ModelInfo, Request, Timing
 from jgr.serving.engine.contract import Progress, Served, Status
-from jgr.serving.engine.host import Hopeless, HostTime, refusal, shrinks, size
+from jgr.serving.engine.host import Host, refusal
 from jgr.serving.engine.journal import journal_at
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again
 from jgr.serving.engine.threads import Abandoned, Lanes, Run
+from jgr.serving.engine.ticket import Ticket
 from jgr.serving.errors import RequestError
 from jgr.serving.known_items import user_entry
 from jgr.serving.policies.jobs import Job, Outcome, Rejected, Sort, Start
@@ -53,34 +54,6 @@ S = TypeVar("S", bound=Served[Any])
 
 class ClientGone(Exception):
     """Ends the future of a request that nobody waits for."""
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request on its way. Times are the engine's clock, in ns; started_ns and ended_ns span its runs, the first of
-    which was planned at planned_ns and handed to the device at launched_ns.
-
-    answer: gets an Answer, of a hint a Prefilled. start: its last run. compare: for a shadow, which computes again what
-    an answer reused: takes what comes of it. Nobody awaits its answer.
-    """
-
-    job_id: int
-    request_id: str
-    task: Any
-    answer: asyncio.Future[Any]
-    arrival_ns: int
-    submitted_ns: int
-    planned_ns: int = 0
-    started_ns: int = 0
-    launched_ns: int = 0
-    ended_ns: int = 0
-    committed_ns: int = 0
-    encoded_ns: int = 0
-    start: Start | None = None
-    deadline_ns: int | None = None
-    predicted_ns: int | None = None
-    fetching: asyncio.Task[None] | None = None
-    compare: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,8 +107,7 @@ class Engine(Generic[S]):
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._host = HostTime()
-        self._hopeless: Hopeless | None = None
+        self._host = Host(clock)
 
     @property
     def queued(self) -> int:
@@ -178,27 +150,11 @@ class Engine(Generic[S]):
         tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
         so that no two tenants share an entry; "": nobody's.
         """
-        if self.status != "ready":
-            raise RequestError("unavailable", f"the server is {self.status}")
-        deadline_ms = request.deadline_ms or self._default_deadline_ms
-        dated: Sort = "undated" if deadline_ms is None else "dated"
-        hint, policy = isinstance(request, Prefill), self._policy
-        yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
-        if yields or policy.full("batch" if request.priority == "batch" else dated):
-            self.metrics.rejected[
-                "queue_full"
-            ].inc()  # before it is translated, which costs the loop milliseconds
-            raise refusal(Rejected("queue_full"))
+        self._lanes.reap()
         now_ns = self.clock()
         arrival_ns = now_ns if arrival_ns is None else arrival_ns
-        deadline_ns = None
-        if deadline_ms is not None:
-            left_ns = round(deadline_ms * 1e6)
-            # Of an idle engine nothing is reserved, so that one that refuses everything finds out that it need not.
-            deadline_ns = arrival_ns + left_ns - (self._host.reserve_ns(left_ns) if self._tickets else 0)
-            self._pump_soon()  # which takes the loop's time, whatever becomes of the request
-            if not hint:
-                self._refuse_hopeless(request, arrival_ns, deadline_ns, now_ns)
+        deadline_ns = self._refuse_early(request, arrival_ns)
+        hint = isinstance(request, Prefill)
         while True:
             task = self.served.prepare(request, tenant)
             now_ns = self.clock()
@@ -222,14 +178,47 @@ class Engine(Generic[S]):
         self._pump_soon()
         return ticket
 
-    def _refuse_hopeless(self, request: Any, arrival_ns: int, deadline_ns: int, now_ns: int) -> None:
-        """Raise RequestError for a request that is known to be late before it is translated."""
-        hopeless, left_ns = self._hopeless, deadline_ns - now_ns
-        late_ns = max(0, -left_ns)
-        if left_ns > 0:
-            if hopeless is None or shrinks(request) or not hopeless.holds(request, left_ns, now_ns):
-                return
-            late_ns = hopeless.late_ns
+    async def enter(
+        self, request: Asked, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
+    ) -> Ticket:
+        """`submit` once it is the request's turn on the event loop."""
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        sort, turns = self._sort(request), self._host.turns
+        if turns.waiting:
+            self._refuse_early(request, arrival_ns, turns.wait_ns(sort))
+        await turns.take(sort)
+        return self.submit(request, request_id, arrival_ns, tenant)
+
+    def _sort(self, request: Asked) -> Sort:
+        if request.priority == "batch":
+            return "batch"
+        return "undated" if self._deadline_ms(request) is None else "dated"
+
+    def _deadline_ms(self, request: Asked) -> float | None:
+        return request.deadline_ms or self._default_deadline_ms
+
+    def _refuse_early(self, request: Asked, arrival_ns: int, wait_ns: int = 0) -> int | None:
+        """Raise RequestError for a request that is known to be refused, before it is translated, which takes long.
+        Returns when its last run must end; None: it has no deadline."""
+        if self.status != "ready":
+            raise RequestError("unavailable", f"the server is {self.status}")
+        hint, policy, sort = isinstance(request, Prefill), self._policy, self._sort(request)
+        yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
+        if yields or policy.full(sort):
+            self.metrics.rejected["queue_full"].inc()
+            raise refusal(Rejected("queue_full"))
+        deadline_ms = self._deadline_ms(request)
+        if deadline_ms is None:
+            return None
+        whole_ns, now_ns = round(deadline_ms * 1e6), self.clock()
+        # Of an idle engine nothing is reserved, so that one that refuses everything finds out that it need not.
+        deadline_ns = arrival_ns + whole_ns - (self._host.reserve_ns(whole_ns) if self._tickets else 0)
+        self._pump_soon()  # which takes the loop's time, whatever becomes of the request
+        if isinstance(request, Prefill) or not policy.predicts:
+            return deadline_ns
+        late_ns = self._host.late_ns(request, deadline_ns - now_ns, now_ns, wait_ns)
+        if late_ns is None:
+            return deadline_ns
         self.metrics.rejected["too_late"].inc()
         verdict = Rejected("too_late", deadline_ns + late_ns)
         raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
@@ -241,8 +230,7 @@ class Engine(Generic[S]):
             return self.served.too_large(task)
         predicted_ns, deadline_ns = verdict.predicted_ns, job.deadline_ns
         if predicted_ns is not None and deadline_ns is not None and not isinstance(task.request, Prefill):
-            late_ns, left_ns = predicted_ns - deadline_ns, deadline_ns - now_ns
-            self._hopeless = Hopeless(now_ns, size(task.request), left_ns, late_ns)
+            self._host.refused(task.request, deadline_ns - now_ns, predicted_ns - deadline_ns, now_ns)
         return refusal(verdict, job.arrival_ns, deadline_ns, self._host.after_ns)
 
     def encoded(self, ticket: Ticket) -> None:
@@ -263,7 +251,7 @@ class Engine(Generic[S]):
     async def answer(self, request: Request, request_id: str = "") -> Answer: ...
     async def answer(self, request: Asked, request_id: str = "") -> Answer | Prefilled:
         """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
-        ticket = self.submit(request, request_id)
+        ticket = await self.enter(request, request_id)
         try:
             answer: Answer | Prefilled = await ticket.answer
             self.encoded(ticket)
@@ -276,6 +264,8 @@ class Engine(Generic[S]):
 
         None: there is no limit. An engine that nobody else holds is freed afterwards, its device memory too.
         """
+        if timeout_s is None:
+            await self._host.turns.take("batch")  # the last of those that wait for their turn
         self.status = "draining"
         self._policy.drain(self.clock())
         self._pump()
@@ -370,7 +360,7 @@ class Engine(Generic[S]):
         lost = isinstance(run.error, PoolLost | Abandoned)  # nothing has run, and it is planned again
         outcome: Outcome = "well" if run.error is None else "lost" if lost else "failed"
         now_ns = self.clock()
-        self._hopeless = None
+        self._host.ran()
         committed = self._policy.commit(start.run, outcome, now_ns, (run.start_ns, run.end_ns))
         if run.error is None:
             tasks: list[Any] = []

@@ -9,23 +9,29 @@ the bottleneck must know that, and must refuse what comes too late without trans
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jgr.serving.api import RankRequest, Request
+from jgr.serving.engine.turns import Turns
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Rejected
 from jgr.serving.prefill import Asked
 
 RATE = 1 / 16
 """The weight of one figure in an average."""
+WAITS = 4
+"""A request may wait for its turn for the fourth part of the time that it has."""
 
 
-class HostTime:
+class Host:
     """after_ns: from the end of a request's last run to its encoded answer. lag_ns: how long a callback waits for its
-    turn on the event loop."""
+    turn on the event loop. clock: nanoseconds that never go back."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int]) -> None:
         self.after_ns = self.lag_ns = 0
+        self.turns = Turns(clock)
+        self._hopeless: Hopeless | None = None
 
     def answered(self, ns: int) -> None:
         self.after_ns += round(RATE * (ns - self.after_ns))
@@ -34,8 +40,31 @@ class HostTime:
         self.lag_ns += round(RATE * (ns - self.lag_ns))
 
     def reserve_ns(self, left_ns: int) -> int:
-        """What a deadline must leave for the host, of the time until it: never more than half of that."""
-        return min(self.after_ns + self.lag_ns, left_ns // 2)
+        """What a deadline must leave for the host, of the time until it: never more than half of that. A request waits
+        for the loop before it is read, and its answer waits again."""
+        return min(self.after_ns + 2 * self.lag_ns, left_ns // 2)
+
+    def late_ns(self, request: Request, left_ns: int, now_ns: int, wait_ns: int) -> int | None:
+        """By how much a request is known to be late before it is translated; None: it is not known.
+
+        left_ns: the time until its last run must end. wait_ns: how long it waits for its turn, which is a part of that
+        that leaves room for its runs.
+        """
+        left_ns -= WAITS * wait_ns
+        if left_ns <= 0:
+            return -left_ns
+        hopeless = self._hopeless
+        if hopeless is None or shrinks(request) or not hopeless.holds(request, left_ns, now_ns):
+            return None
+        return hopeless.late_ns
+
+    def refused(self, request: Request, left_ns: int, late_ns: int, now_ns: int) -> None:
+        """The policy refused a request, which would have been late by so much."""
+        self._hopeless = Hopeless(now_ns, size(request), left_ns, late_ns)
+
+    def ran(self) -> None:
+        """A run has ended, so what was refused may be accepted now."""
+        self._hopeless = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +92,7 @@ class Lanes:
         if executors.in_flight > 1:
             self._collectors = [Calls(f"jgr-lane-{number}-collect") for number in range(executors.lanes)]
         self._stopping = False
+        self._ended: deque[Callable[[], None]] = deque()
 
     @property
     def _all(self) -> list[Calls]:
@@ -113,6 +115,12 @@ class Lanes:
         """Queue a run on its lane; `done` is called on the event loop. wanted: asked from the lane's thread before it
         launches the run; where nobody wants it any more, it ends as Abandoned."""
         self._threads[start.lane].call(partial(self._launch, start, work, done, wanted))
+
+    def reap(self) -> None:
+        """On the event loop: call `done` for the runs that have ended. It is called where a turn of the loop may take
+        long, so that the device does not wait for the turn's end."""
+        while self._ended:
+            self._ended.popleft()()
 
     def stop(self) -> None:
         """End the threads once what was queued is done."""
@@ -162,7 +170,8 @@ class Lanes:
                     )
         except Exception as cause:
             outcomes, error = (), cause
-        self._threads[start.lane].post(partial(done, Run(outcomes, error, *times_ns, self._clock())))
+        self._ended.append(partial(done, Run(outcomes, error, *times_ns, self._clock())))
+        self._threads[start.lane].post(self.reap)
 
     def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
         def step(done: int, total: int, label: str) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-    from jgr.serving.engine.engine import Ticket
+    from jgr.serving.engine.ticket import Ticket
 
 STAGES = ("accept", "queue", "plan", "pack", "device", "translate")
 PATH = "v1/traces"

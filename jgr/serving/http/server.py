@@ -33,7 +33,8 @@ from starlette.types import Message, Receive, Scope, Send
 from jgr.config import ServerConfig
 from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest
 from jgr.serving.engine import metrics
-from jgr.serving.engine.engine import AnyEngine, ClientGone, Ticket
+from jgr.serving.engine.engine import AnyEngine, ClientGone
+from jgr.serving.engine.ticket import Ticket
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import openapi
@@ -235,7 +236,7 @@ class App:
 
     async def _computed(self, engine: AnyEngine, request: Asked, call: _Call) -> bytes:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
-        ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
+        ticket = await engine.enter(request, call.request_id, call.arrival_ns, call.caller.tenant)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
         watcher = asyncio.ensure_future(call.receive())  # ends when the client leaves, or after the answer

@@ -3,6 +3,8 @@
 
 The margin grows with every accepted job that is late after all, and shrinks with every one that is in time, so that one
 in PROMISES is late, whatever is wrong with the predictions: who comes later fills batches, runs vary, the host is busy.
+One pause makes many late, which says little of the next hundred: of the jobs that had been accepted before the margin
+began to grow, at most so many count.
 
 A long job is refused sooner than a short one, because it needs more of what is left until its deadline; so under
 overload only short ones would be served. Therefore a class of jobs that is refused less often than the others gets a
@@ -19,7 +21,9 @@ PROMISES = 250
 STEP_NS = 1_000_000
 """By how much the margin grows with a job that is late."""
 LEAST_NS, MOST_NS = 2_000_000, 100_000_000
-"""Bounds of the margin."""
+"""Bounds of the margin, which also leaves half of the time until the deadline."""
+AT_ONCE = 10
+"""Late jobs that count of those that were accepted before the first of them was late."""
 RATE = 1 / 64
 """The weight of one job in the shares of refused jobs."""
 GAIN = 1 / 2
@@ -44,11 +48,13 @@ class Admission:
         self._classes: dict[Hashable, _Class] = {}
         self._refused = 0.0
         self._margin_ns = LEAST_NS
+        self._grows_ns, self._late = -1, 0
 
     def room_ns(self, of: Hashable, left_ns: int) -> int:
         """What a job of a class must leave unused of the time until its deadline."""
         found = self._classes.get(of)
-        return self._margin_ns + (round(found.handicap * left_ns) if found else 0)
+        margin_ns = min(self._margin_ns, left_ns // 2)
+        return margin_ns + (round(found.handicap * (left_ns - margin_ns)) if found else 0)
 
     def decided(self, of: Hashable, refused: bool) -> None:
         """A job of the class was refused, or accepted."""
@@ -60,7 +66,14 @@ class Admission:
         more = GAIN * RATE * (ALIKE * self._refused - each.refused) - RATE**3
         each.handicap = min(MOST, max(0.0, each.handicap + more))
 
-    def ended(self, in_time: bool) -> None:
-        """An accepted job was in time, or was not."""
-        step_ns = -STEP_NS // PROMISES if in_time else STEP_NS
-        self._margin_ns = min(MOST_NS, max(LEAST_NS, self._margin_ns + step_ns))
+    def in_time(self) -> None:
+        """An accepted job was in time."""
+        self._margin_ns = max(LEAST_NS, self._margin_ns - STEP_NS // PROMISES)
+
+    def late(self, accepted_ns: int, now_ns: int) -> None:
+        """A job that was accepted then is late now."""
+        if accepted_ns > self._grows_ns:
+            self._grows_ns, self._late = now_ns, 0
+        self._late += 1
+        if self._late <= AT_ONCE:
+            self._margin_ns = min(MOST_NS, self._margin_ns + STEP_NS)

@@ -52,7 +52,8 @@ TRIAL_NS = 1_000_000_000
 class Live:
     """A job that has not ended. key: its place among those that wait. requeued: it was started in vain.
 
-    latest_ns: when its first run must start for it to be in time; None: it is not ended before its deadline.
+    latest_ns: when its first run must start for it to be in time; None: it is not ended before its deadline, which it
+    was not promised to meet.
     """
 
     job: Job
@@ -60,6 +61,7 @@ class Live:
     state: State = "new"
     requeued: bool = False
     latest_ns: int | None = None
+    accepted_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ class Policy(ABC, Generic[L]):
         """Jobs none of whose work has started."""
         return len(self._queue)
 
+    @property
+    def predicts(self) -> bool:
+        """Whether jobs that would be late are refused."""
+        return self._ordering.predicts
+
     def full(self, sort: Sort) -> bool:
         """Whether as many jobs of a sort wait as may, so that the next one is refused, whatever its size."""
         return self.waiting(sort) >= self.max_queue
@@ -180,7 +187,7 @@ class Policy(ABC, Generic[L]):
             return Rejected(reason, predicted_ns)
         entry = self._live[job.id] = self._enter(job, key)
         if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
-            entry.latest_ns = job.deadline_ns - self._alone_ns(job)
+            entry.latest_ns, entry.accepted_ns = job.deadline_ns - self._alone_ns(job), now_ns
         self._move(entry, "accept")
         if job.deadline_ns is not None:
             bisect.insort(self._deadlines, (job.deadline_ns, job.id))
@@ -368,7 +375,9 @@ class Policy(ABC, Generic[L]):
             load.add(ahead)
         end_ns = begin_ns + load.add(job)
         if job.deadline_ns is not None:
-            room_ns = self._admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
+            room_ns = 0  # where nothing else is on its way, nothing can come between
+            if self._live or self._flights:
+                room_ns = self._admission.room_ns(self._class_of(job), job.deadline_ns - now_ns)
             if end_ns + room_ns > job.deadline_ns:
                 return end_ns, False
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
@@ -450,8 +459,10 @@ class Policy(ABC, Generic[L]):
             entry.requeued = True
         else:
             self._counts[after] += 1
-        if entry.latest_ns is not None and after in ("done", "expired"):
-            self._admission.ended(after == "done")
+        if entry.latest_ns is not None and after == "done":
+            self._admission.in_time()
+        elif entry.latest_ns is not None and after == "expired":
+            self._admission.late(entry.accepted_ns, self._now_ns or 0)
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
             _remove(self._queue, (entry.key, job.id))

@@ -7,6 +7,7 @@ where that was later, until its end was known. So it holds the host's part as fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -49,8 +50,9 @@ class RunCosts:
         error = min(took_ns / predicted - 1, MOST)
         spread = self._spread.get(shape, 0.0)
         self._spread[shape] = spread + RATE * (abs(error) * predicted - spread)
-        self._machine *= 1 + RATE * COMMON * error
-        self._own[shape] *= 1 + RATE * (1 - COMMON) * error
+        # Powers, since of products such as 1 + RATE * error the common one drifts away from the shape's own.
+        self._machine *= math.exp(RATE * COMMON * error)
+        self._own[shape] *= math.exp(RATE * (1 - COMMON) * error)
 
 
 GOOD = 1.5

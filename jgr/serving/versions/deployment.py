@@ -80,6 +80,8 @@ class Deployment:
         self.before: Again | None = None
         self.swapped: list[Callable[[], object]] = []
         """Each is called when `engine` is another one."""
+        self.changed: list[Callable[[], object]] = []
+        """Each is called when a change has ended, well or not."""
         self._load = load
         self._engines = [engine]  # and those that warm up or drain
         self._activated: Catalog | None = None
@@ -277,6 +279,8 @@ class Deployment:
     def _end(self, kind: Kind, outcome: ReloadState) -> None:
         self.changes[kind].state = outcome
         self.metrics.changes[kind][outcome].inc()
+        for call in self.changed:
+            call()
 
     async def in_thread(self, call: Callable[[], T]) -> T:
         """A daemon thread, unlike the loop's own: a process that stops must not wait for a load."""

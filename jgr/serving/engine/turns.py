@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests take turns on the event loop.
+
+Translating a request takes the loop up to a millisecond. If hundreds that came at once were translated in one turn of
+it, then all that time no run would be started and no answer sent, and answers that the device had would be late. So a
+turn translates few, and the others wait: in two lines, those with a deadline and those without one, which go on
+alternately, and in a third that goes on while both are empty. In each, first come, first served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from jgr.serving.policies.jobs import SORTS, Sort
+
+IN_A_TURN = 4
+"""Requests that are translated in one turn of the loop."""
+RATE = 1 / 8
+"""The weight of one turn in the mean time of turns."""
+
+
+class Turns:
+    """All methods are called on one event loop. clock: nanoseconds that never go back."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._lines: dict[Sort, deque[asyncio.Future[None]]] = {sort: deque() for sort in SORTS}
+        self.waiting = 0
+        """Requests in all lines."""
+        self._last: Sort = "undated"  # of the two lines that go on alternately, the one that went on last
+        self._begun, self._began_ns = 0, 0  # how many requests this turn has begun, and when it began
+        self._turn_ns = 0.0  # the mean time of a turn
+
+    def wait_ns(self, sort: Sort) -> int:
+        """How long a request of this sort would wait now."""
+        if not self.waiting:
+            return 0
+        ahead = 1 + len(self._lines[sort])
+        if sort == "batch":
+            ahead = 1 + self.waiting
+        elif self._lines["undated" if sort == "dated" else "dated"]:
+            ahead *= 2
+        return round(ahead * self._turn_ns / IN_A_TURN)
+
+    async def take(self, sort: Sort) -> None:
+        """Wait for one's turn."""
+        if self._begun == 0:
+            self._began_ns = self._clock()
+            asyncio.get_running_loop().call_soon(self._next)
+        if self._begun < IN_A_TURN and not self.waiting:
+            self._begun += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._lines[sort].append(turn)
+        self.waiting += 1
+        await turn
+
+    def _next(self) -> None:
+        now_ns = self._clock()
+        self._turn_ns += RATE * (now_ns - self._began_ns - self._turn_ns)
+        self._began_ns, self._begun = now_ns, 0
+        while self._begun < IN_A_TURN and self.waiting:
+            turn = self._line().popleft()
+            self.waiting -= 1
+            if not turn.done():  # whoever waited may have been cancelled
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _line(self) -> deque[asyncio.Future[None]]:
+        other: Sort = "undated" if self._last == "dated" else "dated"
+        for sort in (other, self._last):
+            if self._lines[sort]:
+                self._last = sort
+                return self._lines[sort]
+        return self._lines["batch"]

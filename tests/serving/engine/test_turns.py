@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns on the event loop: how many go on at once, in which order, and how long one waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from jgr.serving.api import RecommendRequest
+from jgr.serving.engine.turns import IN_A_TURN, Turns
+from jgr.serving.errors import RequestError
+from jgr.serving.policies.jobs import Sort
+from tests.serving.fakes import PATIENCE_S, make_config, make_engine
+
+
+class Clock:
+    """Time goes on by a step with each turn of the loop."""
+
+    def __init__(self, step_ns: int) -> None:
+        self.now_ns, self.turn, self._step_ns = 0, 0, step_ns
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def go_on(self) -> None:
+        self.turn += 1
+        self.now_ns += self._step_ns
+        asyncio.get_running_loop().call_soon(self.go_on)
+
+
+async def begun(sorts: list[Sort]) -> list[tuple[int, int]]:
+    """The turn and the number of each request, in the order in which they went on. All come at once."""
+    clock = Clock(1000)
+    turns, order = Turns(clock), list[tuple[int, int]]()
+
+    async def request(number: int, sort: Sort) -> None:
+        await turns.take(sort)
+        order.append((clock.turn, number))
+
+    clock.go_on()
+    await asyncio.gather(*(request(number, sort) for number, sort in enumerate(sorts)))
+    return order
+
+
+def test_a_turn_begins_few_requests_in_the_order_in_which_they_came() -> None:
+    order = asyncio.run(begun(["dated"] * 30))
+    assert [number for _, number in order] == list(range(30))
+    in_turn = [sum(turn == each for turn, _ in order) for each in {turn for turn, _ in order}]
+    assert max(in_turn) == IN_A_TURN and len(in_turn) == -(-30 // IN_A_TURN)
+
+
+def test_those_with_a_deadline_and_those_without_go_on_alternately_and_batches_last() -> None:
+    first: list[Sort] = ["dated"] * IN_A_TURN  # they have this turn
+    waiting: list[Sort] = ["batch", "batch", "dated", "dated", "dated", "dated", "undated", "undated"]
+    order = [number - IN_A_TURN for _, number in asyncio.run(begun([*first, *waiting]))[IN_A_TURN:]]
+    assert order == [2, 6, 3, 7, 4, 5, 0, 1]
+
+
+def test_a_request_whose_client_left_takes_no_turn() -> None:
+    async def run() -> None:
+        turns = Turns(Clock(0))
+        for _ in range(IN_A_TURN):
+            await turns.take("dated")
+        left = [asyncio.ensure_future(turns.take("dated")) for _ in range(50)]
+        stays = asyncio.ensure_future(turns.take("undated"))
+        await asyncio.sleep(0)
+        for each in left:
+            each.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert stays.done()
+        assert turns.wait_ns("dated") == 0
+
+    asyncio.run(run())
+
+
+def test_a_wait_is_predicted_from_the_time_of_turns() -> None:
+    async def run() -> None:
+        clock = Clock(8_000_000)
+        turns = Turns(clock)
+        clock.go_on()
+        rest = 20 * IN_A_TURN
+        early = [asyncio.ensure_future(turns.take("dated")) for _ in range(60 * IN_A_TURN + rest)]
+        for _ in range(60):
+            await asyncio.sleep(0)
+        left = sum(not each.done() for each in early)
+        assert abs(turns.wait_ns("dated") - 8_000_000 * left / IN_A_TURN) < 0.1 * turns.wait_ns("dated")
+        alone_ns = turns.wait_ns("undated")
+        assert alone_ns < 2 * 2 * 8_000_000 / IN_A_TURN, "its line is empty, and every second one is from it"
+        undated = asyncio.ensure_future(turns.take("undated"))
+        await asyncio.sleep(0)
+        assert turns.wait_ns("dated") > 1.5 * 8_000_000 * left / IN_A_TURN
+        await asyncio.gather(undated, *early)
+        assert turns.wait_ns("dated") == 0
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn() -> None:
+    async def run() -> None:
+        engine = make_engine(make_config())
+        await engine.start()
+        answers = [
+            asyncio.ensure_future(engine.answer(RecommendRequest(history=["a"], top_k=1)))
+            for _ in range(10 * IN_A_TURN)
+        ]
+        await asyncio.sleep(0)  # all have come, and most wait
+        assert await engine.drain(None)
+        assert all(len(answer.items) == 1 for answer in await asyncio.gather(*answers))
+        assert engine.join(10)
+
+    asyncio.run(run())
+
+
+def test_a_run_that_has_ended_is_seen_before_the_next_request_is_translated() -> None:
+    async def run() -> None:
+        engine, request = make_engine(make_config()), RecommendRequest(history=["a"], top_k=1)
+        await engine.start()
+        first = engine.submit(request)
+        await asyncio.sleep(0)  # its run is on its lane
+        until_s = time.monotonic() + PATIENCE_S
+        while not first.answer.done() and time.monotonic() < until_s:  # the loop has no turn meanwhile
+            with suppress(RequestError):  # the queue may become full
+                engine.submit(request)
+        assert first.answer.done()
+        await engine.drain(None)
+        assert engine.join(10)
+
+    asyncio.run(run())

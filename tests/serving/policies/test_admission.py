@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The margin of promises, and what runs are believed to take."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jgr.serving.policies.admission import AT_ONCE, LEAST_NS, MOST_NS, PROMISES, STEP_NS, Admission
+from jgr.serving.policies.run_costs import COMMON, RunCosts
+
+S = 1_000_000_000
+
+
+def test_one_pause_counts_as_few_late_jobs() -> None:
+    admission = Admission()
+    for accepted_ns in range(1000):
+        admission.late(accepted_ns, S)
+    assert admission.room_ns("any", S) == LEAST_NS + AT_ONCE * STEP_NS
+    admission.late(S + 1, 2 * S)  # it was accepted with the new margin, which was too small as well
+    assert admission.room_ns("any", S) == LEAST_NS + (AT_ONCE + 1) * STEP_NS
+
+
+def test_the_margin_shrinks_with_jobs_in_time_and_has_bounds() -> None:
+    admission = Admission()
+    for number in range(1000):
+        admission.late(number * S, number * S + 1)
+    assert admission.room_ns("any", S) == MOST_NS
+    assert admission.room_ns("any", MOST_NS) == MOST_NS // 2, "half of the time is left"
+    for _ in range(PROMISES * (MOST_NS // STEP_NS)):
+        admission.in_time()
+    assert admission.room_ns("any", S) == LEAST_NS
+
+
+def test_a_shape_that_is_not_run_follows_the_machine_and_does_not_drift_from_it() -> None:
+    rng = random.Random(0)
+    costs = RunCosts({"run": 1e-3, "idle": 4e-3})
+    for _ in range(20_000):
+        costs.observe("run", round(1e6 * rng.paretovariate(1.5)))
+    ran, idle = costs.ns("run") / 1e6, costs.ns("idle") / 4e6
+    assert idle == pytest.approx(ran**COMMON, rel=1e-3)
+    assert 1 < ran < 4, "about the mean of the times, of which the largest count for less"
