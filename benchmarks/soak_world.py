@@ -212,11 +212,12 @@ class Soak:
             self.found.counts[what] += 1
 
     def _operate(self, rng: random.Random) -> None:
-        with closing(Client(self._port, ADMIN)) as client:
-            turn = 0
-            while not self._ending.wait(self._change_s):
-                self._changes, self._changing = self._changes + 1, True
-                how = turn % 3
+        turn = 0
+        while not self._ending.wait(self._change_s):
+            self._changes, self._changing = self._changes + 1, True
+            how = turn % 3
+            # A connection of its own: between changes one would be closed, since nothing is sent for too long.
+            with closing(Client(self._port, ADMIN)) as client:
                 if how == 0:
                     self._serve_catalog(client, 1 + turn // 3)
                 elif how == 1:
@@ -224,8 +225,8 @@ class Soak:
                 else:
                     for user in rng.sample(range(USERS), USERS // 4):
                         self._erase(client, f"u{user}")
-                self._changing = False
-                turn += 1
+            self._changing = False
+            turn += 1
 
     def _serve_catalog(self, client: Client, number: int) -> str:
         lines = as_lines(generated_catalog(7 * (number % CATALOGS)))
