@@ -185,7 +185,7 @@ class Engine(Generic[S]):
         arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
-            self._refuse_early(request, arrival_ns, turns.wait_ns(sort))
+            self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
         await turns.take(sort)
         return self.submit(request, request_id, arrival_ns, tenant)
 
@@ -197,14 +197,15 @@ class Engine(Generic[S]):
     def _deadline_ms(self, request: Asked) -> float | None:
         return request.deadline_ms or self._default_deadline_ms
 
-    def _refuse_early(self, request: Asked, arrival_ns: int, wait_ns: int = 0) -> int | None:
+    def _refuse_early(self, request: Asked, arrival_ns: int, ahead: int = 0, wait_ns: int = 0) -> int | None:
         """Raise RequestError for a request that is known to be refused, before it is translated, which takes long.
-        Returns when its last run must end; None: it has no deadline."""
+        ahead: requests of its sort that wait for their turn; wait_ns: how long it would. Returns when its last run must
+        end; None: it has no deadline."""
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         hint, policy, sort = isinstance(request, Prefill), self._policy, self._sort(request)
         yields = hint and policy.waiting("dated") + policy.waiting("undated") > HINTS_YIELD
-        if yields or policy.full(sort):
+        if yields or policy.waiting(sort) + ahead >= policy.max_queue:
             self.metrics.rejected["queue_full"].inc()
             raise refusal(Rejected("queue_full"))
         deadline_ms = self._deadline_ms(request)

@@ -33,6 +33,10 @@ class Turns:
         self._begun, self._began_ns = 0, 0  # how many requests this turn has begun, and when it began
         self._turn_ns = 0.0  # the mean time of a turn
 
+    def ahead(self, sort: Sort) -> int:
+        """Requests of this sort that wait."""
+        return len(self._lines[sort])
+
     def wait_ns(self, sort: Sort) -> int:
         """How long a request of this sort would wait now."""
         if not self.waiting:

@@ -128,3 +128,17 @@ def test_a_run_that_has_ended_is_seen_before_the_next_request_is_translated() ->
         assert engine.join(10)
 
     asyncio.run(run())
+
+
+def test_those_that_wait_for_their_turn_count_against_the_bound_of_the_queue() -> None:
+    async def run() -> None:
+        engine = make_engine(make_config("batching.max_queue=8"))
+        await engine.start()
+        calls = [engine.answer(RecommendRequest(history=["a"], top_k=1)) for _ in range(50)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, RequestError) and end.type == "overloaded"]
+        assert len(refused) == 50 - 8 and not any(isinstance(end, RequestError) for end in ends[:8])
+        await engine.drain(None)
+        assert engine.join(10)
+
+    asyncio.run(run())
