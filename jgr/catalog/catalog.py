@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from jgr.catalog import columns as catalog_columns
 from jgr.catalog.columns import Columns
-from jgr.catalog.text_table import ItemIds, Metadata, TextTable
+from jgr.catalog.text_table import ItemIds, Metadata, TextTable, finder
 from jgr.config import UserError
 from jgr.files import MAX_LINE_BYTES, read_lines, read_whole, writing
 
@@ -89,11 +89,11 @@ class Catalog:
 
     @cached_property
     def _find(self) -> Callable[[Sequence[str]], Int32]:
-        """The function from item ids to their rows, -1 for an unknown id."""
-        if isinstance(self.item_ids, ItemIds):
-            return self.item_ids.find
-        row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}
-        return lambda item_ids: np.array([row_of.get(item_id, -1) for item_id in item_ids], np.int32)
+        return finder(self.item_ids)
+
+    def index(self) -> None:
+        """Prepare the look-up of ids; else the first one does."""
+        self._find  # noqa: B018
 
     def row(self, item_id: str) -> int | None:
         """The row of an item, None if the catalog has no such item."""

@@ -115,6 +115,7 @@ class Translator:
                 "give that too"
             )
         self.catalog = catalog
+        catalog.index()  # now, and not on the event loop
         self._tree = tree
         self._prompts, self._segments, self._cached = prompts, segments, cached
         self._repair = Repair.of(config.cache)

@@ -97,6 +97,7 @@ class ScorerTranslator:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.catalog = catalog
+        catalog.index()  # now, and not on the event loop
         self._needs, self._layout, self._wall = needs, layout, wall
         self._blank = new_block(layout)[0]
         self._dtype = layout.dtype
