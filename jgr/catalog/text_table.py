@@ -130,7 +130,7 @@ class ItemIds(_Lazy[str]):
         self._longest = int(np.diff(table.offsets).max(initial=1))
         bits = len(table).bit_length()
         self._shift = np.uint64(64 - bits)
-        # How many hashes begin with less than these bits: the hashes are spread evenly, so few steps are left from there.
+        # How many hashes begin with less than these bits. Hashes are spread evenly, so few steps are left from there.
         self._starts = np.searchsorted(self._hashes, np.arange(1 << bits, dtype=np.uint64) << self._shift)
         self._starts = self._starts.astype(np.int32)
 
