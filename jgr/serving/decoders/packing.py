@@ -11,7 +11,8 @@ of its own, as if it were alone, and the prompt's request sees it but for the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,10 @@ import numpy.typing as npt
 
 from jgr.models.packed import Asked, RepairChoice, Row, WholePrompts
 from jgr.prompt.layouts import LAYOUTS, REPAIRED_ITEM, Kind, Tokens
-from jgr.prompt.segments import arrange
+from jgr.prompt.segments import TOKEN_BYTES, segment_places
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.sources import Approximate, Compute, Repair
+from jgr.serving.policies.sources import Approximate, Repair, Reuse
 
 Int32 = npt.NDArray[np.int32]
 _NOWHERE: tuple[int, ...] = ()
@@ -61,26 +62,23 @@ class _Tokens(NamedTuple):
     place: Int32
 
 
-class _Span(NamedTuple):
-    """Tokens of one segment that have one source. All but `text` and `cells` are integers, which become columns.
+_COLUMNS = 11
 
-    request: in which they are computed; own: the prompt's request. number, kind: of the segment. position: of the first
-    token. sees: the bits of what they see. hidden: where the request is not the prompt's own, so many of the first
-    tokens are not seen by the prompt's. first: the first token's place in its entry, whose cells are `cells`; where
-    there are no cells, the tokens are neither read nor kept. text: [t] int32 tokens.
+
+class _Spans:
+    """Tokens of one segment that have one source, for all segments of a batch.
+
+    numbers: for each span these _COLUMNS integers: the request in which it is computed, and the prompt's own; number
+    and kind of the segment; position of the first token; the bits of what its tokens see; how many of the first tokens
+    the prompt's request does not see, where they are computed in another; whether they are cached; the first token's
+    place in its entry; the number of tokens, and of the entry's cells, 0 where it is neither read nor kept. raw: its
+    tokens. cells: of the entries, one entry after the other.
     """
 
-    request: int
-    own: int
-    number: int
-    kind: int
-    position: int
-    sees: int
-    hidden: int
-    cached: bool
-    first: int
-    text: Int32
-    cells: tuple[int, ...]
+    def __init__(self) -> None:
+        self.numbers = array("i")
+        self.raw: list[bytes] = []
+        self.cells: list[int] = []
 
 
 def pack(
@@ -115,56 +113,59 @@ def pack(
     return Packed(row, keep, _asked(works, tokens, profile), _prompts(tokens, len(works), profile, longest))
 
 
-def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
-    """A prompt in the layout's order. request: its number in the batch; alone: the request of items computed alone."""
+def _add_spans(spans: _Spans, own: int, alone: int, work: SegmentsWork) -> None:
+    """A prompt in the layout's order. own: its number in the batch; alone: the request of items computed alone."""
     plan = work.plan
     assert plan is not None
     layout = LAYOUTS[plan.layout]
     bits = layout.bits.tolist()
-    for segment, planned in zip(arrange(work.prompt, layout), plan.segments, strict=True):
-        text, offset, repaired = segment.tokens, segment.offset, planned.repaired
-        of = request, segment.number, segment.kind
-        if repaired:
-            yield _Span(request, *of, offset, REPAIRED_ITEM, 0, False, 0, text[:repaired], _NOWHERE)
-        at = 0 if planned.alone else repaired
-        computed_in, hidden = (alone, repaired) if planned.alone else (request, 0)
+    add_numbers, add_raw = spans.numbers.extend, spans.raw.append
+    for (segment, offset), planned in zip(segment_places(work.prompt, layout), plan.segments, strict=True):
+        raw, number, kind, at = segment.content.raw, segment.number, segment.kind, planned.repaired
+        request, hidden = own, 0
+        if at:
+            add_raw(raw[: at * TOKEN_BYTES])
+            add_numbers((own, own, number, kind, offset, REPAIRED_ITEM, 0, False, 0, at, 0))
+        if planned.alone:
+            request, hidden, at = alone, at, 0
+        sees = bits[kind]
         for span in planned.spans:
-            if isinstance(span, Approximate):
-                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
-            cached, first, cells = False, at, planned.write or _NOWHERE
-            if not isinstance(span, Compute):
+            tokens, cached, first, cells = span.tokens, False, at, planned.write or _NOWHERE
+            if isinstance(span, Reuse):
                 cached, first, cells = True, span.first, span.cells
-            some = text[at : at + span.tokens]
-            yield _Span(computed_in, *of, offset + at, bits[segment.kind], hidden, cached, first, some, cells)
-            at += span.tokens
+            elif isinstance(span, Approximate):
+                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
+            add_raw(raw[at * TOKEN_BYTES : (at + tokens) * TOKEN_BYTES])
+            position, count = offset + at, len(cells)
+            add_numbers((request, own, number, kind, position, sees, hidden, cached, first, tokens, count))
+            spans.cells += cells
+            at += tokens
 
 
 def _describe(
     works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int, parts: int, slots: int
 ) -> _Tokens:
-    spans = [
-        span for request, work in enumerate(works) for span in _spans(request, request + profile.batch, work)
-    ]
-    columns = np.array([span[:9] for span in spans], np.int32).T
-    length = np.array([len(span.text) for span in spans], np.int32)
-    at = np.repeat(np.arange(len(spans), dtype=np.int32), length)
-    request, own, number, kind, position, sees, hidden, cached, first = columns[:, at]
+    spans = _Spans()
+    for request, work in enumerate(works):
+        _add_spans(spans, request, request + profile.batch, work)
+    columns = np.frombuffer(spans.numbers, np.int32).reshape(-1, _COLUMNS).T
+    length, cells = columns[-2:]
+    at = np.repeat(np.arange(len(length), dtype=np.int32), length)
+    request, own, number, kind, position, sees, hidden, cached, first = columns[:-2, at]
     place = np.arange(len(at), dtype=np.int32)
     within = place - (np.cumsum(length) - length).astype(np.int32)[at]
     begin = np.searchsorted(own, np.arange(len(works))).astype(np.int32)  # own requests stand in order
     described = Tokens(request, number, kind, place - begin[own], position + within)
     seen_by = np.where((request != own) & (within >= hidden), own, -1).astype(np.int32)
 
-    flat = np.array([cell for span in spans for cell in span.cells] or [0] * parts, np.int32).reshape(
-        -1, parts
-    )
-    count = np.array([len(span.cells) // parts for span in spans], np.int32)
+    flat = np.array(spans.cells or [0] * parts, np.int32).reshape(-1, parts)
+    count = cells // parts
     has_slot, entry = count[at] > 0, first + within
     cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + entry // cell_tokens, 0)]
     in_cell = (entry % cell_tokens)[:, None]
     slot = np.where(has_slot[:, None], cell * cell_tokens + in_cell, slots).astype(np.int32)
     in_row = np.where(cached, np.cumsum(cached) - 1, profile.context + np.cumsum(1 - cached) - 1)
-    text = np.concatenate([span.text for span in spans])
+    text = np.frombuffer(b"".join(spans.raw), "<i4").astype(np.int32, copy=False)
     return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
 
 
