@@ -11,6 +11,7 @@ before the pool was lost is refused by `PoolLost`, and can be planned again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.models import packed
-from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
@@ -33,6 +34,7 @@ from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, medi
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.staging import StagedInputs, TreeLayout
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 
@@ -92,14 +94,17 @@ class PagedExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
-        arrays = self._pack(profile, [_smallest_work(profile)])
-        given = self._params, self.pool.example
+        works = [_smallest_work(profile)]
+        example = self._inputs(profile, self._pack(profile, works), works)
+        staged = self._staged.setdefault(profile, StagedInputs(example))
+        given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
-            return compiled(packed.rank, *given, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv)
+            return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv)
         return compiled(
-            packed.recommend,
+            _recommend,
             *given,
-            *self._recommend_inputs(profile, arrays, []),
+            *self._over_catalog(profile, []),
+            inputs=staged.layout,
             cfg=self._cfg,
             kv=self.kv,
             width=profile.width,
@@ -127,15 +132,16 @@ class PagedExecutor(ProfilePrograms):
         if self._host is not None:
             self._host.catch_up()
         arrays = self._pack(profile, own)
-        program = self._programs[profile]
-        inputs: tuple[Any, ...] = (arrays.row, arrays.asked)
-        if profile.kind == "recommend":
-            inputs = self._recommend_inputs(profile, arrays, own)
-        outputs, new = self.pool.read(lambda array: program(self._params, array, *inputs), epoch)
+        program, staged = (
+            self._programs[profile],
+            self._staged[profile].stage(self._inputs(profile, arrays, own)),
+        )
+        others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
+        outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
         if (arrays.keep < self._slots).any():
             write = self._writes[len(arrays.keep)]
             self.pool.write(lambda array: write(array, new, arrays.keep), epoch)
-        return Pending(profile, own, outputs, epoch)
+        return Pending(profile, own, outputs, staged, epoch)
 
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order. Where its program failed, the pool is lost."""
@@ -147,6 +153,7 @@ class PagedExecutor(ProfilePrograms):
                 raise PoolLost("a batch before this one failed, and the pool with it") from error
             self.pool.lose(pending.epoch, error)
             raise
+        pending.staged.give_back()
         if pending.profile.kind == "rank":
             ends = np.cumsum([len(work.columns) for work in works])
             return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
@@ -178,13 +185,36 @@ class PagedExecutor(ProfilePrograms):
             repair=self._repair if profile.kind == "rank" else NO_REPAIR,
         )
 
-    def _recommend_inputs(
-        self, profile: Profile, arrays: Packed, works: Sequence[SegmentsWork]
-    ) -> tuple[Any, ...]:
+    def _inputs(self, profile: Profile, arrays: Packed, works: Sequence[SegmentsWork]) -> tuple[Any, ...]:
+        """What a program reads of a batch. Not where its KV is kept: that is read later, by another program."""
+        if profile.kind == "rank":
+            return arrays.row, arrays.asked
         widths = np.zeros(profile.batch, np.int32)
         widths[: len(works)] = [work.beam_width for work in works]
-        filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
-        return self._tables, arrays.row, arrays.prompts, widths, filters
+        return arrays.row, arrays.prompts, widths
+
+    def _over_catalog(self, profile: Profile, works: Sequence[SegmentsWork]) -> tuple[CatalogTables, Filters]:
+        return self._tables, self._filters.lay_out(profile.batch, [work.filter for work in works])
+
+
+def _recommend(
+    words: jax.Array,
+    params: DecoderParams,
+    pool: jax.Array,
+    tables: CatalogTables,
+    filters: Filters,
+    *,
+    inputs: TreeLayout,
+    **static: Any,
+) -> tuple[Beams, ContextKV]:
+    row, prompts, widths = inputs.unpack(words)
+    return inspect.unwrap(packed.recommend)(params, pool, tables, row, prompts, widths, filters, **static)
+
+
+def _rank(
+    words: jax.Array, params: DecoderParams, pool: jax.Array, *, inputs: TreeLayout, **static: Any
+) -> tuple[jax.Array, ContextKV]:
+    return inspect.unwrap(packed.rank)(params, pool, *inputs.unpack(words), **static)
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

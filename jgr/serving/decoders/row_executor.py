@@ -10,6 +10,7 @@ constants of a program.
 from __future__ import annotations
 
 import copy
+import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
-from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.work import (
@@ -36,6 +36,7 @@ from jgr.serving.decoders.work import (
 )
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.staging import StagedInputs, TreeLayout
 from jgr.serving.policies.jobs import Profile
 
 TIMED_RUNS = 3
@@ -55,6 +56,9 @@ class ProfilePrograms:
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
+        self._staged: dict[
+            Profile, StagedInputs
+        ] = {}  # no catalog changes their shapes, so they are shared too
         self.costs: dict[Profile, float] = {}
         """Seconds of a full batch of each profile, as measured at the warm-up."""
 
@@ -134,21 +138,20 @@ class RowExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
-        inputs = self._inputs(profile, [])
+        staged = self._staged.setdefault(profile, StagedInputs(self._inputs(profile, [])))
+        given = staged.example, self._params, self._tables
         if profile.kind == "recommend":
             return compiled(
-                beam.recommend,
-                self._params,
-                self._tables,
-                *inputs,
+                _recommend,
+                *given,
+                self._lay_out(profile, []),
+                inputs=staged.layout,
                 cfg=self._cfg,
                 width=profile.width,
                 normalize=self._normalize,
                 approximate=self._approximate,
             )
-        return compiled(
-            beam.rank, self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
-        )
+        return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, normalize=self._normalize)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""
@@ -156,20 +159,22 @@ class RowExecutor(ProfilePrograms):
 
     def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
         """Hand a batch to the device, and do not wait for it. len(works) <= profile.batch."""
+        staged = self._staged[profile].stage(self._inputs(profile, works))
         with self._filters.guard:
-            outputs = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
-        return Pending(profile, works, outputs)
+            filters = (self._lay_out(profile, works),) if profile.kind == "recommend" else ()
+            outputs = staged.run(self._programs[profile], self._params, self._tables, *filters)
+        return Pending(profile, works, outputs, staged)
 
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order."""
-        works, out = pending.works, pending.outputs
+        works, out = pending.works, jax.tree.map(np.asarray, pending.outputs)
+        pending.staged.give_back()
         if pending.profile.kind == "recommend":
-            leaves, scores, _ = (np.asarray(x) for x in out)
+            leaves, scores, _ = out
             # dead beams sort last; a NaN is a fault, not a dead beam
             alive = (~np.isneginf(scores)).sum(axis=1)
             return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
-        scores = np.asarray(out)
-        return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]
+        return [RankOutcome(out[i, : _width(work)]) for i, work in enumerate(works)]
 
     def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[Any, ...]:
         """The profile's arrays; rows without a work are one padding token long and have no beams."""
@@ -186,14 +191,32 @@ class RowExecutor(ProfilePrograms):
                 leaves[i, : len(work.leaves)] = work.leaves
             return tokens, lengths, leaves
         widths = np.zeros(profile.batch, np.int32)
-        filters = []
-        for i, work in enumerate(works):
-            assert isinstance(work, RecommendWork)
-            widths[i] = work.beam_width
-            filters.append(work.filter)
-        unfiltered = filters.count(NO_FILTER) == len(filters)
-        nothing = self._filters.nothing.get(profile.batch) if unfiltered else None
-        return tokens, lengths, widths, nothing or self._filters.lay_out(profile.batch, filters)
+        widths[: len(works)] = [work.beam_width for work in works if not isinstance(work, RankWork)]
+        return tokens, lengths, widths
+
+    def _lay_out(self, profile: Profile, works: Sequence[Work]) -> Filters:
+        return self._filters.lay_out(
+            profile.batch, [work.filter for work in works if not isinstance(work, RankWork)]
+        )
+
+
+def _recommend(
+    words: jax.Array,
+    params: GeneratorParams,
+    tables: CatalogTables,
+    filters: Filters,
+    *,
+    inputs: TreeLayout,
+    **static: Any,
+) -> beam.Beams:
+    tokens, lengths, widths = inputs.unpack(words)
+    return inspect.unwrap(beam.recommend)(params, tables, tokens, lengths, widths, filters, **static)
+
+
+def _rank(
+    words: jax.Array, params: GeneratorParams, tables: CatalogTables, *, inputs: TreeLayout, **static: Any
+) -> jax.Array:
+    return inspect.unwrap(beam.rank)(params, tables, *inputs.unpack(words), **static)
 
 
 def median_seconds(call: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.segments import Prompt
+from jgr.serving.engine.staging import Staged
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import PlannedPrompt
 
@@ -78,9 +79,13 @@ Outcome = RecommendOutcome | RankOutcome
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A batch that was handed to the device. outputs: the program's, which may not be there yet. epoch: the pool's."""
+    """A batch that was handed to the device.
+
+    outputs: the program's, which may not be there yet. staged: the inputs that it reads. epoch: the pool's.
+    """
 
     profile: Profile
     works: Sequence[Any]
     outputs: Any
+    staged: Staged
     epoch: int = 0
