@@ -67,17 +67,21 @@ class Staging:
         """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
         return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
 
-    def forget(self) -> None:
-        """The last program has ended, as somebody else knows: its outputs are not held any longer."""
-        self._reader = ()
-
     def run(self, program: Callable[..., T], *others: Any) -> T:
         """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
-        # A compiled program takes a NumPy array to its device faster than device_put does.
-        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
-        out = program(words, *others)
+        out = self.start(program, *others)
         self._reader = out
         return out
+
+    def start(self, program: Callable[..., T], *others: Any) -> T:
+        """As `run`, but it is for the caller to know when the buffer may be written again."""
+        # A compiled program takes a NumPy array to its device faster than device_put does.
+        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
+        return program(words, *others)
+
+
+Buffer = tuple[Staging, list[npt.NDArray[Any]]]
+"""With its arrays, to be written to."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class StagedInputs:
 
     def __init__(self, example: Any) -> None:
         self.layout = TreeLayout.of(example)
-        self._free: deque[Staging] = deque()
+        self._free: deque[Buffer] = deque()
 
     @property
     def example(self) -> jax.ShapeDtypeStruct:
@@ -112,33 +116,33 @@ class StagedInputs:
 
     def stage(self, inputs: Any) -> Staged:
         """Write a run's inputs into a buffer that no run reads. Any thread may call it."""
-        try:
-            staging = self._free.pop()
-        except IndexError:
-            staging = Staging(self.layout.buffer)
         leaves, tree = jax.tree.flatten(inputs)
         if tree != self.layout.tree:
             raise ValueError(f"inputs {tree} for a program of {self.layout.tree}")
-        for view, leaf in zip(staging.views().values(), leaves, strict=True):
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            staging = Staging(self.layout.buffer)
+            buffer = staging, list(staging.views().values())
+        for view, leaf in zip(buffer[1], leaves, strict=True):
             view[...] = leaf
-        return Staged(staging, self._free)
+        return Staged(buffer, self._free)
 
 
 class Staged:
     """One run's inputs."""
 
-    def __init__(self, staging: Staging, free: deque[Staging]) -> None:
-        self._staging: Staging | None = staging
+    def __init__(self, buffer: Buffer, free: deque[Buffer]) -> None:
+        self._buffer: Buffer | None = buffer
         self._free = free
 
     def run(self, program: Callable[..., T], *others: Any) -> T:
         """Start program(words, *others) and return its outputs."""
-        assert self._staging is not None, "its buffer may be another run's"
-        return self._staging.run(program, *others)
+        assert self._buffer is not None, "it may be another run's"
+        return self._buffer[0].start(program, *others)
 
     def give_back(self) -> None:
         """The program's outputs are there, so that it reads the buffer no more. Further calls do nothing."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.forget()
-            self._free.append(staging)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._free.append(buffer)
