@@ -36,14 +36,43 @@ class UnservedSource(ValueError):
 class Packed(NamedTuple):
     """The arrays of one batch.
 
-    keep: [T, P] int32, the pool's slots for the new tokens' KV. asked: how candidates are scored (rank). prompts: where
-    whole prompts stand in the row (recommend).
+    asked: how candidates are scored (rank). prompts: where whole prompts stand in the row, and widths: [B] int32, of
+    their beams (recommend). None where the program reads none.
     """
 
     row: Row
-    keep: Int32
-    asked: Asked
-    prompts: WholePrompts
+    asked: Asked | None
+    prompts: WholePrompts | None
+    widths: Int32 | None
+
+
+def blank(profile: Profile, parts: int, longest: int, repair: Repair) -> Packed:
+    """The arrays that the batches of a profile have, all 0.
+
+    parts: cells that all layers of a cell's tokens take. longest: the most tokens that a whole prompt has (recommend).
+    repair: what the program repairs.
+    """
+
+    def zeros(*shape: int) -> Int32:
+        return np.zeros(shape, np.int32)
+
+    new, cached, batch = profile.tokens, profile.context, profile.batch
+    row = Row(
+        zeros(new),
+        Tokens(*(zeros(new) for _ in Tokens._fields)),
+        zeros(new),
+        zeros(cached, parts),
+        Tokens(*(zeros(cached) for _ in Tokens._fields)),
+    )
+    if profile.kind == "recommend":
+        return Packed(
+            row, None, WholePrompts(zeros(batch, longest), zeros(batch), zeros(batch)), zeros(batch)
+        )
+    if repair:
+        row = row._replace(seen_by=zeros(new))
+    if repair.share:
+        row = row._replace(choice=RepairChoice(zeros(cached), zeros(new)))
+    return Packed(row, Asked(*(zeros(profile.width) for _ in Asked._fields)), None, None)
 
 
 class _Tokens(NamedTuple):
@@ -82,35 +111,35 @@ class _Spans:
 
 
 def pack(
-    works: Sequence[SegmentsWork],
-    profile: Profile,
-    *,
-    cell_tokens: int,
-    parts: int,
-    slots: int,
-    longest: int,
-    repair: Repair,
-) -> Packed:
-    """The arrays of a batch. UnservedSource for a plan with approximate sources.
+    out: Packed, works: Sequence[SegmentsWork], profile: Profile, *, cell_tokens: int, slots: int
+) -> Int32:
+    """Write all of a batch into arrays as `blank` makes them; returns the pool's slots for the new tokens' KV, [T, P].
 
-    parts: cells that all layers of a cell's tokens take. slots: number of slots in the pool. longest: the most tokens
-    that a whole prompt has (recommend), 0 for rank. repair: what the program repairs.
+    slots: number of slots in the pool. UnservedSource for a plan with approximate sources.
     """
+    row, parts = out.row, out.row.slots.shape[1]
     tokens = _describe(works, profile, cell_tokens, parts, slots)
-    new = tokens.place >= profile.context
-    row = Row(
-        _fill(profile.tokens, 0, tokens.token[new]),
-        _take(tokens.described, new, profile.tokens),
-        _fill(profile.tokens, 0, tokens.sees[new]),
-        _fill_rows(profile.context, 0, tokens.slot[~new]),
-        _take(tokens.described, ~new, profile.context),
-    )
-    if repair:
-        row = row._replace(seen_by=_fill(profile.tokens, -1, tokens.seen_by[new]))
-    if repair.share:
-        row = row._replace(choice=_choice(works, tokens, new, profile))
-    keep = _fill_rows(profile.tokens, slots, tokens.slot[new])
-    return Packed(row, keep, _asked(works, tokens, profile), _prompts(tokens, len(works), profile, longest))
+    is_new = tokens.place >= profile.context
+    new, old = np.flatnonzero(is_new), np.flatnonzero(~is_new)
+    _fill(row.tokens, 0, tokens.token[new])
+    _fill(row.sees, 0, tokens.sees[new])
+    _fill(row.slots, 0, tokens.slot[old])
+    for described, which in ((row.described, new), (row.cached, old)):
+        for part, values, padding in zip(described, tokens.described, (-1, 0, 0, 0, 0), strict=True):
+            _fill(part, padding, values[which])
+    if row.seen_by is not None:
+        _fill(row.seen_by, -1, tokens.seen_by[new])
+    if row.choice is not None:
+        _write_choice(row.choice, works, tokens, is_new)
+    if out.asked is not None:
+        _write_asked(out.asked, works, tokens, profile)
+    if out.prompts is not None:
+        _write_prompts(out.prompts, tokens, len(works))
+    if out.widths is not None:
+        _fill(out.widths, 0, np.array([work.beam_width for work in works], np.int32))
+    keep = np.full((profile.tokens, parts), slots, np.int32)
+    keep[: len(new)] = tokens.slot[new]
+    return keep
 
 
 def _add_spans(spans: _Spans, own: int, alone: int, work: SegmentsWork) -> None:
@@ -169,9 +198,9 @@ def _describe(
     return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
 
 
-def _choice(
-    works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_], profile: Profile
-) -> RepairChoice:
+def _write_choice(
+    out: RepairChoice, works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_]
+) -> None:
     """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
     request = np.where(cached_items, tokens.described.request, tokens.seen_by)
@@ -181,18 +210,19 @@ def _choice(
         np.arange(start, start + n)
         for start, n in zip((np.cumsum(items) - items).tolist(), chosen, strict=True)
     ]
-    filled = np.concatenate([np.full(int(new.sum()), -1), *places])
-    return RepairChoice(_fill(profile.context, 0, tokens.token[~new]), _fill(profile.tokens, -1, filled))
+    _fill(out.cached_tokens, 0, tokens.token[~new])
+    _fill(out.ranks, -1, np.concatenate([np.full(int(new.sum()), -1), *places]))
 
 
-def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> Asked:
+def _write_asked(out: Asked, works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> None:
     """A probe's last token asks about its item, else the last one of the instruction about all.
 
     A work without candidates asks nothing, and has neither.
     """
-    if profile.kind != "rank" or not any(len(work.columns) for work in works):
-        nothing = np.zeros(profile.width, np.int32)
-        return Asked(nothing, nothing, nothing)
+    if not any(len(work.columns) for work in works):
+        for part in out:
+            part.fill(0)
+        return
     described, place = tokens.described, tokens.place - profile.context
     probing = any(segment.kind == Kind.PROBE for work in works for segment in work.prompt)
     kind = Kind.PROBE if probing else Kind.INSTRUCTION
@@ -207,36 +237,23 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
         np.full(len(work.columns), -1) if work.negative_columns is None else work.negative_columns
         for work in works
     ]
-    return Asked(*(_fill(profile.width, 0, x) for x in (places, columns, np.concatenate(negative))))
+    for part, values in zip(out, (places, columns, np.concatenate(negative)), strict=True):
+        _fill(part, 0, values)
 
 
-def _prompts(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> WholePrompts:
-    whole = np.zeros((profile.batch, longest), np.int32)
-    lengths = np.ones(profile.batch, np.int32)
-    start = np.ones(profile.batch, np.int32)
-    if longest:
-        for request in range(requests):
-            own = np.flatnonzero(tokens.described.request == request)
-            lengths[request] = len(own)
-            whole[request, : len(own)] = tokens.place[own]
-            start[request] = tokens.described.position[own[-1]] + 1
-    return WholePrompts(whole, lengths, start)
+def _write_prompts(out: WholePrompts, tokens: _Tokens, requests: int) -> None:
+    for part, padding in zip(out, (0, 1, 1), strict=True):
+        part.fill(padding)
+    for request in range(requests):
+        own = np.flatnonzero(tokens.described.request == request)
+        out.lengths[request] = len(own)
+        out.tokens[request, : len(own)] = tokens.place[own]
+        out.start[request] = tokens.described.position[own[-1]] + 1
 
 
-def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
-    request, *others = tokens
-    return Tokens(_fill(size, -1, request[which]), *(_fill(size, 0, x[which]) for x in others))
-
-
-def _fill_rows(size: int, fill: int, rows: Int32) -> Int32:
-    """Rows [n, P], and then rows of `fill`: [size, P] int32."""
-    return np.stack([_fill(size, fill, column) for column in rows.T], axis=1)
-
-
-def _fill(size: int, fill: int, values: npt.NDArray[np.integer]) -> Int32:
-    """[size] int32: the values and then `fill`; ValueError where they are more."""
-    out = np.full(size, fill, np.int32)
-    if len(values) > size:
-        raise ValueError(f"{len(values)} values in a profile of {size}")
+def _fill(out: Int32, padding: int, values: npt.NDArray[np.integer]) -> None:
+    """Write the values and then `padding`; ValueError where they are more."""
+    if len(values) > len(out):
+        raise ValueError(f"{len(values)} values in a profile of {len(out)}")
     out[: len(values)] = values
-    return out
+    out[len(values) :] = padding

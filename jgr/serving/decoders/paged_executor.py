@@ -29,7 +29,7 @@ from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
-from jgr.serving.decoders.packing import Packed, pack
+from jgr.serving.decoders.packing import Packed, blank, pack
 from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, median_seconds
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
@@ -94,9 +94,7 @@ class PagedExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
-        works = [_smallest_work(profile)]
-        example = self._inputs(profile, self._pack(profile, works), works)
-        staged = self._staged.setdefault(profile, StagedInputs(example))
+        staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile)))
         given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
             return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv)
@@ -131,16 +129,13 @@ class PagedExecutor(ProfilePrograms):
         epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
         if self._host is not None:
             self._host.catch_up()
-        arrays = self._pack(profile, own)
-        program, staged = (
-            self._programs[profile],
-            self._staged[profile].stage(self._inputs(profile, arrays, own)),
-        )
+        program, staged = self._programs[profile], self._staged[profile].stage()
+        keep = self._pack(staged.arrays, profile, own)
         others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
         outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
-        if (arrays.keep < self._slots).any():
-            write = self._writes[len(arrays.keep)]
-            self.pool.write(lambda array: write(array, new, arrays.keep), epoch)
+        if (keep < self._slots).any():
+            write = self._writes[profile.tokens]
+            self.pool.write(lambda array: write(array, new, keep), epoch)
         return Pending(profile, own, outputs, staged, epoch)
 
     def collect(self, pending: Pending) -> list[Outcome]:
@@ -173,25 +168,14 @@ class PagedExecutor(ProfilePrograms):
         """The number of slots in the pool, which is the first slot that it does not have."""
         return self.pool.pages * self.kv.slots
 
-    def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
-        longest = min(self._longest, profile.tokens + profile.context) if profile.kind == "recommend" else 0
-        return pack(
-            works,
-            profile,
-            cell_tokens=self.kv.tokens,
-            parts=self.kv.parts,
-            slots=self._slots,
-            longest=longest,
-            repair=self._repair if profile.kind == "rank" else NO_REPAIR,
-        )
+    def _blank(self, profile: Profile) -> Packed:
+        """Arrays as the profile's program reads them."""
+        longest = min(self._longest, profile.tokens + profile.context)
+        return blank(profile, self.kv.parts, longest, self._repair)
 
-    def _inputs(self, profile: Profile, arrays: Packed, works: Sequence[SegmentsWork]) -> tuple[Any, ...]:
-        """What a program reads of a batch. Not where its KV is kept: that is read later, by another program."""
-        if profile.kind == "rank":
-            return arrays.row, arrays.asked
-        widths = np.zeros(profile.batch, np.int32)
-        widths[: len(works)] = [work.beam_width for work in works]
-        return arrays.row, arrays.prompts, widths
+    def _pack(self, out: Packed, profile: Profile, works: Sequence[SegmentsWork]) -> npt.NDArray[np.int32]:
+        """Write a batch; returns where its KV is kept, which another program reads, later."""
+        return pack(out, works, profile, cell_tokens=self.kv.tokens, slots=self._slots)
 
     def _over_catalog(self, profile: Profile, works: Sequence[SegmentsWork]) -> tuple[CatalogTables, Filters]:
         return self._tables, self._filters.lay_out(profile.batch, [work.filter for work in works])
@@ -207,14 +191,16 @@ def _recommend(
     inputs: TreeLayout,
     **static: Any,
 ) -> tuple[Beams, ContextKV]:
-    row, prompts, widths = inputs.unpack(words)
-    return inspect.unwrap(packed.recommend)(params, pool, tables, row, prompts, widths, filters, **static)
+    given: Packed = inputs.unpack(words)
+    over = tables, given.row, given.prompts, given.widths, filters
+    return inspect.unwrap(packed.recommend)(params, pool, *over, **static)
 
 
 def _rank(
     words: jax.Array, params: DecoderParams, pool: jax.Array, *, inputs: TreeLayout, **static: Any
 ) -> tuple[jax.Array, ContextKV]:
-    return inspect.unwrap(packed.rank)(params, pool, *inputs.unpack(words), **static)
+    given: Packed = inputs.unpack(words)
+    return inspect.unwrap(packed.rank)(params, pool, given.row, given.asked, **static)
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -138,7 +138,7 @@ class RowExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
-        staged = self._staged.setdefault(profile, StagedInputs(self._inputs(profile, [])))
+        staged = self._staged.setdefault(profile, StagedInputs(_blank(profile)))
         given = staged.example, self._params, self._tables
         if profile.kind == "recommend":
             return compiled(
@@ -159,7 +159,8 @@ class RowExecutor(ProfilePrograms):
 
     def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
         """Hand a batch to the device, and do not wait for it. len(works) <= profile.batch."""
-        staged = self._staged[profile].stage(self._inputs(profile, works))
+        staged = self._staged[profile].stage()
+        _pack(staged.arrays, works)
         with self._filters.guard:
             filters = (self._lay_out(profile, works),) if profile.kind == "recommend" else ()
             outputs = staged.run(self._programs[profile], self._params, self._tables, *filters)
@@ -176,28 +177,43 @@ class RowExecutor(ProfilePrograms):
             return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
         return [RankOutcome(out[i, : _width(work)]) for i, work in enumerate(works)]
 
-    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[Any, ...]:
-        """The profile's arrays; rows without a work are one padding token long and have no beams."""
-        tokens = np.zeros((profile.batch, profile.tokens), np.int32)
-        lengths = np.ones(profile.batch, np.int32)
-        for i, work in enumerate(works):
-            assert not isinstance(work, SegmentsWork)
-            lengths[i] = len(work.prompt)
-            tokens[i, : lengths[i]] = work.prompt
-        if profile.kind == "rank":
-            leaves = np.zeros((profile.batch, profile.width), np.int32)
-            for i, work in enumerate(works):
-                assert isinstance(work, RankWork)
-                leaves[i, : len(work.leaves)] = work.leaves
-            return tokens, lengths, leaves
-        widths = np.zeros(profile.batch, np.int32)
-        widths[: len(works)] = [work.beam_width for work in works if not isinstance(work, RankWork)]
-        return tokens, lengths, widths
-
     def _lay_out(self, profile: Profile, works: Sequence[Work]) -> Filters:
         return self._filters.lay_out(
             profile.batch, [work.filter for work in works if not isinstance(work, RankWork)]
         )
+
+
+class _Rows(NamedTuple):
+    """A row for each request, int32. tokens: [B, T]. lengths: [B]. leaves: [B, width], candidates (rank); else None.
+    widths: [B], of beams (recommend); else None."""
+
+    tokens: Any
+    lengths: Any
+    leaves: Any
+    widths: Any
+
+
+def _blank(profile: Profile) -> _Rows:
+    batch, ranks = profile.batch, profile.kind == "rank"
+    leaves, widths = np.zeros((batch, profile.width), np.int32), np.zeros(batch, np.int32)
+    tokens, lengths = np.zeros((batch, profile.tokens), np.int32), np.zeros(batch, np.int32)
+    return _Rows(tokens, lengths, leaves if ranks else None, None if ranks else widths)
+
+
+def _pack(out: _Rows, works: Sequence[Work]) -> None:
+    """Write all of a batch; rows without a work are one padding token long and have no beams."""
+    tokens, lengths, leaves, widths = out
+    for array, padding in ((tokens, 0), (lengths, 1), (leaves, 0), (widths, 0)):
+        if array is not None:
+            array.fill(padding)
+    for i, work in enumerate(works):
+        assert not isinstance(work, SegmentsWork)
+        lengths[i] = len(work.prompt)
+        tokens[i, : len(work.prompt)] = work.prompt
+        if isinstance(work, RankWork):
+            leaves[i, : len(work.leaves)] = work.leaves
+        else:
+            widths[i] = work.beam_width
 
 
 def _recommend(
@@ -209,14 +225,16 @@ def _recommend(
     inputs: TreeLayout,
     **static: Any,
 ) -> beam.Beams:
-    tokens, lengths, widths = inputs.unpack(words)
-    return inspect.unwrap(beam.recommend)(params, tables, tokens, lengths, widths, filters, **static)
+    rows: _Rows = inputs.unpack(words)
+    given = rows.tokens, rows.lengths, rows.widths, filters
+    return inspect.unwrap(beam.recommend)(params, tables, *given, **static)
 
 
 def _rank(
     words: jax.Array, params: GeneratorParams, tables: CatalogTables, *, inputs: TreeLayout, **static: Any
 ) -> jax.Array:
-    return inspect.unwrap(beam.rank)(params, tables, *inputs.unpack(words), **static)
+    rows: _Rows = inputs.unpack(words)
+    return inspect.unwrap(beam.rank)(params, tables, rows.tokens, rows.lengths, rows.leaves, **static)
 
 
 def median_seconds(call: Callable[[], object]) -> float:

@@ -80,8 +80,8 @@ class Staging:
         return program(words, *others)
 
 
-Buffer = tuple[Staging, list[npt.NDArray[Any]]]
-"""With its arrays, to be written to."""
+Buffer = tuple[Staging, Any]
+"""With its arrays as a tree."""
 
 
 @dataclass(frozen=True)
@@ -114,27 +114,23 @@ class StagedInputs:
         """The words for which a program's first argument is compiled."""
         return Staging(self.layout.buffer).example
 
-    def stage(self, inputs: Any) -> Staged:
-        """Write a run's inputs into a buffer that no run reads. Any thread may call it."""
-        leaves, tree = jax.tree.flatten(inputs)
-        if tree != self.layout.tree:
-            raise ValueError(f"inputs {tree} for a program of {self.layout.tree}")
+    def stage(self) -> Staged:
+        """A buffer that no run reads, to be written to. Any thread may call it."""
         try:
             buffer = self._free.pop()
         except IndexError:
             staging = Staging(self.layout.buffer)
-            buffer = staging, list(staging.views().values())
-        for view, leaf in zip(buffer[1], leaves, strict=True):
-            view[...] = leaf
+            buffer = staging, jax.tree.unflatten(self.layout.tree, staging.views().values())
         return Staged(buffer, self._free)
 
 
 class Staged:
-    """One run's inputs."""
+    """One run's inputs. arrays: the tree, with what an earlier run wrote; to be written whole before `run`."""
 
     def __init__(self, buffer: Buffer, free: deque[Buffer]) -> None:
         self._buffer: Buffer | None = buffer
         self._free = free
+        self.arrays = buffer[1]
 
     def run(self, program: Callable[..., T], *others: Any) -> T:
         """Start program(words, *others) and return its outputs."""
@@ -143,6 +139,6 @@ class Staged:
 
     def give_back(self) -> None:
         """The program's outputs are there, so that it reads the buffer no more. Further calls do nothing."""
-        buffer, self._buffer = self._buffer, None
+        buffer, self._buffer, self.arrays = self._buffer, None, None
         if buffer is not None:
             self._free.append(buffer)

@@ -4,16 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Pages, Room
+from jgr.serving.decoders.packing import blank, pack
+from jgr.serving.decoders.paged_executor import _computed_work
 from jgr.serving.decoders.row_executor import RowExecutor
-from jgr.serving.decoders.work import RankWork, RecommendWork
+from jgr.serving.decoders.work import RankWork, RecommendWork, SegmentsWork
 from jgr.serving.engine.staging import StagedInputs
-from jgr.serving.policies.jobs import Profile
+from jgr.serving.policies.jobs import Job, Profile
+from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.sources import NO_REPAIR, Repair, UnplannedPrompt
 from tests.serving.decoders.test_paged_executor import CFG, PARAMS, TABLES, A, B, Request, Server, check
 
 RECOMMEND, RANK = Profile("recommend", 2, 24, 6), Profile("rank", 2, 24, 4)
@@ -123,12 +130,48 @@ def test_a_packed_batch_in_flight_keeps_its_row_until_it_is_collected(kind: str)
         server.serve(*requests)
 
 
+@pytest.mark.parametrize(
+    "repair", [NO_REPAIR, Repair(first=2), Repair(share=0.3)], ids=["exact", "first", "share"]
+)
+@pytest.mark.parametrize("probe", [False, True])
+def test_packing_leaves_nothing_of_the_batch_before(repair: Repair, probe: bool) -> None:
+    """Into arrays of any content the same is written as into empty ones."""
+    rank, recommend = (Profile(kind, 3, 90, 9, True, 40) for kind in ("rank", "recommend"))  # type: ignore[arg-type]
+    ranked = [_computed_work(rank, n) for n in (20, 5)]
+    if repair:
+        ranked = [planned_by_items(name, [0, 1, 2][:n], probe, repair) for n, name in ((3, "a"), (2, "b"))]
+    for profile, works in (
+        (rank, ranked),
+        (rank, ranked[:1]),
+        (recommend, [_computed_work(recommend, 9)] * 2),
+    ):
+        empty, used = (blank(profile, 1, 60, repair) for _ in range(2))
+        for part in jax.tree.leaves(used):
+            part[...] = 77_777
+        kept = [pack(out, works, profile, cell_tokens=4, slots=800) for out in (empty, used)]
+        np.testing.assert_array_equal(*kept)
+        for one, other in zip(jax.tree.leaves(empty), jax.tree.leaves(used), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def planned_by_items(user: str, rows: list[int], probe: bool, repair: Repair) -> SegmentsWork:
+    """A request to rank whose items stand first, none of which is cached."""
+    request = Request(user, range(12, 20), rows, probe)
+    meta = CacheMeta(Pages(4, 64), {"user": Room(64), "item": Room(64)})
+    profiles = [Profile("rank", 3, 200, 9, True, 40)]
+    scheduler = PromptScheduler(profiles, meta, max_tokens=200, policy="item")
+    unplanned = UnplannedPrompt(request.prompt, "item_prefix", repair=repair)
+    group = scheduler.group([Job(0, "rank", 100, len(rows), 0, None, unplanned)], True, 0)
+    assert group is not None
+    return replace(request.work, plan=group.prompts[0])
+
+
 def test_a_buffer_is_one_runs_until_it_is_given_back_once() -> None:
     inputs = StagedInputs((np.zeros(3, np.int32), {"b": np.zeros((2, 2), np.int32)}))
 
     def stage(value: int) -> tuple[Any, Any]:
-        tree = np.full(3, value, np.int32), {"b": np.full((2, 2), -value, np.int32)}
-        staged = inputs.stage(tree)
+        staged = inputs.stage()
+        staged.arrays[0][:], staged.arrays[1]["b"][:] = value, -value
         return staged, staged.run(lambda words: words)
 
     def read(words: Any) -> tuple[Any, Any]:
@@ -146,5 +189,3 @@ def test_a_buffer_is_one_runs_until_it_is_given_back_once() -> None:
     three.give_back()
     with pytest.raises(AssertionError, match="may be another run's"):
         one.run(read)
-    with pytest.raises(ValueError, match="for a program of"):
-        inputs.stage((np.zeros(3, np.int32),))
