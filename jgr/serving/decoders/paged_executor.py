@@ -193,14 +193,17 @@ def _recommend(
 ) -> tuple[Beams, ContextKV]:
     given: Packed = inputs.unpack(words)
     over = tables, given.row, given.prompts, given.widths, filters
-    return inspect.unwrap(packed.recommend)(params, pool, *over, **static)
+    found: tuple[Beams, ContextKV] = inspect.unwrap(packed.recommend)(params, pool, *over, **static)
+    return found
 
 
 def _rank(
     words: jax.Array, params: DecoderParams, pool: jax.Array, *, inputs: TreeLayout, **static: Any
 ) -> tuple[jax.Array, ContextKV]:
     given: Packed = inputs.unpack(words)
-    return inspect.unwrap(packed.rank)(params, pool, given.row, given.asked, **static)
+    over = given.row, given.asked
+    found: tuple[jax.Array, ContextKV] = inspect.unwrap(packed.rank)(params, pool, *over, **static)
+    return found
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

@@ -227,14 +227,17 @@ def _recommend(
 ) -> beam.Beams:
     rows: _Rows = inputs.unpack(words)
     given = rows.tokens, rows.lengths, rows.widths, filters
-    return inspect.unwrap(beam.recommend)(params, tables, *given, **static)
+    found: beam.Beams = inspect.unwrap(beam.recommend)(params, tables, *given, **static)
+    return found
 
 
 def _rank(
     words: jax.Array, params: GeneratorParams, tables: CatalogTables, *, inputs: TreeLayout, **static: Any
 ) -> jax.Array:
     rows: _Rows = inputs.unpack(words)
-    return inspect.unwrap(beam.rank)(params, tables, rows.tokens, rows.lengths, rows.leaves, **static)
+    given = rows.tokens, rows.lengths, rows.leaves
+    scores: jax.Array = inspect.unwrap(beam.rank)(params, tables, *given, **static)
+    return scores
 
 
 def median_seconds(call: Callable[[], object]) -> float:

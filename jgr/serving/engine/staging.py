@@ -32,16 +32,22 @@ class Staging:
     owns the buffer until its outputs are ready, and `views` waits for them.
 
     device: where the programs run; None: the first one. memory_kind: the kind of memory from which the device reads the
-    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
-    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
+    words; None: page-locked host memory, except on a CPU, which does not need it. pinned: False for the runtime's own
+    copy instead. The thread that writes the buffer must create it, after it was bound to a NUMA node, so that the
+    memory is near (FLAME-5).
     """
 
     def __init__(
-        self, layout: BufferLayout, device: jax.Device | None = None, memory_kind: str | None = None
+        self,
+        layout: BufferLayout,
+        device: jax.Device | None = None,
+        memory_kind: str | None = None,
+        *,
+        pinned: bool = True,
     ) -> None:
         device = device or jax.devices()[0]
         has = {memory.kind for memory in device.addressable_memories()}
-        if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
+        if memory_kind is None and pinned and device.platform != "cpu" and "pinned_host" in has:
             memory_kind = "pinned_host"
         self._pinned = memory_kind is not None
         self._memory = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
@@ -74,7 +80,7 @@ class Staging:
         return out
 
     def start(self, program: Callable[..., T], *others: Any) -> T:
-        """As `run`, but it is for the caller to know when the buffer may be written again."""
+        """Start program(words, *others) and return its outputs; the caller knows when the buffer may be written again."""
         # A compiled program takes a NumPy array to its device faster than device_put does.
         words = jax.device_put(self._words, self._memory) if self._pinned else self._words
         return program(words, *others)
@@ -112,16 +118,19 @@ class StagedInputs:
     @property
     def example(self) -> jax.ShapeDtypeStruct:
         """The words for which a program's first argument is compiled."""
-        return Staging(self.layout.buffer).example
+        return self._new().example
 
     def stage(self) -> Staged:
         """A buffer that no run reads, to be written to. Any thread may call it."""
         try:
             buffer = self._free.pop()
         except IndexError:
-            staging = Staging(self.layout.buffer)
+            staging = self._new()
             buffer = staging, jax.tree.unflatten(self.layout.tree, staging.views().values())
         return Staged(buffer, self._free)
+
+    def _new(self) -> Staging:
+        return Staging(self.layout.buffer, pinned=False)
 
 
 class Staged:
