@@ -141,8 +141,8 @@ class SortedTree:
         return places[_changes(places)]
 
     def above(self, places: Int32) -> Iterator[tuple[Int32, Int32, Int32]]:
-        """Yield for each level the nodes above ascending positions, their parents, and how many of the positions are below
-        each."""
+        """Yield for each level the nodes above ascending positions, their parents, and how many of these positions are
+        below each."""
         tree = self._tree
         paths = tree.paths[tree.leaf_of_row[tree.leaf_rows[places]]]
         parents = np.zeros(len(places), np.int32)

@@ -80,7 +80,7 @@ class Staging:
         return out
 
     def start(self, program: Callable[..., T], *others: Any) -> T:
-        """Start program(words, *others) and return its outputs; the caller knows when the buffer may be written again."""
+        """Start program(words, *others) and return its outputs. The caller knows when the buffer may be written to."""
         # A compiled program takes a NumPy array to its device faster than device_put does.
         words = jax.device_put(self._words, self._memory) if self._pinned else self._words
         return program(words, *others)
