@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All inputs of a program in one transfer to the device (FLAME-6): the host writes them into one byte buffer, which is
-used again for every batch (`jgr.serving.engine.staging.Staging`), and the program takes them apart.
+used again for every batch (`jgr.serving.scorers.executors.Staging`), and the program takes them apart.
 
 The one idea: the buffer crosses as 32-bit words, and each array begins at a fixed multiple of 256 bytes. So on the
 device a float32 or int32 array is a slice of the words with another type, and nothing is converted.

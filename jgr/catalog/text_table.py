@@ -28,8 +28,6 @@ T = TypeVar("T")
 _ROWS, _BYTES = 1 << 14, 1 << 24
 """The most texts, and the most bytes, that are decoded or hashed at a time; at least one text."""
 _WORD, _HALF, _FACTOR = 8, np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
-FEW_IDS = 64
-"""So many ids are looked up one by one: that is faster than array operations for all of them."""
 _STEPS = 8
 """Steps from where a hash may stand to where it does; beyond them it is looked for in all."""
 _OBJECTS = msgspec.json.Decoder(dict[str, Any])
@@ -197,24 +195,6 @@ class ItemIds(_Lazy[str]):
             if first.setdefault(text, row) != row:
                 return first[text], row
         return None
-
-
-def finder(item_ids: Sequence[str]) -> Callable[[Sequence[str]], Int32]:
-    """The function from ids to their rows, [m] int32, -1 for an unknown id. item_ids: of all rows, distinct.
-
-    Many ids are found by array operations: a dictionary's look-ups wait for the memory one after the other.
-    """
-    if isinstance(item_ids, ItemIds):
-        return item_ids.find
-    arrays = ItemIds(TextTable.of([item_id.encode("utf-8", "surrogatepass") for item_id in item_ids]))
-    row_of = {item_id: row for row, item_id in enumerate(item_ids)}.get
-
-    def find(asked: Sequence[str]) -> Int32:
-        if len(asked) > FEW_IDS:
-            return arrays.find(asked)
-        return np.array([row_of(item_id, -1) for item_id in asked], np.int32)
-
-    return find
 
 
 class Metadata(_Lazy[dict[str, Any]]):

@@ -15,7 +15,7 @@ import pytest
 from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.features.schema import Schema
 from jgr.features.unpacking import unpack_records
-from jgr.serving.engine.staging import Staging
+from jgr.serving.scorers.executors import Staging
 
 SCHEMA = Schema.parse(
     "price:float32,flags:uint8[3],genres:int32[2],half:float16[3],small:int8[2],short:int16"

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.catalog import text_table
-from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, load_columns, save_catalog
+from jgr.catalog.catalog import FEW_IDS, Catalog, CatalogError, load_catalog, load_columns, save_catalog
 from jgr.catalog.columns import MANIFEST, _sha256
-from jgr.catalog.text_table import FEW_IDS, ItemIds, TextTable
+from jgr.catalog.text_table import ItemIds, TextTable
 
 ENTRIES = [
     ("x", ["<a_10>", "<b_2>"], {"title": "Ten", "price": 1.5}),

@@ -30,11 +30,16 @@ from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.packing import Packed, blank, pack
-from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, median_seconds
+from jgr.serving.decoders.row_executor import (
+    ProfilePrograms,
+    RowExecutor,
+    StagedInputs,
+    TreeLayout,
+    median_seconds,
+)
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.staging import StagedInputs, TreeLayout
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
 

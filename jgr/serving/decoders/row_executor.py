@@ -13,16 +13,21 @@ import copy
 import inspect
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
+from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.words import WORD
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.work import (
     Outcome,
@@ -36,13 +41,79 @@ from jgr.serving.decoders.work import (
 )
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
-from jgr.serving.engine.staging import StagedInputs, TreeLayout
 from jgr.serving.policies.jobs import Profile
 
 TIMED_RUNS = 3
 """Runs of each program at the warm-up whose median is its cost."""
 PROBED_TOKENS = 4
 """Tokens of each level that a probe's prompt has."""
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """How the arrays of a tree stand in a buffer; a static argument of the functions that read them."""
+
+    buffer: BufferLayout
+    tree: Any
+
+    @classmethod
+    def of(cls, example: Any) -> TreeLayout:
+        """For trees like this one, of arrays of numbers of 1, 2 or 4 bytes."""
+        leaves, tree = jax.tree.flatten(example)
+        return cls(BufferLayout.of({str(at): (x.shape, x.dtype) for at, x in enumerate(leaves)}), tree)
+
+    def unpack(self, words: jax.Array) -> Any:
+        """The tree, bit for bit as it was written; for jitted functions. words: [size / 4] uint32."""
+        return jax.tree.unflatten(self.tree, self.buffer.unpack(words).values())
+
+
+class Staged:
+    """One run's inputs in a buffer that no other run has, from its packing until its outputs are there.
+
+    For a transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. Of a run
+    that failed it is not given back: nobody knows when the device is done with it. arrays: the inputs as a tree, with
+    what an earlier run wrote; to be written whole before `run`.
+    """
+
+    def __init__(self, layout: TreeLayout, free: deque[tuple[Any, Any]]) -> None:
+        try:
+            words, arrays = free.pop()
+        except IndexError:
+            room = np.zeros(layout.buffer.size + ALIGNMENT, np.uint8)
+            start = -room.ctypes.data % ALIGNMENT
+            buffer = room[start : start + layout.buffer.size]
+            words = buffer.view(np.uint32)
+            arrays = jax.tree.unflatten(layout.tree, layout.buffer.views(buffer).values())
+        self._words, self.arrays, self._free = words, arrays, free
+
+    def run(self, program: Callable[..., Any], *others: Any) -> Any:
+        """Start program(words, *others) and return its outputs."""
+        assert self._words is not None, "it may be another run's"
+        return program(self._words, *others)
+
+    def give_back(self) -> None:
+        """The program's outputs are there, so that it reads the buffer no more. Further calls do nothing."""
+        words, arrays, self._words, self.arrays = self._words, self.arrays, None, None
+        if words is not None:
+            self._free.append((words, arrays))
+
+
+class StagedInputs:
+    """The inputs of one compiled shape: trees of arrays like `example`, in as many buffers as runs are in flight."""
+
+    def __init__(self, example: Any) -> None:
+        self.layout = TreeLayout.of(example)
+        self._free: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The words for which a program's first argument is compiled."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.ShapeDtypeStruct((self.layout.buffer.size // WORD,), np.uint32, sharding=device)
+
+    def stage(self) -> Staged:
+        """A buffer that no run reads, to be written to. Any thread may call it."""
+        return Staged(self.layout, self._free)
 
 
 class ProfilePrograms:
@@ -178,9 +249,11 @@ class RowExecutor(ProfilePrograms):
         return [RankOutcome(out[i, : _width(work)]) for i, work in enumerate(works)]
 
     def _lay_out(self, profile: Profile, works: Sequence[Work]) -> Filters:
-        return self._filters.lay_out(
-            profile.batch, [work.filter for work in works if not isinstance(work, RankWork)]
+        filters = [work.filter for work in works if not isinstance(work, RankWork)]
+        nothing = (
+            self._filters.nothing.get(profile.batch) if filters.count(NO_FILTER) == len(filters) else None
         )
+        return nothing or self._filters.lay_out(profile.batch, filters)
 
 
 class _Rows(NamedTuple):

@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
 from jgr.prompt.segments import Prompt
-from jgr.serving.engine.staging import Staged
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import PlannedPrompt
 
@@ -81,11 +80,11 @@ Outcome = RecommendOutcome | RankOutcome
 class Pending:
     """A batch that was handed to the device.
 
-    outputs: the program's, which may not be there yet. staged: the inputs that it reads. epoch: the pool's.
+    outputs: the program's, which may not be there yet. staged: the inputs that it reads, a Staged. epoch: the pool's.
     """
 
     profile: Profile
     works: Sequence[Any]
     outputs: Any
-    staged: Staged
+    staged: Any
     epoch: int = 0

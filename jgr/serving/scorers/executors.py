@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import BufferLayout
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.entries import Stored
 from jgr.cache.pool import StateView
 from jgr.features import numa
@@ -42,7 +42,6 @@ from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Executors, Progress
-from jgr.serving.engine.staging import Staging
 from jgr.serving.policies.jobs import Start
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers.user_block import new_block, part_layout, read_candidates, read_users, user_layout
@@ -246,6 +245,57 @@ class Programs:
             users = read_users(self.user, self.needs, inputs["user"])
             return scorers.rank(self._model, params, self._cfg, users, asked)
         return self._model.score(params, self._cfg, state, asked)
+
+
+class Staging:
+    """One executor's buffer: the host writes it, it goes to the device in one piece, and it is written again.
+
+    A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
+    owns the buffer until its outputs are ready, and `views` waits for them.
+
+    device: where the programs run; None: the first one. memory_kind: the kind of memory from which the device reads the
+    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
+    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
+    """
+
+    def __init__(
+        self, layout: BufferLayout, device: jax.Device | None = None, memory_kind: str | None = None
+    ) -> None:
+        device = device or jax.devices()[0]
+        has = {memory.kind for memory in device.addressable_memories()}
+        if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
+            memory_kind = "pinned_host"
+        self._pinned = memory_kind is not None
+        self._memory = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+        room = np.zeros(layout.size + ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % ALIGNMENT
+        self._buffer = room[start : start + layout.size]
+        self._words = self._buffer.view(np.uint32)
+        self._views = layout.views(self._buffer)
+        self._reader: Any = ()
+
+    def views(self) -> dict[str, npt.NDArray[Any]]:
+        """Each input by its name, writable; waits until the last program has read the buffer."""
+        jax.block_until_ready(self._reader)
+        return self._views
+
+    def write(self, content: npt.NDArray[np.uint8]) -> None:
+        """All inputs at once: [size] uint8, laid out alike. Waits as `views` does."""
+        jax.block_until_ready(self._reader)
+        self._buffer[:] = content
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
+        return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
+
+    def run(self, program: Callable[..., T], *others: Any) -> T:
+        """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
+        # A compiled program takes a NumPy array to its device faster than device_put does.
+        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
+        out = program(words, *others)
+        self._reader = out
+        return out
 
 
 class Executor:

@@ -15,9 +15,8 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 from jgr.serving.decoders.packing import blank, pack
 from jgr.serving.decoders.paged_executor import _computed_work
-from jgr.serving.decoders.row_executor import RowExecutor
+from jgr.serving.decoders.row_executor import RowExecutor, StagedInputs
 from jgr.serving.decoders.work import RankWork, RecommendWork, SegmentsWork
-from jgr.serving.engine.staging import StagedInputs
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.sources import NO_REPAIR, Repair, UnplannedPrompt
