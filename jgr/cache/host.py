@@ -5,7 +5,8 @@ The one idea: moves are made in the order in which they were planned, and before
 them, whichever model and thread it belongs to. `plan` is called as soon as a policy has planned; `catch_up` by every
 thread that is about to dispatch. A move that is made early harms nobody, since it touches only what no plan uses.
 
-Copies to the host go on while programs run; a copy back waits for those before it.
+Copies to the host go on while programs run, for which they wait. A copy back waits for those of its own cells alone:
+whoever makes it is about to dispatch the next program, and the device would be idle meanwhile.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class HostTier:
         self._array = np.zeros((pages, pool.page_bytes // words.WORD), np.uint32)
         self._staging = _pinned(pool)
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
-        self._copying: list[Future[None]] = []
+        self._copying: list[tuple[Future[None], Cells, npt.NDArray[np.int32]]] = []
         self._planned: deque[tuple[int, Move, Cells]] = deque()
         self._lock = threading.Lock()  # held by the thread that catches up
 
@@ -75,21 +76,23 @@ class HostTier:
                 raise
 
     def _to_host(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
-        for copied in [copy for copy in self._copying if copy.done()]:
+        ended = [copied for copied, _, _ in self._copying if copied.done()]
+        self._copying = [copy for copy in self._copying if copy[0] not in ended]
+        for copied in ended:
             copied.result()
-            self._copying.remove(copied)
         for numbers, some in _portions(device, host, cells):
             found = self._pool.read(functools.partial(_read, numbers=numbers, cells=cells), epoch)
             found = jax.device_put(found, self._staging)  # by the device itself, in its turn
-            self._copying.append(self._copies.submit(self._keep, found, some, cells))
+            self._copying.append((self._copies.submit(self._keep, found, some, cells), cells, some))
 
     def _keep(self, found: jax.Array, host: npt.NDArray[np.int32], cells: Cells) -> None:
         self._view(cells)[host // cells.per_page, host % cells.per_page] = np.asarray(found)[: len(host)]
 
     def _to_device(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
-        for copied in self._copying:
-            copied.result()
-        self._copying.clear()
+        # Copies are made one after the other, so those of other cells that had these pages before have ended too.
+        for copied, size, kept in self._copying:
+            if size == cells and np.isin(kept, host).any():
+                copied.result()
         for numbers, some in _portions(device, host, cells):
             values = np.zeros((len(numbers), cells.words), np.uint32)
             values[: len(some)] = self._view(cells)[some // cells.per_page, some % cells.per_page]

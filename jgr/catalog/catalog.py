@@ -44,6 +44,7 @@ Symbol = str | int
 MAX_DEPTH = 8
 MAX_NAME_CHARS = 512
 MAX_TOKEN = 2**31 - 1
+FEW_IDS = 64  # are looked up one by one; of more a dictionary's look-ups wait for memory one after the other
 LARGE_FILE_BYTES = 1 << 26
 """A larger `.jsonl` is read into arrays: a Python object for each item would take ten times its size."""
 
@@ -92,8 +93,19 @@ class Catalog:
         """The function from item ids to their rows, -1 for an unknown id."""
         if isinstance(self.item_ids, ItemIds):
             return self.item_ids.find
-        row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}
-        return lambda item_ids: np.array([row_of.get(item_id, -1) for item_id in item_ids], np.int32)
+        row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}.get
+        arrays = _arrays(self.item_ids)
+
+        def find(asked: Sequence[str]) -> Int32:
+            if len(asked) > FEW_IDS:
+                return arrays.find(asked)
+            return np.array([row_of(item_id, -1) for item_id in asked], np.int32)
+
+        return find
+
+    def index(self) -> None:
+        """Prepare the look-up of ids; else the first one does."""
+        self._find  # noqa: B018
 
     def row(self, item_id: str) -> int | None:
         """The row of an item, None if the catalog has no such item."""
@@ -334,11 +346,15 @@ def _of_columns(columns: Columns, where: str) -> Catalog:
 def _columns(catalog: Catalog) -> Columns:
     ids, metadata = catalog.item_ids, catalog.metadata
     if not isinstance(ids, ItemIds):
-        ids = ItemIds(TextTable.of([item_id.encode() for item_id in ids]))
+        ids = _arrays(ids)
     if not isinstance(metadata, Metadata):
         lines = [_ENCODER.encode(fields) + b"\n" for fields in metadata]
         metadata = Metadata(TextTable.of(lines) if any(metadata) else None, len(lines))
     return Columns(ids, catalog.codes, catalog.symbols, metadata, catalog.version)
+
+
+def _arrays(ids: Sequence[str]) -> ItemIds:
+    return ItemIds(TextTable.of([item_id.encode("utf-8", "surrogatepass") for item_id in ids]))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

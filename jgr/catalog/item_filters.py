@@ -21,8 +21,8 @@ Letters: n items, N_l nodes at depth l.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -79,7 +79,9 @@ class ItemFilter:
 
     children, parents: for each level l, the listed nodes of depth l + 1, ascending, and the parent of each; empty
     tuples if nothing is listed. only: True: no other nodes may be entered; False: the listed nodes may not be entered.
-    segment: items must also be in it; None: no such limit. n_items: how many items may be returned.
+    segment: items must also be in it; None: no such limit. n_items: how many items may be returned. _places: the sorted
+    positions of the items that are the only ones, or are not to be returned. _position: of each row; None: nothing is
+    listed.
     """
 
     children: tuple[Int32, ...] = ()
@@ -87,21 +89,21 @@ class ItemFilter:
     only: bool = False
     segment: Segment | None = None
     n_items: int = 0
-    _rows: frozenset[int] = frozenset()
-    _positions: Int32 | None = None
+    _places: Int32 = field(default_factory=lambda: _NONE)
+    _position: Int32 | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether the filter lets every item through."""
         return not (self.only or self.segment or self.children)
 
-    def keeps(self, row: int) -> bool:
-        """Whether the item of this row may be returned."""
-        if (row in self._rows) != self.only:
-            return False
-        if self.segment is None or self._positions is None:
-            return True
-        return bool(self.segment.holds(self._positions[row : row + 1])[0])
+    def keeps(self, rows: Int32) -> npt.NDArray[np.bool_]:
+        """Which of the items of these rows may be returned."""
+        if self._position is None:
+            return np.full(len(rows), not self.only)
+        positions = self._position[rows]
+        kept: npt.NDArray[np.bool_] = _among(positions, self._places) == self.only
+        return kept if self.segment is None else kept & self.segment.holds(positions)
 
     def enters(self, leaves: Int32) -> npt.NDArray[np.bool_]:
         """Which of the leaves may be entered. A short host version of the search's rule on the device."""
@@ -119,21 +121,36 @@ NO_FILTER = ItemFilter()
 class SortedTree:
     """A prefix tree over rows sorted by semantic id.
 
-    position: [n] int32, each row's position in that order. leaf: [n] int32, the leaf at each position.
+    position: [n] int32, each row's position in that order.
     starts: per level [N_{l+1} + 1] int32; node i of depth l + 1 holds positions starts[l][i] .. starts[l][i + 1] - 1.
     """
 
     def __init__(self, tree: PrefixTree) -> None:
         self.n = len(tree.leaf_rows)
-        self.depth = tree.depth
-        self.paths = tree.paths
-        self.leaf_of_row = tree.leaf_of_row
+        self._tree = tree
         self.position = np.empty(self.n, np.int32)
         self.position[tree.leaf_rows] = np.arange(self.n, dtype=np.int32)
         starts = [tree.leaf_offsets]
         for offsets in tree.offsets[:0:-1]:
             starts.append(starts[-1][offsets])
         self.starts = tuple(starts[::-1])
+
+    def places(self, rows: Int32) -> Int32:
+        """The positions of rows, which may repeat: distinct ones, ascending."""
+        places = np.sort(self.position[rows])
+        return places[_changes(places)]
+
+    def above(self, places: Int32) -> Iterator[tuple[Int32, Int32, Int32]]:
+        """Yield for each level the nodes above ascending positions, their parents, and how many of these positions are
+        below each."""
+        tree = self._tree
+        paths = tree.paths[tree.leaf_of_row[tree.leaf_rows[places]]]
+        parents = np.zeros(len(places), np.int32)
+        for level in range(tree.depth):
+            nodes = paths[:, level]
+            first = np.flatnonzero(_changes(nodes))
+            yield nodes[first], parents[first], np.diff(first, append=len(places))
+            parents = nodes
 
 
 class ItemFilters:
@@ -155,21 +172,19 @@ class ItemFilters:
         denied: rows that must not be returned. allowed: the only rows that may be returned; None: all. Both may be in
         any order, with repeats. segments: an item must be in all that are named. Raises KeyError for an unknown name.
         """
-        segment = self.combination(segments)
+        segment, tree = self.combination(segments), self._tree
+        hidden = tree.places(denied)
         if allowed is not None:
-            rows = np.setdiff1d(allowed, denied)
+            places = tree.places(allowed)
+            places = places[~_among(places, hidden)]
             if segment is not None:
-                rows = rows[segment.holds(self._tree.position[rows])]
-            children, parents = self._above(np.unique(self._tree.leaf_of_row[rows]))
-            return ItemFilter(children, parents, True, None, len(rows), frozenset(rows.tolist()))
-        rows = np.unique(denied)
-        positions = np.sort(self._tree.position[rows])
-        if segment is not None:
-            positions = positions[segment.holds(positions)]
-        n_items = (self._tree.n if segment is None else segment.n_items) - len(positions)
-        children, parents = self._emptied(positions, segment) if len(positions) else ((), ())
-        hidden = frozenset(rows.tolist())
-        return ItemFilter(children, parents, False, segment, n_items, hidden, self._tree.position)
+                places = places[segment.holds(places)]
+            children, parents = _listed((nodes, above) for nodes, above, _ in tree.above(places))
+            return ItemFilter(children, parents, True, None, len(places), places, tree.position)
+        places = hidden if segment is None else hidden[segment.holds(hidden)]
+        n_items = (tree.n if segment is None else segment.n_items) - len(places)
+        children, parents = self._emptied(places, segment) if len(places) else ((), ())
+        return ItemFilter(children, parents, False, segment, n_items, hidden, tree.position)
 
     def combination(self, segments: Iterable[str]) -> Segment | None:
         """The items that are in all the named segments; None for no names. Raises KeyError for an unknown name."""
@@ -190,30 +205,36 @@ class ItemFilters:
         bits[self._tree.position[rows]] = True
         return Segment((name,), self._tree, pack_bits(bits))
 
-    def _above(self, leaves: Int32) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
-        """For each level, the distinct nodes above ascending leaves, and the parent of each such node."""
-        paths = self._tree.paths[leaves]
-        children, parents = [], []
-        for level in range(self._tree.depth):
-            nodes, first = np.unique(paths[:, level], return_index=True)
-            children.append(nodes)
-            parents.append(paths[first, level - 1] if level else np.zeros(len(nodes), np.int32))
-        return tuple(children), tuple(parents)
-
-    def _emptied(
-        self, positions: Int32, segment: Segment | None
-    ) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
+    def _emptied(self, places: Int32, segment: Segment | None) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
         """For each level, the nodes below which no item (of the segment) is left without those at the positions."""
-        leaves = np.searchsorted(self._tree.starts[-1], positions, side="right") - 1
-        above, parents = self._above(np.unique(leaves).astype(np.int32))
-        children, kept = [], []
-        for starts, nodes, parent in zip(self._tree.starts, above, parents, strict=True):
+        kept: list[tuple[Int32, Int32]] = []
+        for starts, (nodes, parents, listed) in zip(self._tree.starts, self._tree.above(places), strict=True):
             first, last = starts[nodes], starts[nodes + 1]
             held = last - first if segment is None else segment.rank(last) - segment.rank(first)
-            empty = np.searchsorted(positions, last) - np.searchsorted(positions, first) == held
-            children.append(nodes[empty])
-            kept.append(parent[empty])
-        return tuple(children), tuple(kept)
+            empty = listed == held
+            kept.append((nodes[empty], parents[empty]))
+        return _listed(kept)
+
+
+def _listed(levels: Iterable[tuple[Int32, Int32]]) -> tuple[tuple[Int32, ...], tuple[Int32, ...]]:
+    """The nodes of each level, and their parents."""
+    children, parents = zip(*levels, strict=True)
+    return children, parents
+
+
+def _changes(ascending: Int32) -> npt.NDArray[np.bool_]:
+    """Which values are not the one before."""
+    changes = np.ones(len(ascending), np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=changes[1:])
+    return changes
+
+
+def _among(values: Int32, ascending: Int32) -> npt.NDArray[np.bool_]:
+    """Which of the values are among distinct ascending ones."""
+    if not len(ascending):
+        return np.zeros(len(values), np.bool_)
+    found: npt.NDArray[np.bool_] = ascending.take(np.searchsorted(ascending, values), mode="clip") == values
+    return found
 
 
 def pack_bits(bits: npt.NDArray[np.bool_]) -> Uint32:

@@ -2,8 +2,9 @@
 """A catalog's texts as two arrays, for catalogs with too many items for a Python object each.
 
 The one idea: all texts are in one array of bytes, which may be a mapped file, and are decoded when they are asked
-for. An id is found by its hash: the hashes of all ids are computed by a few array operations and sorted. The text that
-a hash leads to is compared with the id itself, so that equal hashes cost time but never give a wrong answer.
+for. An id is found by its hash: the hashes of all ids are sorted, and the ids of a request are hashed, looked for and
+compared with the texts that their hashes lead to by a few array operations for all of them, so that equal hashes cost
+time but never give a wrong answer.
 
 Letters: n texts.
 """
@@ -26,7 +27,9 @@ T = TypeVar("T")
 
 _ROWS, _BYTES = 1 << 14, 1 << 24
 """The most texts, and the most bytes, that are decoded or hashed at a time; at least one text."""
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_WORD, _HALF, _FACTOR = 8, np.uint64(32), np.uint64(0x9E3779B97F4A7C15)
+_STEPS = 8
+"""Steps from where a hash may stand to where it does; beyond them it is looked for in all."""
 _OBJECTS = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -59,17 +62,35 @@ class TextTable:
             first = last
 
     def hashes(self) -> Uint64:
-        """The hash of each text, [n] uint64. No text may be empty."""
+        """The hash of each text, [n] uint64."""
         found = np.empty(len(self), np.uint64)
         for first, last in self.chunks():
             offsets = self.offsets[first : last + 1]
-            starts, lengths = offsets[:-1] - offsets[0], np.diff(offsets)
-            place = np.arange(offsets[-1] - offsets[0]) - np.repeat(starts, lengths)
-            powers = np.full(int(lengths.max()), _FACTOR)
-            np.multiply.accumulate(powers, out=powers)
-            mixed = (self.data[offsets[0] : offsets[-1]] + np.uint64(1)) * powers[place]
-            found[first:last] = np.add.reduceat(mixed, starts)
+            lengths = np.diff(offsets)
+            padded = np.zeros((last - first, -(-int(lengths.max()) // _WORD) * _WORD), np.uint8)
+            padded[np.arange(padded.shape[1]) < lengths[:, None]] = self.data[offsets[0] : offsets[-1]]
+            found[first:last] = _hash(padded.view(np.uint64))
         return found
+
+    def equal(self, rows: Int32, texts: Uint8, lengths: Int64) -> npt.NDArray[np.bool_]:
+        """Whether each of the texts of these rows is the other one, [m]. texts: [m, width] uint8, of which the first
+        `lengths` bytes count, as far as there are so many."""
+        starts, column = self.offsets[rows], np.arange(texts.shape[1])
+        same = self.data.take(starts[:, None] + column, mode="clip") == texts
+        same |= column >= lengths[:, None]
+        matching: npt.NDArray[np.bool_] = same.all(axis=1) & (self.offsets[rows + 1] - starts == lengths)
+        return matching
+
+
+def _hash(words: Uint64) -> Uint64:
+    """Hashes of texts, [n] uint64. words: [n, k], the texts padded by zeros, however many."""
+    factors = np.multiply.accumulate(np.full(words.shape[1], _FACTOR))
+    mixed = words ^ (words >> _HALF)
+    mixed *= factors
+    found: Uint64 = mixed.sum(axis=1)
+    found ^= found >> _HALF
+    found *= _FACTOR
+    return found
 
 
 class _Lazy(Sequence[T]):
@@ -104,6 +125,12 @@ class ItemIds(_Lazy[str]):
         hashes = table.hashes()
         order = np.argsort(hashes)
         self._rows, self._hashes = order.astype(np.int32), hashes[order]
+        self._longest = int(np.diff(table.offsets).max(initial=1))
+        bits = len(table).bit_length()
+        self._shift = np.uint64(64 - bits)
+        # How many hashes begin with less than these bits. Hashes are spread evenly, so few steps are left from there.
+        self._starts = np.searchsorted(self._hashes, np.arange(1 << bits, dtype=np.uint64) << self._shift)
+        self._starts = self._starts.astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -117,20 +144,46 @@ class ItemIds(_Lazy[str]):
 
     def find(self, item_ids: Sequence[str]) -> Int32:
         """The rows of the ids, [len(item_ids)] int32; -1 for an unknown id."""
-        found = np.full(len(item_ids), -1, np.int32)
-        texts = [item_id.encode("utf-8", "surrogatepass") for item_id in item_ids]
-        asked = [i for i, text in enumerate(texts) if text]
-        if not asked:
-            return found
-        hashes = TextTable.of([texts[i] for i in asked]).hashes()
-        first = np.searchsorted(self._hashes, hashes).tolist()
-        for i, at, wanted in zip(asked, first, hashes, strict=True):
-            while at < len(self) and self._hashes[at] == wanted and found[i] < 0:
-                row = int(self._rows[at])
-                if self.table.text(row) == texts[i]:
-                    found[i] = row
-                at += 1
+        count = len(item_ids)
+        if not count or not len(self):
+            return np.full(count, -1, np.int32)
+        texts: Sequence[str | bytes] = item_ids
+        if not "".join(item_ids).isascii():
+            texts = [item_id.encode("utf-8", "surrogatepass") for item_id in item_ids]
+        lengths = np.fromiter(map(len, texts), np.int64, count)
+        width = -(-min(max(int(lengths.max()), 1), self._longest) // _WORD) * _WORD
+        # What is longer is cut, and is unknown by its length.
+        padded = np.array(texts, f"S{width}").view(np.uint8).reshape(count, width)
+        hashes = _hash(padded.view(np.uint64))
+        at = self._first(hashes)
+        found = self._rows.take(at, mode="clip")
+        same = self.table.equal(found, padded, lengths)
+        if not same.all():
+            found[~same] = -1
+            for i in np.flatnonzero(~same).tolist():
+                found[i] = self._among_equal(int(at[i]), hashes[i], padded[i : i + 1], lengths[i : i + 1])
         return found
+
+    def _first(self, hashes: Uint64) -> Int32:
+        """How many of the sorted hashes are less than each of these."""
+        at: Int32 = self._starts[hashes >> self._shift]
+        behind = np.flatnonzero(self._hashes.take(at, mode="clip") < hashes)
+        for _ in range(_STEPS):
+            if not len(behind):
+                return at
+            at[behind] += 1
+            behind = behind[self._hashes.take(at[behind], mode="clip") < hashes[behind]]
+        at[behind] = np.searchsorted(self._hashes, hashes[behind])
+        return at
+
+    def _among_equal(self, at: int, wanted: np.uint64, text: Uint8, length: Int64) -> int:
+        """The row of a text among those of its hash, the first of which is at `at`; -1: none is."""
+        while at < len(self) and self._hashes[at] == wanted:
+            row = self._rows[at : at + 1]
+            if self.table.equal(row, text, length)[0]:
+                return int(row[0])
+            at += 1
+        return -1
 
     def repeated(self) -> tuple[int, int] | None:
         """The first two rows with the same id, for the id that occurs first; None if all ids are distinct."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -48,12 +49,13 @@ class Layout:
     ranked: tuple[Kind, ...] = ()
     overlaid: tuple[Kind, ...] = ()
 
-    @property
+    @cached_property
     def bits(self) -> npt.NDArray[np.int32]:
         """What each kind sees, as one integer each: [len(Kind)] int32. `segment_attention` computes with bits[kind]."""
         table = np.zeros(len(Kind), np.int32)
         for kind, seen in self.sees:
             table[kind] = sum(1 << other for other in set(seen)) << (EARLIER if kind in self.ranked else 0)
+        table.setflags(write=False)
         return table
 
 

@@ -28,7 +28,7 @@ from msgspec import Struct
 from jgr.prompt.layouts import Kind, Layout
 
 Int32 = npt.NDArray[np.int32]
-_TOKEN = np.dtype("<i4")
+_TOKEN, TOKEN_BYTES = np.dtype("<i4"), 4
 
 
 class Content(Struct, frozen=True, dict=True):
@@ -42,7 +42,7 @@ class Content(Struct, frozen=True, dict=True):
         return cls(tokens.astype(_TOKEN, copy=False).tobytes())
 
     def __len__(self) -> int:
-        return len(self.raw) // _TOKEN.itemsize
+        return len(self.raw) // TOKEN_BYTES
 
     @cached_property
     def tokens(self) -> Int32:
@@ -56,7 +56,7 @@ class Content(Struct, frozen=True, dict=True):
 
     def prefix(self, count: int) -> bytes:
         """The hash of the first `count` tokens, 16 bytes."""
-        return hashlib.blake2b(self.raw[: count * _TOKEN.itemsize], digest_size=16).digest()
+        return hashlib.blake2b(self.raw[: count * TOKEN_BYTES], digest_size=16).digest()
 
 
 class Segment(Struct, frozen=True):
@@ -81,7 +81,7 @@ class Segment(Struct, frozen=True):
         return self.content.tokens
 
     def __len__(self) -> int:
-        return len(self.content)
+        return len(self.content.raw) // TOKEN_BYTES
 
 
 Prompt = tuple[Segment, ...]
@@ -120,20 +120,33 @@ def count_tokens(prompt: Prompt) -> int:
     return sum(map(len, prompt))
 
 
-def arrange(prompt: Prompt, layout: Layout) -> Prompt:
-    """The segments in the layout's order, with their offsets. ValueError for a kind that has no place in the layout."""
-    by_kind: dict[Kind, list[Segment]] = {kind: [] for kind, _ in layout.sees}
+def segment_places(prompt: Prompt, layout: Layout) -> list[tuple[Segment, int]]:
+    """The segments in the layout's order, each with the position of its first token. ValueError for a kind that has no
+    place in the layout."""
+    by_kind: list[list[Segment] | None] = [None] * len(Kind)
+    for kind, _ in layout.sees:
+        by_kind[kind] = []
     for segment in prompt:
-        if segment.kind not in by_kind:
+        of_its_kind = by_kind[segment.kind]
+        if of_its_kind is None:
             raise ValueError(f"a segment of kind {segment.kind.name} has no place in layout {layout.name}")
-        by_kind[segment.kind].append(segment)
-    placed: list[Segment] = []
+        of_its_kind.append(segment)
+    placed: list[tuple[Segment, int]] = []
     at = 0
-    for kind, segments in by_kind.items():
-        overlaid = kind in layout.overlaid
+    for kind, _ in layout.sees:
+        segments = by_kind[kind] or []
+        if kind in layout.overlaid:
+            placed += [(x, at) for x in segments]
+            at += max([max(x.room, len(x)) for x in segments], default=0)
+            continue
         for x in segments:
-            placed.append(Segment(kind, x.key, x.content, x.number, x.room, at))
-            at += 0 if overlaid else len(x)
-        if overlaid:
-            at += max((max(x.room, len(x)) for x in segments), default=0)
-    return tuple(placed)
+            placed.append((x, at))
+            at += len(x)
+    return placed
+
+
+def arrange(prompt: Prompt, layout: Layout) -> Prompt:
+    """The segments in the layout's order, with their offsets. ValueError as in `segment_places`."""
+    return tuple(
+        Segment(x.kind, x.key, x.content, x.number, x.room, at) for x, at in segment_places(prompt, layout)
+    )

@@ -49,7 +49,8 @@ def _listed(candidates: list[str | int], catalog: Catalog) -> Int32:
     if unknown:
         at = item_ids.index(unknown[0])
         raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
-    if len(set(item_ids)) < len(item_ids):
+    in_order = np.sort(rows)
+    if (in_order[1:] == in_order[:-1]).any():
         first: dict[str, int] = {}
         for at, item_id in enumerate(item_ids):
             if first.setdefault(item_id, at) != at:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from jgr.config import Config, ConfigError, override
 from jgr.models import words
 from jgr.models.words import Cells
 from jgr.serving.policies.user_cache import WholeContent
+
+PATIENCE_S = 30.0
 
 
 def broken(array: Any) -> Any:
@@ -132,6 +135,37 @@ def test_a_state_is_written_after_what_leaves_its_cells_for_the_host() -> None:
     assert (pool.read(np.asarray, 0)[0] == 1).all()
     state = view.load(Stored((1,), 0, False))
     assert state is not None and (np.asarray(state) == 2.5).all()
+
+
+def test_a_copy_back_waits_for_copies_of_its_own_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes to the host waits for the programs in flight; who brings another entry back must not."""
+    pool = DevicePool(6, 1024)
+    tier, cells = HostTier(pool, 4), Cells.of(512, 1024)
+    before = np.arange(6 * 256, dtype=np.uint32).reshape(6, 256)
+    pool.write(lambda array: jax.device_put(jnp.asarray(before), pool.sharding), 0)
+    tier.plan([Move("to_host", "u", (2, 3), (4, 5))], cells, 0)
+    tier.catch_up()
+    device, keep = threading.Event(), tier._keep
+
+    def kept_late(*arguments: Any) -> None:
+        assert device.wait(PATIENCE_S)
+        keep(*arguments)
+
+    tier._copies.submit(int).result()  # the copies so far have ended
+    monkeypatch.setattr(tier, "_keep", kept_late)
+    tier.plan([Move("to_host", "u", (6, 7), (6, 7)), Move("to_device", "u", (10, 11), (5, 4))], cells, 0)
+    other = threading.Thread(target=tier.catch_up, daemon=True)
+    other.start()
+    other.join(PATIENCE_S / 3)
+    assert not other.is_alive(), "it waited for a copy of other cells"
+    halves = before.reshape(12, 128)
+    assert (pool.read(np.asarray, 0)[5].reshape(2, 128) == halves[[3, 2]]).all()
+    tier.plan([Move("to_device", "u", (0, 1), (7, 6))], cells, 0)
+    own = threading.Thread(target=tier.catch_up, daemon=True)
+    own.start()
+    device.set()
+    own.join(PATIENCE_S)
+    assert (pool.read(np.asarray, 0)[0].reshape(2, 128) == halves[[7, 6]]).all()
 
 
 @pytest.mark.parametrize("name", ["device", "host"])

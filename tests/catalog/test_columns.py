@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.catalog import text_table
-from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, load_columns, save_catalog
+from jgr.catalog.catalog import FEW_IDS, Catalog, CatalogError, load_catalog, load_columns, save_catalog
 from jgr.catalog.columns import MANIFEST, _sha256
 from jgr.catalog.text_table import ItemIds, TextTable
 
@@ -90,11 +90,40 @@ def test_a_folder_is_the_catalog(tmp_path: Path, kept: list[Any]) -> None:
 
 
 def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TextTable, "hashes", lambda self: np.zeros(len(self), np.uint64))
+    monkeypatch.setattr(text_table, "_hash", lambda words: np.zeros(len(words), np.uint64))
     ids = ItemIds(TextTable.of([b"b", b"a", b"c"]))
     assert ids.find(["c", "x", "b", "a"]).tolist() == [2, -1, 0, 1]
     assert ids.repeated() is None
     assert ItemIds(TextTable.of([b"b", b"a", b"c", b"a"])).repeated() == (1, 3)
+
+
+ODD_IDS = st.text(st.sampled_from("ab\0\x01é\ud800€"), max_size=18)
+
+
+@given(
+    st.sets(ODD_IDS.filter(bool), min_size=1, max_size=40), st.lists(ODD_IDS, max_size=90), st.integers(0, 64)
+)
+def test_ids_are_found_as_a_dictionary_finds_them(known: set[str], asked: list[str], bits: int) -> None:
+    """Of hashes that differ in a few of their bits only, so that some are equal and others far from their place."""
+    whole, rows = text_table._hash, {item_id: row for row, item_id in enumerate(known)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "_hash", lambda words: whole(words) & np.uint64((1 << bits) - 1))
+        ids = ItemIds(TextTable.of([item_id.encode("utf-8", "surrogatepass") for item_id in known]))
+        for some in (asked, [*known, *asked, *known], [*known, "x" * 40]):
+            assert ids.find(some).tolist() == [rows.get(item_id, -1) for item_id in some]
+
+
+@pytest.mark.parametrize("count", [1, FEW_IDS, FEW_IDS + 1, 1000])
+def test_few_ids_and_many_are_found_alike(count: int) -> None:
+    plain = build([(f"item {n}", [n % 7, n], {}) for n in range(500)])
+    arrays = Catalog.of_arrays(
+        TextTable.of([item_id.encode() for item_id in plain.item_ids]), np.array(plain.codes), plain.symbols
+    )
+    asked = np.random.default_rng(count).integers(0, 700, count).tolist()
+    for catalog in (plain, arrays):
+        found, unknown = catalog.rows([f"item {n}" for n in asked])
+        assert found.tolist() == [n for n in asked if n < 500] and found.dtype == np.int32
+        assert unknown == [f"item {n}" for n in asked if n >= 500]
 
 
 def test_hashes_of_numbered_ids_differ() -> None:

@@ -256,7 +256,7 @@ def test_a_filter_is_a_search_of_the_tree_that_it_leaves(
         )
         one = filters.choose(denied, allowed, names)
         chosen.append(one)
-        left.append({int(tree.leaf_of_row[row]) for row in rows.tolist() if one.keeps(row)})
+        left.append(set(tree.leaf_of_row[rows[one.keeps(rows)]].tolist()))
         widths.append(data.draw(st.integers(1, FILTERED["width"])))
     laid_out = device_filters(chosen, tree.depth, len(rows), filters)
     beams = search(weights, tables, tokens, lengths, widths, FILTERED["width"], normalize, laid_out)

@@ -10,6 +10,7 @@ that was not named for longest.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -92,38 +93,34 @@ class DeviceFilters:
         counts = np.zeros((batch, self._depth), np.int32)
         only, segment = np.zeros(batch, bool), np.zeros(batch, np.int32)
         rows = self._upload([one.segment for one in filters if one.segment is not None])
-        listed = [np.zeros((2, 0), np.int32)]
         for row, one in enumerate(filters):
             only[row] = one.only
             if one.segment is not None:
                 segment[row] = rows[one.segment.key]
-            for level, nodes in enumerate(one.children):
-                counts[row, level] = len(nodes)
-                listed.append(np.stack([nodes, one.parents[level]]))
-        if counts.any():
-            children, parents = self._spread(np.concatenate(listed, axis=1), counts)
-        else:
-            children, parents = self.nothing[batch][:2]
+            if one.children:
+                counts[row] = [len(nodes) for nodes in one.children]
+        total = int(counts.sum())
+        children, parents = self.nothing[batch][:2]
+        if total:
+            # What is beyond the lists is not read.
+            listed = np.empty((2, upload_size(total, counts.size * self._capacity)), np.int32)
+            given = [one for one in filters if one.children]
+            for of_all, out in zip(("children", "parents"), listed, strict=True):
+                lists = itertools.chain.from_iterable(getattr(one, of_all) for one in given)
+                np.concatenate(list(lists), out=out[:total])
+            children, parents = _spread(listed, counts, capacity=self._capacity)
         return Filters(children, parents, counts, only, segment, self._segments)
-
-    def _spread(
-        self, listed: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]
-    ) -> tuple[jax.Array, jax.Array]:
-        size = upload_size(listed.shape[1], counts.size * self._capacity)
-        padded = np.zeros((2, size), np.int32)
-        padded[:, : listed.shape[1]] = listed
-        children, parents = _spread(padded, counts, capacity=self._capacity)
-        return children, parents
 
     def _prepare(self, batch: int) -> Filters:
         """What a batch without filters is given; compiles the uploads of one with filters."""
         counts = np.zeros((batch, self._depth), np.int32)
         most = counts.size * self._capacity
-        children, parents = self._spread(np.zeros((2, 0), np.int32), counts)
-        size = SMALLEST
+        sizes, size = [min(SMALLEST, most)], SMALLEST
         while size < most:
             size *= GROWTH
-            self._spread(np.zeros((2, min(size, most)), np.int32), counts)
+            sizes.append(min(size, most))
+        for size in reversed(sizes):
+            children, parents = _spread(np.zeros((2, size), np.int32), counts, capacity=self._capacity)
         return Filters(
             children, parents, jnp.asarray(counts), jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)
         )

@@ -11,7 +11,8 @@ of its own, as if it were alone, and the prompt's request sees it but for the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,10 @@ import numpy.typing as npt
 
 from jgr.models.packed import Asked, RepairChoice, Row, WholePrompts
 from jgr.prompt.layouts import LAYOUTS, REPAIRED_ITEM, Kind, Tokens
-from jgr.prompt.segments import arrange
+from jgr.prompt.segments import TOKEN_BYTES, segment_places
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.sources import Approximate, Compute, Repair
+from jgr.serving.policies.sources import Approximate, Repair, Reuse
 
 Int32 = npt.NDArray[np.int32]
 _NOWHERE: tuple[int, ...] = ()
@@ -35,14 +36,43 @@ class UnservedSource(ValueError):
 class Packed(NamedTuple):
     """The arrays of one batch.
 
-    keep: [T, P] int32, the pool's slots for the new tokens' KV. asked: how candidates are scored (rank). prompts: where
-    whole prompts stand in the row (recommend).
+    asked: how candidates are scored (rank). prompts: where whole prompts stand in the row, and widths: [B] int32, of
+    their beams (recommend). None where the program reads none.
     """
 
     row: Row
-    keep: Int32
-    asked: Asked
-    prompts: WholePrompts
+    asked: Asked | None
+    prompts: WholePrompts | None
+    widths: Int32 | None
+
+
+def blank(profile: Profile, parts: int, longest: int, repair: Repair) -> Packed:
+    """The arrays that the batches of a profile have, all 0.
+
+    parts: cells that all layers of a cell's tokens take. longest: the most tokens that a whole prompt has (recommend).
+    repair: what the program repairs.
+    """
+
+    def zeros(*shape: int) -> Int32:
+        return np.zeros(shape, np.int32)
+
+    new, cached, batch = profile.tokens, profile.context, profile.batch
+    row = Row(
+        zeros(new),
+        Tokens(*(zeros(new) for _ in Tokens._fields)),
+        zeros(new),
+        zeros(cached, parts),
+        Tokens(*(zeros(cached) for _ in Tokens._fields)),
+    )
+    if profile.kind == "recommend":
+        return Packed(
+            row, None, WholePrompts(zeros(batch, longest), zeros(batch), zeros(batch)), zeros(batch)
+        )
+    if repair:
+        row = row._replace(seen_by=zeros(new))
+    if repair.share:
+        row = row._replace(choice=RepairChoice(zeros(cached), zeros(new)))
+    return Packed(row, Asked(*(zeros(profile.width) for _ in Asked._fields)), None, None)
 
 
 class _Tokens(NamedTuple):
@@ -61,116 +91,116 @@ class _Tokens(NamedTuple):
     place: Int32
 
 
-class _Span(NamedTuple):
-    """Tokens of one segment that have one source. All but `text` and `cells` are integers, which become columns.
+_COLUMNS = 11
 
-    request: in which they are computed; own: the prompt's request. number, kind: of the segment. position: of the first
-    token. sees: the bits of what they see. hidden: where the request is not the prompt's own, so many of the first
-    tokens are not seen by the prompt's. first: the first token's place in its entry, whose cells are `cells`; where
-    there are no cells, the tokens are neither read nor kept. text: [t] int32 tokens.
+
+class _Spans:
+    """Tokens of one segment that have one source, for all segments of a batch.
+
+    numbers: for each span these _COLUMNS integers: the request in which it is computed, and the prompt's own; number
+    and kind of the segment; position of the first token; the bits of what its tokens see; how many of the first tokens
+    the prompt's request does not see, where they are computed in another; whether they are cached; the first token's
+    place in its entry; the number of tokens, and of the entry's cells, 0 where it is neither read nor kept. raw: its
+    tokens. cells: of the entries, one entry after the other.
     """
 
-    request: int
-    own: int
-    number: int
-    kind: int
-    position: int
-    sees: int
-    hidden: int
-    cached: bool
-    first: int
-    text: Int32
-    cells: tuple[int, ...]
+    def __init__(self) -> None:
+        self.numbers = array("i")
+        self.raw: list[bytes] = []
+        self.cells: list[int] = []
 
 
 def pack(
-    works: Sequence[SegmentsWork],
-    profile: Profile,
-    *,
-    cell_tokens: int,
-    parts: int,
-    slots: int,
-    longest: int,
-    repair: Repair,
-) -> Packed:
-    """The arrays of a batch. UnservedSource for a plan with approximate sources.
+    out: Packed, works: Sequence[SegmentsWork], profile: Profile, *, cell_tokens: int, slots: int
+) -> Int32:
+    """Write all of a batch into arrays as `blank` makes them; returns the pool's slots for the new tokens' KV, [T, P].
 
-    parts: cells that all layers of a cell's tokens take. slots: number of slots in the pool. longest: the most tokens
-    that a whole prompt has (recommend), 0 for rank. repair: what the program repairs.
+    slots: number of slots in the pool. UnservedSource for a plan with approximate sources.
     """
+    row, parts = out.row, out.row.slots.shape[1]
     tokens = _describe(works, profile, cell_tokens, parts, slots)
-    new = tokens.place >= profile.context
-    row = Row(
-        _fill(profile.tokens, 0, tokens.token[new]),
-        _take(tokens.described, new, profile.tokens),
-        _fill(profile.tokens, 0, tokens.sees[new]),
-        _fill_rows(profile.context, 0, tokens.slot[~new]),
-        _take(tokens.described, ~new, profile.context),
-    )
-    if repair:
-        row = row._replace(seen_by=_fill(profile.tokens, -1, tokens.seen_by[new]))
-    if repair.share:
-        row = row._replace(choice=_choice(works, tokens, new, profile))
-    keep = _fill_rows(profile.tokens, slots, tokens.slot[new])
-    return Packed(row, keep, _asked(works, tokens, profile), _prompts(tokens, len(works), profile, longest))
+    is_new = tokens.place >= profile.context
+    new, old = np.flatnonzero(is_new), np.flatnonzero(~is_new)
+    _fill(row.tokens, 0, tokens.token[new])
+    _fill(row.sees, 0, tokens.sees[new])
+    _fill(row.slots, 0, tokens.slot[old])
+    for described, which in ((row.described, new), (row.cached, old)):
+        for part, values, padding in zip(described, tokens.described, (-1, 0, 0, 0, 0), strict=True):
+            _fill(part, padding, values[which])
+    if row.seen_by is not None:
+        _fill(row.seen_by, -1, tokens.seen_by[new])
+    if row.choice is not None:
+        _write_choice(row.choice, works, tokens, is_new)
+    if out.asked is not None:
+        _write_asked(out.asked, works, tokens, profile)
+    if out.prompts is not None:
+        _write_prompts(out.prompts, tokens, len(works))
+    if out.widths is not None:
+        _fill(out.widths, 0, np.array([work.beam_width for work in works], np.int32))
+    keep = np.full((profile.tokens, parts), slots, np.int32)
+    keep[: len(new)] = tokens.slot[new]
+    return keep
 
 
-def _spans(request: int, alone: int, work: SegmentsWork) -> Iterator[_Span]:
-    """A prompt in the layout's order. request: its number in the batch; alone: the request of items computed alone."""
+def _add_spans(spans: _Spans, own: int, alone: int, work: SegmentsWork) -> None:
+    """A prompt in the layout's order. own: its number in the batch; alone: the request of items computed alone."""
     plan = work.plan
     assert plan is not None
     layout = LAYOUTS[plan.layout]
     bits = layout.bits.tolist()
-    for segment, planned in zip(arrange(work.prompt, layout), plan.segments, strict=True):
-        text, offset, repaired = segment.tokens, segment.offset, planned.repaired
-        of = request, segment.number, segment.kind
-        if repaired:
-            yield _Span(request, *of, offset, REPAIRED_ITEM, 0, False, 0, text[:repaired], _NOWHERE)
-        at = 0 if planned.alone else repaired
-        computed_in, hidden = (alone, repaired) if planned.alone else (request, 0)
+    add_numbers, add_raw = spans.numbers.extend, spans.raw.append
+    for (segment, offset), planned in zip(segment_places(work.prompt, layout), plan.segments, strict=True):
+        raw, number, kind, at = segment.content.raw, segment.number, segment.kind, planned.repaired
+        request, hidden = own, 0
+        if at:
+            add_raw(raw[: at * TOKEN_BYTES])
+            add_numbers((own, own, number, kind, offset, REPAIRED_ITEM, 0, False, 0, at, 0))
+        if planned.alone:
+            request, hidden, at = alone, at, 0
+        sees = bits[kind]
         for span in planned.spans:
-            if isinstance(span, Approximate):
-                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
-            cached, first, cells = False, at, planned.write or _NOWHERE
-            if not isinstance(span, Compute):
+            tokens, cached, first, cells = span.tokens, False, at, planned.write or _NOWHERE
+            if isinstance(span, Reuse):
                 cached, first, cells = True, span.first, span.cells
-            some = text[at : at + span.tokens]
-            yield _Span(computed_in, *of, offset + at, bits[segment.kind], hidden, cached, first, some, cells)
-            at += span.tokens
+            elif isinstance(span, Approximate):
+                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
+            add_raw(raw[at * TOKEN_BYTES : (at + tokens) * TOKEN_BYTES])
+            position, count = offset + at, len(cells)
+            add_numbers((request, own, number, kind, position, sees, hidden, cached, first, tokens, count))
+            spans.cells += cells
+            at += tokens
 
 
 def _describe(
     works: Sequence[SegmentsWork], profile: Profile, cell_tokens: int, parts: int, slots: int
 ) -> _Tokens:
-    spans = [
-        span for request, work in enumerate(works) for span in _spans(request, request + profile.batch, work)
-    ]
-    columns = np.array([span[:9] for span in spans], np.int32).T
-    length = np.array([len(span.text) for span in spans], np.int32)
-    at = np.repeat(np.arange(len(spans), dtype=np.int32), length)
-    request, own, number, kind, position, sees, hidden, cached, first = columns[:, at]
+    spans = _Spans()
+    for request, work in enumerate(works):
+        _add_spans(spans, request, request + profile.batch, work)
+    columns = np.frombuffer(spans.numbers, np.int32).reshape(-1, _COLUMNS).T
+    length, cells = columns[-2:]
+    at = np.repeat(np.arange(len(length), dtype=np.int32), length)
+    request, own, number, kind, position, sees, hidden, cached, first = columns[:-2, at]
     place = np.arange(len(at), dtype=np.int32)
     within = place - (np.cumsum(length) - length).astype(np.int32)[at]
     begin = np.searchsorted(own, np.arange(len(works))).astype(np.int32)  # own requests stand in order
     described = Tokens(request, number, kind, place - begin[own], position + within)
     seen_by = np.where((request != own) & (within >= hidden), own, -1).astype(np.int32)
 
-    flat = np.array([cell for span in spans for cell in span.cells] or [0] * parts, np.int32).reshape(
-        -1, parts
-    )
-    count = np.array([len(span.cells) // parts for span in spans], np.int32)
+    flat = np.array(spans.cells or [0] * parts, np.int32).reshape(-1, parts)
+    count = cells // parts
     has_slot, entry = count[at] > 0, first + within
     cell = flat[np.where(has_slot, (np.cumsum(count) - count)[at] + entry // cell_tokens, 0)]
     in_cell = (entry % cell_tokens)[:, None]
     slot = np.where(has_slot[:, None], cell * cell_tokens + in_cell, slots).astype(np.int32)
     in_row = np.where(cached, np.cumsum(cached) - 1, profile.context + np.cumsum(1 - cached) - 1)
-    text = np.concatenate([span.text for span in spans])
+    text = np.frombuffer(b"".join(spans.raw), "<i4").astype(np.int32, copy=False)
     return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
 
 
-def _choice(
-    works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_], profile: Profile
-) -> RepairChoice:
+def _write_choice(
+    out: RepairChoice, works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_]
+) -> None:
     """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
     request = np.where(cached_items, tokens.described.request, tokens.seen_by)
@@ -180,18 +210,19 @@ def _choice(
         np.arange(start, start + n)
         for start, n in zip((np.cumsum(items) - items).tolist(), chosen, strict=True)
     ]
-    filled = np.concatenate([np.full(int(new.sum()), -1), *places])
-    return RepairChoice(_fill(profile.context, 0, tokens.token[~new]), _fill(profile.tokens, -1, filled))
+    _fill(out.cached_tokens, 0, tokens.token[~new])
+    _fill(out.ranks, -1, np.concatenate([np.full(int(new.sum()), -1), *places]))
 
 
-def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> Asked:
+def _write_asked(out: Asked, works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> None:
     """A probe's last token asks about its item, else the last one of the instruction about all.
 
     A work without candidates asks nothing, and has neither.
     """
-    if profile.kind != "rank" or not any(len(work.columns) for work in works):
-        nothing = np.zeros(profile.width, np.int32)
-        return Asked(nothing, nothing, nothing)
+    if not any(len(work.columns) for work in works):
+        for part in out:
+            part.fill(0)
+        return
     described, place = tokens.described, tokens.place - profile.context
     probing = any(segment.kind == Kind.PROBE for work in works for segment in work.prompt)
     kind = Kind.PROBE if probing else Kind.INSTRUCTION
@@ -206,36 +237,23 @@ def _asked(works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> 
         np.full(len(work.columns), -1) if work.negative_columns is None else work.negative_columns
         for work in works
     ]
-    return Asked(*(_fill(profile.width, 0, x) for x in (places, columns, np.concatenate(negative))))
+    for part, values in zip(out, (places, columns, np.concatenate(negative)), strict=True):
+        _fill(part, 0, values)
 
 
-def _prompts(tokens: _Tokens, requests: int, profile: Profile, longest: int) -> WholePrompts:
-    whole = np.zeros((profile.batch, longest), np.int32)
-    lengths = np.ones(profile.batch, np.int32)
-    start = np.ones(profile.batch, np.int32)
-    if longest:
-        for request in range(requests):
-            own = np.flatnonzero(tokens.described.request == request)
-            lengths[request] = len(own)
-            whole[request, : len(own)] = tokens.place[own]
-            start[request] = tokens.described.position[own[-1]] + 1
-    return WholePrompts(whole, lengths, start)
+def _write_prompts(out: WholePrompts, tokens: _Tokens, requests: int) -> None:
+    for part, padding in zip(out, (0, 1, 1), strict=True):
+        part.fill(padding)
+    for request in range(requests):
+        own = np.flatnonzero(tokens.described.request == request)
+        out.lengths[request] = len(own)
+        out.tokens[request, : len(own)] = tokens.place[own]
+        out.start[request] = tokens.described.position[own[-1]] + 1
 
 
-def _take(tokens: Tokens, which: npt.NDArray[np.bool_], size: int) -> Tokens:
-    request, *others = tokens
-    return Tokens(_fill(size, -1, request[which]), *(_fill(size, 0, x[which]) for x in others))
-
-
-def _fill_rows(size: int, fill: int, rows: Int32) -> Int32:
-    """Rows [n, P], and then rows of `fill`: [size, P] int32."""
-    return np.stack([_fill(size, fill, column) for column in rows.T], axis=1)
-
-
-def _fill(size: int, fill: int, values: npt.NDArray[np.integer]) -> Int32:
-    """[size] int32: the values and then `fill`; ValueError where they are more."""
-    out = np.full(size, fill, np.int32)
-    if len(values) > size:
-        raise ValueError(f"{len(values)} values in a profile of {size}")
+def _fill(out: Int32, padding: int, values: npt.NDArray[np.integer]) -> None:
+    """Write the values and then `padding`; ValueError where they are more."""
+    if len(values) > len(out):
+        raise ValueError(f"{len(values)} values in a profile of {len(out)}")
     out[: len(values)] = values
-    return out
+    out[len(values) :] = padding

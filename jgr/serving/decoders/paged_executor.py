@@ -11,6 +11,7 @@ before the pool was lost is refused by `PoolLost`, and can be planned again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +24,19 @@ import numpy.typing as npt
 from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.models import packed
-from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
-from jgr.serving.decoders.packing import Packed, pack
-from jgr.serving.decoders.row_executor import ProfilePrograms, RowExecutor, median_seconds
+from jgr.serving.decoders.packing import Packed, blank, pack
+from jgr.serving.decoders.row_executor import (
+    ProfilePrograms,
+    RowExecutor,
+    StagedInputs,
+    TreeLayout,
+    median_seconds,
+)
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
@@ -92,14 +99,15 @@ class PagedExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile."""
-        arrays = self._pack(profile, [_smallest_work(profile)])
-        given = self._params, self.pool.example
+        staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile)))
+        given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
-            return compiled(packed.rank, *given, arrays.row, arrays.asked, cfg=self._cfg, kv=self.kv)
+            return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv)
         return compiled(
-            packed.recommend,
+            _recommend,
             *given,
-            *self._recommend_inputs(profile, arrays, []),
+            *self._over_catalog(profile, []),
+            inputs=staged.layout,
             cfg=self._cfg,
             kv=self.kv,
             width=profile.width,
@@ -126,16 +134,14 @@ class PagedExecutor(ProfilePrograms):
         epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
         if self._host is not None:
             self._host.catch_up()
-        arrays = self._pack(profile, own)
-        program = self._programs[profile]
-        inputs: tuple[Any, ...] = (arrays.row, arrays.asked)
-        if profile.kind == "recommend":
-            inputs = self._recommend_inputs(profile, arrays, own)
-        outputs, new = self.pool.read(lambda array: program(self._params, array, *inputs), epoch)
-        if (arrays.keep < self._slots).any():
-            write = self._writes[len(arrays.keep)]
-            self.pool.write(lambda array: write(array, new, arrays.keep), epoch)
-        return Pending(profile, own, outputs, epoch)
+        program, staged = self._programs[profile], self._staged[profile].stage()
+        keep = self._pack(staged.arrays, profile, own)
+        others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
+        outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
+        if (keep < self._slots).any():
+            write = self._writes[profile.tokens]
+            self.pool.write(lambda array: write(array, new, keep), epoch)
+        return Pending(profile, own, outputs, staged, epoch)
 
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order. Where its program failed, the pool is lost."""
@@ -147,6 +153,7 @@ class PagedExecutor(ProfilePrograms):
                 raise PoolLost("a batch before this one failed, and the pool with it") from error
             self.pool.lose(pending.epoch, error)
             raise
+        pending.staged.give_back()
         if pending.profile.kind == "rank":
             ends = np.cumsum([len(work.columns) for work in works])
             return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
@@ -166,25 +173,42 @@ class PagedExecutor(ProfilePrograms):
         """The number of slots in the pool, which is the first slot that it does not have."""
         return self.pool.pages * self.kv.slots
 
-    def _pack(self, profile: Profile, works: Sequence[SegmentsWork]) -> Packed:
-        longest = min(self._longest, profile.tokens + profile.context) if profile.kind == "recommend" else 0
-        return pack(
-            works,
-            profile,
-            cell_tokens=self.kv.tokens,
-            parts=self.kv.parts,
-            slots=self._slots,
-            longest=longest,
-            repair=self._repair if profile.kind == "rank" else NO_REPAIR,
-        )
+    def _blank(self, profile: Profile) -> Packed:
+        """Arrays as the profile's program reads them."""
+        longest = min(self._longest, profile.tokens + profile.context)
+        return blank(profile, self.kv.parts, longest, self._repair)
 
-    def _recommend_inputs(
-        self, profile: Profile, arrays: Packed, works: Sequence[SegmentsWork]
-    ) -> tuple[Any, ...]:
-        widths = np.zeros(profile.batch, np.int32)
-        widths[: len(works)] = [work.beam_width for work in works]
-        filters = self._filters.lay_out(profile.batch, [work.filter for work in works])
-        return self._tables, arrays.row, arrays.prompts, widths, filters
+    def _pack(self, out: Packed, profile: Profile, works: Sequence[SegmentsWork]) -> npt.NDArray[np.int32]:
+        """Write a batch; returns where its KV is kept, which another program reads, later."""
+        return pack(out, works, profile, cell_tokens=self.kv.tokens, slots=self._slots)
+
+    def _over_catalog(self, profile: Profile, works: Sequence[SegmentsWork]) -> tuple[CatalogTables, Filters]:
+        return self._tables, self._filters.lay_out(profile.batch, [work.filter for work in works])
+
+
+def _recommend(
+    words: jax.Array,
+    params: DecoderParams,
+    pool: jax.Array,
+    tables: CatalogTables,
+    filters: Filters,
+    *,
+    inputs: TreeLayout,
+    **static: Any,
+) -> tuple[Beams, ContextKV]:
+    given: Packed = inputs.unpack(words)
+    over = tables, given.row, given.prompts, given.widths, filters
+    found: tuple[Beams, ContextKV] = inspect.unwrap(packed.recommend)(params, pool, *over, **static)
+    return found
+
+
+def _rank(
+    words: jax.Array, params: DecoderParams, pool: jax.Array, *, inputs: TreeLayout, **static: Any
+) -> tuple[jax.Array, ContextKV]:
+    given: Packed = inputs.unpack(words)
+    over = given.row, given.asked
+    found: tuple[jax.Array, ContextKV] = inspect.unwrap(packed.rank)(params, pool, *over, **static)
+    return found
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

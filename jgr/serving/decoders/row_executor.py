@@ -10,19 +10,24 @@ constants of a program.
 from __future__ import annotations
 
 import copy
+import inspect
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
-from jgr.models.beam import CatalogTables, Normalize
+from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.words import WORD
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.work import (
     Outcome,
@@ -44,6 +49,73 @@ PROBED_TOKENS = 4
 """Tokens of each level that a probe's prompt has."""
 
 
+@dataclass(frozen=True)
+class TreeLayout:
+    """How the arrays of a tree stand in a buffer; a static argument of the functions that read them."""
+
+    buffer: BufferLayout
+    tree: Any
+
+    @classmethod
+    def of(cls, example: Any) -> TreeLayout:
+        """For trees like this one, of arrays of numbers of 1, 2 or 4 bytes."""
+        leaves, tree = jax.tree.flatten(example)
+        return cls(BufferLayout.of({str(at): (x.shape, x.dtype) for at, x in enumerate(leaves)}), tree)
+
+    def unpack(self, words: jax.Array) -> Any:
+        """The tree, bit for bit as it was written; for jitted functions. words: [size / 4] uint32."""
+        return jax.tree.unflatten(self.tree, self.buffer.unpack(words).values())
+
+
+class Staged:
+    """One run's inputs in a buffer that no other run has, from its packing until its outputs are there.
+
+    For a transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. Of a run
+    that failed it is not given back: nobody knows when the device is done with it. arrays: the inputs as a tree, with
+    what an earlier run wrote; to be written whole before `run`.
+    """
+
+    def __init__(self, layout: TreeLayout, free: deque[tuple[Any, Any]]) -> None:
+        try:
+            words, arrays = free.pop()
+        except IndexError:
+            room = np.zeros(layout.buffer.size + ALIGNMENT, np.uint8)
+            start = -room.ctypes.data % ALIGNMENT
+            buffer = room[start : start + layout.buffer.size]
+            words = buffer.view(np.uint32)
+            arrays = jax.tree.unflatten(layout.tree, layout.buffer.views(buffer).values())
+        self._words, self.arrays, self._free = words, arrays, free
+
+    def run(self, program: Callable[..., Any], *others: Any) -> Any:
+        """Start program(words, *others) and return its outputs."""
+        assert self._words is not None, "it may be another run's"
+        return program(self._words, *others)
+
+    def give_back(self) -> None:
+        """The program's outputs are there, so that it reads the buffer no more. Further calls do nothing."""
+        words, arrays, self._words, self.arrays = self._words, self.arrays, None, None
+        if words is not None:
+            self._free.append((words, arrays))
+
+
+class StagedInputs:
+    """The inputs of one compiled shape: trees of arrays like `example`, in as many buffers as runs are in flight."""
+
+    def __init__(self, example: Any) -> None:
+        self.layout = TreeLayout.of(example)
+        self._free: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The words for which a program's first argument is compiled."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.ShapeDtypeStruct((self.layout.buffer.size // WORD,), np.uint32, sharding=device)
+
+    def stage(self) -> Staged:
+        """A buffer that no run reads, to be written to. Any thread may call it."""
+        return Staged(self.layout, self._free)
+
+
 class ProfilePrograms:
     """The programs of one model over one catalog, one for each profile; shared with other catalogs of these shapes."""
 
@@ -55,6 +127,9 @@ class ProfilePrograms:
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
+        self._staged: dict[
+            Profile, StagedInputs
+        ] = {}  # no catalog changes their shapes, so they are shared too
         self.costs: dict[Profile, float] = {}
         """Seconds of a full batch of each profile, as measured at the warm-up."""
 
@@ -134,21 +209,20 @@ class RowExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile) -> jax.stages.Compiled:
         """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
-        inputs = self._inputs(profile, [])
+        staged = self._staged.setdefault(profile, StagedInputs(_blank(profile)))
+        given = staged.example, self._params, self._tables
         if profile.kind == "recommend":
             return compiled(
-                beam.recommend,
-                self._params,
-                self._tables,
-                *inputs,
+                _recommend,
+                *given,
+                self._lay_out(profile, []),
+                inputs=staged.layout,
                 cfg=self._cfg,
                 width=profile.width,
                 normalize=self._normalize,
                 approximate=self._approximate,
             )
-        return compiled(
-            beam.rank, self._params, self._tables, *inputs, cfg=self._cfg, normalize=self._normalize
-        )
+        return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, normalize=self._normalize)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""
@@ -156,44 +230,87 @@ class RowExecutor(ProfilePrograms):
 
     def launch(self, profile: Profile, works: Sequence[Work]) -> Pending:
         """Hand a batch to the device, and do not wait for it. len(works) <= profile.batch."""
+        staged = self._staged[profile].stage()
+        _pack(staged.arrays, works)
         with self._filters.guard:
-            outputs = self._programs[profile](self._params, self._tables, *self._inputs(profile, works))
-        return Pending(profile, works, outputs)
+            filters = (self._lay_out(profile, works),) if profile.kind == "recommend" else ()
+            outputs = staged.run(self._programs[profile], self._params, self._tables, *filters)
+        return Pending(profile, works, outputs, staged)
 
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order."""
-        works, out = pending.works, pending.outputs
+        works, out = pending.works, jax.tree.map(np.asarray, pending.outputs)
+        pending.staged.give_back()
         if pending.profile.kind == "recommend":
-            leaves, scores, _ = (np.asarray(x) for x in out)
+            leaves, scores, _ = out
             # dead beams sort last; a NaN is a fault, not a dead beam
             alive = (~np.isneginf(scores)).sum(axis=1)
             return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
-        scores = np.asarray(out)
-        return [RankOutcome(scores[i, : _width(work)]) for i, work in enumerate(works)]
+        return [RankOutcome(out[i, : _width(work)]) for i, work in enumerate(works)]
 
-    def _inputs(self, profile: Profile, works: Sequence[Work]) -> tuple[Any, ...]:
-        """The profile's arrays; rows without a work are one padding token long and have no beams."""
-        tokens = np.zeros((profile.batch, profile.tokens), np.int32)
-        lengths = np.ones(profile.batch, np.int32)
-        for i, work in enumerate(works):
-            assert not isinstance(work, SegmentsWork)
-            lengths[i] = len(work.prompt)
-            tokens[i, : lengths[i]] = work.prompt
-        if profile.kind == "rank":
-            leaves = np.zeros((profile.batch, profile.width), np.int32)
-            for i, work in enumerate(works):
-                assert isinstance(work, RankWork)
-                leaves[i, : len(work.leaves)] = work.leaves
-            return tokens, lengths, leaves
-        widths = np.zeros(profile.batch, np.int32)
-        filters = []
-        for i, work in enumerate(works):
-            assert isinstance(work, RecommendWork)
+    def _lay_out(self, profile: Profile, works: Sequence[Work]) -> Filters:
+        filters = [work.filter for work in works if not isinstance(work, RankWork)]
+        nothing = (
+            self._filters.nothing.get(profile.batch) if filters.count(NO_FILTER) == len(filters) else None
+        )
+        return nothing or self._filters.lay_out(profile.batch, filters)
+
+
+class _Rows(NamedTuple):
+    """A row for each request, int32. tokens: [B, T]. lengths: [B]. leaves: [B, width], candidates (rank); else None.
+    widths: [B], of beams (recommend); else None."""
+
+    tokens: Any
+    lengths: Any
+    leaves: Any
+    widths: Any
+
+
+def _blank(profile: Profile) -> _Rows:
+    batch, ranks = profile.batch, profile.kind == "rank"
+    leaves, widths = np.zeros((batch, profile.width), np.int32), np.zeros(batch, np.int32)
+    tokens, lengths = np.zeros((batch, profile.tokens), np.int32), np.zeros(batch, np.int32)
+    return _Rows(tokens, lengths, leaves if ranks else None, None if ranks else widths)
+
+
+def _pack(out: _Rows, works: Sequence[Work]) -> None:
+    """Write all of a batch; rows without a work are one padding token long and have no beams."""
+    tokens, lengths, leaves, widths = out
+    for array, padding in ((tokens, 0), (lengths, 1), (leaves, 0), (widths, 0)):
+        if array is not None:
+            array.fill(padding)
+    for i, work in enumerate(works):
+        assert not isinstance(work, SegmentsWork)
+        lengths[i] = len(work.prompt)
+        tokens[i, : len(work.prompt)] = work.prompt
+        if isinstance(work, RankWork):
+            leaves[i, : len(work.leaves)] = work.leaves
+        else:
             widths[i] = work.beam_width
-            filters.append(work.filter)
-        unfiltered = filters.count(NO_FILTER) == len(filters)
-        nothing = self._filters.nothing.get(profile.batch) if unfiltered else None
-        return tokens, lengths, widths, nothing or self._filters.lay_out(profile.batch, filters)
+
+
+def _recommend(
+    words: jax.Array,
+    params: GeneratorParams,
+    tables: CatalogTables,
+    filters: Filters,
+    *,
+    inputs: TreeLayout,
+    **static: Any,
+) -> beam.Beams:
+    rows: _Rows = inputs.unpack(words)
+    given = rows.tokens, rows.lengths, rows.widths, filters
+    found: beam.Beams = inspect.unwrap(beam.recommend)(params, tables, *given, **static)
+    return found
+
+
+def _rank(
+    words: jax.Array, params: GeneratorParams, tables: CatalogTables, *, inputs: TreeLayout, **static: Any
+) -> jax.Array:
+    rows: _Rows = inputs.unpack(words)
+    given = rows.tokens, rows.lengths, rows.leaves
+    scores: jax.Array = inspect.unwrap(beam.rank)(params, tables, *given, **static)
+    return scores
 
 
 def median_seconds(call: Callable[[], object]) -> float:

@@ -115,6 +115,7 @@ class Translator:
                 "give that too"
             )
         self.catalog = catalog
+        catalog.index()  # now, and not on the event loop
         self._tree = tree
         self._prompts, self._segments, self._cached = prompts, segments, cached
         self._repair = Repair.of(config.cache)
@@ -287,11 +288,13 @@ class Translator:
         assert isinstance(request, RecommendRequest) and not isinstance(work, RankWork)
         task.usage.dead_beams = work.beam_width - len(outcome.leaves)
         items: list[Item] = []
-        keeps = None if work.filter is NO_FILTER else work.filter.keeps
-        leaves, scores = outcome.leaves, outcome.scores.tolist()
-        for rows, score in zip(self._tree.rows_of_each(leaves), scores, strict=True):
-            kept = rows if keeps is None else filter(keeps, rows)
-            for row in itertools.islice(kept, min(self._items_per_id, request.top_k - len(items))):
+        # Every leaf that was entered has an item to return, so that so many leaves are enough.
+        leaves, scores = outcome.leaves[: request.top_k], outcome.scores.tolist()
+        each = self._tree.rows_of_each(leaves)
+        if work.filter is not NO_FILTER:
+            each = _kept(work.filter, each)
+        for rows, score in zip(each, scores, strict=False):
+            for row in rows[: min(self._items_per_id, request.top_k - len(items))]:
                 items.append(self._item(row, score, len(items) + 1, request.include_metadata))
             if len(items) == request.top_k:
                 break
@@ -322,6 +325,13 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     repair = task.prompt.repair if repair is None else repair
     prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair)
     return replace(task, usage=copy(task.usage), prompt=prompt)
+
+
+def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:
+    """Of the rows of each leaf, those that a filter keeps."""
+    flat = list(itertools.chain.from_iterable(each))
+    left = set(itertools.compress(flat, chosen.keeps(np.array(flat, np.int32)).tolist()))
+    return [[row for row in rows if row in left] for rows in each]
 
 
 def _user_key(request: Asked, user: Content, tenant: str) -> str:

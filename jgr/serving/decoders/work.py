@@ -78,9 +78,13 @@ Outcome = RecommendOutcome | RankOutcome
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """A batch that was handed to the device. outputs: the program's, which may not be there yet. epoch: the pool's."""
+    """A batch that was handed to the device.
+
+    outputs: the program's, which may not be there yet. staged: the inputs that it reads, a Staged. epoch: the pool's.
+    """
 
     profile: Profile
     works: Sequence[Any]
     outputs: Any
+    staged: Any
     epoch: int = 0

@@ -26,7 +26,7 @@ from itertools import chain
 from jgr.cache.entries import Entry, Name
 from jgr.cache.meta import CacheMeta
 from jgr.prompt.layouts import LAYOUTS, Kind
-from jgr.prompt.segments import Segment, arrange, count_tokens, of_kind
+from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.policy import Load
@@ -260,7 +260,7 @@ class PromptScheduler:
             return self._plan_items(unplanned, read, written), read, written
         reads = not unplanned.fresh and self._policy in _KEEP_USERS
         segments: list[PlannedSegment] = []
-        for segment in arrange(prompt, LAYOUTS[layout]):
+        for segment, _ in segment_places(prompt, LAYOUTS[layout]):
             if segment.kind == Kind.USER and reads:
                 ends = count_tokens(prompt) == len(segment)  # what ends the prompt is computed in any case
                 most, keep = min(self._most_context, len(segment) - ends), chosen != ITEMS_FIRST
@@ -273,14 +273,14 @@ class PromptScheduler:
     def _plan_items(
         self, unplanned: UnplannedPrompt, read: list[Entry], written: list[Entry]
     ) -> PlannedPrompt:
-        placed, repair = arrange(unplanned.prompt, LAYOUTS[ITEMS_FIRST]), unplanned.repair
-        lengths = [len(item) for item in of_kind(placed, Kind.ITEM)]
+        places, repair = segment_places(unplanned.prompt, LAYOUTS[ITEMS_FIRST]), unplanned.repair
+        lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
         firsts = repair.firsts(lengths)
         chosen = repair.chosen(lengths)
         reads = not unplanned.fresh and self._policy in ("item", "cache_agnostic", "hotness")
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
-        for segment in placed:
+        for segment, _ in places:
             length = len(segment)
             first = next(to_repair) if segment.kind == Kind.ITEM else 0
             spans: tuple[Source, ...] = (Compute(length),)

@@ -97,6 +97,7 @@ class ScorerTranslator:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.catalog = catalog
+        catalog.index()  # now, and not on the event loop
         self._needs, self._layout, self._wall = needs, layout, wall
         self._blank = new_block(layout)[0]
         self._dtype = layout.dtype
@@ -169,17 +170,16 @@ class ScorerTranslator:
         request = task.request
         assert isinstance(request, RankRequest)
         order = best_first(weighed, request.top_k)
-        tasks = self._needs.tasks
-        items = []
-        for rank, (row, score, by_task) in enumerate(
-            zip(task.rows[order].tolist(), weighed[order].tolist(), scores[order].tolist(), strict=True), 1
-        ):
-            item = Item(item_id=self.catalog.item_ids[row], score=score, rank=rank)
-            if len(tasks) > 1:
+        ids, tasks = self.catalog.item_ids, self._needs.tasks
+        rows = task.rows[order].tolist()
+        best = enumerate(zip(rows, weighed[order].tolist(), strict=True), 1)
+        items = [Item(item_id=ids[row], score=score, rank=rank) for rank, (row, score) in best]
+        if len(tasks) > 1:
+            for item, by_task in zip(items, scores[order].tolist(), strict=True):
                 item.scores = dict(zip(tasks, by_task, strict=True))
-            if request.include_metadata:
+        if request.include_metadata:
+            for item, row in zip(items, rows, strict=True):
                 item.metadata = self.catalog.metadata[row]
-            items.append(item)
         return items
 
     def explain(self, task: ScorerTask, kept: bool) -> list[Reuse]:

@@ -478,11 +478,13 @@ def test_no_program_copies_the_pool() -> None:
 
 
 def lowered(server: Server, profile: Profile, pool: Any) -> Any:
-    arrays = server.executor._pack(profile, [_smallest_work(profile)])
+    arrays = server.executor._blank(profile)
+    server.executor._pack(arrays, profile, [_smallest_work(profile)])
     if profile.kind == "rank":
         return packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG, kv=server.kv)
-    inputs = server.executor._recommend_inputs(profile, arrays, [])
-    return packed.recommend.lower(PARAMS, pool, *inputs, cfg=CFG, kv=server.kv, width=profile.width)
+    tables, filters = server.executor._over_catalog(profile, [])
+    inputs = PARAMS, pool, tables, arrays.row, arrays.prompts, arrays.widths, filters
+    return packed.recommend.lower(*inputs, cfg=CFG, kv=server.kv, width=profile.width)
 
 
 def test_a_program_reads_one_layer_of_the_cached_tokens_at_a_time() -> None:

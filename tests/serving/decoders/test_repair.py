@@ -334,7 +334,8 @@ def test_the_check_reads_one_layer_of_what_is_cached() -> None:
     """Every gather from the pool takes one layer of the cached tokens: the first, the checked one, one of the
     loop, or the last one, which computes fewer places."""
     made = executor(SHARE)
-    arrays = made._pack(PROFILE, [_smallest_work(PROFILE)])
+    arrays = made._blank(PROFILE)
+    made._pack(arrays, PROFILE, [_smallest_work(PROFILE)])
     inputs = (PARAMS, made.pool.example, arrays.row, arrays.asked)
     text = packed.rank.lower(*inputs, cfg=CFG, kv=made.kv).as_text()
     wanted = f"-> tensor<{PROFILE.context}x{made.kv.run}xui32>"
