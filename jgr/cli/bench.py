@@ -16,7 +16,7 @@ from absl import flags
 from jgr.cli import console
 from jgr.config import UserError
 
-HELP = "serve: load a server and measure its latencies; ops: time the ops on this device"
+HELP = "serve [folder]: load a server and measure its latencies; ops: time the ops on this device"
 
 
 def define_flags() -> None:
@@ -80,19 +80,19 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(f"jgr bench {name:<8} {help_}" for name, (help_, _) in BENCHMARKS.items()))
         return
     name, *rest = argv
-    console.refuse_arguments(rest)
     if name not in BENCHMARKS:
         raise UserError(f"there is no benchmark '{name}'; there are: {', '.join(BENCHMARKS)}")
-    BENCHMARKS[name][1](flags.FLAGS)
+    BENCHMARKS[name][1](flags.FLAGS, rest)
 
 
-def _serve(values: flags.FlagValues) -> None:
+def _serve(values: flags.FlagValues, argv: Sequence[str]) -> None:
     from jgr.cli import bench_serve
 
-    bench_serve.serve(values)
+    bench_serve.serve(values, argv)
 
 
-def _ops(values: flags.FlagValues) -> None:
+def _ops(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    console.refuse_arguments(argv)
     from jgr.ops import roofline
 
     report = roofline.measure(values.op)
@@ -102,7 +102,7 @@ def _ops(values: flags.FlagValues) -> None:
         raise UserError(f"no op has a case to time whose name contains --op={values.op}")
 
 
-BENCHMARKS: Mapping[str, tuple[str, Callable[[flags.FlagValues], None]]] = {
+BENCHMARKS: Mapping[str, tuple[str, Callable[[flags.FlagValues, Sequence[str]], None]]] = {
     "serve": ("open-loop load on a running server: goodput and latencies", _serve),
     "ops": ("time of every op, and its share of this device's roofline", _ops),
 }

@@ -42,9 +42,9 @@ MIX_FLAGS = (
 )  # fmt: skip
 
 
-def serve(values: flags.FlagValues) -> None:
-    """Load a running server as the flags say, and print the report."""
-    config = console.load(values)
+def serve(values: flags.FlagValues, argv: Sequence[str]) -> None:
+    """Load a running server as the flags say, and print the report. argv: at most a model folder, for its catalog."""
+    config = console.load_folder(values, argv)
     _check(values)
     bench = _Bench(values, config)
     if values.find_capacity:
@@ -201,11 +201,18 @@ class _Bench:
         print(json.dumps({"url": self._url, "load": self._load, **report}))
 
     def _check_answers(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        if not any("200" in report["answered"] for report in reports):
+        if any("200" in report["answered"] for report in reports):
+            return
+        statuses = {status for report in reports for status in report["answered"]}
+        if statuses and statuses <= {"429", "503", "504"}:
             raise UserError(
-                "no request was answered 200: try one by hand, the server's answer says why "
-                "(a model that reads times needs --timed; one that reads more needs a --trace)"
+                "no request was answered 200: each was refused or came too late; take a lower --rate, or a longer "
+                "--deadline_ms"
             )
+        raise UserError(
+            "no request was answered 200: try one by hand, the server's answer says why "
+            "(a model that reads times needs --timed; one that reads more needs a --trace)"
+        )
 
 
 def _classes(values: flags.FlagValues) -> list[RequestClass]:
@@ -222,7 +229,9 @@ def _mix(values: flags.FlagValues, config: Config) -> Mix:
 
     classes = _classes(values)
     if not (config.catalog.path or config.model.path):
-        raise UserError("say where item ids come from: --set catalog.path=catalog.jsonl, or give a --trace")
+        raise UserError(
+            "say where item ids come from: a model folder, --set catalog.path=catalog.jsonl, or give a --trace"
+        )
     catalog = load_catalog(config.catalog.path or Path(config.model.path) / "catalog.jsonl")
     return make_mix(classes, catalog.item_ids, np.random.default_rng(values.seed))
 

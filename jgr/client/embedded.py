@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 
 from jgr.client.errors import RequestFailed, Unavailable, failure
 from jgr.client.recommender import Kind, Recommender
-from jgr.config import Config, override
+from jgr.config import Config, ConfigError, override
 from jgr.models.manifest import folder_config
 from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest
 from jgr.serving.errors import RequestError
@@ -50,6 +50,8 @@ class Engine(Recommender):
     """
 
     def __init__(self, model: str | os.PathLike[str] | Config, settings: Sequence[str] = ()) -> None:
+        if isinstance(settings, str | Mapping):
+            raise ConfigError(f'settings must be a list such as ["beam.width=64"], not {settings!r}')
         base = model if isinstance(model, Config) else folder_config(os.fspath(model))
         thread = _EngineThread(override(base, *settings))
         # Stops it too where nobody closes the engine: when it is freed, or the interpreter ends.

@@ -128,11 +128,10 @@ def parse_process(text: str) -> Process:
         raise LoadError(
             f"arrivals '{text}' must look like {_form(name)}, with a number for each capital word"
         )
-    if name in _ALLOWED and not _ALLOWED[name](*numbers):
-        raise LoadError(
-            f"arrivals '{text}': CV is from 0.01 to 100; PERIOD_S is above 0 and SWING from 0 to 1; LENGTH_S is "
-            f"above 0 and below EVERY_S, and FACTOR above 0 and at most {MAX_FACTOR:g}"
-        )
+    if name in _ALLOWED:
+        holds, rule = _ALLOWED[name]
+        if not holds(*numbers):
+            raise LoadError(f"arrivals '{text}': {rule}")
     return Process(text, name, numbers)
 
 
@@ -143,11 +142,18 @@ _DRAWN_BY: Mapping[str, Callable[..., Float64]] = {
     "diurnal": diurnal,
     "flash": flash,
 }
-_ALLOWED: Mapping[str, Callable[..., bool]] = {
-    "gamma": lambda cv: 0.01 <= cv <= 100,
-    "diurnal": lambda period_s, swing: period_s > 0 and 0 <= swing <= 1,
-    "flash": lambda every_s, length_s, factor: 0 < length_s < every_s and 0 < factor <= MAX_FACTOR,
+_ALLOWED: Mapping[str, tuple[Callable[..., bool], str]] = {
+    "gamma": (lambda cv: 0.01 <= cv <= 100, "CV is from 0.01 to 100"),
+    "diurnal": (
+        lambda period_s, swing: period_s > 0 and 0 <= swing <= 1,
+        "PERIOD_S is above 0 and SWING from 0 to 1",
+    ),
+    "flash": (
+        lambda every_s, length_s, factor: 0 < length_s < every_s and 0 < factor <= MAX_FACTOR,
+        f"LENGTH_S is above 0 and below EVERY_S, and FACTOR above 0 and at most {MAX_FACTOR:g}",
+    ),
 }
+"""Whether a process's numbers are allowed, and the rule in words."""
 
 
 def _form(name: str) -> str:

@@ -29,18 +29,19 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"latency   {_latency(report)} (from the scheduled time, status 200; [95 % interval])")
     kinds, classes = report["kinds"], report["classes"]
     if len(kinds) > 1 and kinds.keys() != classes.keys():
-        lines += [_part_line(name, part) for name, part in kinds.items()]
+        lines += [_part_line(f"kind {name}", part) for name, part in kinds.items()]
     if len(classes) > 1:
-        lines += [_part_line(name, part) for name, part in classes.items()]
+        lines += [_part_line(f"class {name}", part) for name, part in classes.items()]
     if lateness := report["lateness_ms"]:
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in lateness.items())
         lines.append(f"lateness  {shown} (of the client, in turning to a request)")
     if waited := report["waited_for_connection"]:
-        lines.append(f"waited    {waited} requests waited over 1 ms for a connection")
+        most_ms = report["connection_wait_max_ms"]
+        lines.append(f"waited    {waited} requests over 1 ms for a connection, the longest {most_ms:.1f} ms")
     if is_late(report):
         lines.append(
-            "warning   the client fell behind its schedule: these latencies are its own, not the server's; "
-            "add --processes"
+            "warning   the client fell behind its schedule: that lateness is in the latencies, and not the server's; "
+            "leave it a core, or add --processes"
         )
     return lines
 

@@ -117,6 +117,7 @@ def summarize(schedule: Schedule, results: Results, slo_ms: float) -> dict[str, 
         "achieved_per_s": round(float(answered.sum()) / until_s, 3),
         "lateness_ms": percentiles_ms((results.began_s - results.due_s).clip(0.0).tolist()),
         "waited_for_connection": int((results.sent_s - results.began_s > 1e-3).sum()),
+        "connection_wait_max_ms": _ms(float((results.sent_s - results.began_s).max())),
         "kinds": _by(schedule, results, good, seconds, "kind"),
         "classes": _by(schedule, results, good, seconds, "group"),
     }

@@ -275,3 +275,6 @@ def test_an_engine_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
         jgr.Engine("runs/none")
     with pytest.raises(jgr.Error, match=r"the nearest is 'beam\.width'"):
         jgr.Engine(Config(), ["beam.widht=3"])
+    for settings in ("beam.width=3", {"beam.width": 3}):
+        with pytest.raises(jgr.Error, match="settings must be a list such as"):
+            jgr.Engine(Config(), settings)  # type: ignore[arg-type]

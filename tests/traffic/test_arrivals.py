@@ -108,11 +108,11 @@ def test_a_flash_crowd_comes_in_the_middle_of_every_period() -> None:
         ("gamma:1:2", "must look like gamma:CV"),
         ("gamma:nan", "must look like gamma:CV"),
         ("gamma:x", "must look like gamma:CV"),
-        ("gamma:0", "CV is from 0.01"),
+        ("gamma:0", "'gamma:0': CV is from 0.01 to 100$"),
         ("poisson:1", "must look like poisson"),
         ("diurnal:0:0.5", "PERIOD_S is above 0"),
         ("diurnal:5:1.5", "SWING from 0 to 1"),
-        ("flash:5:5:2", "LENGTH_S"),
+        ("flash:5:5:2", "'flash:5:5:2': LENGTH_S is above 0 and below EVERY_S"),
         ("flash:5:1:0", "FACTOR"),
     ],
 )

@@ -130,6 +130,7 @@ def test_the_report_counts_goodput_from_the_scheduled_time_within_each_requests_
         "achieved_per_s": 1.25,
         "lateness_ms": {"p50": 0.0, "p90": 200.0, "p99": 200.0, "max": 200.0},
         "waited_for_connection": 1,
+        "connection_wait_max_ms": 250.0,
     }
     assert {name: part["in_time"] for name, part in parts["kinds"].items()} == {"recommend": 2, "rank": 1}
     assert {name: part["in_time"] for name, part in parts["classes"].items()} == {
@@ -142,10 +143,12 @@ def test_the_report_counts_goodput_from_the_scheduled_time_within_each_requests_
 
 def test_the_lines_say_what_the_report_says() -> None:
     lines = load_lines.run_lines(summarize(*_run(), slo_ms=101.0))
-    assert [line.split()[0] for line in lines] == [
-        "sent", "refused", "goodput", "latency", "recommend:", "rank:", "home:", "feed:", "mail:", "lateness",
-        "waited", "warning",
+    starts = [
+        "sent ", "refused ", "goodput ", "latency ", "  kind recommend:", "  kind rank:", "  class home:",
+        "  class feed:", "  class mail:", "lateness ", "waited ", "warning ",
     ]  # fmt: skip
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
+    assert lines[-2] == "waited    1 requests over 1 ms for a connection, the longest 250.0 ms"
     assert "offered 1.8/s, answered 1.2/s" in lines[0]
     assert lines[1] == "refused   429: 1 overloaded"
     assert "42.9% of the requests" in lines[2]

@@ -106,14 +106,19 @@ class Keys:
         """Read the file again. One that cannot be used changes nothing, and is told in the log."""
         if not self._config.keys:
             return
-        before = set(self._callers)
+        before = self._callers
         try:
             self._take(read_keys(self._config))
         except ConfigError as error:
             _log.error("the keys stay as they are: %s", error)
             return
-        added, removed = len(self._callers.keys() - before), len(before - self._callers.keys())
-        _log.info("server.keys: %d keys were added, %d removed", added, removed)
+        added, removed = self._callers.keys() - before.keys(), before.keys() - self._callers.keys()
+        kept = self._callers.keys() & before.keys()
+        changed = [key for key in kept if _terms(self._callers[key]) != _terms(before[key])]
+        _log.info(
+            "server.keys: %d keys were added, %d removed, %d changed in what they allow",
+            len(added), len(removed), len(changed),
+        )  # fmt: skip
 
     def find(self, header: bytes) -> Caller | None:
         """The caller whose key stands in an Authorization header; None where it is nobody's."""
@@ -169,6 +174,11 @@ class Keys:
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, digest_size=32, key=self._secret).digest()
+
+
+def _terms(caller: Caller) -> tuple[object, ...]:
+    """What a line of the file says of a key."""
+    return caller.name, caller.role, caller.limits
 
 
 def tenant(name: str) -> str:

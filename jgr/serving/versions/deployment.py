@@ -124,7 +124,7 @@ class Deployment:
         self._loaded_at = now()
         if self.engine.memory:
             parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())
-            _log.info("model %s takes so many MB: %s", self.engine.info.version, parts)
+            _log.info("model %s takes, in MB: %s", self.engine.info.version, parts)
 
     def reload(self) -> None:
         """Begin to replace the model. RequestError where that cannot be; `info` tells how it goes on."""

@@ -231,7 +231,9 @@ def test_sighup_reads_the_keys_again_and_a_bad_file_changes_nothing(tmp_path: Pa
         assert "keys[0]: object missing required field `key`" in hang_up("the keys stay as they are")
         assert [status(ADA), status(BOB)] == [200, 401]
         write(tmp_path / "keys", entry("bob", BOB), entry("eve", "eve-has-one-as-well"))
-        assert "2 keys were added, 1 removed" in hang_up("server.keys: 2")
+        assert "2 keys were added, 1 removed, 0 changed" in hang_up("server.keys: 2")
         assert [status(ADA), status(BOB)] == [401, 200]
+        write(tmp_path / "keys", entry("bob", BOB, rate=5.0), entry("eve", "eve-has-one-as-well"))
+        assert "0 keys were added, 0 removed, 1 changed" in hang_up("server.keys: 0")
         child.send_signal(signal.SIGTERM)
         assert child.wait(PATIENCE_S) == 0
