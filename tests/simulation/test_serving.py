@@ -173,11 +173,11 @@ def test_costs_that_were_measured_wrong_are_corrected() -> None:
 
 def test_an_idle_server_tries_a_request_that_it_would_refuse() -> None:
     policy = batcher(profiles=SHORT[:1], factor=40)  # 480 ms, in truth 12
-    jobs = [Job(at, "recommend", 64, 32, at * 700 * MS, (at * 700 + 100) * MS) for at in range(60)]
+    jobs = [Job(at, "recommend", 64, 32, at * 110 * MS, (at * 110 + 100) * MS) for at in range(60)]
     out = simulate(policy, jobs, run_ns)
     verdicts = [out.verdicts[job.id] for job in jobs]
     assert verdicts[0] == "done" and "refused" in verdicts, "one is tried, not all"
-    assert set(verdicts[-10:]) == {"done"}
+    assert set(verdicts[-30:]) == {"done"}, "within three seconds"
 
 
 def test_the_next_batch_is_on_its_way_before_one_ends() -> None:

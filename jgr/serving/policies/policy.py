@@ -7,8 +7,8 @@ ended are forgotten (only counted), so memory is bounded by `max_queue` and the 
 With the order "deadline" (`ordering`) a policy predicts. A job that comes is placed among those that wait, and is
 refused where its predicted end is past its deadline, or where it would make one late that was accepted before it. A
 queued job that can no longer finish ends then. Predictions are sums of what runs take (`run_costs`), which are
-corrected by every run that ends; so that a wrong one does not last, an idle policy tries a job a second that it would
-refuse.
+corrected by every run that ends; so that a wrong one does not last, an idle policy tries two jobs a second that it
+would refuse.
 
 Pure: time is an argument in integer nanoseconds, ids are the caller's, equal calls give equal plans.
 """
@@ -44,7 +44,7 @@ from jgr.serving.policies.jobs import (
 from jgr.serving.policies.ordering import Key, Ordering
 from jgr.serving.policies.run_costs import RunCosts
 
-TRIAL_NS = 1_000_000_000
+TRIAL_NS = 500_000_000
 """How often an idle policy accepts a job that it predicts to be late."""
 
 
@@ -120,7 +120,8 @@ class Policy(ABC, Generic[L]):
         self._counts: dict[State, int] = dict.fromkeys(TRANSITIONS, 0)  # entries into each state, ever
         self._runs = self._epoch = 0
         self._now_ns: int | None = None
-        self._trial_ns: int | None = None
+        self._trial_ns: int | None = None  # when a job was tried last
+        self._tried: int | None = None  # and which one
         self._draining = False
 
     @property
@@ -179,7 +180,7 @@ class Policy(ABC, Generic[L]):
         key = self._ordering.key(job, self._counts["queued"], share_ns)
         if reason is None and self._ordering.predicts and job.deadline_ns is not None:
             predicted_ns, in_time = self._forecast(job, key, now_ns)
-            if not in_time and not self._may_try(now_ns):
+            if not in_time and not self._may_try(job, now_ns):
                 reason = "too_late"
             self._admission.decided(self._class_of(job), reason == "too_late")
         if reason is not None:
@@ -239,7 +240,8 @@ class Policy(ABC, Generic[L]):
         start, lane = flight.start, flight.start.lane
         begin_ns, end_ns = span or (flight.at_ns, now_ns)
         if outcome == "well":
-            self.costs.observe(flight.cost, max(0, end_ns - max(begin_ns, self._ended_ns.get(lane, 0))))
+            took_ns = max(0, end_ns - max(begin_ns, self._ended_ns.get(lane, 0)))
+            self.costs.observe(flight.cost, took_ns, any(work.job == self._tried for work in start.work))
         self._ended_ns[lane] = end_ns
         returned = []
         for work in start.work:
@@ -409,12 +411,12 @@ class Policy(ABC, Generic[L]):
                 break
         return lost
 
-    def _may_try(self, now_ns: int) -> bool:
+    def _may_try(self, job: Job, now_ns: int) -> bool:
         """Whether a job is accepted that is predicted to be late, to see whether that is so."""
         last = self._trial_ns
         if self._live or self._flights or (last is not None and now_ns - last < TRIAL_NS):
             return False
-        self._trial_ns = now_ns
+        self._trial_ns, self._tried = now_ns, job.id
         return True
 
     def _expire_past(self, now_ns: int) -> list[int]:

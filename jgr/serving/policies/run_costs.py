@@ -13,6 +13,8 @@ from typing import Any
 
 RATE = 1 / 8
 """The weight of a new time in the averages."""
+TRIED = 1 / 2
+"""The same of a run that was tried although it seemed too dear: there is nothing else to learn from."""
 COMMON = 3 / 4
 """The part of an error that is put down to the machine, for all shapes alike; the rest is the shape's own. A shape that
 is not run while the machine becomes slower, or because it seemed dear, is corrected by those that are."""
@@ -38,8 +40,8 @@ class RunCosts:
         """The mean distance of a run's time from what was predicted."""
         return round(self._spread.get(shape, 0))
 
-    def observe(self, shape: Hashable, took_ns: int) -> None:
-        """A run ended well after so long."""
+    def observe(self, shape: Hashable, took_ns: int, tried: bool = False) -> None:
+        """A run ended well after so long. tried: it was a trial."""
         if not self._own:
             return
         self.revision += 1
@@ -51,8 +53,9 @@ class RunCosts:
         spread = self._spread.get(shape, 0.0)
         self._spread[shape] = spread + RATE * (abs(error) * predicted - spread)
         # Powers, since of products such as 1 + RATE * error the common one drifts away from the shape's own.
-        self._machine *= math.exp(RATE * COMMON * error)
-        self._own[shape] *= math.exp(RATE * (1 - COMMON) * error)
+        rate = TRIED if tried else RATE
+        self._machine *= math.exp(rate * COMMON * error)
+        self._own[shape] *= math.exp(rate * (1 - COMMON) * error)
 
 
 GOOD = 1.5

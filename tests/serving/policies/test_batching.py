@@ -338,7 +338,7 @@ def test_make_profiles_is_the_product_of_the_sizes() -> None:
 class Fixed(RunCosts):
     """Costs that no run changes."""
 
-    def observe(self, shape: Any, took_ns: int) -> None: ...
+    def observe(self, shape: Any, took_ns: int, tried: bool = False) -> None: ...
 
 
 @dataclass
