@@ -266,6 +266,7 @@ class Engine(Generic[S]):
         """
         if timeout_s is None:
             await self._host.turns.take("batch")  # the last of those that wait for their turn
+            await asyncio.sleep(0)  # and of those that were given it just now and have not gone on yet
         self.status = "draining"
         self._policy.drain(self.clock())
         self._pump()

@@ -466,10 +466,12 @@ class Policy(ABC, Generic[L]):
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
             _remove(self._queue, (entry.key, job.id))
+            self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
             bisect.insort(self._queue, (entry.key, job.id))
+            self._ordering.waits(job, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
         elif after != "running":

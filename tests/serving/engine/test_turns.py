@@ -7,6 +7,8 @@ import asyncio
 import time
 from contextlib import suppress
 
+import pytest
+
 from jgr.serving.api import RecommendRequest
 from jgr.serving.engine.turns import IN_A_TURN, Turns
 from jgr.serving.errors import RequestError
@@ -97,15 +99,18 @@ def test_a_wait_is_predicted_from_the_time_of_turns() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn() -> None:
+@pytest.mark.parametrize("requests", [1, IN_A_TURN + 1, IN_A_TURN + 3, 2 * IN_A_TURN + 1, 10 * IN_A_TURN])
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn(requests: int, turns: int) -> None:
     async def run() -> None:
         engine = make_engine(make_config())
         await engine.start()
         answers = [
             asyncio.ensure_future(engine.answer(RecommendRequest(history=["a"], top_k=1)))
-            for _ in range(10 * IN_A_TURN)
+            for _ in range(requests)
         ]
-        await asyncio.sleep(0)  # all have come, and most wait
+        for _ in range(turns):  # all have come, and some wait, or were told to go on in this turn of the loop
+            await asyncio.sleep(0)
         assert await engine.drain(None)
         assert all(len(answer.items) == 1 for answer in await asyncio.gather(*answers))
         assert engine.join(10)
