@@ -171,7 +171,14 @@ def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_d
 def test_a_server_that_answers_nobody_ends_the_search_before_it_begins(
     server: LiveServer, catalog: str
 ) -> None:
-    shape = ["--history_length=2", "--top_k=2", "--find_capacity", "--share=.5", "--duration=0.2", "--rate=50"]
+    shape = [
+        "--history_length=2",
+        "--top_k=2",
+        "--find_capacity",
+        "--share=.5",
+        "--duration=0.2",
+        "--rate=50",
+    ]
     done = _bench("serve", *shape, "--api_key=wrong", f"--url={server.listener.url}", "--set", catalog)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no request was answered 200" in done.stderr
