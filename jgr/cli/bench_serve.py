@@ -36,7 +36,7 @@ MAX_CONNECTIONS = 512
 TIMEOUT_S = 30.0
 WARM_UP_S = 1.0
 LONGEST_ROUND_S = 300.0
-"""No rate is tried that is so low that a round of it would take longer, unless --duration is longer, or --rate says so."""
+"""No rate is tried whose round would take longer, unless --duration is longer, or --rate says so."""
 REST_S = 0.5
 """A pause after a round with late answers, in which an overloaded server drops what nobody waits for."""
 MIX_FLAGS = (

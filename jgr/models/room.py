@@ -92,7 +92,7 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _group(group: Path, limit: str, used: str, given_back: str) -> tuple[int, int] | None:
-    """The limit of one group, and what it uses that is not given back on demand. None: it has no limit, or is hidden."""
+    """A group's limit, and what it uses that is not given back on demand. None: it has no limit, or is hidden."""
     try:
         most = (group / limit).read_text()
         if most.strip() == "max":
