@@ -44,7 +44,8 @@ class Ordering:
         self.predicts = order == "deadline"
         """Whether jobs that cannot finish in time are refused and ended."""
         self._patience_ns = patience_ns
-        self._line: list[tuple[int, int]] = []  # (due_ns, order) of those that wait and share, ascending
+        self.line: list[tuple[int, int]] = []
+        """(due_ns, order) of the jobs that wait and share, ascending."""
         self._begun_ns = 0  # when the last of them that began was due
         self._ahead_ns = 0  # how far they were done before half of the device would have done them
         self._empty_ns = 0  # when the queue was last empty
@@ -64,20 +65,20 @@ class Ordering:
             return rank, job.deadline_ns + self._ahead_ns, order
         due_ns = job.arrival_ns + self._patience_ns + self._ahead_ns
         if self.shares(job):
-            last_ns = self._line[-1][0] if self._line else self._begun_ns
+            last_ns = self.line[-1][0] if self.line else self._begun_ns
             due_ns = max(due_ns, last_ns + round(share_ns / FAIR_SHARE))
         return rank, due_ns, order
 
     def waits(self, job: Job, key: Key) -> None:
         """A job stands in the queue from now on."""
         if self.shares(job):
-            bisect.insort(self._line, key[1:])
+            bisect.insort(self.line, key[1:])
 
     def waited(self, job: Job, key: Key, starts: bool, now_ns: int) -> None:
         """It does no more. starts: it runs now."""
         if self.shares(job):
-            at = bisect.bisect_left(self._line, key[1:])
-            del self._line[at]
+            at = bisect.bisect_left(self.line, key[1:])
+            del self.line[at]
             if starts and at == 0:  # others fill a batch, and those before them still wait
                 self._begun_ns = max(self._begun_ns, key[1])
                 self._ahead_ns = max(self._ahead_ns, key[1] - self._patience_ns - now_ns)
