@@ -75,7 +75,7 @@ class Ordering:
             bisect.insort(self.line, key[1:])
 
     def waited(self, job: Job, key: Key, starts: bool, now_ns: int) -> None:
-        """It does no more. starts: it runs now."""
+        """A job stands in the queue no more. starts: it runs now."""
         if self.shares(job):
             at = bisect.bisect_left(self.line, key[1:])
             del self.line[at]
