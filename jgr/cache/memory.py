@@ -11,7 +11,6 @@ model's pages: the new one gets what is free until the old one has ended.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.config import Config, ConfigError
+from jgr.models.room import host_bytes
 
 PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
 FEWEST_PAGES = 32
@@ -86,9 +86,7 @@ class Memory:
 
     @cached_property
     def pool(self) -> DevicePool:
-        for name, mb, most in zip(
-            ("device", "host"), self._mb, (_device_bytes(), _host_bytes()), strict=True
-        ):
+        for name, mb, most in zip(("device", "host"), self._mb, (_device_bytes(), host_bytes()), strict=True):
             if mb * 2**20 > most:
                 raise ConfigError(
                     f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
@@ -151,12 +149,8 @@ def caches(config: Config) -> bool:
     return config.cache.policy != "none" or config.executors.share_user == "cache"
 
 
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _device_bytes() -> int:
-    return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", _host_bytes()))
+    return int((jax.devices()[0].memory_stats() or {}).get("bytes_limit", host_bytes()))
 
 
 def _page_bytes(size: int) -> int:

@@ -35,6 +35,8 @@ from jgr.traffic.sources import (
 MAX_CONNECTIONS = 512
 TIMEOUT_S = 30.0
 WARM_UP_S = 1.0
+LONGEST_ROUND_S = 300.0
+"""No rate is tried whose round would take longer, unless --duration is longer, or --rate says so."""
 REST_S = 0.5
 """A pause after a round with late answers, in which an overloaded server drops what nobody waits for."""
 MIX_FLAGS = (
@@ -149,7 +151,8 @@ class _Bench:
             print(load_lines.point_line(points[-1]), flush=True)
             return capacity.Round(points[-1]["sent"], points[-1]["in_time"], points[-1])
 
-        found = capacity.find(measure, first, values.share, most_probes=values.max_probes)
+        lowest = least / max(LONGEST_ROUND_S, values.duration or 0.0)
+        found = capacity.find(measure, first, values.share, most_probes=values.max_probes, lowest=lowest)
         self._plot([probe.rounds[-1].figures for probe in found.probes], found.capacity)
         report = {
             "slo_ms": values.slo_ms,
@@ -189,7 +192,9 @@ class _Bench:
     def _warm_up(self, rate: float) -> None:
         """Send requests that are not measured, so that the first rate does not pay for cold caches."""
         seconds = min(max(WARM_UP_S, 1 / rate), self._source.longest_s(rate))
-        self._report(self._schedule(rate, seconds), "warm-up")
+        report = self._report(self._schedule(rate, seconds), "warm-up")
+        if "429" not in report["answered"]:  # else it answers, only not so many
+            self._check_answers([report])
 
     def _plot(self, points: Sequence[Mapping[str, Any]], found: float | None = None) -> None:
         if self._values.plot:

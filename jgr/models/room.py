@@ -3,11 +3,15 @@
 
 A failed allocation inside XLA ends the process, and a host without memory may end any of its processes. So a model for
 which there is no room is refused while that is still possible, and what is served goes on.
+
+A container's limit counts as well: beyond it, the kernel ends a process although the machine has memory.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -39,13 +43,63 @@ def require_memory(resident: int, read: int) -> None:
             )
 
 
-def free_bytes() -> int | None:
-    """Bytes that the host can give to a process, swap included. None: this system does not say."""
+def free_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that the host can give to this process, swap included. None: this system does not say.
+
+    root: where the system's files are.
+    """
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         sizes = {name: int(value.split()[0]) << 10 for name, value in (line.split(":", 1) for line in lines)}
-        return sizes["MemAvailable"] + sizes["SwapFree"]
+        swap = sizes["SwapFree"]
+        groups = [limit - used + swap for limit, used in _groups(root)]
+        return min([sizes["MemAvailable"] + swap, *groups])
     except (OSError, ValueError, KeyError, IndexError):
+        return None
+
+
+def host_bytes(root: Path = Path("/")) -> int:
+    """All memory that this process may ever have, without swap: the machine's, or its container's. root: see above."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(limit for limit, _ in _groups(root))])
+
+
+_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controller, "" for cgroup v2: the folder, the files of limit and use, and what of memory.stat is given back."""
+
+
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) in bytes of each control group with a limit that this process is in, as far as it may see them."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in _FILES:
+                folder, *names = _FILES[controller]
+                top = root / "sys/fs/cgroup" / folder
+                own = top / path.lstrip("/")
+                for group in (own, *own.parents):
+                    if (found := _group(group, *names)) is not None:
+                        yield found
+                    if group == top:
+                        break
+
+
+def _group(group: Path, limit: str, used: str, given_back: str) -> tuple[int, int] | None:
+    """A group's limit, and what it uses that is not given back on demand. None: it has no limit, or is hidden."""
+    try:
+        most = (group / limit).read_text()
+        if most.strip() == "max":
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(most), int((group / used).read_text()) - int(stat.get(given_back, 0))
+    except (OSError, ValueError):
         return None
 
 

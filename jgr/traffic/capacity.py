@@ -81,15 +81,19 @@ def find(
     *,
     most_probes: int,
     precision: float = 0.05,
+    lowest: float = 0.0,
 ) -> Found:
     """Search for the capacity. measure: sends one round at a rate. precision: the bracket's width over its lower end.
 
-    Tries at most most_probes rates, and each of them in at most ROUNDS rounds.
+    Tries at most most_probes rates, and each of them in at most ROUNDS rounds. lowest: beside the first rate, none
+    below this is tried: of a server that never holds, the rounds would become ever longer.
     """
     probes: list[Probe] = []
     held, failed = 0.0, math.inf
     while len(probes) < most_probes and not (held > 0 and failed / held <= 1 + precision):
         rate = first if not probes else _next(held, failed)
+        if probes and rate < lowest:
+            break
         probe = _probe(measure, rate, share)
         if probe.holds:
             held = rate

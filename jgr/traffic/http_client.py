@@ -184,9 +184,13 @@ _decode = msgspec.json.Decoder(_Refusal).decode
 
 
 def _reason(body: bytes | bytearray) -> str:
-    """The body's error.type, with error.reason where there is one; empty for a body of another form."""
+    """The body's error.type, with error.reason where there is one; empty for a body of another form.
+
+    It is printed, so what a terminal would obey is replaced.
+    """
     try:
         error = _decode(body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
-    return (f"{error.type}: {error.reason}" if error.reason else error.type)[:_MAX_REASON_CHARS]
+    reason = (f"{error.type}: {error.reason}" if error.reason else error.type)[:_MAX_REASON_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in reason)

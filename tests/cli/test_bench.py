@@ -184,6 +184,22 @@ def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_d
     assert "capacity  at least 400/s" in done.stdout
 
 
+def test_a_server_that_answers_nobody_ends_the_search_before_it_begins(
+    server: LiveServer, catalog: str
+) -> None:
+    shape = [
+        "--history_length=2",
+        "--top_k=2",
+        "--find_capacity",
+        "--share=.5",
+        "--duration=0.2",
+        "--rate=50",
+    ]
+    done = _bench("serve", *shape, "--api_key=wrong", f"--url={server.listener.url}", "--set", catalog)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no request was answered 200" in done.stderr
+
+
 def test_a_log_that_is_too_short_to_show_a_share_is_an_error(
     server: LiveServer, catalog: str, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from tools.draw_house import committed, room_of
 from tools.trace_request import Event, Profiler, Trace, exceeded, route, trace_all
 
-LIMITS = {"recommend_files": 19, "recommend_moves": 97, "rank_files": 19, "rank_moves": 113}
+LIMITS = {"recommend_files": 19, "recommend_moves": 101, "rank_files": 19, "rank_moves": 116}
 
 
 @pytest.fixture(scope="module")

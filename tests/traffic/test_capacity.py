@@ -89,6 +89,8 @@ def test_the_bracket_grows_and_the_probes_are_bounded() -> None:
     assert found.fails_at == 40.0
     assert find(_cliff(1e9), 10.0, SHARE, most_probes=3)[:2] == (40.0, None)
     assert find(_cliff(0.0), 10.0, SHARE, most_probes=3)[:2] == (None, 2.5)
+    assert find(_cliff(0.0), 10.0, SHARE, most_probes=16, lowest=2.0)[:2] == (None, 2.5)
+    assert find(_cliff(0.0), 1.0, SHARE, most_probes=16, lowest=2.0)[:2] == (None, 1.0)
 
 
 def test_a_round_holds_only_with_confidence() -> None:

@@ -186,8 +186,20 @@ class Engine(Generic[S]):
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
-        await turns.take(sort)
+        deadline_ms = self._deadline_ms(request) if sort == "batch" and turns.waiting else None
+        if deadline_ms is None:
+            await turns.take(sort)
+        else:  # its line may stand still for long
+            await self._take_until(arrival_ns + round(deadline_ms * 1e6))
         return self.submit(request, request_id, arrival_ns, tenant)
+
+    async def _take_until(self, deadline_ns: int) -> None:
+        try:
+            async with asyncio.timeout((deadline_ns - self.clock()) / 1e9):
+                await self._host.turns.take("batch")
+        except TimeoutError:
+            self.metrics.deadline_expired.inc()
+            raise RequestError("deadline_exceeded", "the deadline has passed") from None
 
     def _sort(self, request: Asked) -> Sort:
         if request.priority == "batch":
@@ -267,6 +279,7 @@ class Engine(Generic[S]):
         """
         if timeout_s is None:
             await self._host.turns.take("batch")  # the last of those that wait for their turn
+            await asyncio.sleep(0)  # and of those that were given it just now and have not gone on yet
         self.status = "draining"
         self._policy.drain(self.clock())
         self._pump()

@@ -21,6 +21,7 @@ A request joins the trace that its `traceparent` names, and is recorded if that 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -42,6 +43,8 @@ STAGES = ("accept", "queue", "plan", "pack", "device", "translate")
 PATH = "v1/traces"
 """Where an OTLP endpoint takes traces."""
 SEND_TIMEOUT_S = 5.0
+_QUOTING = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""Loggers that would write what is wrong with a client's header, whole and for each request."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -80,6 +83,8 @@ class Tracing:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        for name in _QUOTING:
+            logging.getLogger(name).setLevel(logging.ERROR)
         if exporter is None:
             endpoint = f"{config.traces.rstrip('/')}/{PATH}"
             exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)

@@ -10,7 +10,7 @@ alternately, and in a third that goes on while both are empty. In each, first co
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from jgr.serving.policies.jobs import SORTS, Sort
@@ -26,7 +26,8 @@ class Turns:
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self._clock = clock
-        self._lines: dict[Sort, deque[asyncio.Future[None]]] = {sort: deque() for sort in SORTS}
+        self._lines: dict[Sort, OrderedDict[asyncio.Future[None], None]]
+        self._lines = {sort: OrderedDict() for sort in SORTS}
         self.waiting = 0
         """Requests in all lines."""
         self._last: Sort = "undated"  # of the two lines that go on alternately, the one that went on last
@@ -57,16 +58,21 @@ class Turns:
             self._begun += 1
             return
         turn = asyncio.get_running_loop().create_future()
-        self._lines[sort].append(turn)
+        self._lines[sort][turn] = None
         self.waiting += 1
-        await turn
+        try:
+            await turn
+        finally:  # whoever leaves a line that stands still must not stay in it
+            if turn in self._lines[sort]:
+                del self._lines[sort][turn]
+                self.waiting -= 1
 
     def _next(self) -> None:
         now_ns = self._clock()
         self._turn_ns += RATE * (now_ns - self._began_ns - self._turn_ns)
         self._began_ns, self._begun = now_ns, 0
         while self._begun < IN_A_TURN and self.waiting:
-            turn = self._line().popleft()
+            turn, _ = self._line().popitem(last=False)
             self.waiting -= 1
             if not turn.done():  # whoever waited may have been cancelled
                 turn.set_result(None)
@@ -74,7 +80,7 @@ class Turns:
         if self._begun:
             asyncio.get_running_loop().call_soon(self._next)
 
-    def _line(self) -> deque[asyncio.Future[None]]:
+    def _line(self) -> OrderedDict[asyncio.Future[None], None]:
         other: Sort = "undated" if self._last == "dated" else "dated"
         for sort in (other, self._last):
             if self._lines[sort]:

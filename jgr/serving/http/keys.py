@@ -14,6 +14,7 @@ import hmac
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -95,8 +96,9 @@ class Keys:
         self.open = not (config.api_key or config.keys)
         self._callers: dict[bytes, Caller] = {}
         self._take(read_keys(config))
-        if config.keys and Path(config.keys).stat().st_mode & 0o077:
-            _log.warning("server.keys: %s can be read by others than its owner: chmod 600", config.keys)
+        with suppress(OSError):  # who writes the file anew may have taken it away by now
+            if config.keys and Path(config.keys).stat().st_mode & 0o077:
+                _log.warning("server.keys: %s can be read by others than its owner: chmod 600", config.keys)
 
     @property
     def has_admin(self) -> bool:

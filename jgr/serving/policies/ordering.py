@@ -12,11 +12,14 @@ In all of them an interactive job goes before every batch job.
 
 A job without a deadline is taken for one that is due `patience` after it came. If there are more of them than the
 device can do beside the others, the next one is due only when half of the device (FAIR_SHARE) would have done those
-before it: so neither kind of jobs takes more than half of the device from the other.
+that wait before it: so neither kind of jobs takes more than half of the device from the other. Where the device had
+time for more of them than that, nobody else wanted it: then all who come later are due later by as much, so that what
+was done in a quiet hour is not held against those who wait in a busy one.
 """
 
 from __future__ import annotations
 
+import bisect
 from typing import Literal
 
 from jgr.serving.policies.jobs import Job
@@ -41,7 +44,10 @@ class Ordering:
         self.predicts = order == "deadline"
         """Whether jobs that cannot finish in time are refused and ended."""
         self._patience_ns = patience_ns
-        self._undated_ns = 0  # when the last job without a deadline is due
+        self.line: list[tuple[int, int]] = []
+        """(due_ns, order) of the jobs that wait and share, ascending."""
+        self._begun_ns = 0  # when the last of them that began was due
+        self._ahead_ns = 0  # how far they were done before half of the device would have done them
         self._empty_ns = 0  # when the queue was last empty
 
     def shares(self, job: Job) -> bool:
@@ -56,11 +62,26 @@ class Ordering:
         if self.order == "lifo":
             return rank, 0, -order
         if job.deadline_ns is not None:
-            return rank, job.deadline_ns, order
-        due_ns = job.arrival_ns + self._patience_ns
+            return rank, job.deadline_ns + self._ahead_ns, order
+        due_ns = job.arrival_ns + self._patience_ns + self._ahead_ns
         if self.shares(job):
-            self._undated_ns = due_ns = max(due_ns, self._undated_ns + round(share_ns / FAIR_SHARE))
+            last_ns = self.line[-1][0] if self.line else self._begun_ns
+            due_ns = max(due_ns, last_ns + round(share_ns / FAIR_SHARE))
         return rank, due_ns, order
+
+    def waits(self, job: Job, key: Key) -> None:
+        """A job stands in the queue from now on."""
+        if self.shares(job):
+            bisect.insort(self.line, key[1:])
+
+    def waited(self, job: Job, key: Key, starts: bool, now_ns: int) -> None:
+        """A job stands in the queue no more. starts: it runs now."""
+        if self.shares(job):
+            at = bisect.bisect_left(self.line, key[1:])
+            del self.line[at]
+            if starts and at == 0:  # others fill a batch, and those before them still wait
+                self._begun_ns = max(self._begun_ns, key[1])
+                self._ahead_ns = max(self._ahead_ns, key[1] - self._patience_ns - now_ns)
 
     def waits_ns(self, queued: int, now_ns: int) -> int:
         """With codel: how long a job may wait now. queued: jobs that wait."""

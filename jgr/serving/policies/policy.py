@@ -300,6 +300,8 @@ class Policy(ABC, Generic[L]):
         assert self._counts["new"] == 0 and self._counts["queued"] == len(entries) + ended, "a job was lost"
         watched = [(e.job.deadline_ns, e.job.id) for e in entries if e.job.deadline_ns is not None]
         assert sorted(watched) == self._deadlines, "a deadline is unwatched"
+        sharing = sorted(e.key[1:] for e in entries if e.state == "queued" and self._ordering.shares(e.job))
+        assert sharing == self._ordering.line, "jobs without a deadline are lost"
         latest = [(e.latest_ns, e.job.id) for e in entries if e.state == "queued" and e.latest_ns is not None]
         assert sorted(latest) == self._latest, "a latest start is unwatched"
 
@@ -468,10 +470,12 @@ class Policy(ABC, Generic[L]):
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
             _remove(self._queue, (entry.key, job.id))
+            self._ordering.waited(job, entry.key, after == "running", self._now_ns or 0)
             if entry.latest_ns is not None:
                 _remove(self._latest, (entry.latest_ns, job.id))
         if after == "queued":
             bisect.insort(self._queue, (entry.key, job.id))
+            self._ordering.waits(job, entry.key)
             if entry.latest_ns is not None:
                 bisect.insort(self._latest, (entry.latest_ns, job.id))
         elif after != "running":

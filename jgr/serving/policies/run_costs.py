@@ -45,6 +45,7 @@ class RunCosts:
         if not self._own:
             return
         self.revision += 1
+        took_ns = max(1, took_ns)  # of nothing but such runs, costs would become 0, which no factor corrects
         predicted = self._own.get(shape, 0) * self._machine
         if not predicted:
             self._own[shape] = took_ns / self._machine

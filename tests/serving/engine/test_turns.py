@@ -7,6 +7,8 @@ import asyncio
 import time
 from contextlib import suppress
 
+import pytest
+
 from jgr.serving.api import RecommendRequest
 from jgr.serving.engine.turns import IN_A_TURN, Turns
 from jgr.serving.errors import RequestError
@@ -75,6 +77,33 @@ def test_a_request_whose_client_left_takes_no_turn() -> None:
     asyncio.run(run())
 
 
+def test_a_batch_request_whose_line_stands_still_ends_with_its_deadline_and_leaves_the_line() -> None:
+    async def run() -> None:
+        engine = make_engine(make_config("batching.order=edf"))
+        await engine.start()
+        turns, ended = engine._host.turns, asyncio.Event()
+
+        async def others() -> None:
+            """They take every turn."""
+            while not ended.is_set():
+                await turns.take("undated")
+
+        rivals = [asyncio.ensure_future(others()) for _ in range(3 * IN_A_TURN)]
+        await asyncio.sleep(0)
+        request = RecommendRequest(history=["a"], top_k=1, priority="batch", deadline_ms=20)
+        answers = [asyncio.ensure_future(engine.answer(request)) for _ in range(100)]
+        errors = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), PATIENCE_S)
+        assert {getattr(error, "type", error) for error in errors} == {"deadline_exceeded"}
+        assert turns.waiting <= len(rivals)
+        ended.set()
+        await asyncio.gather(*rivals)
+        assert turns.waiting == 0
+        await engine.drain(None)
+        assert engine.join(10)
+
+    asyncio.run(run())
+
+
 def test_a_wait_is_predicted_from_the_time_of_turns() -> None:
     async def run() -> None:
         clock = Clock(8_000_000)
@@ -97,15 +126,18 @@ def test_a_wait_is_predicted_from_the_time_of_turns() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn() -> None:
+@pytest.mark.parametrize("requests", [1, IN_A_TURN + 1, IN_A_TURN + 3, 2 * IN_A_TURN + 1, 10 * IN_A_TURN])
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn(requests: int, turns: int) -> None:
     async def run() -> None:
         engine = make_engine(make_config())
         await engine.start()
         answers = [
             asyncio.ensure_future(engine.answer(RecommendRequest(history=["a"], top_k=1)))
-            for _ in range(10 * IN_A_TURN)
+            for _ in range(requests)
         ]
-        await asyncio.sleep(0)  # all have come, and most wait
+        for _ in range(turns):  # all have come, and some wait, or were told to go on in this turn of the loop
+            await asyncio.sleep(0)
         assert await engine.drain(None)
         assert all(len(answer.items) == 1 for answer in await asyncio.gather(*answers))
         assert engine.join(10)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jgr.config import ConfigError
-from jgr.serving.http.keys import Keys
+from jgr.config import ConfigError, ServerConfig
+from jgr.serving.http.keys import KeyEntry, Keys, read_keys
 from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
 from tests.serving.http.test_overload import process
 
@@ -196,6 +196,19 @@ def test_a_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.LogC
     assert not caplog.records
     Keys(make_config(write(tmp_path / "keys", entry("ada", ADA), mode=0o640)).server)
     assert "can be read by others than its owner" in caplog.text
+
+
+def test_a_file_that_is_taken_away_once_it_was_read_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_and_remove(config: ServerConfig) -> list[KeyEntry]:
+        entries = read_keys(config)
+        (tmp_path / "keys").unlink()
+        return entries
+
+    monkeypatch.setattr("jgr.serving.http.keys.read_keys", read_and_remove)
+    keys = Keys(make_config(write(tmp_path / "keys", entry("ada", ADA))).server)
+    assert keys.client(b"Bearer " + ADA.encode()).name == "ada"
 
 
 def test_what_a_key_has_used_up_stays_used_up_when_the_file_is_read_again(tmp_path: Path) -> None:

@@ -142,6 +142,20 @@ def test_a_request_joins_the_trace_that_it_names_if_that_is_recorded(
     assert len(roots) == 1 + len(others) * ratio
 
 
+@pytest.mark.parametrize(
+    "state", ["a" * 8000, "a=b," * 15_000, "A=\x9b2J", ",".join(f"k{i}=v" for i in range(99))]
+)
+def test_what_is_no_state_is_left_out_and_not_written_to_the_log(
+    collector: Collector, caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    with LiveServer(f"server.traces={collector.url}") as server:
+        before = len(caplog.records)
+        reply = server.call("/v1/rank", RANK, traceparent=f"00-{TRACE}-{PARENT}-01", tracestate=state)
+        assert reply.status == 200 and told(reply)[0] == TRACE
+        assert not caplog.records[before:]
+    assert [root.trace_state for root in collector.roots()] == [""]
+
+
 def test_two_parents_are_none(collector: Collector) -> None:
     parent = f"traceparent: 00-{TRACE}-{PARENT}-01\r\n"
     with LiveServer(f"server.traces={collector.url}") as server, server.connect() as connection:

@@ -41,3 +41,17 @@ def test_a_shape_that_is_not_run_follows_the_machine_and_does_not_drift_from_it(
     ran, idle = costs.ns("run") / 1e6, costs.ns("idle") / 4e6
     assert idle == pytest.approx(ran**COMMON, rel=1e-3)
     assert 1 < ran < 4, "about the mean of the times, of which the largest count for less"
+
+
+@pytest.mark.parametrize("took_ns", [0, 1, 10**18])
+def test_costs_stay_above_nothing_and_finite_whatever_runs_are_said_to_take(took_ns: int) -> None:
+    costs = RunCosts({"run": 1e-3, "other": 2e-3})
+    for _ in range(20_000):
+        costs.observe("run", took_ns)
+    for shape in ("run", "other"):
+        costs.observe(shape, 1_000_000)
+        assert 0 < costs.ns(shape) <= 10**19
+    for _ in range(1_000):
+        costs.observe("run", 1_000_000)
+        costs.observe("other", 2_000_000)
+    assert costs.ns("run") == pytest.approx(1_000_000) and costs.ns("other") == pytest.approx(2_000_000)
