@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from jgr.cache.meta import CacheMeta
@@ -376,7 +377,8 @@ class Engine(Generic[S]):
         now_ns = self.clock()
         self._host.ran()
         committed = self._policy.commit(start.run, outcome, now_ns, (run.start_ns, run.end_ns))
-        if run.error is None:
+        done, failed, error = committed.done, committed.failed, run.error
+        if error is None:
             tasks: list[Any] = []
             for work in start.work:
                 ticket = self._tickets.get(work.job)
@@ -385,21 +387,23 @@ class Engine(Generic[S]):
                     ticket.launched_ns = ticket.launched_ns or run.launched_ns
                     ticket.ended_ns, ticket.start = run.end_ns, start
                 tasks.append(None if ticket is None else ticket.task)
-            self.served.take(start, tasks, run.outcomes)
+            try:
+                self.served.take(start, tasks, run.outcomes)
+            except Exception as cause:
+                done, failed, error = (), committed.done, cause
         ended = len(committed.expired) + sum(work.job not in self._tickets for work in start.work)
         self.metrics.observe_run((run.end_ns - run.start_ns) / 1e9, ended / len(start.work))
         self._pump()
-        if run.error is not None and not lost:
-            self._fail(committed.failed, run.error)
+        if error is not None and not lost:
+            self._fail(failed, error)
         if committed.expired:
             self._expire(committed.expired)
-        for job_id in committed.done:
+        for job_id in done:
             self._answer(self._tickets.pop(job_id), now_ns)
         self._check_drained()
 
     def _answer(self, ticket: Ticket, committed_ns: int) -> None:
-        task, info, served = ticket.task, self.info, self.served
-        ticket.committed_ns = committed_ns
+        task, info, served, ticket.committed_ns = ticket.task, self.info, self.served, committed_ns
         if ticket.predicted_ns is not None:
             self.metrics.observe_forecast((committed_ns - ticket.predicted_ns) / 1e9)
         if ticket.compare is not None:
@@ -411,6 +415,7 @@ class Engine(Generic[S]):
             return None
         try:
             items = served.items(task)
+            explained = served.explain(task) if task.request.explain else UNSET
         except Exception as error:
             self._tickets[ticket.job_id] = ticket
             return self._fail([ticket.job_id], error)
@@ -429,11 +434,10 @@ class Engine(Generic[S]):
             items=items,
             usage=task.usage,
             timing_ms=timing,
+            explain=explained,
         )
         if served.compares and task.usage.cached_tokens:
             self._shadow(task)
-        if task.request.explain:
-            answer.explain = served.explain(task)
         if not ticket.answer.done():
             ticket.answer.set_result(answer)
 

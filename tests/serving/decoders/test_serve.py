@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -207,3 +210,35 @@ def test_progress_is_shown_for_every_profile() -> None:
     asyncio.run(start())
     assert shown == [(n, 4) for n in (1, 2, 3, 4)]
     assert engine.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("what", ["take", "items", "explain"])
+def test_what_breaks_after_a_run_ends_its_requests_and_no_other(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends of runs are also seen while another request is being accepted, which is not to blame."""
+
+    def breaks(*given: object) -> NoReturn:
+        raise FloatingPointError("out of luck")
+
+    async def scenario() -> None:
+        engine, _ = make("batching.max_queue=4", clock=time.monotonic_ns)
+        request = RecommendRequest(history=["a"], top_k=1, explain=True)
+        tickets = []
+        await engine.start()
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.served, what, breaks)
+            doomed = engine.submit(request)
+            until_s = time.monotonic() + PATIENCE_S
+            await asyncio.sleep(0)  # its run is on its lane, and the loop has no turn until it ended
+            while not doomed.answer.done() and time.monotonic() < until_s:
+                with suppress(RequestError):  # the queue may become full
+                    tickets.append(engine.submit(request))
+            with pytest.raises(RequestError, match="the model failed"):
+                await doomed.answer
+        await asyncio.gather(*(ticket.answer for ticket in tickets), return_exceptions=True)
+        assert len((await engine.answer(request)).items) == 1
+        engine.check()
+        assert await engine.drain(30.0) and engine.join(30.0)
+
+    asyncio.run(scenario())
