@@ -99,7 +99,7 @@ class Engine(Generic[S]):
         """Bytes that its parts take, on the device and on the host, by their names."""
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
-        self._lanes = Lanes(served.executors, clock)
+        self._lanes, self._host = Lanes(served.executors, clock), Host(clock)
         self._default_deadline_ms = default_deadline_ms
         self._tickets: dict[int, Ticket] = {}
         self._job_ids = itertools.count()
@@ -108,7 +108,6 @@ class Engine(Generic[S]):
         self._pump_due, self._pool, self._epoch = False, served.pool, 0
         self._wakeup: tuple[int, asyncio.TimerHandle] | None = None
         self._drained: asyncio.Future[None] | None = None
-        self._host = Host(clock)
 
     @property
     def queued(self) -> int:
@@ -155,11 +154,11 @@ class Engine(Generic[S]):
         now_ns = self.clock()
         arrival_ns = now_ns if arrival_ns is None else arrival_ns
         deadline_ns = self._refuse_early(request, arrival_ns)
-        hint = isinstance(request, Prefill)
         while True:
             task = self.served.prepare(request, tenant)
             now_ns = self.clock()
-            if hint and (found := self.served.foreseen(task, now_ns)) is not None:
+            found = self.served.foreseen(task, now_ns) if isinstance(request, Prefill) else None
+            if found is not None:
                 ticket = Ticket(-1, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
                 return self._hinted(ticket, now_ns, *found)
             job = self.served.job(task, next(self._job_ids), arrival_ns, deadline_ns)
