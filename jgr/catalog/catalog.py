@@ -44,7 +44,8 @@ Symbol = str | int
 MAX_DEPTH = 8
 MAX_NAME_CHARS = 512
 MAX_TOKEN = 2**31 - 1
-FEW_IDS = 64  # are looked up one by one; of more a dictionary's look-ups wait for memory one after the other
+FEW_IDS, FEW_ITEMS = 128, 1 << 15
+"""So many ids, and any number in so small a catalog, are looked up in a dictionary, which waits for memory id by id."""
 LARGE_FILE_BYTES = 1 << 26
 """A larger `.jsonl` is read into arrays: a Python object for each item would take ten times its size."""
 
@@ -94,14 +95,14 @@ class Catalog:
         if isinstance(self.item_ids, ItemIds):
             return self.item_ids.find
         row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}.get
-        arrays = _arrays(self.item_ids)
 
-        def find(asked: Sequence[str]) -> Int32:
-            if len(asked) > FEW_IDS:
-                return arrays.find(asked)
+        def look_up(asked: Sequence[str]) -> Int32:
             return np.array([row_of(item_id, -1) for item_id in asked], np.int32)
 
-        return find
+        if self.n_items <= FEW_ITEMS:
+            return look_up
+        arrays = _arrays(self.item_ids)
+        return lambda asked: arrays.find(asked) if len(asked) > FEW_IDS else look_up(asked)
 
     def index(self) -> None:
         """Prepare the look-up of ids; else the first one does."""

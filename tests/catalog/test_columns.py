@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jgr.catalog.catalog
 from jgr.catalog import text_table
 from jgr.catalog.catalog import FEW_IDS, Catalog, CatalogError, load_catalog, load_columns, save_catalog
 from jgr.catalog.columns import MANIFEST, _sha256
@@ -114,7 +115,11 @@ def test_ids_are_found_as_a_dictionary_finds_them(known: set[str], asked: list[s
 
 
 @pytest.mark.parametrize("count", [1, FEW_IDS, FEW_IDS + 1, 1000])
-def test_few_ids_and_many_are_found_alike(count: int) -> None:
+@pytest.mark.parametrize("few_items", [0, 500])
+def test_few_ids_and_many_are_found_alike(
+    few_items: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jgr.catalog.catalog, "FEW_ITEMS", few_items)
     plain = build([(f"item {n}", [n % 7, n], {}) for n in range(500)])
     arrays = Catalog.of_arrays(
         TextTable.of([item_id.encode() for item_id in plain.item_ids]), np.array(plain.codes), plain.symbols
