@@ -155,17 +155,13 @@ def test_a_sweep_of_rates_and_its_picture(server: LiveServer, catalog: str, tmp_
     _svg(picture)
 
 
+SEARCH = ("--history_length=2", "--top_k=2", "--find_capacity", "--share=.5", "--duration=0.2")
+
+
 def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_does(
     server: LiveServer, catalog: str, tmp_path: Path
 ) -> None:
-    shape = [
-        "--history_length=2",
-        "--top_k=2",
-        "--find_capacity",
-        "--share=.5",
-        "--duration=0.2",
-        "--rate=200",
-    ]
+    shape = [*SEARCH, "--rate=200"]
     target = ["--api_key=k3y", f"--url={server.listener.url}", "--set", catalog, "--max_probes=2"]
     done = _bench("serve", *shape, *target, "--slo_ms=0", f"--plot={tmp_path / 'a.png'}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -187,14 +183,7 @@ def test_the_capacity_of_a_server_that_answers_nothing_in_time_and_of_one_that_d
 def test_a_server_that_answers_nobody_ends_the_search_before_it_begins(
     server: LiveServer, catalog: str
 ) -> None:
-    shape = [
-        "--history_length=2",
-        "--top_k=2",
-        "--find_capacity",
-        "--share=.5",
-        "--duration=0.2",
-        "--rate=50",
-    ]
+    shape = [*SEARCH, "--rate=50"]
     done = _bench("serve", *shape, "--api_key=wrong", f"--url={server.listener.url}", "--set", catalog)
     assert (done.returncode, done.stdout) == (2, "")
     assert "no request was answered 200" in done.stderr

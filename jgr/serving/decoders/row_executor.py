@@ -127,9 +127,7 @@ class ProfilePrograms:
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
-        self._staged: dict[
-            Profile, StagedInputs
-        ] = {}  # no catalog changes their shapes, so they are shared too
+        self._staged: dict[Profile, StagedInputs] = {}  # shared too: no catalog changes their shapes
         self.costs: dict[Profile, float] = {}
         """Seconds of a full batch of each profile, as measured at the warm-up."""
 

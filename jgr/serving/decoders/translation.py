@@ -328,7 +328,7 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
 
 
 def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:
-    """Of the rows of each leaf, those that a filter keeps."""
+    """The rows of each leaf that a filter keeps."""
     flat = list(itertools.chain.from_iterable(each))
     left = set(itertools.compress(flat, chosen.keeps(np.array(flat, np.int32)).tolist()))
     return [[row for row in rows if row in left] for rows in each]

@@ -21,7 +21,7 @@ from jgr.serving.prefill import Asked
 RATE = 1 / 16
 """The weight of one figure in an average."""
 WAITS = 4
-"""A request may wait for its turn for the fourth part of the time that it has."""
+"""A request may wait for its turn for one part in so many of the time that it has."""
 
 
 class Host:
@@ -47,8 +47,8 @@ class Host:
     def late_ns(self, request: Request, left_ns: int, now_ns: int, wait_ns: int) -> int | None:
         """By how much a request is known to be late before it is translated; None: it is not known.
 
-        left_ns: the time until its last run must end. wait_ns: how long it waits for its turn, which is a part of that
-        that leaves room for its runs.
+        left_ns: the time until its last run must end. wait_ns: how long it waits for its turn; WAITS times as long must
+        be left, so that its runs have room.
         """
         left_ns -= WAITS * wait_ns
         if left_ns <= 0:

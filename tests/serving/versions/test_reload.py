@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -115,15 +114,6 @@ def test_a_reload_is_told_by_models_and_metrics() -> None:
         gone = server.call("/v1/recommend", {**BODY, "model": "jgr@0"})
         assert (gone.status, gone.error["field"]) == (404, "model")
         assert "now 'jgr@1'" in gone.error["message"]
-
-
-@pytest.fixture
-def without_collector() -> Iterator[None]:
-    """A cycle would keep device memory until the collector comes by, so nothing may need it."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("without_collector")
