@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from jgr.catalog import columns as catalog_columns
 from jgr.catalog.columns import Columns
-from jgr.catalog.text_table import ItemIds, Metadata, TextTable
+from jgr.catalog.text_table import ItemIds, Metadata, RowOf, TextTable
 from jgr.config import UserError
 from jgr.files import MAX_LINE_BYTES, read_lines, read_whole, writing
 
@@ -94,10 +94,10 @@ class Catalog:
         """The function from item ids to their rows, -1 for an unknown id."""
         if isinstance(self.item_ids, ItemIds):
             return self.item_ids.find
-        row_of = {item_id: row for row, item_id in enumerate(self.item_ids)}.get
+        row_of = RowOf(zip(self.item_ids, range(self.n_items), strict=True))
 
         def look_up(asked: Sequence[str]) -> Int32:
-            return np.array([row_of(item_id, -1) for item_id in asked], np.int32)
+            return np.fromiter(map(row_of.__getitem__, asked), np.int32, len(asked))
 
         if self.n_items <= FEW_ITEMS:
             return look_up

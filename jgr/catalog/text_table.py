@@ -117,6 +117,13 @@ class _Lazy(Sequence[T]):
     def _at(self, row: int) -> T: ...
 
 
+class RowOf(dict[str, int]):
+    """The row of each item id, -1 for any other text. One built-in call looks it up, since requests name hundreds."""
+
+    def __missing__(self, item_id: str) -> int:
+        return -1
+
+
 class ItemIds(_Lazy[str]):
     """The item ids of a catalog: distinct UTF-8 texts of at least one byte."""
 

@@ -181,6 +181,10 @@ class PromptBuilder:
         self._separator = len(separator)
         self.min_item_tokens = int(self._lengths.min()) - self._separator
         self._starts = np.cumsum(self._lengths) - self._lengths
+        alike = bool((self._lengths == self._lengths[0]).all())
+        self._alike = (
+            self._tokens.reshape(catalog.n_items, -1) if alike else None
+        )  # items of one length, as rows
         history = config.max_items * int(self._lengths.max()) - self._separator
         self.max_tokens = len(self.prefix) + history + len(self.suffix)
         parts = (self.prefix, self._tokens, self.suffix)
@@ -197,6 +201,9 @@ class PromptBuilder:
     def user(self, rows: Int32) -> Int32:
         """The prompt up to the end of the history, [t] int32."""
         rows = rows[first_kept(len(rows), self._max_items, self._stride) :]
+        if self._alike is not None:
+            tokens = self._alike.take(rows, axis=0).ravel()
+            return np.concatenate((self.prefix, tokens[: max(len(tokens) - self._separator, 0)]))
         lengths = self._lengths[rows]
         ends = np.cumsum(lengths)
         total = int(ends[-1]) if len(ends) else 0

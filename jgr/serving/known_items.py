@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -49,8 +51,7 @@ def _listed(candidates: list[str | int], catalog: Catalog) -> Int32:
     if unknown:
         at = item_ids.index(unknown[0])
         raise invalid(f"candidates[{at}]", f"item {quoted(unknown[0])} is not in the catalog")
-    in_order = np.sort(rows)
-    if (in_order[1:] == in_order[:-1]).any():
+    if len(set(item_ids)) < len(item_ids):
         first: dict[str, int] = {}
         for at, item_id in enumerate(item_ids):
             if first.setdefault(item_id, at) != at:
@@ -88,5 +89,7 @@ def user_entry(user_id: str, tenant: str = "") -> str:
 
 
 def texts(item_ids: list[str | int]) -> list[str]:
-    """The item ids as text: integers become their decimal digits."""
-    return [item_id if type(item_id) is str else str(item_id) for item_id in item_ids]
+    """The item ids as text: integers become their decimal digits. The list itself where all are text."""
+    if set(map(type, item_ids)) <= {str}:
+        return cast(list[str], item_ids)
+    return list(map(str, item_ids))

@@ -304,7 +304,7 @@ class Translator:
         # Stable, so that equal scores keep the caller's order.
         request = task.request
         assert isinstance(request, RankRequest)
-        order = np.argsort(-outcome.scores, kind="stable")[: request.top_k]
+        order = (-outcome.scores).argsort(kind="stable")[: request.top_k]
         rows, scores = task.rows[order].tolist(), outcome.scores[order].tolist()
         ranked = enumerate(zip(rows, scores, strict=True), 1)
         return [self._item(row, score, rank, request.include_metadata) for rank, (row, score) in ranked]

@@ -178,11 +178,9 @@ class Engine(Generic[S]):
         self._pump_soon()
         return ticket
 
-    async def enter(
-        self, request: Asked, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
-    ) -> Ticket:
-        """`submit` once it is the request's turn on the event loop."""
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+    async def enter(self, request: Asked, arrival_ns: int) -> None:
+        """Wait for the request's turn on the event loop; `submit` follows at once. RequestError for one that is known
+        to be refused."""
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
@@ -191,7 +189,6 @@ class Engine(Generic[S]):
             await turns.take(sort)
         else:  # its line may stand still for long
             await self._take_until(arrival_ns + round(deadline_ms * 1e6))
-        return self.submit(request, request_id, arrival_ns, tenant)
 
     async def _take_until(self, deadline_ns: int) -> None:
         try:
@@ -264,7 +261,9 @@ class Engine(Generic[S]):
     async def answer(self, request: Request, request_id: str = "") -> Answer: ...
     async def answer(self, request: Asked, request_id: str = "") -> Answer | Prefilled:
         """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
-        ticket = await self.enter(request, request_id)
+        arrival_ns = self.clock()
+        await self.enter(request, arrival_ns)
+        ticket = self.submit(request, request_id, arrival_ns)
         try:
             answer: Answer | Prefilled = await ticket.answer
             self.encoded(ticket)

@@ -3,8 +3,9 @@
 
 Translating a request takes the loop up to a millisecond. If hundreds that came at once were translated in one turn of
 it, then all that time no run would be started and no answer sent, and answers that the device had would be late. So a
-turn translates few, and the others wait: in two lines, those with a deadline and those without one, which go on
-alternately, and in a third that goes on while both are empty. In each, first come, first served.
+turn translates as many as take some two milliseconds, and the others wait: in two lines, those with a deadline and
+those without one, which go on alternately, and in a third that goes on while both are empty. In each, first come, first
+served.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Callable
 
 from jgr.serving.policies.jobs import SORTS, Sort
 
-IN_A_TURN = 4
-"""Requests that are translated in one turn of the loop."""
+TURN_NS = 2_000_000
+"""For so long one turn of the loop may translate requests."""
+LEAST, MOST = 4, 16
+"""Bounds of how many these are. More at once make larger batches, and a turn costs something by itself."""
 RATE = 1 / 8
-"""The weight of one turn in the mean time of turns."""
+"""The weight of one turn in the mean time of a request."""
 
 
 class Turns:
@@ -32,7 +35,8 @@ class Turns:
         """Requests in all lines."""
         self._last: Sort = "undated"  # of the two lines that go on alternately, the one that went on last
         self._begun, self._began_ns = 0, 0  # how many requests this turn has begun, and when it began
-        self._turn_ns = 0.0  # the mean time of a turn
+        self._most = LEAST  # how many it may begin
+        self._each_ns = TURN_NS / LEAST  # the mean time of a turn for each request that it begins
 
     def ahead(self, sort: Sort) -> int:
         """Requests of this sort that wait."""
@@ -47,14 +51,14 @@ class Turns:
             ahead = 1 + self.waiting
         elif self._lines["undated" if sort == "dated" else "dated"]:
             ahead *= 2
-        return round(ahead * self._turn_ns / IN_A_TURN)
+        return round(ahead * self._each_ns)
 
     async def take(self, sort: Sort) -> None:
         """Wait for one's turn."""
         if self._begun == 0:
             self._began_ns = self._clock()
             asyncio.get_running_loop().call_soon(self._next)
-        if self._begun < IN_A_TURN and not self.waiting:
+        if self._begun < self._most and not self.waiting:
             self._begun += 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -69,9 +73,10 @@ class Turns:
 
     def _next(self) -> None:
         now_ns = self._clock()
-        self._turn_ns += RATE * (now_ns - self._began_ns - self._turn_ns)
+        self._each_ns += RATE * ((now_ns - self._began_ns) / self._begun - self._each_ns)
+        self._most = min(MOST, max(LEAST, int(TURN_NS / max(1, self._each_ns))))
         self._began_ns, self._begun = now_ns, 0
-        while self._begun < IN_A_TURN and self.waiting:
+        while self._begun < self._most and self.waiting:
             turn, _ = self._line().popitem(last=False)
             self.waiting -= 1
             if not turn.done():  # whoever waited may have been cancelled

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import getrandbits
 from urllib.parse import quote
 
 import msgspec
@@ -34,7 +35,6 @@ from jgr.config import ServerConfig
 from jgr.serving.api import CatalogItem, Erased, Health, ModelList, RankRequest, RecommendRequest
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone
-from jgr.serving.engine.ticket import Ticket
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import openapi
@@ -71,10 +71,30 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 _TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
 
 
+class Client:
+    """Who waits for the answer to one request; gone: not any more."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self._work: Callable[[], object] | None = None
+
+    def works(self, cancel: Callable[[], object] | None) -> None:
+        """What cancels the work that is done for the client; it is called when the client leaves. None: there is
+        none."""
+        self._work = cancel
+
+    def leave(self) -> None:
+        """The connection is lost."""
+        self.gone = True
+        if self._work is not None:
+            self._work()
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One call for a model's work. trace: None: it is not traced."""
 
+    client: Client
     receive: Receive
     request_id: str
     arrival_ns: int
@@ -83,7 +103,8 @@ class _Call:
 
 
 class App:
-    """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it; any ASGI server could.
+    """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it. Another ASGI server could, but
+    work goes on for a client that leaves unless the scope has its Client as "jgr.client".
 
     Raises ConfigError for keys that cannot be used.
     """
@@ -134,13 +155,14 @@ class App:
         if scope["type"] != "http":
             return await self._cold(scope, receive, send)
         arrival_ns = self._clock()
+        scope.setdefault("jgr.client", Client())
         path, key, request_id = scope["path"], b"", ""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 key = value
             elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
-        reply = _Reply(send, request_id or os.urandom(16).hex(), self._models)
+        reply = _Reply(send, request_id or f"{getrandbits(128):032x}", self._models)
         hot, trace = self._hot.get(path), None
         if self.traces is not None and (hot is not None or _is_hint(scope)):
             name = path if hot else f"{_USERS_PATH}{{user_id}}/prefill"
@@ -154,7 +176,7 @@ class App:
                 scope["jgr.arrival_ns"], scope["jgr.trace"] = arrival_ns, trace
                 await self._cold(scope, receive, reply.forward)
             else:
-                call = _Call(receive, reply.request_id, arrival_ns, caller, trace)
+                call = _Call(scope["jgr.client"], receive, reply.request_id, arrival_ns, caller, trace)
                 body = await self._answer(scope["method"], path, hot, call)
                 await reply.send(200, body)
         except RequestError as error:
@@ -236,12 +258,14 @@ class App:
 
     async def _computed(self, engine: AnyEngine, request: Asked, call: _Call) -> bytes:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
-        ticket = await engine.enter(request, call.request_id, call.arrival_ns, call.caller.tenant)
+        client = call.client
+        await engine.enter(request, call.arrival_ns)
+        if client.gone:
+            raise ClientGone
+        ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
-        watcher = asyncio.ensure_future(call.receive())  # ends when the client leaves, or after the answer
-        client_gone = partial(_client_gone, engine, ticket)
-        watcher.add_done_callback(client_gone)
+        client.works(partial(engine.cancel, ticket))
         try:
             body = _encode(await ticket.answer)
             engine.encoded(ticket)
@@ -250,10 +274,10 @@ class App:
             engine.cancel(ticket)
             raise
         finally:
-            watcher.remove_done_callback(client_gone)
+            client.works(None)
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
-            del engine, ticket, client_gone
+            del engine, ticket
 
     async def _read_body(self, receive: Receive) -> bytes:
         """Read the whole body. Raises RequestError if it exceeds the limit, ClientGone if the client leaves."""
@@ -323,8 +347,11 @@ class App:
         if not _USER.fullmatch(user):
             raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
         hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
-        own = ("jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace")
-        call = _Call(request.receive, *map(request.scope.__getitem__, own))
+        client, own = (
+            request.scope["jgr.client"],
+            ("jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace"),
+        )
+        call = _Call(client, request.receive, *map(request.scope.__getitem__, own))
         answer = await self._shared(self._models.hinted(given.model), hint, call)
         return Response(answer, media_type="application/json")
 
@@ -464,8 +491,3 @@ def _listed_at(request: HttpRequest) -> dict[str, str]:
     """The Location header of an activation: the list of catalogs, which tells its progress."""
     query = request.url.query
     return {"Location": f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH}
-
-
-def _client_gone(engine: AnyEngine, ticket: Ticket, watcher: asyncio.Future[Message]) -> None:
-    if not watcher.cancelled():
-        engine.cancel(ticket)

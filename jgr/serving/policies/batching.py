@@ -127,23 +127,31 @@ class FixedShapes:
             {p for p in profiles if p.cost_tokens <= max_tokens},
             key=lambda p: (p.cost_tokens, p.batch, p.tokens, p.width),
         )
+        self._tokens = sorted({p.tokens for p in self._profiles})
+        self._widths = sorted({p.width for p in self._profiles})
+        self._fitting = {  # the profiles that take a class, the smallest first
+            (tokens, width): [p for p in self._profiles if p.tokens >= tokens and p.width >= width]
+            for tokens in self._tokens
+            for width in self._widths
+        }
+        self._covers: dict[tuple[int, int], Cover] = {}
+        self._shares: dict[tuple[int, int], float] = {}
+        self._revision = -1
         for lost in profiles:
             if not self.fits(lost.tokens, lost.width):
                 raise ConfigError(
                     f"batching.max_tokens={max_tokens} leaves no profile for {lost.kind} of {lost.tokens} "
                     f"tokens and width {lost.width}; raise it, or have that size in a smaller batch too"
                 )
-        self._tokens = sorted({p.tokens for p in self._profiles})
-        self._widths = sorted({p.width for p in self._profiles})
-        self._covers: dict[tuple[int, int], Cover] = {}
-        self._revision = -1
 
     @property
     def max_width(self) -> int:
         return max((p.width for p in self._profiles), default=0)
 
     def fits(self, tokens: int, width: int) -> bool:
-        return any(p.tokens >= tokens and p.width >= width for p in self._profiles)
+        at, to = bisect_left(self._tokens, tokens), bisect_left(self._widths, width)
+        within = at < len(self._tokens) and to < len(self._widths)
+        return within and bool(self._fitting[self._tokens[at], self._widths[to]])
 
     def group(
         self, jobs: Iterable[Job], due: bool, now_ns: int, begin_ns: int | None, loses: Loses
@@ -152,19 +160,18 @@ class FixedShapes:
         smallest = self._alone(jobs[0])
         if len(jobs) == 1 and due:
             return Group((jobs[0].id,), smallest)
-        heads = {self.size_class(jobs[0]): jobs[0]}
-        if begin_ns is not None:  # another class may go first, where nobody is late for it
-            for job in jobs:
-                heads.setdefault(self.size_class(job), job)
+        classes = [self.size_class(job) for job in jobs]
+        # Another class than the first job's may go first, where nobody is late for it.
+        heads = classes[:1] if begin_ns is None else dict.fromkeys(classes)
         found: dict[tuple[int, ...], Group] = {}  # of the shapes for the same jobs, the smallest
-        for of, head in heads.items():
-            for p in self._fitting(head):
-                group = self._filled(p, jobs, of, begin_ns)
+        for of in heads:
+            for p in self._fitting[of]:
+                group = self._filled(p, jobs, [each != of for each in classes], begin_ns)
                 found.setdefault(group.jobs, group)
         found.pop((), None)
         # The first job is tried although it is late, where all are.
         options = list(found.values()) or [Group((jobs[0].id,), smallest)]
-        takes = {job.id: self._weigh(job) for job in jobs}
+        takes = {job.id: self._share(of) for job, of in zip(jobs, classes, strict=True)}
 
         def rank(group: Group) -> tuple[float, int, int]:
             done = sum(map(takes.__getitem__, group.jobs))
@@ -181,19 +188,19 @@ class FixedShapes:
         return best
 
     def _filled(
-        self, profile: Profile, jobs: Sequence[Job], of: tuple[int, int], begin_ns: int | None
+        self, profile: Profile, jobs: Sequence[Job], others: Sequence[bool], begin_ns: int | None
     ) -> Group:
-        """A batch of the first jobs that it is in time for; those of one class go before shorter ones."""
+        """A batch of the first jobs that it is in time for. others: whether a job is of another class than those that
+        go first."""
         end_ns = None if begin_ns is None else begin_ns + self.costs.ns(profile)
         fit = [
-            job
-            for job in jobs
+            at
+            for at, job in enumerate(jobs)
             if profile.tokens >= job.tokens and profile.width >= job.width and _in_time(job, end_ns)
         ]
-        own = [job for job in fit if self.size_class(job) == of]
-        others = [job for job in fit if self.size_class(job) != of]
-        chosen = {job.id for job in [*own, *others][: profile.batch]}
-        return Group(tuple(job.id for job in fit if job.id in chosen), profile)
+        if len(fit) > profile.batch:
+            fit = sorted(sorted(fit, key=others.__getitem__)[: profile.batch])
+        return Group(tuple(jobs[at].id for at in fit), profile)
 
     def finished(self, jobs: tuple[int, ...], well: bool) -> Set[tuple[int, ...]]:
         """Nothing is remembered of batches."""
@@ -203,7 +210,7 @@ class FixedShapes:
         return self.costs.ns(self._alone(job))
 
     def share_ns(self, job: Job) -> int:
-        return min(self.costs.ns(p) // p.batch for p in self._fitting(job))
+        return int(self._share(self.size_class(job)))
 
     def spread_ns(self, job: Job) -> int:
         return self.costs.spread_ns(self._alone(job))
@@ -218,14 +225,10 @@ class FixedShapes:
 
     def cover(self, of: tuple[int, int]) -> Cover:
         """What any number of jobs of a class takes."""
-        if self._revision != self.costs.revision:
-            self._covers.clear()
-            self._revision = self.costs.revision
+        self._renew_costs()
         found = self._covers.get(of)
         if found is None:
-            tokens, width = of
-            fitting = [p for p in self._profiles if p.tokens >= tokens and p.width >= width]
-            found = self._covers[of] = Cover([(p.batch, self.costs.ns(p)) for p in fitting])
+            found = self._covers[of] = Cover([(p.batch, self.costs.ns(p)) for p in self._fitting[of]])
         return found
 
     def renew(self, epoch: int) -> None:
@@ -238,16 +241,24 @@ class FixedShapes:
     def check(self) -> None:
         """Nothing can be wrong."""
 
-    def _fitting(self, job: Job) -> list[Profile]:
-        """The profiles that take a job, the smallest first."""
-        return [p for p in self._profiles if p.tokens >= job.tokens and p.width >= job.width]
-
     def _alone(self, job: Job) -> Profile:
-        return self._fitting(job)[0]
+        return self._fitting[self.size_class(job)][0]
 
-    def _weigh(self, job: Job) -> float:
-        """What the job takes of the cheapest full batch: of two batches, the one that does more of this is better."""
-        return min(self._weight(p) / p.batch for p in self._fitting(job))
+    def _share(self, of: tuple[int, int]) -> float:
+        """What a job of a class takes of the cheapest full batch, in ns: of two batches, the one that does more of this
+        is better."""
+        self._renew_costs()
+        found = self._shares.get(of)
+        if found is None:
+            found = self._shares[of] = min(self._weight(p) / p.batch for p in self._fitting[of])
+        return found
+
+    def _renew_costs(self) -> None:
+        """Forget what was made of costs that were corrected since."""
+        if self._revision != self.costs.revision:
+            self._covers.clear()
+            self._shares.clear()
+            self._revision = self.costs.revision
 
     def _weight(self, profile: Profile) -> int:
         """What a run takes; as good as nothing where it was not measured."""

@@ -397,6 +397,8 @@ class Policy(ABC, Generic[L]):
 
     def _loses(self, done: Sequence[int], begin_ns: int) -> int:
         """How many accepted jobs would be late if the device began with the queue then, without these jobs."""
+        if not self._latest:
+            return 0
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
         load, lost, ids = self._load(), 0, set(done)
         for _, job_id in self._queue:

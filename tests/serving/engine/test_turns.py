@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from jgr.serving.api import RecommendRequest
-from jgr.serving.engine.turns import IN_A_TURN, Turns
+from jgr.serving.engine.turns import LEAST, MOST, TURN_NS, Turns
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Sort
 from tests.serving.fakes import PATIENCE_S, make_config, make_engine
@@ -31,38 +31,46 @@ class Clock:
         asyncio.get_running_loop().call_soon(self.go_on)
 
 
-async def begun(sorts: list[Sort]) -> list[tuple[int, int]]:
-    """The turn and the number of each request, in the order in which they went on. All come at once."""
-    clock = Clock(1000)
+async def begun(sorts: list[Sort], each_ns: int) -> list[tuple[int, int]]:
+    """The turn and the number of each request, in the order in which they went on. All come at once, and each is
+    translated in so long."""
+    clock = Clock(0)
     turns, order = Turns(clock), list[tuple[int, int]]()
 
     async def request(number: int, sort: Sort) -> None:
         await turns.take(sort)
         order.append((clock.turn, number))
+        clock.now_ns += each_ns
 
     clock.go_on()
     await asyncio.gather(*(request(number, sort) for number, sort in enumerate(sorts)))
     return order
 
 
-def test_a_turn_begins_few_requests_in_the_order_in_which_they_came() -> None:
-    order = asyncio.run(begun(["dated"] * 30))
-    assert [number for _, number in order] == list(range(30))
-    in_turn = [sum(turn == each for turn, _ in order) for each in {turn for turn, _ in order}]
-    assert max(in_turn) == IN_A_TURN and len(in_turn) == -(-30 // IN_A_TURN)
+@pytest.mark.parametrize(
+    ("each_ns", "most"), [(10_000, MOST), (TURN_NS // 10 + 10_000, 9), (5_000_000, LEAST)]
+)
+def test_a_turn_begins_what_fits_into_its_time_in_the_order_in_which_they_came(
+    each_ns: int, most: int
+) -> None:
+    order = asyncio.run(begun(["dated"] * 600, each_ns))
+    assert [number for _, number in order] == list(range(600))
+    in_turn = [sum(turn == each for turn, _ in order) for each in sorted({turn for turn, _ in order})]
+    assert in_turn[0] == LEAST, "nothing is known of how long it takes"
+    assert max(in_turn) == most and all(count == most for count in in_turn[len(in_turn) // 2 : -1])
 
 
 def test_those_with_a_deadline_and_those_without_go_on_alternately_and_batches_last() -> None:
-    first: list[Sort] = ["dated"] * IN_A_TURN  # they have this turn
+    first: list[Sort] = ["dated"] * LEAST  # they have this turn
     waiting: list[Sort] = ["batch", "batch", "dated", "dated", "dated", "dated", "undated", "undated"]
-    order = [number - IN_A_TURN for _, number in asyncio.run(begun([*first, *waiting]))[IN_A_TURN:]]
+    order = [number - LEAST for _, number in asyncio.run(begun([*first, *waiting], TURN_NS))[LEAST:]]
     assert order == [2, 6, 3, 7, 4, 5, 0, 1]
 
 
 def test_a_request_whose_client_left_takes_no_turn() -> None:
     async def run() -> None:
         turns = Turns(Clock(0))
-        for _ in range(IN_A_TURN):
+        for _ in range(LEAST):
             await turns.take("dated")
         left = [asyncio.ensure_future(turns.take("dated")) for _ in range(50)]
         stays = asyncio.ensure_future(turns.take("undated"))
@@ -88,7 +96,7 @@ def test_a_batch_request_whose_line_stands_still_ends_with_its_deadline_and_leav
             while not ended.is_set():
                 await turns.take("undated")
 
-        rivals = [asyncio.ensure_future(others()) for _ in range(3 * IN_A_TURN)]
+        rivals = [asyncio.ensure_future(others()) for _ in range(3 * MOST)]
         await asyncio.sleep(0)
         request = RecommendRequest(history=["a"], top_k=1, priority="batch", deadline_ms=20)
         answers = [asyncio.ensure_future(engine.answer(request)) for _ in range(100)]
@@ -109,24 +117,24 @@ def test_a_wait_is_predicted_from_the_time_of_turns() -> None:
         clock = Clock(8_000_000)
         turns = Turns(clock)
         clock.go_on()
-        rest = 20 * IN_A_TURN
-        early = [asyncio.ensure_future(turns.take("dated")) for _ in range(60 * IN_A_TURN + rest)]
+        rest = 20 * LEAST
+        early = [asyncio.ensure_future(turns.take("dated")) for _ in range(60 * LEAST + rest)]
         for _ in range(60):
             await asyncio.sleep(0)
         left = sum(not each.done() for each in early)
-        assert abs(turns.wait_ns("dated") - 8_000_000 * left / IN_A_TURN) < 0.1 * turns.wait_ns("dated")
+        assert abs(turns.wait_ns("dated") - 8_000_000 * left / LEAST) < 0.1 * turns.wait_ns("dated")
         alone_ns = turns.wait_ns("undated")
-        assert alone_ns < 2 * 2 * 8_000_000 / IN_A_TURN, "its line is empty, and every second one is from it"
+        assert alone_ns < 2 * 2 * 8_000_000 / LEAST, "its line is empty, and every second one is from it"
         undated = asyncio.ensure_future(turns.take("undated"))
         await asyncio.sleep(0)
-        assert turns.wait_ns("dated") > 1.5 * 8_000_000 * left / IN_A_TURN
+        assert turns.wait_ns("dated") > 1.5 * 8_000_000 * left / LEAST
         await asyncio.gather(undated, *early)
         assert turns.wait_ns("dated") == 0
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("requests", [1, IN_A_TURN + 1, IN_A_TURN + 3, 2 * IN_A_TURN + 1, 10 * IN_A_TURN])
+@pytest.mark.parametrize("requests", [1, LEAST + 1, LEAST + 3, 2 * LEAST + 1, 10 * MOST])
 @pytest.mark.parametrize("turns", range(1, 5))
 def test_an_engine_that_is_replaced_answers_those_that_wait_for_their_turn(requests: int, turns: int) -> None:
     async def run() -> None:

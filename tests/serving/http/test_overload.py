@@ -23,8 +23,9 @@ from typing import Any
 import pytest
 
 from jgr.config import UserError
+from jgr.serving.engine.turns import LEAST
 from jgr.serving.http.listener import bind
-from jgr.serving.http.server import App
+from jgr.serving.http.server import App, Client
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
@@ -211,6 +212,32 @@ def test_work_of_a_client_that_left_is_cancelled() -> None:
         assert server.call("/v1/recommend", BODY).status == 200
         assert server.executor.batches == [1, 1], "the queued job never ran"
         assert server.metric('jgr_requests_total{endpoint="/v1/recommend",status="499"}') == 2
+
+
+def test_a_client_that_leaves_before_its_turn_costs_no_translation(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, translated, client = make_config(), list[Any](), Client()
+    engine = make_engine(config)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("there is nobody to answer")
+
+    async def scenario() -> None:
+        await engine.start()
+        application = App(Models([Deployment(engine, config.catalog)]), config.server)
+        scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "headers": []}
+        prepare = engine.served.prepare
+        monkeypatch.setattr(engine.served, "prepare", lambda *of: translated.append(of) or prepare(*of))
+        for _ in range(LEAST):  # others have this turn of the loop
+            await engine._host.turns.take("undated")
+        asyncio.get_running_loop().call_soon(client.leave)
+        await application({**scope, "jgr.client": client}, receive, send)
+        assert await engine.drain(PATIENCE_S)
+
+    asyncio.run(scenario())
+    assert client.gone and not translated
 
 
 def test_an_executor_that_breaks_fails_its_batch_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
