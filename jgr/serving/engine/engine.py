@@ -226,11 +226,10 @@ class Engine(Generic[S]):
         self._pump_soon()  # which takes the loop's time, whatever becomes of the request
         if isinstance(request, Prefill) or not policy.predicts:
             return deadline_ns
-        late_ns = self._host.late_ns(request, deadline_ns - now_ns, now_ns, wait_ns)
-        if late_ns is None:
+        verdict = self._host.hopeless(request, deadline_ns, now_ns, wait_ns)
+        if verdict is None:
             return deadline_ns
         self.metrics.rejected["too_late"].inc()
-        verdict = Rejected("too_late", deadline_ns + late_ns)
         raise refusal(verdict, arrival_ns, deadline_ns, self._host.after_ns)
 
     def _refused(self, verdict: Rejected, task: Any, job: Job, now_ns: int) -> RequestError:

@@ -44,19 +44,19 @@ class Host:
         for the loop before it is read, and its answer waits again."""
         return min(self.after_ns + 2 * self.lag_ns, left_ns // 2)
 
-    def late_ns(self, request: Request, left_ns: int, now_ns: int, wait_ns: int) -> int | None:
-        """By how much a request is known to be late before it is translated; None: it is not known.
+    def hopeless(self, request: Request, deadline_ns: int, now_ns: int, wait_ns: int) -> Rejected | None:
+        """How a request is refused that is known to be late before it is translated; None: it is not known.
 
-        left_ns: the time until its last run must end. wait_ns: how long it waits for its turn; WAITS times as long must
-        be left, so that its runs have room.
+        deadline_ns: when its last run must end. wait_ns: how long it waits for its turn; WAITS times as long must be
+        left, so that its runs have room. Their time is not known yet, so the end of such a request is not predicted.
         """
-        left_ns -= WAITS * wait_ns
+        left_ns = deadline_ns - now_ns - WAITS * wait_ns
         if left_ns <= 0:
-            return -left_ns
-        hopeless = self._hopeless
-        if hopeless is None or shrinks(request) or not hopeless.holds(request, left_ns, now_ns):
+            return Rejected("too_late", None if wait_ns else now_ns)
+        before = self._hopeless
+        if before is None or shrinks(request) or not before.holds(request, left_ns, now_ns):
             return None
-        return hopeless.late_ns
+        return Rejected("too_late", deadline_ns + before.late_ns)
 
     def refused(self, request: Request, left_ns: int, late_ns: int, now_ns: int) -> None:
         """The policy refused a request, which would have been late by so much."""
