@@ -43,8 +43,8 @@ from jgr.serving.policies.jobs import Profile
 
 Form = Literal["copied", "paged"]
 MASKED = -1e30
-MAX_COPIES_BYTES = 5 << 29
-"""The most bytes of a batch's copies; two batches are in flight."""
+MAX_COPIES_BYTES = 5 << 28
+"""The most bytes of a batch's copies. Two batches are in flight, and a program needs as much again for its work."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ def as_sequences(cfg: DecoderConfig, form: Form) -> DecoderConfig:
 
 
 def copies_fit(cfg: DecoderConfig, profile: Profile) -> bool:
-    """Whether the copies of a full batch, in float32, fit into memory."""
+    """Whether the copies of a full batch, in float32, are given memory. One request alone always is."""
     numbers = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * profile.tokens
-    return 4 * numbers * profile.batch * profile.width <= MAX_COPIES_BYTES
+    return profile.batch == 1 or 4 * numbers * profile.batch * profile.width <= MAX_COPIES_BYTES
 
 
 def executor(

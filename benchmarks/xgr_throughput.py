@@ -52,7 +52,7 @@ import numpy as np
 from benchmarks import harness, xgr_probes, xgr_sequences
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.peers import client, workload
-from benchmarks.peers.client import Kind, Peer
+from benchmarks.peers.client import Kind, Peer, PeerError
 from benchmarks.peers.workload import DEPTH, Beams, Int32, agreement
 from benchmarks.xgr_probes import LATE_CLIENT_S, SHARE, Bracket, Probe, bracket
 from jgr.catalog.catalog import Catalog, save_catalog
@@ -69,6 +69,8 @@ LIMITS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 LENGTHS = (256, 512, 1024, 2048)
 PROMPTS = 200
 TIMEOUT_S = 60.0
+LOST = (PeerError, OSError, http.client.HTTPException)
+"""What asking a server raises that has ended."""
 JGR = "staged"
 KEPT_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 """The baselines in jgr's engine keep memory between runs: copies of a prompt take longer to map than to write."""
@@ -162,6 +164,7 @@ class System:
 
     def __init__(self, name: str, peer: Peer, sequences: Int32) -> None:
         self.name, self.versions, self._sequences = name, peer.versions, sequences
+        self._peer = peer
         self._is_jgr = name in (JGR, *xgr_sequences.CONFIGS)
         self._target = Target("127.0.0.1", int(peer.ask(op="port")["port"]))
 
@@ -205,6 +208,7 @@ class System:
             timeout_s=TIMEOUT_S,
             progress=lambda done, n, text: None,
         )
+        self._peer.check()
         good = np.array([verdict.status == "200" for verdict in found.verdicts])[found.ended]
         latencies = np.sort(np.where(good, found.end_s - found.due_s, np.inf))
         late = quantile(np.sort(found.began_s - found.due_s), SHARE)
@@ -311,26 +315,32 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         export(folder, catalog)
         systems, missing = start_all(folder, catalog.sequences, setting, stack)
         for width in setting.widths:
-            rows += measure_width(systems, width, catalog.sequences, setting, quiet)
+            rows += measure_width(systems, width, catalog.sequences, setting, quiet, missing)
         rows += [{"server": name, "versions": system.versions} for name, system in systems.items()]
         rows += [{"server": name, "missing": why} for name, why in missing.items()]
     return Measured(claims(rows), [*ratios(rows), *rows])
 
 
 def measure_width(
-    systems: Mapping[str, System], width: int, sequences: Int32, setting: Setting, quiet: Quiet
+    systems: dict[str, System],
+    width: int,
+    sequences: Int32,
+    setting: Setting,
+    quiet: Quiet,
+    missing: dict[str, str],
 ) -> list[Row]:
+    """The rows of one width. A system whose server ends has none, and moves from `systems` to `missing`."""
     longest = undisturbed(quiet, lambda: longest_prompt(systems[JGR], width, setting, setting.limits_s[0]))
     trace = Trace(sequences, longest, max(setting.most, setting.shown), seed=width)
     requests = {name: [of.request(rows, width) for rows in trace.rows] for name, of in systems.items()}
-    exact = {
-        name: exact_share(systems[JGR], of, trace, width, setting.compared) for name, of in systems.items()
-    }
-    searches = []
-    for name, of in systems.items():
-        found = undisturbed(quiet, partial(alone, of, requests[name], setting))
-        limits = tuple(limit_s for limit_s in setting.limits_s if found.p99_s <= limit_s)
-        searches.append(Search(name, width, found, limits))
+    searches, exact = [], dict[str, float]()
+
+    def lost(name: str, error: Exception) -> None:
+        if name == JGR:
+            raise error
+        harness.note(f"{name} is left out from now on: {error}")
+        missing[name] = f"with a beam of {width}: {error}"
+        del systems[name]
 
     def probe(search: Search, rate: float, count: int) -> Probe:
         system, asked = systems[search.system], requests[search.system]
@@ -338,15 +348,29 @@ def measure_width(
         harness.note(f"{search.system} {width}: {rate:.2f}/s, {count} requests, P99 {found.p99_s:.3f} s")
         return found
 
+    for name, of in list(systems.items()):
+        try:
+            exact[name] = exact_share(systems[JGR], of, trace, width, setting.compared)
+            found = undisturbed(quiet, partial(alone, of, requests[name], setting))
+        except LOST as error:
+            lost(name, error)
+        else:
+            limits = tuple(limit_s for limit_s in setting.limits_s if found.p99_s <= limit_s)
+            searches.append(Search(name, width, found, limits))
     left = list(searches)
     while left:
         for search in tuple(left):
             rate = search.next_rate(setting)
             if rate is None:
                 left.remove(search)
-            else:
-                count = min(setting.most, max(setting.least, round(rate * setting.seconds)))
+                continue
+            count = min(setting.most, max(setting.least, round(rate * setting.seconds)))
+            try:
                 search.probes.append(probe(search, rate, count))
+            except LOST as error:
+                lost(search.system, error)
+                left.remove(search)
+                searches.remove(search)
     for search in searches:
         if search.system == JGR and setting.shown:
             show(search, searches, probe, setting)

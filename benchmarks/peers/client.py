@@ -72,14 +72,20 @@ class Peer:
             self._process.stdin.flush()
         return self._read()
 
+    def check(self) -> None:
+        """Raise PeerError where the peer has died."""
+        code = self._process.poll()
+        if code is not None:
+            self._stderr.seek(0)
+            said = self._stderr.read().decode(errors="replace")[-2000:]
+            raise PeerError(f"{self.kind.name} ended with code {code}: {said}")
+
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            code = self._process.wait()  # what it writes as it ends comes after its output is closed
-            self._stderr.seek(0)
-            said = self._stderr.read().decode(errors="replace")[-2000:]
-            raise PeerError(f"{self.kind.name} ended with code {code}: {said}")
+            self._process.wait()  # what it writes as it ends comes after its output is closed
+            self.check()
         message: dict[str, Any] = json.loads(line)
         return message
 
