@@ -24,7 +24,7 @@ def get_config() -> Config:
         model=ModelConfig(name="beauty", path=OUT),
         prompt=PromptConfig(template="<bos>{history}", item="{sid}", max_items=20),
         beam=BeamConfig(width=50),
-        profiles=ProfilesConfig(batch=(1, 8, 32), tokens=(96,), widths=(50,), candidates=(128,)),
+        profiles=ProfilesConfig(batch=(1, 8, 16, 32), tokens=(96,), widths=(50,), candidates=(128,)),
         batching=BatchingConfig(max_tokens=8192),
         data=DataConfig(kind="prepared", path="runs/data/beauty"),
         train=TrainConfig(

@@ -20,7 +20,7 @@ def get_config() -> Config:
         model=ModelConfig(name="industrial", path=OUT),
         prompt=PromptConfig(template="<bos>{history}", item="{sid}", max_items=10),
         beam=BeamConfig(width=50),
-        profiles=ProfilesConfig(batch=(1, 8, 32), tokens=(32,), widths=(50,), candidates=(128,)),
+        profiles=ProfilesConfig(batch=(1, 8, 16, 32), tokens=(32,), widths=(50,), candidates=(128,)),
         batching=BatchingConfig(max_tokens=8192),
         data=DataConfig(kind="minionerec"),
         train=TrainConfig(

@@ -24,7 +24,7 @@ def get_config() -> Config:
         model=ModelConfig(name="ml1m", path=OUT),
         prompt=PromptConfig(template="<bos>{history}", item="{sid}", max_items=50),
         beam=BeamConfig(width=50),
-        profiles=ProfilesConfig(batch=(1, 8, 32), tokens=(128,), widths=(50,), candidates=(128,)),
+        profiles=ProfilesConfig(batch=(1, 8, 16, 32), tokens=(128,), widths=(50,), candidates=(128,)),
         batching=BatchingConfig(max_tokens=8192),
         data=DataConfig(kind="prepared", path="runs/data/ml1m"),
         train=TrainConfig(

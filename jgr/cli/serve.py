@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ctypes
 import gc
 import logging
 import os
@@ -201,10 +202,14 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
 
 def _settle() -> None:
     """Leave what is loaded and compiled out of the garbage collector's rounds, each of which stops all threads for a
-    tenth of a second otherwise."""
+    tenth of a second otherwise. What a load took and gave back goes back to the system, where the C library can: else
+    the next one may find it in pieces and take more."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
