@@ -10,8 +10,8 @@ that cannot be served.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ctypes
+import dataclasses
 import gc
 import logging
 import os
