@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -110,23 +111,24 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    with logging_redirect_tqdm(), tqdm(desc=label, file=sys.stderr, mininterval=0.1) as bar:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_redirect_tqdm())
+        bars: list[tqdm[Any]] = []
 
         def show(done: int, total: int, status: str) -> None:
-            if bar.total is None:
-                bar.reset(total)
-                bar.initial = bar.n = done  # done before, by a run that goes on: no part of the rate
+            if not bars:  # what an earlier run has done is no part of the pace
+                bars.append(stack.enter_context(tqdm(desc=label, total=total, initial=done, mininterval=0.1)))
+            (bar,) = bars
             bar.total = total
-            bar.set_postfix_str(status, refresh=False)
-            if not bar.update(done - bar.n) and done == bar.last_print_n:
-                bar.refresh()  # only the status is another one
+            bar.set_postfix_str(status, refresh=bar.n == done)
+            bar.update(done - bar.n)
 
         yield show
 
 
 class Teller:
-    """Writes how far some work is to the log, at most once in TELL_EVERY_S seconds, and when it is done. clock: seconds
-    that never go back."""
+    """Writes to the log how far some work is once in TELL_EVERY_S seconds, and when it is done; nothing of work that
+    takes less. clock: seconds that never go back."""
 
     def __init__(
         self,
@@ -136,18 +138,19 @@ class Teller:
     ) -> None:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
-        self._told: tuple[int, float] | None = None
+        self._told_s = math.inf  # when the last line was written, or the first call came
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
         if self._begun is None:
-            self._begun = self._told = (done, now_s)
-        assert self._told is not None
-        ended = done >= total and done > self._told[0]
-        if not ended and now_s - self._told[1] < TELL_EVERY_S:
+            self._begun, self._told_s = (done, now_s), now_s
+        ended = done >= total and self._told_s > self._begun[1]
+        if not ended and now_s - self._told_s < TELL_EVERY_S:
             return
-        self._told = (done, now_s)
-        self._tell(f"{self._label}: {done} of {total}{self._pace(done, total, now_s)}{status and ', ' + status}")
+        self._told_s = now_s
+        self._tell(
+            f"{self._label}: {done} of {total}{self._pace(done, total, now_s)}{status and ', ' + status}"
+        )
 
     def _pace(self, done: int, total: int, now_s: float) -> str:
         """The steps a second, and how long the rest takes at that pace."""

@@ -34,8 +34,8 @@ class Board:
             return
         for line in lines:
             for name, value in line.items():
-                if name != "step":
-                    self._writer.add_scalar(name, value, int(line["step"]))
+                if name != "step":  # a name may not have an @
+                    self._writer.add_scalar(name.replace("@", "_at_"), value, int(line["step"]))
         self._writer.flush()
 
     def __enter__(self) -> Board:

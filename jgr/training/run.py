@@ -31,8 +31,8 @@ LAG = 4
 """The loss that is shown is that of so many steps before, which the device has done: nobody waits for it."""
 
 Progress = Callable[[int, int, str], None]
-"""Called as progress(steps done, steps in all, status) before the first step and after each, where status is a short text
-such as the loss."""
+"""Called as progress(steps done, steps in all, status) before the first step and after each. status: a short text, such
+as the loss."""
 Validate = Callable[[PyTree], float]
 """Computes a metric of parameters on validation examples: recall@10 unless another is named. Higher is better."""
 

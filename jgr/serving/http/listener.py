@@ -135,7 +135,11 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         names = ", ".join(deployment.name for deployment in self.models.deployments)
-        _log.info("listening on %s; %s being compiled", self.url, f"{names} is" if "," not in names else f"{names} are")
+        _log.info(
+            "listening on %s; %s being compiled",
+            self.url,
+            f"{names} is" if "," not in names else f"{names} are",
+        )
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
         self._warming = asyncio.create_task(self._warm_up())

@@ -123,7 +123,6 @@ class Deployment:
     async def start(self, progress: Progress) -> None:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
 
-
         def told(done: int, total: int, label: str) -> None:
             self.warming = f"{done} of {total} programs are ready"
             progress(done, total, label)

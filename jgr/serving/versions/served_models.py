@@ -58,7 +58,11 @@ class Models:
         if late is None:
             return ""
         named = f"model {late.name!r}: " if len(self.deployments) > 1 else ""
-        return f"{late.status}: {named}{late.warming}" if late.status == "starting" and late.warming else late.status
+        return (
+            f"{late.status}: {named}{late.warming}"
+            if late.status == "starting" and late.warming
+            else late.status
+        )
 
     @property
     def infos(self) -> list[ModelInfo]:

@@ -18,7 +18,10 @@ def test_readiness_says_how_many_programs_are_compiled() -> None:
         first = server.call("/health/ready")
         assert (first.status, first.error["message"]) == (503, "the server is starting")
         server.engine.served.executors.progress(3, 12, "recommend 8x64")  # type: ignore[attr-defined]
-        assert server.call("/health/ready").error["message"] == "the server is starting: 3 of 12 programs are ready"
+        assert (
+            server.call("/health/ready").error["message"]
+            == "the server is starting: 3 of 12 programs are ready"
+        )
         server.executor.release()
 
 
