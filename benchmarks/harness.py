@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from absl import app, flags
+from absl import logging as absl_logging
 
 import jgr
 
@@ -320,6 +321,7 @@ def main(benchmark: Benchmark) -> None:
 
 
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
+    absl_logging.set_verbosity(absl_logging.WARNING)  # of libraries, above all Orbax
     quick, out = flags.FLAGS.quick, flags.FLAGS.out
     try:
         measured = benchmark.measure(quick, Quiet(QUICK_PATIENCE_S if quick else PATIENCE_S))

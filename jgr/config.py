@@ -284,6 +284,7 @@ class ServerConfig:
     default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
     # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
     patience_ms: float = 1000.0
+    access_log: bool = False  # whether each request gets a line in the log
     # File to which every call of a policy is written, with what requests say of users; empty: none.
     journal: str = ""
     # OTLP endpoint to which requests' traces are sent, such as http://127.0.0.1:4318; empty: nowhere. Needs jgr[otel].

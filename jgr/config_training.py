@@ -66,6 +66,7 @@ class TrainConfig:
     patience: int = (
         0  # validations without an improvement after which training stops; 0: it never stops early
     )
+    tensorboard: str = ""  # folder of event files for TensorBoard; empty: none. Needs jgr[tensorboard].
     validation_examples: int = 1000  # examples of the validation split that are used, drawn by the seed
     hidden: int = 64  # width of the residual stream
     layers: int = 2  # transformer layers, or the model's counterpart

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that all commands share: common flags, logs, and progress bars.
+"""The parts that all commands share: common flags, logs, and how long work shows its progress.
 
-Results go to stdout; logs, progress and errors go to stderr. Importing this is cheap: tqdm loads with the
-first bar.
+Results go to stdout; logs, progress and errors go to stderr. On a terminal progress is a bar, with a rate and the time
+that is left; logs are written above it. Elsewhere it is a line of the log now and then. Importing this is cheap: tqdm
+loads with the first bar.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import flags
 
@@ -22,6 +25,10 @@ from jgr.config import Config, UserError, load_config, override
 T = TypeVar("T")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+TELL_EVERY_S = 10.0
+"""Seconds between two lines of the log about the same work."""
+
+_log = logging.getLogger(__name__)
 
 
 def define_flags() -> None:
@@ -85,24 +92,78 @@ def set_up_logging(log_format: str, log_level: str) -> None:
     logging.captureWarnings(True)
 
 
-def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield `items` and show a progress bar, if stderr is a terminal."""
-    from tqdm import tqdm
-
-    # disable=None makes tqdm draw the bar on terminals only.
-    yield from tqdm(items, desc=label, total=total, disable=None)
+def progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
+    """Yield `items`, of which there are `total`, and show how far that is; see `progress_bar`."""
+    with progress_bar(label) as show:
+        show(0, total, "")
+        for done, item in enumerate(items, 1):
+            yield item
+            show(done, total, "")
 
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar that is moved by calls of (steps done, steps in all, status), if stderr is a terminal."""
+    """Shows work that is told of by calls of (steps done, steps in all, status): as a bar where stderr is a terminal,
+    else in the log."""
+    if not sys.stderr.isatty():
+        yield Teller(label)
+        return
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
-    with tqdm(desc=label, disable=None) as bar:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_redirect_tqdm())
+        bars: list[tqdm[Any]] = []
 
         def show(done: int, total: int, status: str) -> None:
+            if not bars:  # what an earlier run has done is no part of the pace
+                bars.append(stack.enter_context(tqdm(desc=label, total=total, initial=done, mininterval=0.1)))
+            (bar,) = bars
             bar.total = total
-            bar.set_postfix_str(status, refresh=False)
+            bar.set_postfix_str(status, refresh=bar.n == done)
             bar.update(done - bar.n)
 
         yield show
+
+
+class Teller:
+    """Writes to the log how far some work is once in TELL_EVERY_S seconds, and when it is done; nothing of work that
+    takes less. clock: seconds that never go back."""
+
+    def __init__(
+        self,
+        label: str,
+        tell: Callable[[str], None] = _log.info,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._label, self._tell, self._clock = label, tell, clock
+        self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
+        self._told_s = math.inf  # when the last line was written, or the first call came
+
+    def __call__(self, done: int, total: int, status: str) -> None:
+        now_s = self._clock()
+        if self._begun is None:
+            self._begun, self._told_s = (done, now_s), now_s
+        ended = done >= total and self._told_s > self._begun[1]
+        if not ended and now_s - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now_s
+        self._tell(
+            f"{self._label}: {done} of {total}{self._pace(done, total, now_s)}{status and ', ' + status}"
+        )
+
+    def _pace(self, done: int, total: int, now_s: float) -> str:
+        """The steps a second, and how long the rest takes at that pace."""
+        assert self._begun is not None
+        steps, seconds = done - self._begun[0], now_s - self._begun[1]
+        if steps <= 0 or seconds <= 0:
+            return ""
+        rate = steps / seconds
+        pace = f"{rate:.3g} a second" if rate >= 1 else f"{1 / rate:.3g} s each"
+        return f", {pace}" + (f", {duration(round((total - done) / rate))} left" if done < total else "")
+
+
+def duration(seconds: int) -> str:
+    """As 1:02:03 or 2:03."""
+    hours, minutes = divmod(seconds // 60, 60)
+    return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"

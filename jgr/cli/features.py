@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> None:
     records = extraction.extract(schema, ids, metadata)
     store = open_store(config.store, config.timeout_ms / 1e3, create=True)
     before = store.schema()
-    for start in console.progress(range(0, len(ids), BATCH), "features"):
+    starts = range(0, len(ids), BATCH)
+    for start in console.progress(starts, "features", len(starts)):
         store.put_many(ids[start : start + BATCH], records[start : start + BATCH])
     store.set_schema(str(schema))
     store.close()

@@ -192,6 +192,7 @@ def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, listener.handle_exit)
         code = listener.serve_until_stopped()
+    _log.info("ended with code %d", code)
     if not listener.models.join(JOIN_TIMEOUT_S):
         # A running device program cannot be interrupted, and Python must not exit while a thread is inside one.
         logging.shutdown()

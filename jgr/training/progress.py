@@ -103,15 +103,17 @@ class RunFolder:
         """Remember a step's loss, which the next `save` fetches and writes."""
         self._pending.append({"step": step, "loss": loss})
 
-    def save(self, step: int, state: State, value: float | None = None) -> None:
-        """Write losses, state and the step's validation, if there was one.
+    def save(self, step: int, state: State, value: float | None = None) -> list[dict[str, float]]:
+        """Write losses, state and the step's validation, if there was one; returns the lines of metrics.jsonl.
 
-        Returns when they are on disk, since the next step overwrites the state's buffers. Raises CheckpointError if
+        It does so when they are on disk, since the next step overwrites the state's buffers. Raises CheckpointError if
         they cannot be written; earlier checkpoints stay whole.
         """
         folder = self.metrics.parent
         require_space(folder, state)
-        lines = [{"step": line["step"], "loss": float(line["loss"])} for line in self._pending]
+        lines: list[dict[str, float]] = [
+            {"step": line["step"], "loss": float(line["loss"])} for line in self._pending
+        ]
         if value is not None:
             lines.append({"step": step, self._metric: value})
         try:
@@ -122,6 +124,7 @@ class RunFolder:
         except Exception as error:  # an OSError here, many other things in Orbax and tensorstore
             raise CheckpointError(f"{folder}: step {step} could not be written: {error}") from error
         self._pending.clear()
+        return lines
 
 
 def _lock(folder: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +21,18 @@ from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError
 from jgr.models import manifest
 from jgr.models.params import PyTree
+from jgr.training.board import Board
 from jgr.training.curves import plot_curves
 from jgr.training.progress import RECALL, RunFolder, best_validation
 from jgr.training.trainer import Begin, Loss, State, Trainer, as_drawn, fit
 from jgr.training.windows import Batches
 
-LOG_EVERY = 100  # steps; each log waits for the device
+LAG = 4
+"""The loss that is shown is that of so many steps before, which the device has done: nobody waits for it."""
 
 Progress = Callable[[int, int, str], None]
-"""Called as progress(steps done, steps in all, status), where status is a short text such as the loss."""
+"""Called as progress(steps done, steps in all, status) before the first step and after each. status: a short text, such
+as the loss."""
 Validate = Callable[[PyTree], float]
 """Computes a metric of parameters on validation examples: recall@10 unless another is named. Higher is better."""
 
@@ -60,7 +64,9 @@ def train_to_best(
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
     running = Path(f"{train.out}.training")
-    run = {**described, "train": asdict(train), "windows": windows.digest()}
+    settings = asdict(train)
+    del settings["tensorboard"]  # what comes out does not depend on it
+    run = {**described, "train": settings, "windows": windows.digest()}
     _log.info("training on %d examples, %d steps an epoch", len(windows), windows.steps_per_epoch())
     with RunFolder(running, run, metric) as folder:
         fresh = trainer.initial(begin)
@@ -68,7 +74,7 @@ def train_to_best(
         if start is not None:
             _log.info("going on from step %d", int(start.step))
         state = fresh if start is None else trainer.place(start)
-        quality = ""
+        quality, losses = "", deque[jax.Array](maxlen=LAG + 1)
 
         def enough() -> bool:
             if not validated or train.patience == 0:
@@ -82,24 +88,28 @@ def train_to_best(
         def on_step(done: int, state: State, loss: jax.Array) -> bool:
             nonlocal quality
             folder.record(done, loss)
+            losses.append(loss)
             last = done == train.steps
-            if done % LOG_EVERY == 0 or last:
-                progress(done, train.steps, f"loss {float(loss):.3f}{quality}")
-                _log.info("step %d of %d: loss %.4f", done, train.steps, float(loss))
+            progress(done, train.steps, f"loss {float(loss if last else losses[0]):.3f}{quality}")
             to_validate = validated and (done % train.evaluate_every == 0 or last)
             if not to_validate and done % train.checkpoint_every != 0 and not last:
                 return False
             if not np.isfinite(float(loss)):
                 raise ConfigError(f"the loss of step {done} is {float(loss)}: lower train.learning_rate")
-            value = validate(state.params) if validate is not None and to_validate else None
-            folder.save(done, state, value)
+            value = None
+            if validate is not None and to_validate:
+                progress(done, train.steps, "validating")
+                value = validate(state.params)
+            board.write(folder.save(done, state, value))
             if value is not None:
                 quality = f", {metric} {value:.4f}"
                 _log.info("step %d of %d: validation %s %.4f", done, train.steps, metric, value)
             return to_validate and enough()
 
         if not enough():
-            state = fit(trainer, state, windows.batches(int(state.step)), on_step)
+            progress(int(state.step), train.steps, "compiling the step")
+            with Board(train.tensorboard, int(state.step)) as board:
+                state = fit(trainer, state, windows.batches(int(state.step)), on_step)
         reached = {"steps": float(state.step)}
         if validated:
             step, value = best_validation(folder.validations())

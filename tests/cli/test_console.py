@@ -7,6 +7,8 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
+from jgr.cli.console import Teller
+
 SETUP = "import logging; from jgr.cli import console; log = logging.getLogger('jgr.x')\n"
 
 
@@ -44,14 +46,37 @@ def test_human_logs_and_levels() -> None:
     assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING other: theirs", lines[1])
 
 
-def test_progress_yields_everything_and_is_quiet_without_a_terminal() -> None:
-    assert (
-        _stderr(
-            "assert list(console.progress(range(5), 'count')) == [0, 1, 2, 3, 4]\n"
-            "with console.progress_bar('compile') as show: show(1, 2, 'a'); show(2, 2, 'b')\n"
-        )
-        == []
+def test_without_a_terminal_quick_work_yields_everything_and_says_nothing() -> None:
+    lines = _stderr(
+        "console.set_up_logging('human', 'info')\n"
+        "assert list(console.progress(range(5), 'count', 5)) == [0, 1, 2, 3, 4]\n"
+        "with console.progress_bar('compile') as show: show(0, 2, ''); show(1, 2, 'a'); show(2, 2, 'b')\n"
     )
+    assert lines == []
+
+
+def test_without_a_terminal_long_work_is_a_line_of_the_log() -> None:
+    lines = _stderr(
+        "console.set_up_logging('human', 'info')\n"
+        "console.TELL_EVERY_S = 0.0\n"
+        "with console.progress_bar('compile') as show: show(1, 2, 'a'); show(2, 2, 'b')\n"
+    )
+    assert re.search(r"compile: 2 of 2, [\d.e+]+ a second, b$", lines[-1])
+
+
+def test_a_teller_tells_now_and_then_at_which_pace_and_how_long_it_takes() -> None:
+    now_s, told = 0.0, list[str]()
+    teller = Teller("training", told.append, lambda: now_s)
+    teller(300, 1000, "compiling")  # a run that goes on
+    for done in range(301, 1001):
+        now_s += 2.0 if done <= 400 else 0.25
+        teller(done, 1000, f"loss {done}")
+    assert len(told) == 100 // 5 + 600 // 40
+    assert told[0] == "training: 305 of 1000, 2 s each, 23:10 left, loss 305"
+    assert told[-2:] == [
+        "training: 960 of 1000, 1.94 a second, 0:21 left, loss 960",
+        "training: 1000 of 1000, 2 a second, loss 1000",
+    ]
 
 
 def test_progress_bar_shows_done_total_and_note_on_a_terminal() -> None:
@@ -67,3 +92,20 @@ def test_progress_bar_shows_done_total_and_note_on_a_terminal() -> None:
     assert last.startswith("compile: 100%")
     assert "3/3" in last
     assert "last" in last
+
+
+def test_a_bar_on_a_terminal_counts_only_what_was_done_since_it_began_and_logs_stand_above_it() -> None:
+    code = (
+        "import io, sys\n"
+        "class Terminal(io.StringIO):\n"
+        "    def isatty(self): return True\n"
+        "real, sys.stderr = sys.stderr, Terminal()\n"
+        "console.set_up_logging('human', 'info')\n"
+        "with console.progress_bar('training') as show:\n"
+        "    show(40, 50, 'compiling'); log.info('above'); show(50, 50, 'loss 2')\n"
+        "print(sys.stderr.getvalue().replace('\\r', '\\n'), file=real)\n"
+    )
+    lines = [line for line in _stderr(code) if line.strip()]
+    above = next(at for at, line in enumerate(lines) if line.endswith("INFO    jgr.x: above"))
+    assert all("40/50" in line for line in lines[:above]) and "compiling" in lines[above - 1]
+    assert "50/50" in lines[-1] and "loss 2" in lines[-1]

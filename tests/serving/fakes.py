@@ -92,6 +92,7 @@ class FakeExecutor(NullExecutor):
         assert self._entered.acquire(timeout=PATIENCE_S)
 
     def warm_up(self, progress: Progress) -> None:
+        self.progress = progress
         self._pass()
         super().warm_up(progress)
 

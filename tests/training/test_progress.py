@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboardX.proto import event_pb2
 
 from jgr.config import ConfigError, override
 from jgr.models import checkpoint
@@ -22,6 +24,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
+from jgr.training.run import LAG
 from jgr.training.trainer import State
 from tests.training.test_trainer import rule_config, rule_dataset
 
@@ -84,7 +87,8 @@ def stopped(folder: Path) -> None:
     """A run that stops after step 9, as by Ctrl-C."""
 
     def progress(done: int, total: int, note: str) -> None:
-        raise KeyboardInterrupt
+        if done == 9:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train_generator(override(rule_config(folder), *SETTINGS, "train.steps=12"), rule_dataset(), progress)
@@ -190,3 +194,58 @@ def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
     assert len(losses(tmp_path / "ring.training")) == 4
     train_generator(config, rule_dataset())
     assert len(losses(tmp_path / "ring")) == 12
+
+
+def fixed(config: Any, params: Any) -> float:
+    """A validation that always finds the same."""
+    return 0.5
+
+
+def test_every_step_is_told_of_with_a_loss_that_need_not_be_waited_for(tmp_path: Path) -> None:
+    told = list[tuple[int, int, str]]()
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=4")
+    train_generator(config, rule_dataset(), lambda *call: told.append(call), fixed)
+    assert told[0] == (0, 12, "compiling the step")
+    steps = [(done, text) for done, total, text in told[1:] if text != "validating"]
+    assert [done for done, _ in steps] == list(range(1, 13))
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    for done, text in steps:
+        shown = losses[12 if done == 12 else max(1, done - LAG)]
+        assert text.startswith(f"loss {shown:.3f}")
+    assert (4, 12, "validating") in told and ", recall@10 0.5000" in steps[-1][1]
+
+
+def test_what_tensorboard_reads_is_what_the_metrics_file_holds(tmp_path: Path) -> None:
+    settings = [*SETTINGS, "train.evaluate_every=4", f"train.tensorboard={tmp_path / 'board'}"]
+    config = override(rule_config(tmp_path / "ring"), *settings)
+
+    def stop(done: int, total: int, note: str) -> None:
+        if done == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_generator(config, rule_dataset(), stop, fixed)
+    moved = override(config, f"train.tensorboard={tmp_path / 'other'}")
+    train_generator(moved, rule_dataset(), validate=fixed)  # the folder does not make it another run
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    found = {**scalars(tmp_path / "board"), **scalars(tmp_path / "other")}
+    assert found == {
+        (name.replace("@", "_at_"), line["step"]): pytest.approx(value, rel=1e-6)
+        for line in lines
+        for name, value in line.items()
+        if name != "step"
+    }
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], float]:
+    """What event files hold, by name and step. Records: length (8 bytes), its checksum (4), data, its checksum (4)."""
+    found = {}
+    for path in folder.iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            at += 16 + size
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    return found

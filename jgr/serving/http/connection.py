@@ -21,7 +21,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.server import UPLOAD_PATH, Client, Headers, error_body
+from jgr.serving.http.departures import Client
+from jgr.serving.http.server import UPLOAD_PATH, Headers, error_body
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0

@@ -106,6 +106,7 @@ class Listener(uvicorn.Server):
             )
         )
         self.exit_code = 0
+        self._signal = ""
         self._drain_timeout_s = config.server.drain_timeout_s
         self._write_timeout_s = config.server.write_timeout_s
         self._close_timeout_s = close_timeout_s
@@ -133,6 +134,12 @@ class Listener(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        names = ", ".join(deployment.name for deployment in self.models.deployments)
+        _log.info(
+            "listening on %s; %s being compiled",
+            self.url,
+            f"{names} is" if "," not in names else f"{names} are",
+        )
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
         self._warming = asyncio.create_task(self._warm_up())
@@ -148,7 +155,11 @@ class Listener(uvicorn.Server):
         self.models.reload_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if not await self.models.drain(self._drain_timeout_s):
+        start_s = asyncio.get_running_loop().time()
+        _log.info("%s: no more requests are taken, what was accepted is finished", self._signal or "stopping")
+        if await self.models.drain(self._drain_timeout_s):
+            _log.info("drained after %.1f s", asyncio.get_running_loop().time() - start_s)
+        else:
             _log.warning("not everything was finished after %g s", self._drain_timeout_s)
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
@@ -193,9 +204,11 @@ class Listener(uvicorn.Server):
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
+        self._signal = signal.Signals(sig).name
         self.should_exit = True
 
     async def _warm_up(self) -> None:
+        start_s = asyncio.get_running_loop().time()
         try:
             await self.models.start(self._on_progress)
         except Exception as error:
@@ -208,6 +221,7 @@ class Listener(uvicorn.Server):
             self.should_exit = True
         else:
             if self.models.status == "ready":
+                _log.info("ready after %.1f s", asyncio.get_running_loop().time() - start_s)
                 self._on_ready(self.url)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import getrandbits
@@ -38,7 +37,9 @@ from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorBody, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import openapi
+from jgr.serving.http.access import log_access
 from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.departures import Client
 from jgr.serving.http.keys import ANYBODY, TENANT, Caller, Keys, tenant
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.prefill import Asked, Prefill, PrefillRequest
@@ -71,25 +72,6 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 _TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
 
 
-class Client:
-    """Who waits for the answer to one request; gone: not any more."""
-
-    def __init__(self) -> None:
-        self.gone = False
-        self._work: Callable[[], object] | None = None
-
-    def works(self, cancel: Callable[[], object] | None) -> None:
-        """What cancels the work that is done for the client; it is called when the client leaves. None: there is
-        none."""
-        self._work = cancel
-
-    def leave(self) -> None:
-        """The connection is lost."""
-        self.gone = True
-        if self._work is not None:
-            self._work()
-
-
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One call for a model's work. trace: None: it is not traced."""
@@ -119,6 +101,7 @@ class App:
         self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
+        self._access = log_access if config.access_log else None
         self.traces: Tracing | None = tracing(config, self._clock)
         self._hints = msgspec.json.Decoder(PrefillRequest)
         self._hot: dict[str, Hot] = {
@@ -200,6 +183,9 @@ class App:
                 counter = self._requests.labels(endpoint, str(reply.status))
                 self._counters[endpoint, reply.status] = counter
             counter.inc()
+            if self._access is not None:
+                took_ms = (self._clock() - arrival_ns) / 1e6
+                self._access(scope, reply.status, reply.size, took_ms, reply.request_id)
             if trace is not None:
                 trace.end(reply.status, reply.request_id)
 
@@ -395,8 +381,8 @@ class App:
         return _json(Health(status="live"))
 
     async def _ready(self, request: HttpRequest) -> Response:
-        if self._models.status != "ready":
-            raise RequestError("unavailable", f"the server is {self._models.status}")
+        if waiting := self._models.waiting:
+            raise RequestError("unavailable", f"the server is {waiting}")
         return _json(Health(status="ready"))
 
     async def _render_metrics(self, request: HttpRequest) -> Response:
@@ -410,11 +396,12 @@ class App:
 
 
 class _Reply:
-    """Sends one response, with the headers that every response has. status: its HTTP status, 0 until it is sent."""
+    """Sends one response, with the headers that every response has. status: its HTTP status, 0 until it is sent. size:
+    bytes of its body so far."""
 
     def __init__(self, send: Send, request_id: str, models: Models) -> None:
         self.request_id = request_id
-        self.status = 0
+        self.status = self.size = 0
         self.trace: Trace | None = None
         self._send = send
         self._models = models
@@ -426,7 +413,7 @@ class _Reply:
             *(extra or ()),
         ]
         await self.forward({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self.forward({"type": "http.response.body", "body": body})
 
     async def refuse(self, error: RequestError) -> None:
         if not self.status:
@@ -446,6 +433,8 @@ class _Reply:
                 headers.append((b"traceresponse", self.trace.header()))
             if self._models.draining:
                 headers.append((b"connection", b"close"))
+        else:
+            self.size += len(message.get("body", b""))
         await self._send(message)
 
 

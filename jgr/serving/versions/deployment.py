@@ -86,6 +86,8 @@ class Deployment:
         self._engines = [engine]  # and those that warm up or drain
         self._activated: Catalog | None = None
         self._loaded_at: str | None = None
+        self.warming = ""
+        """How far the first warm-up is, in words; it is written by the thread that warms up."""
         self._task: asyncio.Task[None] | None = None
         self._threads: list[threading.Thread] = []
         self.metrics.watch_queue(lambda: sum(engine.queued for engine in self._engines))
@@ -120,7 +122,12 @@ class Deployment:
 
     async def start(self, progress: Progress) -> None:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
-        await self.engine.start(progress)
+
+        def told(done: int, total: int, label: str) -> None:
+            self.warming = f"{done} of {total} programs are ready"
+            progress(done, total, label)
+
+        await self.engine.start(told)
         self._loaded_at = now()
         if self.engine.memory:
             parts = ", ".join(f"{part} {size / 2**20:.4g}" for part, size in self.engine.memory.items())

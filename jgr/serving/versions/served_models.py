@@ -52,6 +52,19 @@ class Models:
         return next((d.status for d in self.deployments if d.status != "ready"), "ready")
 
     @property
+    def waiting(self) -> str:
+        """Why the server is not ready, as in "starting: 3 of 12 programs are ready"; "" where it is."""
+        late = next((d for d in self.deployments if d.status != "ready"), None)
+        if late is None:
+            return ""
+        named = f"model {late.name!r}: " if len(self.deployments) > 1 else ""
+        return (
+            f"{late.status}: {named}{late.warming}"
+            if late.status == "starting" and late.warming
+            else late.status
+        )
+
+    @property
     def infos(self) -> list[ModelInfo]:
         return [deployment.info for deployment in self.deployments]
 

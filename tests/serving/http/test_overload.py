@@ -24,8 +24,9 @@ import pytest
 
 from jgr.config import UserError
 from jgr.serving.engine.turns import LEAST
+from jgr.serving.http.departures import Client
 from jgr.serving.http.listener import bind
-from jgr.serving.http.server import App, Client
+from jgr.serving.http.server import App
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
@@ -380,7 +381,13 @@ def test_a_signal_drains_the_process_and_it_exits_with_0(number: signal.Signals)
         assert child.wait(PATIENCE_S) == 0
         assert idle.sock is not None and idle.sock.recv(1) == b"", "closed, not waited for"
         idle.close()
-        assert child.stderr is not None and child.stderr.read() == ""
+        assert child.stderr is not None
+        said = [line.split(": ", 1)[1] for line in child.stderr.read().splitlines()]
+        assert said[0] == f"listening on http://127.0.0.1:{port}; jgr is being compiled"
+        assert said[1].startswith("ready after ") and said[3].startswith("drained after ")
+        name = signal.Signals(number).name
+        assert said[2] == f"{name}: no more requests are taken, what was accepted is finished"
+        assert said[4:] == ["ended with code 0"]
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

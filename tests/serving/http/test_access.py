@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server says of itself: how far its start is, when it starts and ends, and of each request."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.serving.fakes import LiveServer
+
+BODY = {"history": ["a"], "top_k": 1}
+
+
+def test_readiness_says_how_many_programs_are_compiled() -> None:
+    with LiveServer(hold=True) as server:
+        server.executor.wait_entered()
+        first = server.call("/health/ready")
+        assert (first.status, first.error["message"]) == (503, "the server is starting")
+        server.engine.served.executors.progress(3, 12, "recommend 8x64")  # type: ignore[attr-defined]
+        assert (
+            server.call("/health/ready").error["message"]
+            == "the server is starting: 3 of 12 programs are ready"
+        )
+        server.executor.release()
+
+
+def test_a_server_says_in_one_line_each_that_it_starts_is_ready_is_told_to_stop_and_has_drained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "jgr"), LiveServer() as server:
+        url = server.listener.url
+        server.stop()
+        server.join()
+    said = [record.getMessage() for record in caplog.records if record.name == "jgr.serving.http.listener"]
+    assert len(said) == 4
+    assert said[0] == f"listening on {url}; jgr is being compiled"
+    assert said[1].startswith("ready after ") and said[3].startswith("drained after ")
+    assert said[2] == "stopping: no more requests are taken, what was accepted is finished"
+
+
+def test_each_request_gets_a_line_of_the_access_log_and_none_unless_that_is_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "jgr.access"):
+        with LiveServer() as server:
+            assert server.call("/v1/recommend", BODY).status == 200
+        assert not [record for record in caplog.records if record.name == "jgr.access"]
+        with LiveServer("server.access_log=true", "server.api_key=s3cret") as server:
+            known = {"authorization": "Bearer s3cret", "x_request_id": "mine"}
+            answer = server.call("/v1/recommend", BODY, **known)
+            server.call("/v1/rank", BODY)
+            server.call("/v1/items/a%0Ab?user=me", **known)
+            server.call("/health/live")
+    lines = [record for record in caplog.records if record.name == "jgr.access"]
+    assert [(line.__dict__["path"], line.__dict__["status"]) for line in lines] == [
+        ("/v1/recommend", 200),
+        ("/v1/rank", 401),
+        ("/v1/items/a\nb", 404),
+        ("/health/live", 200),
+    ]
+    assert lines[0].__dict__["request_id"] == "mine" and lines[0].__dict__["bytes"] == len(answer.body)
+    assert 0 < lines[0].__dict__["took_ms"] < 60_000
+    texts = [line.getMessage() for line in lines]
+    assert texts[0].startswith("127.0.0.1 POST /v1/recommend 200, ")
+    assert "'/v1/items/a\\nb'" in texts[2] and not any("\n" in text for text in texts)
+    assert not any(secret in text for text in texts for secret in ("s3cret", "user=me"))
