@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of Debian's that tests run: those on the path, else those that `make installed` unpacked into build/debian."""
+"""Programs of Debian's that tests run: those on the path, else those that `make installed` unpacks."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 
     python -m tools.dashboards
 
-What a panel says of a series is what jgr.serving.engine.metrics says of it. A test asks a Prometheus that scrapes a live
-server for every expression, and fails when a series stands on no board, or when a file differs from what is written
+What a panel says of a series is what jgr.serving.engine.metrics says of it. A test asks a Prometheus that scrapes live
+servers for every expression, and fails when a series stands on no board, or when a file differs from what is written
 here. `$model` chooses models; the series of a server with one model have no such label, which ".*" matches too.
 """
 
@@ -64,12 +64,19 @@ def rate(counter: str, by: str = "", where: str = "", model: bool = True) -> str
     return f"{summed} (rate({counter}{{{chosen}}}[{WINDOW}]))"
 
 
+def growth(counter: str, by: str) -> str:
+    """What a counter grows by in a window."""
+    return f'sum by (model, {by}) (increase({counter}{{model=~"$model"}}[{WINDOW}]))'
+
+
 def gauge(name: str, by: str = "") -> str:
     labels = ", ".join(part for part in ("model", by) if part)
     return f'sum by ({labels}) ({name}{{model=~"$model"}})'
 
 
-def quantiles(histogram: str, by: str = "", where: str = "", at: Sequence[float] = (0.5, 0.99)) -> tuple[tuple[str, str], ...]:
+def quantiles(
+    histogram: str, by: str = "", where: str = "", at: Sequence[float] = (0.5, 0.99)
+) -> tuple[tuple[str, str], ...]:
     legend = f"{{{{{by}}}}} " if by else ""
     inner = rate(f"{histogram}_bucket", ", ".join(part for part in ("le", by) if part), where)
     return tuple((f"histogram_quantile({q:g}, {inner})", f"{legend}P{100 * q:g}") for q in at)
@@ -79,10 +86,9 @@ def mean(histogram: str, by: str = "") -> str:
     return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
 
 
-def share(part: str, *others: str, by: str = "") -> str:
-    """Of counters that add up, the part of the first."""
-    whole = " + ".join(rate(name, by) for name in (part, *others))
-    return f"{rate(part, by)} / ({whole})"
+def share(counter: str, where: str) -> str:
+    """The part of a counter that has these labels."""
+    return f"{rate(counter, where=where)} / {rate(counter)}"
 
 
 TOTAL = 'stage="total"'
@@ -92,38 +98,70 @@ BOARDS = (
         "overview",
         "jgr: overview",
         (
-            Panel("Requests", "reqps", ((rate("jgr_requests_total", "endpoint, status", model=False), "{{endpoint}} {{status}}"),)),
+            Panel(
+                "Requests",
+                "reqps",
+                ((rate("jgr_requests_total", "endpoint, status", model=False), "{{endpoint}} {{status}}"),),
+            ),
             Panel("Latency", "s", quantiles("jgr_stage_seconds", "kind", TOTAL, (0.5, 0.9, 0.99))),
             Panel("Refused by the queue", "reqps", ((rate("jgr_rejected_total", "reason"), "{{reason}}"),)),
-            Panel("Refused at the door", "reqps", ((rate("jgr_refused_total", "reason", model=False), "{{reason}}"),)),
-            Panel("Late, left and broken", "reqps", (
-                (rate("jgr_deadline_expired_total"), "deadline expired"),
-                (rate("jgr_cancelled_total"), "client left"),
-                (rate("jgr_executor_failures_total"), "executor failures"),
-            )),
-            Panel("Waiting and running", "short", (
-                (gauge("jgr_queue_depth"), "waiting requests"),
-                (gauge("jgr_in_flight"), "runs in flight"),
-            )),
-            Panel("Device time", "percentunit", (
-                (rate("jgr_device_seconds_total"), "busy"),
-                (rate("jgr_wasted_device_seconds_total"), "of it for nobody"),
-            )),
+            Panel(
+                "Refused at the door",
+                "reqps",
+                ((rate("jgr_refused_total", "reason", model=False), "{{reason}}"),),
+            ),
+            Panel(
+                "Late, left and broken",
+                "reqps",
+                (
+                    (rate("jgr_deadline_expired_total"), "deadline expired"),
+                    (rate("jgr_cancelled_total"), "client left"),
+                    (rate("jgr_executor_failures_total"), "executor failures"),
+                ),
+            ),
+            Panel(
+                "Waiting and running",
+                "short",
+                (
+                    (gauge("jgr_queue_depth"), "waiting requests"),
+                    (gauge("jgr_in_flight"), "runs in flight"),
+                ),
+            ),
+            Panel(
+                "Device time",
+                "percentunit",
+                (
+                    (rate("jgr_device_seconds_total"), "busy"),
+                    (rate("jgr_wasted_device_seconds_total"), "of it for nobody"),
+                ),
+            ),
             Panel("Memory of the engine", "bytes", ((gauge("jgr_memory_bytes", "part"), "{{part}}"),)),
             Panel("Memory of the process", "bytes", (("process_resident_memory_bytes", "resident"),)),
-            Panel("Processor and files", "short", (
-                (f"rate(process_cpu_seconds_total[{WINDOW}])", "cores"),
-                ("process_open_fds", "open files"),
-            )),
-            Panel("Models and catalogs", "short", (
-                ('sum by (model, version) (jgr_model_info{model=~"$model"})', "{{model}} {{version}}"),
-                ('sum by (model, version) (jgr_catalog_info{model=~"$model"})', "catalog {{version}}"),
-                (gauge("jgr_catalog_items"), "items"),
-            )),
-            Panel("Changes", "short", (
-                (f'sum by (model, outcome) (increase(jgr_model_reloads_total{{model=~"$model"}}[{WINDOW}]))', "reload {{outcome}}"),
-                (f'sum by (model, outcome) (increase(jgr_catalog_activations_total{{model=~"$model"}}[{WINDOW}]))', "catalog {{outcome}}"),
-            )),
+            Panel(
+                "Processor and files",
+                "short",
+                (
+                    (f"rate(process_cpu_seconds_total[{WINDOW}])", "cores"),
+                    ("process_open_fds", "open files"),
+                ),
+            ),
+            Panel(
+                "Models and catalogs",
+                "short",
+                (
+                    ('sum by (model, version) (jgr_model_info{model=~"$model"})', "{{model}} {{version}}"),
+                    ('sum by (model, version) (jgr_catalog_info{model=~"$model"})', "catalog {{version}}"),
+                    (gauge("jgr_catalog_items"), "items"),
+                ),
+            ),
+            Panel(
+                "Changes",
+                "short",
+                (
+                    (growth("jgr_model_reloads_total", "outcome"), "reload {{outcome}}"),
+                    (growth("jgr_catalog_activations_total", "outcome"), "catalog {{outcome}}"),
+                ),
+            ),
         ),
     ),
     Board(
@@ -132,47 +170,87 @@ BOARDS = (
         (
             Panel("Stages, P99", "s", quantiles("jgr_stage_seconds", "stage", at=(0.99,))),
             Panel("Requests in a batch", "short", ((mean("jgr_batch_size", "kind"), "{{kind}}"),)),
-            Panel("Real over padded tokens", "percentunit", (
-                (f"{rate('jgr_real_tokens_total', 'kind')} / {rate('jgr_padded_tokens_total', 'kind')}", "{{kind}}"),
-            )),
+            Panel(
+                "Real over padded tokens",
+                "percentunit",
+                (
+                    (
+                        f"{rate('jgr_real_tokens_total', 'kind')} / {rate('jgr_padded_tokens_total', 'kind')}",
+                        "{{kind}}",
+                    ),
+                ),
+            ),
             Panel("Time left at the first plan", "s", quantiles("jgr_slack_seconds", at=(0.01, 0.5))),
-            Panel("Error of the forecast", "s", quantiles("jgr_forecast_error_seconds", at=(0.05, 0.5, 0.95))),
-            Panel("Wasted device time", "percentunit", (
-                (f"{rate('jgr_wasted_device_seconds_total')} / {rate('jgr_device_seconds_total')}", "of device time"),
-            )),
-            Panel("Programs compiled", "short", (
-                (f"sum by (phase) (increase(jgr_compilations_total[{WINDOW}]))", "{{phase}}"),
-            )),
+            Panel(
+                "Error of the forecast", "s", quantiles("jgr_forecast_error_seconds", at=(0.05, 0.5, 0.95))
+            ),
+            Panel(
+                "Wasted device time",
+                "percentunit",
+                (
+                    (
+                        f"{rate('jgr_wasted_device_seconds_total')} / {rate('jgr_device_seconds_total')}",
+                        "of device time",
+                    ),
+                ),
+            ),
+            Panel(
+                "Programs compiled",
+                "short",
+                ((f"sum by (phase) (increase(jgr_compilations_total[{WINDOW}]))", "{{phase}}"),),
+            ),
             Panel("Scorers: wait of a part", "s", quantiles("jgr_executor_wait_seconds")),
             Panel("Scorers: parts", "reqps", ((rate("jgr_parts_total", "size"), "size {{size}}"),)),
             Panel("Scorers: pairs", "short", ((rate("jgr_pairs_total", "of"), "{{of}}"),)),
-            Panel("Beams and items", "short", (
-                (rate("jgr_dead_beams_total"), "dead beams"),
-                (rate("jgr_unknown_items_total"), "unknown items of histories"),
-            )),
-            Panel("Garbage collections", "short", (
-                (f"sum by (generation) (rate(python_gc_collections_total[{WINDOW}]))", "generation {{generation}}"),
-            )),
+            Panel(
+                "Beams and items",
+                "short",
+                (
+                    (rate("jgr_dead_beams_total"), "dead beams"),
+                    (rate("jgr_unknown_items_total"), "unknown items of histories"),
+                ),
+            ),
+            Panel(
+                "Garbage collections",
+                "short",
+                (
+                    (
+                        f"sum by (generation) (rate(python_gc_collections_total[{WINDOW}]))",
+                        "generation {{generation}}",
+                    ),
+                ),
+            ),
         ),
     ),
     Board(
         "cache",
         "jgr: cache",
         (
-            Panel("Tokens read from the cache", "percentunit", (
-                (f"{rate(TOKENS, where='source=\"cached\"')} / {rate(TOKENS)}", "of prompt tokens"),
-            )),
+            Panel(
+                "Tokens read from the cache",
+                "percentunit",
+                ((share(TOKENS, 'source="cached"'), "of prompt tokens"),),
+            ),
             Panel("Tokens", "short", ((rate(TOKENS, "source"), "{{source}}"),)),
             Panel("Layouts", "reqps", ((rate("jgr_layouts_total", "layout"), "{{layout}}"),)),
             Panel("Pages of the pool", "short", ((gauge("jgr_cache_pages", "holder"), "{{holder}}"),)),
             Panel("Entries", "short", ((gauge("jgr_cache_entries", "kind"), "{{kind}}"),)),
-            Panel("Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model"}', "{{kind}}"),)),
+            Panel(
+                "Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model"}', "{{kind}}"),)
+            ),
             Panel("Events", "short", ((rate("jgr_cache_events_total", "event"), "{{event}}"),)),
             Panel("Hints", "reqps", ((rate("jgr_hints_total", "outcome"), "{{outcome}}"),)),
-            Panel("Drift against no cache, P99", "none", (
-                *quantiles("jgr_shadow_drift", at=(0.99,)),
-                *((expression, "repaired " + legend) for expression, legend in quantiles("jgr_repair_drift", at=(0.99,))),
-            )),
+            Panel(
+                "Drift against no cache, P99",
+                "none",
+                (
+                    *quantiles("jgr_shadow_drift", at=(0.99,)),
+                    *(
+                        (expression, "repaired " + legend)
+                        for expression, legend in quantiles("jgr_repair_drift", at=(0.99,))
+                    ),
+                ),
+            ),
         ),
     ),
     Board(
@@ -180,26 +258,29 @@ BOARDS = (
         "jgr: features",
         (
             Panel("Records by state", "short", ((rate("jgr_features_total", "state"), "{{state}}"),)),
-            Panel("Fresh records", "percentunit", (
-                (f"{rate('jgr_features_total', where='state=\"fresh\"')} / {rate('jgr_features_total')}", "of records"),
-            )),
+            Panel(
+                "Fresh records",
+                "percentunit",
+                ((share("jgr_features_total", 'state="fresh"'), "of records"),),
+            ),
             Panel("Events", "short", ((rate("jgr_feature_events_total", "event"), "{{event}}"),)),
             Panel("Items in the cache", "short", ((gauge("jgr_feature_entries"), "items"),)),
         ),
     ),
-)  # fmt: skip
+)
 
 ALERTS = (
     Alert(
         "JgrManyRefusals",
-        'sum(rate(jgr_rejected_total[5m])) > 0.05 * sum(rate(jgr_requests_total{endpoint=~"/v1/(rank|recommend)"}[5m]))',
+        "sum(rate(jgr_rejected_total[5m])) > 0.05 * "
+        'sum(rate(jgr_requests_total{endpoint=~"/v1/(rank|recommend)"}[5m]))',
         "5m",
         "warning",
         "More than 5 % of the requests are refused for want of time or room: the load is above the capacity.",
     ),
     Alert(
         "JgrDeadlineMisses",
-        "sum(rate(jgr_deadline_expired_total[5m])) > 0.01 * sum(rate(jgr_stage_seconds_count{stage=\"total\"}[5m]))",
+        'sum(rate(jgr_deadline_expired_total[5m])) > 0.01 * sum(rate(jgr_stage_seconds_count{stage="total"}[5m]))',
         "5m",
         "warning",
         "More than 1 % of the accepted requests miss their deadline: forecasts are too low.",
@@ -305,7 +386,10 @@ def graph(number: int, panel: Panel) -> dict[str, Any]:
             "w": WIDTH,
             "h": HEIGHT,
         },
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0 if panel.unit != "none" else None}, "overrides": []},
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0 if panel.unit != "none" else None},
+            "overrides": [],
+        },
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
             {"refId": chr(ord("A") + at), "expr": expression, "legendFormat": legend, "datasource": SOURCE}
@@ -340,7 +424,13 @@ def files() -> Mapping[Path, str]:
 
 def shown() -> set[str]:
     """The families that stand on some board."""
-    return {name for board in BOARDS for p in board.panels for expression, _ in p.queries for name in families(expression)}
+    return {
+        name
+        for board in BOARDS
+        for p in board.panels
+        for expression, _ in p.queries
+        for name in families(expression)
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dashboards and alert rules: what is committed is what the tool writes, and a Prometheus that scrapes live servers finds
-figures for every panel."""
+"""Dashboards and alert rules: what is committed is what the tool writes, and a Prometheus that scrapes live servers
+finds figures for every panel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def test_every_series_of_ours_stands_on_a_board_with_its_text() -> None:
     assert dashboards.shown() <= documentation().keys()
     panels = [panel for board in BOARDS for panel in dashboards.dashboard(board)["panels"]]
     assert all(panel["description"] for panel in panels)
-    places = [(board.name, *panel["gridPos"].values()) for board in BOARDS for panel in dashboards.dashboard(board)["panels"]]
+    places = [
+        (board.name, *panel["gridPos"].values())
+        for board in BOARDS
+        for panel in dashboards.dashboard(board)["panels"]
+    ]
     assert len(set(places)) == len(places)
 
 
@@ -97,7 +101,13 @@ def figures(port: int, expression: str) -> list[float]:
 
 @pytest.mark.prometheus
 def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
-    rank = {"model": "jgr", "history": ["i1", "i2"], "candidates": ["i3", "i4", "i5"], "user_id": "u", "deadline_ms": 30_000}
+    rank = {
+        "model": "jgr",
+        "history": ["i1", "i2"],
+        "candidates": ["i3", "i4", "i5"],
+        "user_id": "u",
+        "deadline_ms": 30_000,
+    }
     two = Two(tmp_path, "cache.shadow=1")
     store = tmp_path / "features.sqlite"
     fill(str(store))
@@ -109,7 +119,9 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
                 def traffic() -> None:
                     two.call("/v1/rank", rank)
                     two.call("/v1/recommend", {"model": "jgr", "history": ["i1"], "top_k": 2})
-                    scorer.rank(history=["B001"], context={"slot0": 1}, candidates=ITEMS[:35], deadline_ms=30_000)
+                    scorer.rank(
+                        history=["B001"], context={"slot0": 1}, candidates=ITEMS[:35], deadline_ms=30_000
+                    )
 
                 empty = [(board.title, panel.title) for board in BOARDS for panel in board.panels]
                 until_s = time.monotonic() + PATIENCE_S
@@ -134,7 +146,10 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
 @pytest.mark.prometheus
 def test_the_alert_rules_are_rules() -> None:
     done = subprocess.run(
-        [PROMTOOL, "check", "rules", DEPLOY / "prometheus" / "alerts.yml"], capture_output=True, text=True, check=False
+        [PROMTOOL, "check", "rules", DEPLOY / "prometheus" / "alerts.yml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert f"{len(ALERTS)} rules found" in done.stdout

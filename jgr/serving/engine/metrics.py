@@ -51,8 +51,7 @@ TEXTS = {
     "jgr_queue_depth": "Requests waiting for a batch.",
     "jgr_in_flight": "Runs that are on their lanes.",
     "jgr_cache_pages": (
-        "Pages of the pool, by holder: a kind of entries, nobody (free), other models and "
-        "versions (others)."
+        "Pages of the pool, by holder: a kind of entries, nobody (free), other models and versions (others)."
     ),
     "jgr_cache_entries": "Cache entries on the device.",
     "jgr_cache_fragmentation": "Share of the pages of a kind of entries that no valid token fills.",
@@ -388,14 +387,10 @@ class _Features(Collector):
         counts = self._read()
         if counts is None:
             return
-        states = CounterMetricFamily(
-            "jgr_features", TEXTS["jgr_features"], labels=["state"]
-        )
+        states = CounterMetricFamily("jgr_features", TEXTS["jgr_features"], labels=["state"])
         for state in FEATURE_STATES:
             states.add_metric([state], getattr(counts, state))
-        events = CounterMetricFamily(
-            "jgr_feature_events", TEXTS["jgr_feature_events"], labels=["event"]
-        )
+        events = CounterMetricFamily("jgr_feature_events", TEXTS["jgr_feature_events"], labels=["event"])
         for event in FEATURE_EVENTS:
             events.add_metric([event], getattr(counts, event))
         yield from (states, events)
