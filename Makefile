@@ -10,12 +10,21 @@ UV_VERSION := 0.13.8
 # Compiling for a GPU takes a plugin, in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))
 
+DEBIAN := build/debian
+
 .PHONY: demo installed test test-quick test-jax compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
 
-installed: $(STAMP) $(GPU)/.installed
+installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked
+
+# Programs of Debian's that tests run: unpacked, not installed. Without apt, or the network, these tests are left out.
+$(DEBIAN)/.unpacked:
+	mkdir -p $(DEBIAN)
+	-command -v prometheus >/dev/null || \
+	  (cd $(DEBIAN) && apt-get download prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb)
+	touch $@
 
 # Two processes, whole files to each: what a file's fixtures start is started once. In the order of tests/conftest.py.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder

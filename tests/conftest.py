@@ -17,6 +17,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.debian import PROMETHEUS
+
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
 # Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
@@ -39,7 +41,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
-_NEEDS = ("data", "gpu")
+_NEEDS = ("data", "gpu", "prometheus")
 _SELECTED = pytest.StashKey[Counter[str]]()
 
 
@@ -57,6 +59,8 @@ def _place(item: pytest.Item) -> int:
 def _can_run(item: pytest.Item) -> bool:
     data = item.get_closest_marker("data")
     if data is not None and not (_DATA / data.args[0]).is_dir():
+        return False
+    if item.get_closest_marker("prometheus") is not None and not PROMETHEUS:
         return False
     return item.get_closest_marker("gpu") is None or os.environ["JAX_PLATFORMS"] != "cpu"
 
@@ -96,3 +100,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if selected["gpu"]:
         platforms = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")
+    if selected["prometheus"]:
+        found = PROMETHEUS or "not found; apt-get install prometheus"
+        counts = f"{ran['prometheus']} of {selected['prometheus']}"
+        terminalreporter.write_line(f"prometheus tests: {counts} ran (prometheus: {found})")

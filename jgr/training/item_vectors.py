@@ -6,21 +6,22 @@ matrix of shifted positive pointwise mutual information
 
     M[i, j] = max(0, log(c_ij * sum(c) / (c_i * c_j)) - log(shift)),    c_ij: how often i and j are near
 
-is symmetric and sparse; its best approximation of rank e is found by a randomised range finder, and item i
-becomes row i of U sqrt|L|, scaled to length 1. Only training sequences are read: with the test targets' neighbours
-the vectors would leak the targets into the ids.
+is symmetric and sparse; its best approximation of rank e is found by Lanczos's method, and item i becomes row i of
+U sqrt|L|, scaled to length 1. Only training sequences are read: with the test targets' neighbours the vectors would
+leak the targets into the ids.
 
 Letters: n items, e dimensions, p pairs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import csr_array
+from scipy.sparse.linalg import eigsh
 
 from jgr.config import UserError
 from jgr.data.interactions import Ragged
@@ -35,10 +36,9 @@ MAX_VALUE = 1e15  # its square, and sums of squares, still fit float32
 MAX_BYTES = 1 << 34
 UNPLACED_LENGTH = 0.3
 _NEGLIGIBLE = 1e-3
-_SPARE = 16
-_POWER_ITERATIONS = 4
 _PAIRS_PER_BATCH = 1 << 22
-_CELLS_PER_BATCH = 1 << 22
+FEW = 512
+"""Of so few items all eigenvalues are found; Lanczos's method is for some of many."""
 
 
 class VectorError(UserError):
@@ -114,7 +114,7 @@ def co_occurrence_vectors(
         raise VectorError(f"dims: at most {MAX_DIMENSIONS}, not {dims}")
     matrix = _ppmi(*near_pairs(sequences, n_items, window), n_items, shift)
     rng = np.random.default_rng(seed)
-    vectors = _low_rank(matrix, n_items, dims, rng)
+    vectors = _low_rank(matrix, dims, rng)
     length = np.sqrt(np.square(vectors).sum(axis=1))
     # A vector shorter than this is rounding, which must not be scaled up to length 1.
     placed = length > _NEGLIGIBLE * length.max(initial=0)
@@ -142,56 +142,27 @@ def near_pairs(sequences: Ragged, n_items: int, window: int) -> tuple[Int64, Int
     return cells, times
 
 
-@dataclass(frozen=True, eq=False)
-class _Sparse:
-    """A sparse matrix by rows (CSR). offsets: [n + 1]. columns, values: [entries]."""
-
-    offsets: Int64
-    columns: Int64
-    values: Float32
-
-    def __matmul__(self, dense: Float32) -> Float32:
-        product = np.zeros((len(self.offsets) - 1, dense.shape[1]), np.float32)
-        filled = np.flatnonzero(np.diff(self.offsets))
-        starts = self.offsets[filled]
-        ends = self.offsets[filled + 1]
-        # As many whole rows at a time as fit the budget of gathered cells, at least one.
-        budget = max(1, _CELLS_PER_BATCH // dense.shape[1])
-        at = 0
-        while at < len(filled):
-            upto = max(at + 1, int(np.searchsorted(ends, starts[at] + budget, side="right")))
-            part = slice(starts[at], ends[upto - 1])
-            terms = dense[self.columns[part]] * self.values[part, None]
-            product[filled[at:upto]] = np.add.reduceat(terms, starts[at:upto] - starts[at], axis=0)
-            at = upto
-        return product
-
-
-def _ppmi(cells: Int64, times: Int64, n_items: int, shift: float) -> _Sparse:
-    """The symmetric shifted positive PMI of pairs i < j, both triangles."""
+def _ppmi(cells: Int64, times: Int64, n_items: int, shift: float) -> csr_array:
+    """The symmetric shifted positive PMI of pairs i < j, both triangles, [n, n] float32."""
     left, right = np.divmod(cells, n_items)
     count = np.bincount(left, times, n_items) + np.bincount(right, times, n_items)
     with np.errstate(divide="ignore"):
         log = np.log(count)
     value = np.log(times * count.sum()) - log[left] - log[right] - np.log(shift)
-    left, right, value = left[value > 0], right[value > 0], value[value > 0]
-    row, column = np.concatenate([left, right]), np.concatenate([right, left])
-    order = np.argsort(row * n_items + column)
-    offsets = np.append(0, np.cumsum(np.bincount(row, minlength=n_items)))
-    return _Sparse(offsets, column[order], np.concatenate([value, value])[order].astype(np.float32))
+    left, right, value = left[value > 0], right[value > 0], value[value > 0].astype(np.float32)
+    upper = csr_array((value, (left, right)), shape=(n_items, n_items))
+    return upper + upper.T
 
 
-def _low_rank(matrix: _Sparse, n: int, dims: int, rng: np.random.Generator) -> Float32:
+def _low_rank(matrix: csr_array, dims: int, rng: np.random.Generator) -> Float32:
     """U sqrt|L| of the `dims` largest eigenvalues L by magnitude, [n, dims]; zeros beyond rank n."""
-    rank = min(n, dims + _SPARE)
-    basis = rng.standard_normal((n, rank)).astype(np.float32)
-    for _ in range(1 + _POWER_ITERATIONS):
-        # Made orthonormal in each round: by powers alone all columns would turn to the first eigenvector.
-        basis = np.linalg.qr(matrix @ basis)[0]
-    small = (basis.T @ (matrix @ basis)).astype(np.float64)
-    values, turned = np.linalg.eigh((small + small.T) / 2)
-    values[np.abs(values) < 1e-5 * np.abs(values).max()] = 0.0
+    n = matrix.shape[0]
+    if n > FEW and dims < n - 1:
+        values, turned = eigsh(matrix, dims, which="LM", v0=rng.standard_normal(n).astype(np.float32))
+    else:
+        values, turned = np.linalg.eigh(matrix.toarray())
+    values[np.abs(values) < 1e-5 * np.abs(values).max(initial=0)] = 0.0
     largest = np.argsort(-np.abs(values), kind="stable")[:dims]
     found = np.zeros((n, dims), np.float32)
-    found[:, : len(largest)] = (basis @ turned[:, largest]) * np.sqrt(np.abs(values[largest]))
+    found[:, : len(largest)] = turned[:, largest] * np.sqrt(np.abs(values[largest]))
     return found

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import logsumexp
 
 from jgr.catalog.catalog import MAX_DEPTH, Catalog
 from jgr.config import UserError
@@ -329,22 +330,16 @@ def sinkhorn(cost: Float64, room: Int64, epsilon: float = _EPSILON) -> Float64:
     """
     log_kernel = -cost / max(epsilon * float(cost.mean()), np.finfo(np.float64).tiny)
     price = np.zeros(cost.shape[1])
-    gain = -_log_sum_exp(log_kernel, axis=1)
+    gain = -logsumexp(log_kernel, axis=1)
     for _ in range(_SINKHORN_ITERATIONS):
         before = price
         # A column under its bound costs nothing more; one over its bound becomes dearer for all rows.
-        price = np.minimum(0.0, np.log(room) - _log_sum_exp(log_kernel + gain[:, None], axis=0))
-        gain = -_log_sum_exp(log_kernel + price, axis=1)
+        price = np.minimum(0.0, np.log(room) - logsumexp(log_kernel + gain[:, None], axis=0))
+        gain = -logsumexp(log_kernel + price, axis=1)
         if np.abs(price - before).max() < 1e-4:
             break
     plan: Float64 = log_kernel + price + gain[:, None]
     return plan
-
-
-def _log_sum_exp(x: Float64, axis: int) -> Float64:
-    top = x.max(axis=axis, keepdims=True)
-    total: Float64 = np.log(np.exp(x - top).sum(axis=axis)) + top.squeeze(axis)
-    return total
 
 
 def _groups(codes: Int32) -> Int64:

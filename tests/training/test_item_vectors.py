@@ -58,17 +58,10 @@ def test_pairs_equal_a_naive_loop(sequences: list[list[int]], window: int, batch
     assert found == counted(sequences, window)
 
 
-@given(SEQUENCES, st.integers(1, 4), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([1, 20, 1 << 22]))
-def test_the_matrix_and_its_products(
-    sequences: list[list[int]], window: int, shift: float, batch: int
-) -> None:
-    expected = dense_ppmi(sequences, window, shift)
+@given(SEQUENCES, st.integers(1, 4), st.sampled_from([0.5, 1.0, 2.0]))
+def test_the_matrix(sequences: list[list[int]], window: int, shift: float) -> None:
     matrix = item_vectors._ppmi(*near_pairs(Ragged.of(sequences), N, window), N, shift)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(item_vectors, "_CELLS_PER_BATCH", batch)
-        np.testing.assert_allclose(matrix @ np.eye(N, dtype=np.float32), expected, atol=1e-5)
-        factor = np.arange(2 * N, dtype=np.float32).reshape(N, 2)
-        np.testing.assert_allclose(matrix @ factor, expected @ factor, atol=1e-4)
+    np.testing.assert_allclose(matrix.toarray(), dense_ppmi(sequences, window, shift), atol=1e-5)
 
 
 def random_sequences(n: int, users: int) -> list[list[int]]:
@@ -81,9 +74,9 @@ def random_sequences(n: int, users: int) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("n", [60, 200])
+@pytest.mark.parametrize("n", [60, 200, item_vectors.FEW + 100])
 def test_the_vectors_are_the_largest_eigenvectors(n: int) -> None:
-    sequences = random_sequences(n, 400)
+    sequences = random_sequences(n, 10 * n)
     found = co_occurrence_vectors(Ragged.of(sequences), n, dims=5, window=3)
     values, vectors = np.linalg.eigh(dense_ppmi(sequences, 3, 1.0, n))
     largest = np.argsort(-np.abs(values))[:5]
@@ -91,7 +84,7 @@ def test_the_vectors_are_the_largest_eigenvectors(n: int) -> None:
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert found.placed.all() and found.vectors.dtype == np.float32
     # Eigenvectors have no sign, so compare what does not depend on it: all inner products.
-    np.testing.assert_allclose(found.vectors @ found.vectors.T, expected @ expected.T, atol=0.05)
+    np.testing.assert_allclose(found.vectors @ found.vectors.T, expected @ expected.T, atol=1e-3)
 
 
 def test_items_of_one_group_are_alike() -> None:

@@ -10,9 +10,19 @@ Label values come from fixed sets, so the number of series is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 from msgspec import UNSET
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,8 +47,31 @@ FEATURE_EVENTS = (
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REFUSALS = ("quota", "share", "unauthorized", "connections")
 HINTS = ("computed", "kept", "not_kept")
+TEXTS = {
+    "jgr_queue_depth": "Requests waiting for a batch.",
+    "jgr_in_flight": "Runs that are on their lanes.",
+    "jgr_cache_pages": (
+        "Pages of the pool, by holder: a kind of entries, nobody (free), other models and versions (others)."
+    ),
+    "jgr_cache_entries": "Cache entries on the device.",
+    "jgr_cache_fragmentation": "Share of the pages of a kind of entries that no valid token fills.",
+    "jgr_cache_events": "Events of cache entries since the engine's start, by kind of entry and event.",
+    "jgr_memory_bytes": (
+        "Memory that the engine takes, by part; of the pool and the host tier, which models "
+        "share, its own share."
+    ),
+    "jgr_features": "Feature records that requests were given, by state.",
+    "jgr_feature_events": "Events of the feature cache since the engine's start.",
+    "jgr_feature_entries": "Items in the feature cache.",
+}
+"""What the families tell of that not every server has."""
 OF_THE_PROCESS = ("jgr_requests", "jgr_refused", "jgr_compilations")
 """The families that count for the whole process; a server keeps them with its first model."""
+PROCESS = CollectorRegistry()
+"""The process's own series: memory, processor time, files, garbage collections, and its Python."""
+ProcessCollector(registry=PROCESS)
+GCCollector(registry=PROCESS)
+PlatformCollector(registry=PROCESS)
 
 
 class Metrics:
@@ -168,11 +201,11 @@ class Metrics:
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
-        Gauge("jgr_queue_depth", "Requests waiting for a batch.", registry=self.registry).set_function(depth)
+        Gauge("jgr_queue_depth", TEXTS["jgr_queue_depth"], registry=self.registry).set_function(depth)
 
     def watch_flights(self, runs: Callable[[], int]) -> None:
         """Export `runs()` as the number of runs that were started and have not ended."""
-        Gauge("jgr_in_flight", "Runs that are on their lanes.", registry=self.registry).set_function(runs)
+        Gauge("jgr_in_flight", TEXTS["jgr_in_flight"], registry=self.registry).set_function(runs)
 
     def watch_cache(self, read: Callable[[], CacheMeta | None]) -> None:
         """Export the state of the cache that `read` gives; None: there is none."""
@@ -236,7 +269,14 @@ def render(models: Mapping[str, Metrics]) -> bytes:
     Where there are several, each series has the label `model`, besides those of `OF_THE_PROCESS`.
     """
     first, *others = models.values()
-    return generate_latest(_Labelled(models) if others else first.registry)
+    return generate_latest(_Labelled(models) if others else first.registry) + generate_latest(PROCESS)
+
+
+@cache
+def documentation() -> Mapping[str, str]:
+    """What each family of series tells of, by its name."""
+    always = (*Metrics().registry.collect(), *PROCESS.collect())
+    return {**TEXTS, **{family.name: family.documentation for family in always}}
 
 
 class _Labelled(Collector):
@@ -293,13 +333,13 @@ class _Cache(Collector):
             return
         pages = GaugeMetricFamily(
             "jgr_cache_pages",
-            "Pages of the pool, by holder: a kind of entries, nobody (free), other models and versions (others).",
+            TEXTS["jgr_cache_pages"],
             labels=["holder"],
         )
-        entries = GaugeMetricFamily("jgr_cache_entries", "Cache entries on the device.", labels=["kind"])
+        entries = GaugeMetricFamily("jgr_cache_entries", TEXTS["jgr_cache_entries"], labels=["kind"])
         waste = GaugeMetricFamily(
             "jgr_cache_fragmentation",
-            "Share of the pages of a kind of entries that no valid token fills.",
+            TEXTS["jgr_cache_fragmentation"],
             labels=["kind"],
         )
         pages.add_metric(["free"], meta.pages.free)
@@ -311,7 +351,7 @@ class _Cache(Collector):
         pages.add_metric(["others"], others)
         events = CounterMetricFamily(
             "jgr_cache_events",
-            "Events of cache entries since the engine's start, by kind of entry and event.",
+            TEXTS["jgr_cache_events"],
             labels=["event"],
         )
         names = [f"{kind}_{event}" for kind in meta.kinds for event in ENTRY_EVENTS]
@@ -329,7 +369,7 @@ class _Memory(Collector):
     def collect(self) -> Iterator[Metric]:
         family = GaugeMetricFamily(
             "jgr_memory_bytes",
-            "Memory that the engine takes, by part; of the pool and the host tier, which models share, its own share.",
+            TEXTS["jgr_memory_bytes"],
             labels=["part"],
         )
         for part, size in self._read().items():
@@ -347,15 +387,11 @@ class _Features(Collector):
         counts = self._read()
         if counts is None:
             return
-        states = CounterMetricFamily(
-            "jgr_features", "Feature records that requests were given, by state.", labels=["state"]
-        )
+        states = CounterMetricFamily("jgr_features", TEXTS["jgr_features"], labels=["state"])
         for state in FEATURE_STATES:
             states.add_metric([state], getattr(counts, state))
-        events = CounterMetricFamily(
-            "jgr_feature_events", "Events of the feature cache since the engine's start.", labels=["event"]
-        )
+        events = CounterMetricFamily("jgr_feature_events", TEXTS["jgr_feature_events"], labels=["event"])
         for event in FEATURE_EVENTS:
             events.add_metric([event], getattr(counts, event))
         yield from (states, events)
-        yield GaugeMetricFamily("jgr_feature_entries", "Items in the feature cache.", counts.entries)
+        yield GaugeMetricFamily("jgr_feature_entries", TEXTS["jgr_feature_entries"], counts.entries)
