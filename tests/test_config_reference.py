@@ -103,7 +103,12 @@ def test_a_topic_is_all_a_section_or_a_field() -> None:
     assert server.name == "server"
     (one,) = chosen(SECTIONS, "config.server.port")
     assert [field.key for field in one.fields] == ["server.port"]
-    for topic, near in (("config.sever", "config.server"), ("server", "config.server"), ("config.server.prot", "config.server.port")):  # fmt: skip
+    nearest = {
+        "config.sever": "config.server",
+        "server": "config.server",
+        "config.server.prot": "config.server.port",
+    }
+    for topic, near in nearest.items():
         with pytest.raises(ConfigError, match=rf"no such topic; the nearest is --help={near}$"):
             chosen(SECTIONS, topic)
 
@@ -118,7 +123,10 @@ def test_help_shows_it(command: str) -> None:
     assert all(len(line) <= 120 for line in done.stdout.splitlines())
     done = jgr(command, "--help=config.server")
     assert done.stdout.startswith("server: ")
-    assert "  server.port: an integer; default: 8000\n      Port to listen on; 0: any free port.\n" in done.stdout
+    assert (
+        "  server.port: an integer; default: 8000\n      Port to listen on; 0: any free port.\n"
+        in done.stdout
+    )
     assert "beam.width:" not in done.stdout
     done = jgr(command, "--help=config.sever")
     assert (done.returncode, done.stderr) == (

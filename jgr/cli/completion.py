@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr completion SHELL` prints a script that completes jgr's commands, flags, fields, values and files.
 
-The script of each shell only hands over the words of the line and shows what it is told: it runs `jgr completion reply --
-WORD...`, without the word `jgr` and with the word at the cursor last. That prints the candidates, one a line, each with
-a tab and what it means behind it. So the shells agree, and nothing grows old when jgr is updated. No slow module is
+The script of each shell only hands over the words of the line and shows what it is told. It runs `jgr completion reply
+-- WORD...`, without the word `jgr` and with the word at the cursor last, which prints the candidates, one a line, each
+with a tab and its meaning behind it. So the shells agree, and nothing grows old when jgr is updated. No slow module is
 imported.
 """
 
@@ -187,5 +187,7 @@ def _paths(start: str, takes: Callable[[str], bool] = lambda name: True) -> list
     except (OSError, ValueError):
         return []
     shown = sorted((name, is_dir) for name, is_dir in found if begun or not name.startswith("."))
-    words = [f"{folder}{slash}{name}{'/' if is_dir else ''}" for name, is_dir in shown if is_dir or takes(name)]
+    words = [
+        f"{folder}{slash}{name}{'/' if is_dir else ''}" for name, is_dir in shown if is_dir or takes(name)
+    ]
     return [Candidate(word) for word in words[:MAX_FILES] if word.isprintable()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `jgr completion` prints for each shell: as little as possible, since the candidates come from `jgr` itself."""
+"""The scripts that `jgr completion` prints. They do as little as possible: the candidates come from `jgr` itself."""
 
 from __future__ import annotations
 

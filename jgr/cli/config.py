@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr config [FOLDER]`: prints the configuration that --config, or a model folder, the environment and --set give.
 
-What it prints is a file for --config that gives the same configuration, but for secrets: they are redacted, and where they
-stand the file is refused.
+What it prints is a file for --config that gives the same configuration. Secrets are redacted, and a file with
+a redacted one is refused.
 """
 
 from __future__ import annotations

@@ -127,7 +127,9 @@ def _usage(name: str, command: Command) -> str:
         for flag in flags.FLAGS.get_flags_for_module(module):
             default = "" if flag.default in (None, "", []) else f" (default: {flag.default_as_str})"
             lines.append(f"  --{flag.name:<16} {flag.help}{default}")
-    lines.append(f"  --{'help=config':<16} describe every field of the configuration; --help=config.server, a section")
+    lines.append(
+        f"  --{'help=config':<16} describe every field of the configuration; --help=config.server, a section"
+    )
     return "\n".join(lines)
 
 
