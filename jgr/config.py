@@ -75,7 +75,7 @@ class PromptConfig:
     template: str = "<bos>{history}"  # text of the whole prompt; {history} stands for the items
     item: str = "{sid}"  # text of one history item; may name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # how many of a history's last items are kept
-    # Items by which a history longer than max_items is cut at a time: between two cuts its first tokens stay the same,
+    # Items by which a history above prompt.max_items is cut at a time: between two cuts its first tokens stay the same,
     # so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
     stride: int = 1
     separator: str = ""  # text between two items
@@ -211,7 +211,7 @@ class FeaturesConfig:
     # Names and types for `jgr features load`, as "price:float32, genres:int32[4]"; empty: read off the metadata.
     schema: str = ""
     # When a request waits for the store. asynchronous: never; sync_missing: for records that are not cached;
-    # synchronous: for those and for records older than ttl_s.
+    # synchronous: for those and for records older than features.ttl_s.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
     # Memory of the features' cache, in MiB; a mode that never waits needs some. 0: no cache, every request asks the
     # store.

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
-from jgr.config_tree import field_types, secret_fields
-from jgr.fields import ConfigError, describe, nearest
+from jgr.fields import ConfigError, describe, is_secret, nearest
 
 WIDTH = 100
 
@@ -44,20 +43,22 @@ class Section(NamedTuple):
     fields: tuple[Field, ...]
 
 
+@cache
 def reference(tree: type) -> tuple[Section, ...]:
     """Every section of a tree of dataclasses."""
-    return tuple(_section(name, cls, tree) for name, cls in get_type_hints(tree).items())
+    return tuple(_section(name, cls) for name, cls in get_type_hints(tree).items())
 
 
-def _section(name: str, cls: type, tree: type) -> Section:
-    comments, defaults = comments_of(cls), cls()
+def _section(name: str, cls: type) -> Section:
+    comments, defaults, hints = comments_of(cls), cls(), get_type_hints(cls)
     found = []
     for field in dataclasses.fields(cls):
-        key = f"{name}.{field.name}"
-        hint = field_types(tree)[key]
-        values = describe(hint) + (", a secret" if key in secret_fields(tree) else "")
+        hint = hints[field.name]
+        values = describe(hint) + (", a secret" if is_secret(field) else "")
         default = _written(getattr(defaults, field.name))
-        found.append(Field(key, hint, values, default, _sentence(comments.get(field.name, ""))))
+        found.append(
+            Field(f"{name}.{field.name}", hint, values, default, _sentence(comments.get(field.name, "")))
+        )
     return Section(name, " ".join(inspect.cleandoc(cls.__doc__ or "").split()), tuple(found))
 
 

@@ -40,7 +40,7 @@ class TrainConfig:
     batch: int = 256  # training examples per step
     micro_batches: int = 1  # parts of a step's batch, computed one after the other; only saves memory
     devices: int = 1  # devices that share a step's batch (data parallelism)
-    learning_rate: float = 1e-3  # the peak, reached after the warm-up
+    learning_rate: float = 1e-3  # the highest learning rate, reached after the warm-up
     warmup_steps: int = 100  # steps in which the learning rate rises to its peak
     # How the learning rate goes on after the warm-up: down to 1 % of the peak as a cosine or a line, or not at all.
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -54,7 +54,7 @@ class TrainConfig:
     # Whether the items that are drawn for a retriever are weighed so that they stand for all items (sampled softmax);
     # HSTU's recipe does not.
     weigh_negatives: bool = True
-    temperature: float = 1.0  # divides a retriever's scores before the softmax
+    temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False

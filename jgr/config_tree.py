@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from jgr.fields import REDACTED, ConfigError, describe, is_secret, nearest, parse
@@ -20,14 +19,12 @@ RENAMED = {"rank.scorer": "rank.method"}
 """Old names of fields; whoever still uses one is told the new one."""
 
 
-@cache
 def field_types(tree: type) -> Mapping[str, Any]:
     """The annotation of every field, by "section.field"."""
     sections = get_type_hints(tree).items()
     return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}
 
 
-@cache
 def secret_fields(tree: type) -> frozenset[str]:
     """The fields that hold a key or a password."""
     sections = get_type_hints(tree).items()

@@ -10,7 +10,7 @@ from jgr.fields import check, require
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """What such a scorer predicts, and what it reads besides the history's items."""
+    """What a scorer that learns from feedback predicts, and what it reads besides the history's items."""
 
     # Actions of the dataset to predict; each gets a score.
     tasks: tuple[str, ...] = ("click", "like", "long_view")
