@@ -5,6 +5,7 @@
 # (docs/serving.md), in a file that the container's user can read:
 #   docker run -p 8000:8000 -v "$PWD/model:/model:ro" -v "$PWD/keys.json:/keys.json:ro" jgr /model \
 #     --set server.keys=/keys.json
+# One key for all is a secret of Docker, with -e JGR_SERVER__API_KEY_FILE=/run/secrets/api_key (docs/configuration.md).
 FROM python:3.11-slim
 
 WORKDIR /app

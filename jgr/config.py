@@ -4,7 +4,9 @@
 The one idea: a field's annotation is the only statement of its type. It checks the values of a config file
 and types the text of `--set section.field=value`; the field's default stands nowhere else.
 
-Invariants: a Config that exists is valid, section by section; nothing here reads flags or the environment.
+Invariants: a Config that exists is valid, section by section; nothing here reads flags or the environment. The comment
+of a field, above or behind it, is all that the reference (docs/configuration.md, `--help=config`) says of it. A field
+that holds a key or a password has `repr=False`, and is printed nowhere.
 Whether two sections fit together (such as a beam width and the compiled profiles) is checked by the code that
 reads both.
 """
@@ -16,27 +18,29 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from jgr.config_file import line_in, run_python
+from jgr.config_formats import is_document, load
 from jgr.config_training import DataConfig as DataConfig
 from jgr.config_training import TrainConfig as TrainConfig
+from jgr.config_tree import RENAMED, from_sections
+from jgr.config_tree import override as override
+from jgr.config_tree import to_json as to_json
 from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
-from jgr.fields import check, describe, nearest, parse, require, sizes
+from jgr.fields import check, require, sizes
 
 MAX_WAIT_MS = 60_000
 """The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
-RENAMED = {"rank.scorer": "rank.method"}
-"""Old names of fields; whoever still uses one is told the new one."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The model to serve."""
 
-    name: str = "jgr"  # the name that requests, answers and /v1/models use for it
+    name: str = "jgr"  # name of the model in requests, answers and /v1/models
     path: str = ""  # folder of the weights: a Hugging Face checkpoint, or one that `jgr train` wrote
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -52,7 +56,9 @@ class ModelConfig:
 class CatalogConfig:
     """The items that may be recommended."""
 
-    path: str = ""  # .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] in the same folder, or .catalog
+    # File of the items: .jsonl[.gz], .index.json[.gz] with its .item.json[.gz] in the same folder, or .catalog; empty:
+    # the one in the model's folder.
+    path: str = ""
     segments: str = "segments"  # metadata field that holds an item's segments: one name or a list of names
     segment_rows: int = 32  # combinations of segments whose bitmaps stay on the device
     max_versions: int = 4  # catalogs that the server keeps: the active one, the one before it, and uploads
@@ -66,11 +72,11 @@ class CatalogConfig:
 class PromptConfig:
     """How a history becomes tokens."""
 
-    template: str = "<bos>{history}"  # the whole prompt; {history} stands for the items
+    template: str = "<bos>{history}"  # text of the whole prompt; {history} stands for the items
     item: str = "{sid}"  # text of one history item; may name metadata fields, as in "{title}: {sid}"
     max_items: int = 50  # how many of a history's last items are kept
-    # A history longer than max_items is cut in steps of `stride` items. Between two cuts its first tokens stay the
-    # same, so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
+    # Items by which a history above prompt.max_items is cut at a time: between two cuts its first tokens stay the same,
+    # so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
     stride: int = 1
     separator: str = ""  # text between two items
 
@@ -86,7 +92,7 @@ class BeamConfig:
     """The beam search over semantic ids."""
 
     width: int = 32  # beam width of a request that names none
-    # What a step's log-softmax runs over: the legal continuations only, or the whole vocabulary.
+    # What a step's log-softmax runs over. valid: the legal continuations only; full: the whole vocabulary.
     normalize: Literal["valid", "full"] = "valid"
     approximate: int = 0  # most continuations of one beam that a step keeps; 0: all of them, the exact search
     items_per_id: int = 50  # most items of an answer that share a semantic id: the catalog's first ones
@@ -99,21 +105,22 @@ class BeamConfig:
 class RankConfig:
     """How a decoder ranks candidates. All fields but `method` are for the methods with candidates in the prompt."""
 
-    # likelihood: of each candidate's semantic id after the history's prompt. The others put all candidates into the
-    # prompt and take a score from each one's token (item_token, for one-level catalogs), from the answer to a question
-    # about each (item_probe), or from a letter for each place in the list (list_letter).
+    # What a candidate's score is. likelihood: that of its semantic id after the history's prompt; the others put all
+    # candidates into the prompt, and read the score off its own token (item_token, for one-level catalogs), the answer
+    # to a question about it (item_probe), or the letter of its place in the list (list_letter).
     method: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
     item: str = "{title}{sid}"  # text of one candidate, as in prompt.item; item_token needs {sid} at its end
     # Text after the history and the candidates. {last} is the semantic id of the history's last item: recency-focused
     # prompting, which a small model needs (arXiv 2305.08845).
     instruction: str = "<sid>"
     probe: str = "<sid>"  # the question about one candidate, for item_probe
-    positive: str = "<yes>"  # the token that says yes; the score is its logit minus that of `negative`
-    negative: str = "<no>"  # the token that says no
+    # The token that says yes, for item_probe: the score is its logit minus that of rank.negative.
+    positive: str = "<yes>"
+    negative: str = "<no>"  # the token that says no, for item_probe
     letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter
     item_span: int = 32  # most tokens of one candidate, and the positions that the candidates share
-    requests: int = 8  # most requests in a batch
-    tokens: tuple[int, ...] = (512, 2048)  # compiled shapes: tokens of a batch to compute
+    requests: int = 8  # most requests in a batch of prompts with candidates
+    tokens: tuple[int, ...] = (512, 2048)  # compiled shapes: tokens that a batch with candidates computes
     context: tuple[int, ...] = (2048,)  # compiled shapes: tokens of a batch whose keys and values are cached
     candidates: int = 256  # most candidates in a batch, all its requests together
 
@@ -133,14 +140,14 @@ class ExecutorsConfig:
     sizes: tuple[int, ...] = (128, 256, 512, 1024)  # compiled shapes: candidates in a part
     number: int = 2  # executors of each size, each with buffers and a thread of its own
     streams: int = 2  # parts that run at the same time
-    # How often the user's history is encoded: in each part; once a request; or once for all requests of the same user
-    # with the same history, whose state is kept in the pool of cache.device_mb.
+    # How often the user's history is encoded. part: in each part of a request; request: once a request; cache: once for
+    # all requests of the same user with the same history, whose state is kept in the pool of cache.device_mb.
     share_user: Literal["part", "request", "cache"] = "request"
-    # Most new events that are computed on top of a cached user, for models whose events do not depend on later ones.
-    # The cached state takes more memory for it. 0: a history that grew is computed whole.
+    # Most new events that are computed on top of a cached user, whose state takes more memory for it; 0: a history that
+    # grew is computed whole. Only for models whose events do not depend on later ones.
     growth: int = 0
-    # How Climber is computed, with the same scores (FLAME-7): each operation a program of its own, dispatched by the
-    # host; one program; one program with the fused ops. For comparisons: other models have the last alone.
+    # How Climber is computed, with the same scores (FLAME-7). op_by_op: each operation is a program, dispatched by the
+    # host; xla: one program; fused: one program with the fused ops, as all other models have it.
     build: Literal["op_by_op", "xla", "fused"] = "fused"
 
     def __post_init__(self) -> None:
@@ -159,13 +166,13 @@ class CacheConfig:
     # the items; cache_agnostic: the longer one; hotness: the user if it is longer and is asked for more often than the
     # coldest cached user (BAT-10).
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
-    # Device memory of the pool, and host memory for entries that leave the device, in MiB. A server has one of each,
-    # which its models share: those of its first configuration.
+    # Device memory of the pool, in MiB. A server has one pool, which its models share: that of its first configuration.
     device_mb: float = 64.0
+    # Host memory for entries that leave the device, in MiB; models share it as they share cache.device_mb.
     host_mb: float = 0.0
     page_kb: int = 0  # size of the pool's pages in KiB; 0: 2048, on a CPU 64, less where the pool is small
     share: float = 1.0  # weight of this model when the models divide the pool
-    # Share of the model's pages that items may take; users get the others. None: what all items need, but at most 0.8,
+    # Share of the model's pages that items may take; users get the others. none: what all items need, but at most 0.8,
     # where the policy caches both.
     item_share: float | None = None
     cell_tokens: int = 2  # tokens in a cell, by which entries grow
@@ -178,9 +185,10 @@ class CacheConfig:
     # How much more often than the least used cached user another must be asked for to take its place (priced rule).
     hysteresis: float = 0.1
     shadow: float = 0.001  # share of requests computed again without the cache, to measure the drift
-    # Cached items do not see the items before them. Repair computes some of their tokens again, so that they do: the
-    # first repair_tokens of each item, or the share repair_share of a request's item tokens, those that differ most.
+    # First tokens of each cached item that are computed again, since a cached item does not see the items before it.
     repair_tokens: int = 0
+    # Share of a request's tokens of cached items that is computed again, those that differ most; in place of
+    # cache.repair_tokens.
     repair_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -198,22 +206,25 @@ class CacheConfig:
 class FeaturesConfig:
     """The store of the items' features, and its cache in this process."""
 
-    store: str = field(default="", repr=False)  # redis://host:port/db or an SQLite file; empty: no features
+    # Address of the store, redis://host:port/db or an SQLite file; empty: no features.
+    store: str = field(default="", repr=False)
     # Names and types for `jgr features load`, as "price:float32, genres:int32[4]"; empty: read off the metadata.
     schema: str = ""
     # When a request waits for the store. asynchronous: never; sync_missing: for records that are not cached;
-    # synchronous: for those and for records older than ttl_s.
+    # synchronous: for those and for records older than features.ttl_s.
     mode: Literal["asynchronous", "synchronous", "sync_missing"] = "sync_missing"
-    # Memory of the cache, in MiB. 0: no cache, every request asks the store; a mode that never waits needs some.
+    # Memory of the features' cache, in MiB; a mode that never waits needs some. 0: no cache, every request asks the
+    # store.
     cache_mb: float = 64.0
-    buckets: int = 64  # parts of the cache; a full one drops its least recently used record
+    buckets: int = 64  # parts of the features' cache; a full one drops its least recently used record
     ttl_s: float = 60.0  # age in seconds at which a record is fetched again; +-10 %, drawn for each record
-    absent_ttl_s: float = 5.0  # the same for an item that the store does not have
+    absent_ttl_s: float = 5.0  # age in seconds at which an item that the store lacks is asked for again
     max_wait_ms: float = 20.0  # longest time a request waits for the store, also bounded by its deadline
     timeout_ms: float = 500.0  # longest time a fetch may take
     linger_ms: float = 20.0  # how long a fetch that no request waits for collects further items
     connections: int = 4  # threads that ask the store, with a connection each
-    bind_threads: bool = True  # bind them to the accelerator's NUMA node, on machines with several nodes
+    # Whether the threads that ask the store are bound to the accelerator's NUMA node, on machines with several nodes.
+    bind_threads: bool = True
 
     def __post_init__(self) -> None:
         check(self, cache_mb=0, buckets=1, ttl_s=1e-3, absent_ttl_s=1e-3, max_wait_ms=0)
@@ -248,9 +259,8 @@ class BatchingConfig:
     # in time is refused at once. The others, for comparisons, refuse nothing: edf, the earliest deadline; fifo, lifo,
     # the first or the last come; codel, fifo in which who waited for long is ended.
     order: Literal["deadline", "edf", "fifo", "lifo", "codel"] = "deadline"
-    in_flight: int = (
-        2  # batches of a stream that are handed to the device, so that it need not wait for the host
-    )
+    # Batches of a stream that are handed to the device, so that it need not wait for the host.
+    in_flight: int = 2
     streams: int = 1  # batches without a cache that run at the same time; a scorer has executors.streams
 
     def __post_init__(self) -> None:
@@ -267,8 +277,8 @@ class BatchingConfig:
 class ServerConfig:
     """The HTTP server and the limits on what it accepts."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port
+    host: str = "127.0.0.1"  # address to listen on; 127.0.0.1 serves this machine only
+    port: int = 8000  # port to listen on; 0: any free port
     api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
     # Key for calls that change the server (reloads, catalogs); empty: they are refused.
     admin_key: str = field(default="", repr=False)
@@ -281,7 +291,8 @@ class ServerConfig:
     max_connections: int = 4096  # most connections at a time; one more gets a 503 and is closed
     write_timeout_s: float = 30.0  # seconds that a client has to take an answer; then its connection is cut
     drain_timeout_s: float = 30.0  # seconds that accepted requests have to finish after SIGTERM
-    default_deadline_ms: float | None = None  # deadline of a request that names none; None: no deadline
+    # Deadline in milliseconds of a request that has none of its own; none: no deadline.
+    default_deadline_ms: float | None = None
     # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
     patience_ms: float = 1000.0
     access_log: bool = False  # whether each request gets a line in the log
@@ -334,13 +345,15 @@ class Config:
 
 
 def load_config(path: str | Path) -> Config:
-    """Run the Python file at `path` and return what its `get_config()` returns.
+    """Return the configuration of a file: Python whose `get_config()` returns it, or TOML, JSON or YAML by its suffix.
 
     Raises ConfigError for anything that goes wrong in it, with the line of the file if it is known.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such config file")
+    if is_document(path):
+        return load(path, Config())
     try:
         module = run_python(path)
         get_config = getattr(module, "get_config", None)
@@ -356,67 +369,12 @@ def load_config(path: str | Path) -> Config:
     return config
 
 
-def override(config: Config, *assignments: str) -> Config:
-    """Return `config` with each `section.field=value` applied; the last value of a field wins.
-
-    The values of one call are checked together, so that fields of a section that depend on each other can
-    change in one step. Raises ConfigError for an unknown field, naming the nearest one, and for a value that the
-    field's annotation or its section excludes.
-    """
-    hints = _field_types()
-    updates: dict[str, dict[str, Any]] = {}
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        key = key.strip()
-        if not equals:
-            raise ConfigError(f"cannot override by '{assignment}': write section.field=value")
-        _require_field(key, hints)
-        section, name = key.split(".")
-        try:
-            updates.setdefault(section, {})[name] = parse(text, hints[key])
-        except ValueError:
-            raise ConfigError(f"{key} must be {describe(hints[key])}, not '{text}'") from None
-    return _replace(config, updates)
-
-
-def from_json(sections: Mapping[str, Mapping[str, Any]]) -> Config:
+def from_json(sections: Mapping[str, Any]) -> Config:
     """The configuration that `to_json` wrote; sections and fields that are left out have their defaults.
 
     Raises ConfigError for an unknown field, and for a value that the field excludes.
     """
-    hints = _field_types()
-    updates: dict[str, dict[str, Any]] = {}
-    for section, values in sections.items():
-        for name, value in values.items():
-            _require_field(f"{section}.{name}", hints)
-            updates.setdefault(section, {})[name] = tuple(value) if isinstance(value, list) else value
-    return _replace(Config(), updates)
-
-
-def _require_field(key: str, hints: Mapping[str, Any]) -> None:
-    if key in RENAMED:
-        raise ConfigError(f"there is no field '{key}' any more; it is called '{RENAMED[key]}' now")
-    if key not in hints:
-        near = nearest(key, hints)
-        raise ConfigError(f"there is no field '{key}' in the configuration; the nearest is '{near}'")
-
-
-def _replace(config: Config, updates: Mapping[str, Mapping[str, Any]]) -> Config:
-    sections = {s: dataclasses.replace(getattr(config, s), **values) for s, values in updates.items()}
-    return dataclasses.replace(config, **sections)
-
-
-def to_json(config: Config) -> dict[str, Any]:
-    """The whole tree as JSON values. Secrets (fields kept out of repr) that are set are shown as "***"."""
-    return {s.name: _section_to_json(getattr(config, s.name)) for s in dataclasses.fields(config)}
-
-
-def _section_to_json(section: Any) -> dict[str, Any]:
-    shown = {}
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        shown[f.name] = "***" if value and not f.repr else list(value) if isinstance(value, tuple) else value
-    return shown
+    return from_sections(Config(), sections)
 
 
 def _is_unknown(error: BaseException, key: str) -> bool:
@@ -425,9 +383,3 @@ def _is_unknown(error: BaseException, key: str) -> bool:
     return (
         str(error) == f"{section.capitalize()}Config.__init__() got an unexpected keyword argument '{name}'"
     )
-
-
-def _field_types() -> dict[str, Any]:
-    """The annotation of every field, by "section.field"."""
-    sections = get_type_hints(Config).items()
-    return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}

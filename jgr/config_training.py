@@ -13,7 +13,8 @@ from jgr.fields import check, require
 class DataConfig:
     """The interactions to train and evaluate on."""
 
-    # The synthetic shop, a folder that `jgr prepare` wrote, or a folder in MiniOneRec's format.
+    # Where the interactions come from. shop: the synthetic shop; prepared: a folder that `jgr prepare` wrote;
+    # minionerec: a folder in MiniOneRec's format.
     kind: Literal["shop", "prepared", "minionerec"] = "shop"
     path: str = ""  # the dataset's folder; the shop has none
 
@@ -25,48 +26,49 @@ class DataConfig:
 class TrainConfig:
     """A small model and how it is trained."""
 
-    # generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a decoder that ranks
-    # the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called retrievers) learn from
-    # sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
+    # The model to train. generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a
+    # decoder that ranks the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called
+    # retrievers) learn from sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
     model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
         "generator"
     )
     out: str = ""  # folder for the checkpoint
     # Folder of a decoder of the same sizes whose weights a ranker or a generator starts from; empty: random weights.
     start: str = ""
-    seed: int = 0  # of all random numbers: weights, order of examples, dropout, negatives
+    seed: int = 0  # seed of all random numbers: weights, order of examples, dropout, negatives
     steps: int = 2000  # optimizer steps
     batch: int = 256  # training examples per step
     micro_batches: int = 1  # parts of a step's batch, computed one after the other; only saves memory
     devices: int = 1  # devices that share a step's batch (data parallelism)
-    learning_rate: float = 1e-3  # the peak, reached after the warm-up
+    learning_rate: float = 1e-3  # the highest learning rate, reached after the warm-up
     warmup_steps: int = 100  # steps in which the learning rate rises to its peak
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"  # after the warm-up, down to 1 % of the peak
-    weight_decay: float = 0.01  # decoupled, as in AdamW
+    # How the learning rate goes on after the warm-up: down to 1 % of the peak as a cosine or a line, or not at all.
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01  # decoupled weight decay, as in AdamW
     adam_b2: float = 0.98  # decay of AdamW's second moment
     clip_norm: float = 1.0  # largest global norm of the gradient
-    dropout: float = 0.1  # probability
-    # retriever: items drawn for a step's softmax, 0: all items; ranker: candidates in a prompt besides the target.
+    dropout: float = 0.1  # probability with which dropout leaves out a value
+    # Items besides the target: those that are drawn for a step of a retriever's softmax (0: all items), or the other
+    # candidates in a ranker's prompt.
     negatives: int = 0
-    # Weigh the drawn items so that they stand for all items (sampled softmax); False: unweighted, HSTU's recipe.
+    # Whether the items that are drawn for a retriever are weighed so that they stand for all items (sampled softmax);
+    # HSTU's recipe does not.
     weigh_negatives: bool = True
-    temperature: float = 1.0  # divides a retriever's scores before the softmax
-    times: bool = False  # hstu's attention bias depends on times too; the dataset must have them
-    # Train a retriever on the validation targets as well, as HSTU's recipe does; then nothing can be validated.
+    temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
+    times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
+    # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
-    layouts: Literal["both", "user_prefix", "item_prefix"] = (
-        "both"  # layouts of the prompts a ranker learns from
-    )
-    retriever: str = (
-        ""  # folder of a retriever that names half of a ranker's negatives; empty: all are random
-    )
+    # Layouts of the prompts that a ranker learns from.
+    layouts: Literal["both", "user_prefix", "item_prefix"] = "both"
+    # Folder of a retriever that names half of a ranker's negatives; empty: all are random.
+    retriever: str = ""
     max_items: int = 20  # history items per training example
     checkpoint_every: int = 200  # steps between checkpoints; a killed run goes on from the last one
     evaluate_every: int = 0  # steps between validations; 0: none, and the last step's weights are kept
-    patience: int = (
-        0  # validations without an improvement after which training stops; 0: it never stops early
-    )
-    tensorboard: str = ""  # folder of event files for TensorBoard; empty: none. Needs jgr[tensorboard].
+    # Validations without an improvement after which training stops; 0: it never stops early.
+    patience: int = 0
+    # Folder of event files for TensorBoard; empty: none are written. It needs jgr[tensorboard].
+    tensorboard: str = ""
     validation_examples: int = 1000  # examples of the validation split that are used, drawn by the seed
     hidden: int = 64  # width of the residual stream
     layers: int = 2  # transformer layers, or the model's counterpart

@@ -10,27 +10,23 @@ from jgr.fields import check, require
 
 @dataclass(frozen=True)
 class FeedbackConfig:
-    """What such a scorer predicts, and what it reads besides the history's items."""
+    """What a scorer that learns from feedback predicts, and what it reads besides the history's items."""
 
-    tasks: tuple[str, ...] = (
-        "click",
-        "like",
-        "long_view",
-    )  # actions of the dataset to predict; each gets a score
+    # Actions of the dataset to predict; each gets a score.
+    tasks: tuple[str, ...] = ("click", "like", "long_view")
     weights: tuple[float, ...] = ()  # weight of each task in the loss; empty: all 1
-    candidates: int = (
-        8  # impressions in one training window; a request that showed more becomes several windows
-    )
-    # climber: rows of each embedding table of a category feature. Its features are those of features.schema, read
+    # Impressions in one training window; a request that showed more becomes several windows.
+    candidates: int = 8
+    # Rows of each of climber's embedding tables of a category feature. The features are those of features.schema, read
     # from the catalog's metadata; whole numbers are categories.
     rows: int = 1024
-    timed: bool = True  # climber: whether its attention bias depends on times
-    # climber: for each block, the actions that select its events, joined by +, or "" for all events. Empty: the blocks
-    # are parts of the history by age.
+    timed: bool = True  # whether climber's attention bias depends on times
+    # Actions that select the events of each of climber's blocks, joined by +, or "" for all events. Without any, the
+    # blocks are parts of the history by age.
     behaviours: tuple[str, ...] = ()
-    blocks: int = 2  # climber: parts of the history that are encoded apart; divides train.max_items
-    experts: int = 4  # climber: experts of its mixture
-    action_dim: int = 8  # stu: width of an action's embedding
+    blocks: int = 2  # parts of the history that climber encodes apart; divides train.max_items
+    experts: int = 4  # experts of climber's mixture
+    action_dim: int = 8  # width of an action's embedding in stu
 
     def __post_init__(self) -> None:
         check(self, candidates=1, rows=1, blocks=1, experts=1, action_dim=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import types
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,9 @@ LARGEST = 1e15
 
 COMPARED_CHARS = 80
 """How much of an unknown name is compared with the known ones."""
+
+REDACTED = "***"
+"""Printed in place of a secret. No secret may be this text, so that what was printed is never taken for a key."""
 
 
 class UserError(ValueError):
@@ -42,6 +46,8 @@ def parse(text: str, hint: Any) -> Any:
         return tuple(parse(part, options[0]) for part in parts)
     if get_origin(hint) is types.UnionType:
         return None if text.lower() == "none" else parse(text, options[0])
+    if hint is bool:
+        text = text.lower()
     words = {"true": True, "false": False} if hint is bool else {option: option for option in options}
     if text not in words:
         raise ValueError(text)
@@ -85,16 +91,28 @@ def describe(hint: Any) -> str:
     return names.get(hint) or f"a {hint.__name__}"
 
 
+def is_secret(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field holds a key or a password.
+
+    `repr=False` marks it where it is declared, so no text of a section shows it; nothing else prints or logs it either.
+    """
+    return not field.repr
+
+
 def check(section: Any, **minimum: float) -> None:
     """Raise ConfigError unless every field has its annotated type and is at least its minimum."""
     # A section's class is called <Section>Config, so that messages can name a field as --set does.
     place = type(section).__name__.removesuffix("Config").lower()
+    hidden = {f.name for f in dataclasses.fields(section) if is_secret(f)}
     for name, hint in get_type_hints(type(section)).items():
         value = getattr(section, name)
         key = f"{place}.{name}" if place else name
+        shown = REDACTED if name in hidden else repr(value)
+        mark = f"{key}: {REDACTED} is printed in place of a secret, and is none; give the secret itself"
+        require(name not in hidden or value != REDACTED, mark)
         # Said first: such a number has the right type, so "must be a finite number, not 1e+30" would be untrue.
         require(not _too_large(value), f"{key} must be between -{LARGEST:g} and {LARGEST:g}")
-        require(_fits(value, hint), f"{key} must be {describe(hint)}, not {value!r}")
+        require(_fits(value, hint), f"{key} must be {describe(hint)}, not {shown}")
         if name in minimum:
             require(value >= minimum[name], f"{key} must be at least {minimum[name]}, not {value}")
 

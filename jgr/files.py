@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, cast
 
-from jgr.config import UserError
+from jgr.fields import UserError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_FILE_BYTES = 1 << 30

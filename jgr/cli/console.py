@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 from absl import flags
 
 from jgr.config import Config, UserError, load_config, override
+from jgr.config_environment import assignments, variables_named
 
 T = TypeVar("T")
 
@@ -33,18 +35,31 @@ _log = logging.getLogger(__name__)
 
 def define_flags() -> None:
     """Define the flags that every command has."""
-    flags.DEFINE_multi_string("config", [], "Python file whose get_config() returns the configuration")
+    flags.DEFINE_multi_string(
+        "config", [], "configuration file: .toml, .json, .yaml, or Python that has get_config()"
+    )
     flags.DEFINE_multi_string("set", [], "override one field, as in --set server.port=8001")
     flags.DEFINE_enum("log_format", "human", ("human", "json"), "how logs are written to stderr")
     flags.DEFINE_enum("log_level", "info", LOG_LEVELS, "the least severe level that is logged")
 
 
+def environment() -> list[str]:
+    """What environment variables say, as --set does: it stands above what files say, and below --set."""
+    return list(assignments(os.environ, Config).values())
+
+
+def told_of_environment(message: str) -> str:
+    """An error's message, with the variables that are set for the fields that it names."""
+    found = [name for name in variables_named(message, os.environ, Config) if name not in message]
+    return f"{message} (the environment sets {', '.join(found)})" if found else message
+
+
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
-    """The configuration by the flags: the file of --config, else `default`, with every --set applied."""
+    """The configuration: the file of --config, else `default`, then the environment, then every --set."""
     if len(values.config) > 1:
         raise UserError("--config may be given once; only jgr serve takes a configuration for each model")
     base = load_config(values.config[0]) if values.config else default or Config()
-    return override(base, *values.set)
+    return override(base, *environment(), *values.set)
 
 
 def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:

@@ -23,7 +23,7 @@ from absl import flags
 
 from jgr import __version__
 from jgr.cli import console
-from jgr.config import UserError
+from jgr.config import Config, UserError
 
 COMMANDS = {
     "demo": "jgr.cli.demo",
@@ -39,6 +39,7 @@ COMMANDS = {
     "bench": "jgr.cli.bench",
     "profile": "jgr.cli.profile",
     "config": "jgr.cli.config",
+    "completion": "jgr.cli.completion",
 }
 
 
@@ -64,7 +65,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (UserError, flags.Error) as e:
-        print("jgr:", " ".join(str(e).split()), file=sys.stderr)
+        print("jgr:", console.told_of_environment(" ".join(str(e).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -91,8 +92,12 @@ def _run(arguments: list[str]) -> int:
     command = _load(name)
     command.define_flags()
     console.define_flags()
-    if "--help" in rest or "-h" in rest:
+    own = rest[: rest.index("--")] if "--" in rest else rest  # what stands behind -- is none of ours
+    if "--help" in own or "-h" in own:
         print(_usage(name, command))
+        return 0
+    for topic in (argument.removeprefix("--help=") for argument in own if argument.startswith("--help=")):
+        print(_described(topic))
         return 0
     flags.FLAGS.set_gnu_getopt()  # flags may follow arguments: jgr bench serve --rate=10
     _, *positional = flags.FLAGS([f"jgr {name}", *rest])
@@ -122,4 +127,14 @@ def _usage(name: str, command: Command) -> str:
         for flag in flags.FLAGS.get_flags_for_module(module):
             default = "" if flag.default in (None, "", []) else f" (default: {flag.default_as_str})"
             lines.append(f"  --{flag.name:<16} {flag.help}{default}")
+    lines.append(
+        f"  --{'help=config':<16} describe every field of the configuration; --help=config.server, a section"
+    )
     return "\n".join(lines)
+
+
+def _described(topic: str) -> str:
+    """What --help=TOPIC prints of the configuration's fields."""
+    from jgr import config_reference
+
+    return config_reference.plain_text(config_reference.chosen(config_reference.reference(Config), topic))

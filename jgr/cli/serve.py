@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 def define_flags() -> None:
     flags.DEFINE_string(
-        "api_key", None, "key that clients must send as 'Authorization: Bearer ...'; sets server.api_key"
+        "api_key",
+        None,
+        "key that clients must send as 'Authorization: Bearer ...'; sets server.api_key, and ps shows it: "
+        "JGR_SERVER__API_KEY_FILE=FILE does not",
     )
     flags.DEFINE_integer("port", None, "port to listen on, 0 for any free one; sets server.port")
     flags.DEFINE_string(
@@ -62,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         "server.port": flags.FLAGS.port,
         "features.store": flags.FLAGS.feature_store,
     }
-    assignments = [*flags.FLAGS.set, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    own = [f"{key}={value}" for key, value in given.items() if value is not None]
+    assignments = [*console.environment(), *flags.FLAGS.set, *own]
     configs = configurations(flags.FLAGS.config, assignments, argv)
     read_keys(configs[0].server)  # before minutes of loading
     require_opentelemetry(configs[0].server)

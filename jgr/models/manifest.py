@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
+from jgr.config_formats import is_document
 from jgr.fields import one_line, require
 from jgr.files import is_pipe, read_whole
 
@@ -116,7 +117,8 @@ def folder_config(folder: str | Path) -> Config:
     place = Path(folder)
     require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
     if not os.path.isdir(place):
-        hint = f"; a configuration file is given as --config={place}" if place.suffix == ".py" else ""
+        is_file = place.suffix == ".py" or is_document(place)
+        hint = f"; a configuration file is given as --config={place}" if is_file else ""
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)
     if manifest is None:

@@ -15,6 +15,8 @@ import jgr.cli
 from jgr.cli.main import COMMANDS
 from jgr.config import Config, override, to_json
 
+PARTS = ("main", "console", "bench_serve", "completion_scripts")
+"""Modules of jgr/cli/ that are no command."""
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
 
@@ -42,7 +44,7 @@ def test_a_command_that_is_not(name: str, hint: str) -> None:
 
 def test_every_command_module_is_registered_and_whole() -> None:
     modules = {f"jgr.cli.{m.name}" for m in pkgutil.iter_modules(jgr.cli.__path__)}
-    assert set(COMMANDS.values()) == modules - {"jgr.cli.main", "jgr.cli.console", "jgr.cli.bench_serve"}
+    assert set(COMMANDS.values()) == modules - {f"jgr.cli.{name}" for name in PARTS}
     for path in COMMANDS.values():
         command = importlib.import_module(path)
         assert "\n" not in command.HELP
