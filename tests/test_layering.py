@@ -24,6 +24,8 @@ FLOORS = (
         "jgr.config_file",
         "jgr.config_training",
         "jgr.files",
+        "jgr.extras",
+        "jgr.named_configs",
         "jgr.catalog",
         "jgr.prompt",
         "jgr.data",

@@ -26,7 +26,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 def define_flags() -> None:
     """Define the flags that every command has."""
-    flags.DEFINE_multi_string("config", [], "Python file whose get_config() returns the configuration")
+    flags.DEFINE_multi_string(
+        "config", [], "a configuration: a name of jgr config --list, or a Python file that has get_config()"
+    )
     flags.DEFINE_multi_string("set", [], "override one field, as in --set server.port=8001")
     flags.DEFINE_enum("log_format", "human", ("human", "json"), "how logs are written to stderr")
     flags.DEFINE_enum("log_level", "info", LOG_LEVELS, "the least severe level that is logged")

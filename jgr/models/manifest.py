@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from jgr import named_configs
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
 from jgr.fields import one_line, require
@@ -116,7 +117,9 @@ def folder_config(folder: str | Path) -> Config:
     place = Path(folder)
     require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
     if not os.path.isdir(place):
-        hint = f"; a configuration file is given as --config={place}" if place.suffix == ".py" else ""
+        kind = "file " if place.suffix == ".py" else ""
+        is_config = kind or str(place) in named_configs.names()
+        hint = f"; a configuration {kind}is given as --config={place}" if is_config else ""
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)
     if manifest is None:
