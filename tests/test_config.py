@@ -199,7 +199,9 @@ def test_a_name_is_a_configuration_that_comes_with_jgr(
     for path in files:
         assert load_config(path.stem) == load_config(path)
         assert named_configs.summary(path.stem) in path.read_text()
-    other = _write(tmp_path / "industrial", "def get_config():\n    return Config(beam=BeamConfig(width=7))\n")
+    other = _write(
+        tmp_path / "industrial", "def get_config():\n    return Config(beam=BeamConfig(width=7))\n"
+    )
     assert load_config("industrial") == load_config(ROOT / "configs" / "industrial.py")
     assert load_config(other).beam.width == 7
 
@@ -209,7 +211,10 @@ def test_a_name_is_a_configuration_that_comes_with_jgr(
     [
         ("industral", "there is no configuration 'industral'; the nearest are industrial, "),
         ("", "there is no configuration ''; the nearest are "),
-        ("configs/ml1m.py", "configs/ml1m.py: there is no such config file; jgr has one of its own that is called ml1m"),
+        (
+            "configs/ml1m.py",
+            "configs/ml1m.py: there is no such config file; jgr has one of its own that is called ml1m",
+        ),
         ("mine.py", "mine.py: there is no such config file"),
     ],
 )

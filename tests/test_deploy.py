@@ -52,10 +52,16 @@ def manifest(name: str) -> Any:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint_finds_nothing(path: Path) -> None:
-    done = subprocess.run(
-        [BIN / "hadolint", "--no-color", path], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([BIN / "hadolint", "--no-color", path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_hadolint_can_find_something(tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text("FROM python:latest\n")
+    command = [BIN / "hadolint", tmp_path / "Dockerfile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "DL3007" in done.stdout
 
 
 def test_the_dockerfiles_differ_in_the_packages_alone() -> None:
@@ -67,8 +73,12 @@ def test_the_dockerfiles_differ_in_the_packages_alone() -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_what_an_image_copies_is_sent_to_the_builder(path: Path) -> None:
-    allowed = [line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"]
-    copied = list(chain(*(line.split()[1:-1] for line in path.read_text().splitlines() if line.startswith("COPY"))))
+    allowed = [
+        line[1:].rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"
+    ]
+    copied = list(
+        chain(*(line.split()[1:-1] for line in path.read_text().splitlines() if line.startswith("COPY")))
+    )
     assert len(copied) == 7
     for name in copied:
         assert (ROOT / name).exists(), name

@@ -87,7 +87,14 @@ class Environment:
                     os.link(path, place / inside)
                 except OSError:  # another file system
                     shutil.copy2(path, place / inside)
-        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "--disable-pip-version-check"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.bin / "python"),
+            "--disable-pip-version-check",
+        ]
         subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
         self.check = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False)
         self.env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -141,7 +148,9 @@ def test_the_wheel_holds_the_package_and_its_configurations_alone(wheel: Path) -
     with zipfile.ZipFile(wheel) as archive:
         names = {Path(name) for name in archive.namelist() if ".dist-info/" not in name}
     sources = {
-        path.relative_to(ROOT) for path in (ROOT / "jgr").rglob("*") if path.suffix in (".py", ".pyi", ".json")
+        path.relative_to(ROOT)
+        for path in (ROOT / "jgr").rglob("*")
+        if path.suffix in (".py", ".pyi", ".json")
     }
     configs = {Path("jgr") / path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
     assert names == sources | configs | {Path("jgr/py.typed")}
@@ -207,7 +216,9 @@ def test_what_one_environment_trains_another_serves(
         tmp_path_factory.mktemp("training"), closure(*asked(wheel), *asked(wheel, "train")), wheel
     )
     assert training.check.returncode == 0, training.check.stdout
-    trained = training.jgr("train", "--config=shop", "--set=train.steps=2", cwd=project)
+    trained = training.jgr(
+        "train", "--config=shop", "--set=train.steps=2", "--set=profiles.batch=1", cwd=project
+    )
     assert (trained.returncode, trained.stdout) == (0, "runs/shop\n"), trained.stderr
     assert (project / "runs/shop/curves.png").is_file()
 
@@ -219,9 +230,13 @@ def test_what_one_environment_trains_another_serves(
         assert server.stdout is not None
         url = server.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
-        ask = f"import jgr; print(jgr.Client({url!r}).recommend(['S0003', 'S0025'], top_k=3).items[0].item_id)"
+        ask = (
+            f"import jgr; print(jgr.Client({url!r}).recommend(['S0003', 'S0025'], top_k=3).items[0].item_id)"
+        )
         asked_by = [str(serving.bin / "python"), "-c", ask]
-        item = subprocess.run(asked_by, cwd=project, env=serving.env, capture_output=True, text=True, check=True)
+        item = subprocess.run(
+            asked_by, cwd=project, env=serving.env, capture_output=True, text=True, check=True
+        )
         assert re.fullmatch(r"S\d{4}\n", item.stdout)
         loaded = serving.jgr("bench", "serve", "runs/shop", f"--url={url}", "--duration=0.5", cwd=project)
         assert json.loads(loaded.stdout.splitlines()[-1])["answered"].keys() == {"200"}, loaded.stderr
@@ -260,7 +275,9 @@ def test_the_lowest_lock_has_the_lowest_versions() -> None:
     }
     assert len(lowest) > 20
 
-    wrong = {name: (low, pins[name]) for name, low in lowest.items() if not f"{pins[name]}.".startswith(f"{low}.")}
+    wrong = {
+        name: (low, pins[name]) for name, low in lowest.items() if not f"{pins[name]}.".startswith(f"{low}.")
+    }
     assert wrong == {}
 
 

@@ -130,7 +130,10 @@ def test_a_module_of_an_extra_that_was_not_asked_for_is_named_too() -> None:
         (["serve", "x" * 300], ["model.path: there is no model folder xxx"]),
         (["serve", "--config=" + "x" * 300 + ".py"], ["xxx.py: File name too long"]),
         (["config", "a.py"], ["no model folder a.py; a configuration file is given as --config=a.py"]),
-        (["serve", "industrial"], ["no model folder industrial; a configuration is given as --config=industrial"]),
+        (
+            ["serve", "industrial"],
+            ["no model folder industrial; a configuration is given as --config=industrial"],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]) -> None:
