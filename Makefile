@@ -6,13 +6,15 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do $$p $(SUPPORTED) 2>/dev
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The file in requirements/ with the versions to install: by default the shell asks the Python of $(VENV).
+LOCK ?= $$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
 UV_VERSION := 0.13.8
 # Compiling for a GPU takes a plugin, in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
 
-.PHONY: demo installed test test-quick test-jax compile-gpu lint types lock clean
+.PHONY: demo installed test test-quick test-jax installed-lowest test-lowest compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -56,16 +58,30 @@ ON_JAX := tests/ops \
 test-jax: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ON_JAX)
 
+# Where an older version of a dependency would break: the server over uvicorn, starlette and httptools, catalogs and
+# requests over msgspec, one family of models with its files, a step of training, checkpoints, features, traces.
+ON_LOWEST := tests/test_config.py \
+	tests/catalog/test_catalog.py \
+	tests/serving/http \
+	tests/models/test_checkpoint.py
+
+# The lowest versions that pyproject.toml allows, in an environment of their own.
+LOWEST := .venv-lowest
+installed-lowest:
+	$(MAKE) VENV=$(LOWEST) LOCK=lowest-py311 $(LOWEST)/.installed
+
+test-lowest: installed-lowest
+	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(ON_LOWEST)
+
 # Compiles for a GPU without one.
 compile-gpu: $(GPU)/.installed
 	PYTHONPATH=$(GPU) JAX_PLATFORMS=cpu $(BIN)/python -m tools.compile_gpu --processes=2
 
 $(GPU)/.installed: $(STAMP) $(wildcard requirements/gpu-compile-*.txt)
 	rm -rf $(GPU)
-	lock=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
 	toolkit=$$(command -v ptxas >/dev/null || echo "-r requirements/gpu-compile-toolkit.txt") && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
-		--target $(GPU) -r requirements/gpu-compile-$$lock.txt $$toolkit
+		--target $(GPU) -r requirements/gpu-compile-$(LOCK).txt $$toolkit
 	@touch $@
 
 lint: $(STAMP)
@@ -75,22 +91,23 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-$(STAMP): pyproject.toml requirements/py311.txt requirements/py312.txt
+$(STAMP): pyproject.toml setup.py requirements/py311.txt requirements/py312.txt requirements/lowest-py311.txt
 	@test -n "$(PYTHON)" || { echo "jgr needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing jgr and its dependencies into $(VENV) (about 1 GB; once)"
 	$(PYTHON) -m venv $(VENV)
-	lock=$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")') && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/$$lock.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/$(LOCK).txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The runtime file, for the Dockerfile, holds the same pins as py311.txt without the developers' tools.
+# The runtime files, for the Dockerfiles, hold the same pins as py311.txt without training and the developers' tools.
 lock:
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	$(call compile,3.11,py311) --extra dev --upgrade
 	$(call compile,3.12,py312) --extra dev --upgrade
 	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --constraint requirements/py311.txt
+	$(call compile,3.11,lowest-py311) --extra test --resolution lowest-direct
 
 compile = build/lock/bin/uv pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \
 	--python-platform x86_64-manylinux_2_28 --python-version $(1) --output-file requirements/$(2).txt \

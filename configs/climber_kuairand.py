@@ -3,7 +3,7 @@
 
 jgr prepare --source=kuairand-feedback --raw=FOLDER --out=runs/data/kuairand
 jgr ids --data=runs/data/kuairand --method=item
-jgr features load --config=configs/climber_kuairand.py --data=runs/data/kuairand
+jgr features load --config=climber_kuairand --data=runs/data/kuairand
 """
 
 from jgr.config import (

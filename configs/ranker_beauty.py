@@ -3,8 +3,8 @@
 
 jgr prepare --source=amazon-beauty --raw=FOLDER --out=runs/data/beauty_titles --bpe_vocab=2000
 jgr ids --data=runs/data/beauty_titles --method=item
-jgr train --config=configs/lrurec_beauty.py --set data.path=runs/data/beauty_titles
-jgr train --config=configs/items_beauty.py
+jgr train --config=lrurec_beauty --set data.path=runs/data/beauty_titles
+jgr train --config=items_beauty
 """
 
 from pathlib import Path

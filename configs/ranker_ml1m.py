@@ -3,8 +3,8 @@
 
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
-jgr train --config=configs/lrurec_ml1m.py --set data.path=runs/data/ml1m_titles
-jgr train --config=configs/items_ml1m.py
+jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
+jgr train --config=items_ml1m
 """
 
 from jgr.config import (

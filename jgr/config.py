@@ -31,6 +31,7 @@ from jgr.feedback import FeedbackConfig as FeedbackConfig
 from jgr.fields import ConfigError as ConfigError
 from jgr.fields import UserError as UserError
 from jgr.fields import check, require, sizes
+from jgr.named_configs import find
 
 MAX_WAIT_MS = 60_000
 """The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
@@ -347,11 +348,10 @@ class Config:
 def load_config(path: str | Path) -> Config:
     """Return the configuration of a file: Python whose `get_config()` returns it, or TOML, JSON or YAML by its suffix.
 
-    Raises ConfigError for anything that goes wrong in it, with the line of the file if it is known.
+    path: the file, or the name of a configuration that comes with jgr, `industrial`. Raises ConfigError for anything
+    that goes wrong in it, with the line of the file if it is known.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such config file")
+    path = find(path)
     if is_document(path):
         return load(path, Config())
     try:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr import fields
+from jgr import fields, named_configs
 from jgr.config import BeamConfig, Config, ConfigError, UserError, load_config, override, to_json
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,44 @@ def test_a_missing_config_file_is_named(tmp_path: Path) -> None:
         load_config(tmp_path / "x.py")
     with pytest.raises(ConfigError, match="no such config file"):
         load_config(tmp_path)
+
+
+def test_a_name_is_a_configuration_that_comes_with_jgr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = sorted((ROOT / "configs").glob("[!_]*.py"))
+    assert named_configs.names() == [path.stem for path in files]
+    for path in files:
+        assert load_config(path.stem) == load_config(path)
+        assert named_configs.summary(path.stem) in path.read_text()
+    other = _write(
+        tmp_path / "industrial", "def get_config():\n    return Config(beam=BeamConfig(width=7))\n"
+    )
+    assert load_config("industrial") == load_config(ROOT / "configs" / "industrial.py")
+    assert load_config(other).beam.width == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("industral", "there is no configuration 'industral'; the nearest are industrial, "),
+        ("", "there is no configuration ''; the nearest are "),
+        (
+            "configs/ml1m.py",
+            "configs/ml1m.py: there is no such config file; jgr has one of its own that is called ml1m",
+        ),
+        ("mine.py", "mine.py: there is no such config file"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as e:
+        load_config(given)
+    assert str(e.value).startswith(message)
+    assert "\n" not in str(e.value)
 
 
 def test_a_config_file_that_exits_is_an_error(tmp_path: Path) -> None:

@@ -55,7 +55,6 @@ class Terminal:
         self._server: subprocess.Popen[str] | None = None
         self._address = ADDRESS
         (folder / "bin").mkdir()
-        (folder / "configs").symlink_to(ROOT / "configs")
         start = (
             f'{shlex.quote(sys.executable)} -c "import sys; from jgr.cli.main import run; sys.exit(run())"'
         )
@@ -109,9 +108,7 @@ class Terminal:
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     folder = tmp_path_factory.mktemp("project")
     terminal = Terminal(folder)
-    config = override(
-        load_config(ROOT / "configs" / "shop.py"), f"train.out={folder / 'runs/shop'}", "train.steps=1"
-    )
+    config = override(load_config("shop"), f"train.out={folder / 'runs/shop'}", "train.steps=1")
     train_generator(config, load_dataset(config.data))
     yield terminal
     terminal.stop()

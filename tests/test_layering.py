@@ -28,6 +28,8 @@ FLOORS = (
         "jgr.config_training",
         "jgr.config_tree",
         "jgr.files",
+        "jgr.extras",
+        "jgr.named_configs",
         "jgr.catalog",
         "jgr.prompt",
         "jgr.data",

@@ -13,6 +13,7 @@ from typing import Any
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, UserError
 from jgr.traffic import capacity, load_lines, processes
@@ -78,6 +79,7 @@ def _check(values: flags.FlagValues) -> None:
     if values.plot:
         if not (values.rates or values.find_capacity):
             raise UserError("--plot draws several rates: add --rates=10,20,50 or --find_capacity")
+        extras.require("plot", "--plot")
         check_picture(Path(values.plot))
 
 

@@ -36,7 +36,9 @@ _log = logging.getLogger(__name__)
 def define_flags() -> None:
     """Define the flags that every command has."""
     flags.DEFINE_multi_string(
-        "config", [], "configuration file: .toml, .json, .yaml, or Python that has get_config()"
+        "config",
+        [],
+        "a configuration: a name of jgr config --list, or a file: .toml, .json, .yaml, or Python that has get_config()",
     )
     flags.DEFINE_multi_string("set", [], "override one field, as in --set server.port=8001")
     flags.DEFINE_enum("log_format", "human", ("human", "json"), "how logs are written to stderr")

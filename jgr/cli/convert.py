@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 from jgr.config import BeamConfig, Config, ModelConfig, ProfilesConfig, PromptConfig, UserError
 
@@ -77,6 +78,7 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
+    extras.require("train", "jgr convert")
     values = flags.FLAGS
     for name in ("checkpoint", "items", "family", "out"):
         if not getattr(values, name):

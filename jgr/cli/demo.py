@@ -11,11 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, UserError, load_config
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "train a small generator on a synthetic shop, serve it and show its recommendations"
 
-CONFIG = "configs/shop.py"
+CONFIG = "shop"
 USERS_SHOWN = 3
 ITEMS_SHOWN = 5
 HISTORY_SHOWN = 4
@@ -38,10 +38,8 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
-    path = flags.FLAGS.config[0] if flags.FLAGS.config else CONFIG
-    if not Path(path).exists():
-        raise UserError(f"{path} is not here: run jgr demo in the project's folder, or name it with --config")
-    config = console.load(flags.FLAGS, load_config(path))
+    extras.require("train", "jgr demo")
+    config = console.load(flags.FLAGS, load_config(CONFIG))
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import leave_one_out
     from jgr.data.shop import make_shop

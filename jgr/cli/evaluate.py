@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, UserError
 
@@ -264,6 +265,8 @@ def _sweep(
     from jgr.evaluation.report import compare, format_sweep
 
     swept = sweep.parse_sweep(str(options.sweep), config)
+    if options.plot:
+        extras.require("plot", "--plot")
     if options.plot and not Path(options.plot).absolute().parent.is_dir():
         raise UserError(f"--plot: {Path(options.plot).absolute().parent} is not a folder")
     measured: dict[str, sweep.Measured] = {}

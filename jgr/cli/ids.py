@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 from jgr.config import UserError
 
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     if not values.data:
         raise UserError("--data: the folder that jgr prepare wrote is not set")
     sizes = _sizes(values.sizes)
+    if values.method == "rqvae":
+        extras.require("train", "jgr ids --method=rqvae")
     import numpy as np
 
     from jgr.catalog.catalog import save_catalog

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 from absl import flags
 
-from jgr import __version__
+from jgr import __version__, extras
 from jgr.cli import console
 from jgr.config import Config, UserError
 
@@ -66,6 +66,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         return code
     except (UserError, flags.Error) as e:
         print("jgr:", console.told_of_environment(" ".join(str(e).split())), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as e:
+        advice = extras.advice(e)
+        if advice is None:
+            raise
+        print("jgr:", advice, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from jgr import extras
 from jgr.cli import console
 
 HELP = "train a generator, a ranker or a scorer on a dataset"
@@ -20,6 +21,7 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
+    extras.require("train", "jgr train")
     config = console.load(flags.FLAGS)
     from jgr.data.datasets import load_dataset
     from jgr.evaluation import validation

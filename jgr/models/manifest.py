@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from jgr import named_configs
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, from_json, to_json
 from jgr.config_formats import is_document
@@ -118,7 +119,8 @@ def folder_config(folder: str | Path) -> Config:
     require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
     if not os.path.isdir(place):
         is_file = place.suffix == ".py" or is_document(place)
-        hint = f"; a configuration file is given as --config={place}" if is_file else ""
+        is_config = is_file or str(place) in named_configs.names()
+        hint = f"; a configuration {'file ' * is_file}is given as --config={place}" if is_config else ""
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)
     if manifest is None:

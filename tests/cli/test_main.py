@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jgr.cli
+from jgr import named_configs
 from jgr.cli.main import COMMANDS
 from jgr.config import Config, override, to_json
 
@@ -76,6 +78,41 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == to_json(expected)
 
 
+def test_config_lists_the_configurations_by_name() -> None:
+    done = _jgr("config", "--list")
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, files = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == named_configs.names()
+    shop = next(line for line in lines if line.startswith("shop "))
+    assert shop.split(maxsplit=1)[1].startswith("The synthetic shop: what `make demo` trains and serves.")
+    assert files == f"The files: {named_configs.folder()}"
+
+
+EXTRAS = [
+    (["train"], ["grain", "matplotlib", "optax", "orbax"], "train"),
+    (["train", "--config=shop"], ["optax"], "train"),
+    (["demo"], ["grain"], "train"),
+    (["convert"], ["orbax"], "train"),
+    (["ids", "--data=x", "--method=rqvae"], ["optax"], "train"),
+    (["bench", "serve", "--rates=1", "--plot=a.png"], ["matplotlib"], "plot"),
+]
+
+
+@pytest.mark.parametrize(("argv", "missing", "extra"), EXTRAS)
+def test_a_missing_extra_is_named_before_any_work(argv: list[str], missing: list[str], extra: str) -> None:
+    hidden = "".join(f"sys.modules[{name!r}] = None; " for name in missing)
+    done = _jgr(*argv, code=RUN.replace("import sys; ", f"import sys; {hidden}"))
+    assert (done.returncode, done.stdout) == (2, "")
+    line = rf"jgr: [a-z -]+(--\w+=?\w*)? needs {', '.join(missing)}: pip install 'jgr\[{extra}\]'\n"
+    assert re.fullmatch(line, done.stderr), done.stderr
+
+
+def test_a_module_of_an_extra_that_was_not_asked_for_is_named_too() -> None:
+    done = _run_with("sys.modules['optax'] = None; import optax")
+    assert (done.returncode, done.stderr) == (2, "jgr: optax is not installed: pip install 'jgr[train]'\n")
+    assert "Traceback" in _run_with("import no_such_module").stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -84,6 +121,7 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
         (["config", "--set=beam.widht=3"], ["'beam.widht'", "nearest is 'beam.width'"]),
         (["config", "--set=beam.width=0"], ["beam.width must be at least 1, not 0"]),
         (["config", "--config=/no/such.py"], ["/no/such.py", "no such config file"]),
+        (["config", "--config=industral"], ["no configuration 'industral'; the nearest are industrial, "]),
         (["config", "--sett=x"], ["'sett'", "set"]),
         (["config", "--log_level=loud"], ["--log_level=loud", "debug|info|warning|error"]),
         (["config", "--set"], ["--set"]),
@@ -94,6 +132,10 @@ def test_config_prints_the_file_with_its_overrides(tmp_path: Path) -> None:
         (["serve", "x" * 300], ["model.path: there is no model folder xxx"]),
         (["serve", "--config=" + "x" * 300 + ".py"], ["xxx.py: File name too long"]),
         (["config", "a.py"], ["no model folder a.py; a configuration file is given as --config=a.py"]),
+        (
+            ["serve", "industrial"],
+            ["no model folder industrial; a configuration is given as --config=industrial"],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], words: list[str]) -> None:
