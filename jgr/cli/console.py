@@ -32,6 +32,11 @@ def define_flags() -> None:
     flags.DEFINE_enum("log_level", "info", LOG_LEVELS, "the least severe level that is logged")
 
 
+def define_overwrite() -> None:
+    """Define --overwrite, for commands that write something which may be there already (files.refuse_overwriting)."""
+    flags.DEFINE_bool("overwrite", False, "replace what is there already")
+
+
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     """The configuration by the flags: the file of --config, else `default`, with every --set applied."""
     if len(values.config) > 1:
@@ -45,9 +50,10 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     refuse_arguments(argv[1:] if argv and "=" not in argv[0] else argv)
     if argv and values.config:
         raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")
+    from jgr.models.hub import located
     from jgr.models.manifest import folder_config
 
-    return load(values, folder_config(argv[0]) if argv else None)
+    return located(load(values, folder_config(argv[0]) if argv else None))
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
