@@ -97,7 +97,7 @@ class Splits:
             known = set(map(str, SPLIT_OF))
             wrong = next(i for i, value in enumerate(values) if value is not None and value not in known)
             raise BadCell(
-                wrong, self._column, f"split must be train, valid or test, found {_shown(values[wrong])}"
+                wrong, self._column, f"must be train, valid or test, found {_shown(values[wrong])}"
             ) from None
 
     def finish(self) -> Int64:
