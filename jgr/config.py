@@ -37,8 +37,8 @@ class ModelConfig:
     """The model to serve."""
 
     name: str = "jgr"  # the name that requests, answers and /v1/models use for it
-    # Folder of the weights: a Hugging Face checkpoint, or its name on the hub, org/name[@revision]; or one that `jgr train`
-    # wrote.
+    # Folder of the weights: one that `jgr train` wrote, a Hugging Face checkpoint, or the name of one on the hub,
+    # org/name[@revision].
     path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"

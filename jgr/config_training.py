@@ -20,12 +20,15 @@ class DataConfig:
     # The synthetic shop, a folder that `jgr prepare` wrote, or a folder in MiniOneRec's format.
     kind: Literal["shop", "prepared", "minionerec"] = "shop"
     path: str = ""  # the dataset's folder; the shop has none
-    catalog: str = ""  # which of a prepared dataset's catalogs, by jgr ids --name; empty: the one without a name
+    catalog: str = (
+        ""  # which of a prepared dataset's catalogs, by jgr ids --name; empty: the one without a name
+    )
 
     def __post_init__(self) -> None:
         check(self)
         require(
-            not self.catalog or (self.kind == "prepared" and CATALOG_NAME.fullmatch(self.catalog) is not None),
+            not self.catalog
+            or (self.kind == "prepared" and CATALOG_NAME.fullmatch(self.catalog) is not None),
             f"data.catalog: a name of letters, digits, _, . and -, for data.kind=prepared, not {self.catalog!r}",
         )
 

@@ -66,8 +66,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         None,
-        "Hugging Face folder: config.json, *.safetensors, tokenizer.json, or its name on the hub, org/name[@revision]; for "
-        "hstu a .npz or .safetensors file; may be given without --checkpoint=",
+        "Hugging Face folder: config.json, *.safetensors, tokenizer.json, or its name on the hub, org/name[@revision]; "
+        "for hstu a .npz or .safetensors file; --checkpoint= may be left out",
     )
     flags.DEFINE_string(
         "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"

@@ -39,7 +39,9 @@ def define_flags() -> None:
         "what numbers in the column timestamp count (generic); default: by their size, and said",
     )  # fmt: skip
     flags.DEFINE_list(
-        "actions", [], "columns that say what users did, COLUMN or COLUMN:LEAST (generic); default: all that can"
+        "actions",
+        [],
+        "columns that say what users did, COLUMN or COLUMN:LEAST (generic); default: all that can",
     )
     flags.DEFINE_bool("allow_counts", False, "only warn if counts differ from those known for a source")
     console.define_overwrite()

@@ -49,17 +49,25 @@ def local(name: str, field: str = "model.path") -> Path:
     try:
         folder = Path(
             hub.snapshot_download(
-                repo, revision=revision, allow_patterns=list(FILES), ignore_patterns=["*/*"], library_name="jgr"
+                repo,
+                revision=revision,
+                allow_patterns=list(FILES),
+                ignore_patterns=["*/*"],
+                library_name="jgr",
             )
         )
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{missing}, and {repo} on the Hugging Face hub has no revision {revision}") from None
+        raise ConfigError(
+            f"{missing}, and {repo} on the Hugging Face hub has no revision {revision}"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"{missing}, and the Hugging Face hub has no model of this name, or it needs a token (HF_TOKEN)"
         ) from None
     except errors.GatedRepoError:
-        raise ConfigError(f"{missing}, and {repo} on the Hugging Face hub needs a token that may read it") from None
+        raise ConfigError(
+            f"{missing}, and {repo} on the Hugging Face hub needs a token that may read it"
+        ) from None
     except Exception as error:  # the HTTP client's own errors, a full disk, a damaged cache
         words = one_line(error).split(". ")[0][:200]
         raise ConfigError(f"{missing}, and the Hugging Face hub could not be asked: {words}") from None

@@ -187,5 +187,7 @@ def _differences(path: Path, run: Mapping[str, Any]) -> list[str]:
 def _flat(value: Any, at: str = "") -> dict[str, str]:
     """The fields of nested objects by dotted names, as short texts."""
     if isinstance(value, Mapping):
-        return {name: text for key, part in value.items() for name, text in _flat(part, f"{at}{key}.").items()}
+        return {
+            name: text for key, part in value.items() for name, text in _flat(part, f"{at}{key}.").items()
+        }
     return {at.removesuffix("."): json.dumps(value)}

@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 def make_way(out: str, fresh: bool, overwrite: bool) -> None:
     """Decide what becomes of what is there, before a training into train.out.
 
-    A run that can go on does, finished or not, unless it is to start afresh. A finished model is replaced by another run
-    only with overwrite. Raises UserError, which says what to do.
+    A run that can go on does, finished or not, unless it is to start afresh. A finished model is replaced by another
+    run only with overwrite. Raises UserError, which says what to do.
     """
     trained, running = _trained(Path(out)), _running(out)
     if trained and (fresh or not running.is_dir()):
@@ -123,7 +123,9 @@ def train_to_best(
             return to_validate and enough()
 
         if enough() and int(state.step) < train.steps:
-            _log.info("step %d was the last, by train.patience: with a larger one it goes on", int(state.step))
+            _log.info(
+                "step %d was the last, by train.patience: with a larger one it goes on", int(state.step)
+            )
         elif int(state.step) < train.steps:
             state = fit(trainer, state, windows.batches(int(state.step)), on_step)
         reached = {"steps": float(state.step)}

@@ -67,5 +67,7 @@ def test_a_built_catalog_is_replaced_only_where_asked(tmp_path: Path) -> None:
     assert load_catalog(out).version == other.version
     (tmp_path / "mine.catalog").mkdir()
     (tmp_path / "mine.catalog" / "diary.txt").write_text("dear")
-    done = _jgr("build", f"--out={tmp_path / 'mine.catalog'}", f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite")
+    done = _jgr(
+        "build", f"--out={tmp_path / 'mine.catalog'}", f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite"
+    )
     assert done.returncode == 2 and (tmp_path / "mine.catalog" / "diary.txt").exists()

@@ -33,7 +33,8 @@ def test_convert_by_name_and_its_one_rule(tmp_path: Path, published_hub: Hub) ->
 
     def convert(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", RUN, *argv, *more], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+            [sys.executable, "-c", RUN, *argv, *more], cwd=tmp_path, env=env, capture_output=True, text=True,
+            check=False,
         )  # fmt: skip
 
     done = convert()

@@ -215,7 +215,9 @@ def test_catalogs_stand_side_by_side_and_none_is_replaced_unasked(folder: Path) 
         assert done.stderr == (
             f"jgr: {folder / path} holds semantic ids: --overwrite replaces it, or give another --name\n"
         )
-    with pytest.raises(DataError, match=r"has no catalog named bush \(data\.catalog\); it has one without a name, tree"):
+    with pytest.raises(
+        DataError, match=r"has no catalog named bush \(data\.catalog\); it has one without a name, tree"
+    ):
         load_dataset(replace(config, catalog="bush"))
     (folder / "catalog.jsonl").unlink()
     with pytest.raises(DataError, match=r"has no catalog without a name \(data\.catalog\); it has tree"):

@@ -96,7 +96,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), "Content-Type": "application/json", **headers}.items():
+        for name, value in {
+            "Content-Length": str(len(data)),
+            "Content-Type": "application/json",
+            **headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if body:
@@ -127,8 +131,8 @@ def environment(home: Path, endpoint: str, **more: str) -> dict[str, str]:
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
     root = str(Path(__file__).resolve().parents[2])
     return {
-        **kept, **quiet, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": f"{root}:{kept.get('PYTHONPATH', '')}",
-        **more,
+        **kept, **quiet, "HF_HOME": str(home), "HF_ENDPOINT": endpoint,
+        "PYTHONPATH": f"{root}:{kept.get('PYTHONPATH', '')}", **more,
     }  # fmt: skip
 
 
@@ -164,10 +168,10 @@ def test_what_the_hub_lacks_is_one_clear_line(tmp_path: Path, server: Hub) -> No
     env = environment(tmp_path / "home", server.url)
     lines = ask(tmp_path, env, "org/none", "org/tiny@v9")
     assert lines == [
-        "refused model.path: there is no model folder org/none, and the Hugging Face hub has no model of this name, or "
-        "it needs a token (HF_TOKEN)",
-        "refused model.path: there is no model folder org/tiny@v9, and org/tiny on the Hugging Face hub has no revision "
-        "v9",
+        "refused model.path: there is no model folder org/none, and the Hugging Face hub has no model of this name, "
+        "or it needs a token (HF_TOKEN)",
+        "refused model.path: there is no model folder org/tiny@v9, and org/tiny on the Hugging Face hub has no "
+        "revision v9",
     ]
 
 

@@ -78,7 +78,12 @@ def test_kill_9_and_resume_equals_the_unbroken_run(tmp_path: Path) -> None:
         checkpoint.load(broken)[1],
         checkpoint.load(whole)[1],
     )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "broken.training", "whole", "whole.training"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "broken",
+        "broken.training",
+        "whole",
+        "whole.training",
+    ]
 
 
 def stopped(folder: Path) -> None:
@@ -100,7 +105,9 @@ def test_a_run_that_diverges_is_not_saved(tmp_path: Path) -> None:
 
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "ring")
-    with pytest.raises(ConfigError, match=r"run of other settings or data \(train\.seed was 0, now 7\): --fresh starts anew"):
+    with pytest.raises(
+        ConfigError, match=r"run of other settings or data \(train\.seed was 0, now 7\): --fresh starts anew"
+    ):
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS, "train.seed=7"), rule_dataset())
 
 
@@ -196,7 +203,8 @@ def test_a_disk_that_fills_up_ends_a_run_that_goes_on_later(
 def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With a constant rate the first steps do not depend on the last one, so 8 and then 12 are 12 at once."""
     whole, parts = (
-        override(rule_config(tmp_path / name), *SETTINGS, "train.schedule=constant") for name in ("whole", "parts")
+        override(rule_config(tmp_path / name), *SETTINGS, "train.schedule=constant")
+        for name in ("whole", "parts")
     )
     train_generator(whole, rule_dataset())
     train_generator(override(parts, "train.steps=8"), rule_dataset())
@@ -214,8 +222,12 @@ def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pyte
     with caplog.at_level("INFO"):
         train_generator(override(parts, "beam.width=3"), rule_dataset())
     assert "all 12 steps are done: a larger train.steps goes on, --overwrite starts anew" in caplog.text
-    assert manifest.folder_config(tmp_path / "parts").beam.width == 3  # the settings of serving are written again
-    with pytest.raises(ConfigError, match=r"train\.steps: .* has gone 12 steps, more than 9: .* or --overwrite"):
+    assert (
+        manifest.folder_config(tmp_path / "parts").beam.width == 3
+    )  # the settings of serving are written again
+    with pytest.raises(
+        ConfigError, match=r"train\.steps: .* has gone 12 steps, more than 9: .* or --overwrite"
+    ):
         train_generator(override(parts, "train.steps=9"), rule_dataset())
 
 
@@ -237,7 +249,9 @@ def test_patience_that_ended_a_run_can_be_raised(tmp_path: Path, caplog: pytest.
             )
 
     train()
-    assert len([path for path in (tmp_path / "ring.training" / "checkpoints").iterdir()]) == 2  # the best, the last
+    assert (
+        len([path for path in (tmp_path / "ring.training" / "checkpoints").iterdir()]) == 2
+    )  # the best, the last
     train()
     assert "step 6 was the last, by train.patience: with a larger one it goes on" in caplog.text
     train("train.patience=4", "train.steps=10")
@@ -271,7 +285,9 @@ def test_what_is_there_decides_how_a_training_begins(tmp_path: Path) -> None:
 def test_another_run_than_the_models_needs_overwrite(tmp_path: Path) -> None:
     config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=4")
     train_generator(config, rule_dataset())
-    with pytest.raises(ConfigError, match=r"train\.learning_rate was .*, now 0\.5.*: --overwrite starts anew"):
+    with pytest.raises(
+        ConfigError, match=r"train\.learning_rate was .*, now 0\.5.*: --overwrite starts anew"
+    ):
         train_generator(override(config, "train.learning_rate=0.5"), rule_dataset())
     (tmp_path / "ring.training" / "run.json").write_text("{")
     with pytest.raises(ConfigError, match=r"its run\.json is damaged"):

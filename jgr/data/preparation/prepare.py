@@ -62,6 +62,7 @@ from jgr.prompt.tokens import Tokenizer
 
 MIN_BPE_VOCAB = 300  # 256 bytes, our three special tokens, and some merges
 _WORK = ".work"
+AS_FOUND = TableOptions()
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Options:
     min_item: int | None = None
     bpe_vocab: int = 0
     allow_counts: bool = False
-    tables: TableOptions = TableOptions()
+    tables: TableOptions = AS_FOUND
     overwrite: bool = False
 
 
@@ -95,7 +96,7 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     """
     source, parameters = _resolve(options)
     raw = source.open(options.raw)
-    if options.tables != TableOptions() and not isinstance(raw, Tabular):
+    if options.tables != AS_FOUND and not isinstance(raw, Tabular):
         raise DataError(f"--time_unit, --actions: are for --source=generic, not {options.source}")
     paths = _paths(raw)
     inputs = {path.relative_to(options.raw).as_posix(): record(path) for path in paths}

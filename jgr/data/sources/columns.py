@@ -125,7 +125,9 @@ class Scenarios:
         for value in list(self._numbered)[known:]:
             if not isinstance(value, str | int) or isinstance(value, bool):
                 raise BadCell(
-                    cells.index(value), self._column, f"expected a name or a whole number, found {_shown(value)}"
+                    cells.index(value),
+                    self._column,
+                    f"expected a name or a whole number, found {_shown(value)}",
                 )
         if len(self._numbered) > MAX_SCENARIOS:
             raise BadCell(
@@ -215,7 +217,9 @@ class Times:
         if found is None or not ((found >= 0) & (found < MAX_TIME)).all():
             wrong = next((i for i, value in enumerate(values) if not _is_time(value)), 0)
             raise BadCell(
-                wrong, self._column, f"a time must be a number from 0, which is 1970, found {_shown(values[wrong])}"
+                wrong,
+                self._column,
+                f"a time must be a number from 0, which is 1970, found {_shown(values[wrong])}",
             )
         whole = found.dtype.kind == "i" or bool((found == np.floor(found)).all())
         return found.astype(np.int64) if whole else found

@@ -81,15 +81,14 @@ class FeedbackColumn:
             return
         if not self._many:
             try:
-                codes = self._numbered.codes(cells)
+                new = set(cells) - self._numbered.keys()
+                self._many = len(self._numbered) - 2 + len(new) > MAX_VALUES
             except TypeError:  # lists and objects are no feedback
                 self._many = True
-            else:
-                self._parts.append(codes)
-            if self._many or len(self._numbered) - 2 > MAX_VALUES:
-                self._many = True
+            if self._many:
                 self._parts.clear()
-                self._numbered.clear()
+            else:
+                self._parts.append(self._numbered.codes(cells))
 
     def _require_numbers(self, cells: list[Any]) -> None:
         filled = [cell for cell in cells if cell not in (None, "")]
@@ -146,7 +145,7 @@ class FeedbackColumn:
 
     def _found(self, columns: dict[str, Bool], empty: Bool) -> Found:
         counts = ", ".join(f"{name} {int(done.sum())}" for name, done in columns.items())
-        missing = f"; {int(empty.sum())} rows say nothing" if empty.any() else ""
+        missing = f"; {int(empty.sum())} rows are empty, which counts as not done" if empty.any() else ""
         return Found(columns, empty, f"actions {counts}{missing}")
 
 

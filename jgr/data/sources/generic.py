@@ -20,7 +20,7 @@ import numpy as np
 from jgr.data.interactions import DataError
 from jgr.data.prepared import UNITS_PER_SECOND
 from jgr.data.sources.amazon import items_jsonl
-from jgr.data.sources.columns import SPLIT_OF, Ids, Scenarios, Splits, Times, joined
+from jgr.data.sources.columns import SPLIT_OF, Ids, Scenarios, Splits, Times
 from jgr.data.sources.feedback_columns import FeedbackColumn, Found, as_bits, thresholds
 from jgr.data.sources.item_lists import LISTS, ItemLists
 from jgr.data.sources.records import (
@@ -50,7 +50,9 @@ def _open(folder: Path) -> Tabular:
     whole = len(atomic) == 1 or (set(parts) == set(SPLIT_OF) and len(atomic) == len(parts))
     if len(plain) + bool(atomic) > 1 or not (plain or whole):
         names = ", ".join(path.name for path in (*plain, *atomic))
-        raise DataError(f"{folder}: expected one file of interactions, or *.train, *.valid and *.test.inter: {names}")
+        raise DataError(
+            f"{folder}: expected one file of interactions, or *.train, *.valid and *.test.inter: {names}"
+        )
     events = plain or [parts[split] for split in SPLIT_OF if split in parts] or atomic
     if plain:
         items = find_optional(folder, *(f"items.{form}" for form in FORMS))
@@ -77,7 +79,9 @@ class _Events:
 
     def __init__(self, options: TableOptions) -> None:
         if options.time_unit and options.time_unit not in UNITS_PER_SECOND:
-            raise DataError(f"--time_unit: there are {', '.join(UNITS_PER_SECOND)}, not {options.time_unit!r}")
+            raise DataError(
+                f"--time_unit: there are {', '.join(UNITS_PER_SECOND)}, not {options.time_unit!r}"
+            )
         self._wanted = thresholds(options.actions)
         self._unit = options.time_unit
         self._users, self._items = Ids("user_id"), Ids("item_id")

@@ -73,8 +73,11 @@ class ReadyDataset:
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How tables of interactions are read. time_unit: what numbers of time count, "": by their size. actions: the columns
-    that are actions, COLUMN or COLUMN:LEAST; empty: all that can be."""
+    """How tables of interactions are read.
+
+    time_unit: what numbers of time count, "": by their size. actions: the columns that are actions, COLUMN or
+    COLUMN:LEAST; empty: all that can be.
+    """
 
     time_unit: str = ""
     actions: tuple[str, ...] = ()

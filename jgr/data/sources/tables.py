@@ -226,28 +226,28 @@ def _parquet(path: Path) -> Table:
     except ImportError:
         raise DataError(f"{path}: Parquet needs pyarrow: pip install jgr[parquet]") from None
 
-    def opened(use: Callable[[Any], Any]) -> Any:
-        with reading(path, DataError) as stream:
-            try:
-                return use(parquet.ParquetFile(stream))
-            except (ValueError, arrow.ArrowException) as cause:
-                raise DataError(f"{path}: {cause}") from None
+    def guarded(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (ValueError, arrow.ArrowException) as cause:
+            raise DataError(f"{path}: {cause}") from None
 
-    types = {}
-    for column in opened(lambda file: list(file.schema_arrow)):
-        if arrow.types.is_timestamp(column.type) or arrow.types.is_date(column.type):
-            types[column.name] = MICROSECONDS
+    with reading(path, DataError) as stream:
+        columns = list(guarded(lambda: parquet.ParquetFile(stream)).schema_arrow)
+    kinds = arrow.types
+    dated = [
+        column.name for column in columns if kinds.is_timestamp(column.type) or kinds.is_date(column.type)
+    ]
+    types = dict.fromkeys(dated, MICROSECONDS)
 
     def blocks() -> Iterator[Block]:
-        yield Block(0, 0, {name: [] for name in opened(lambda file: file.schema_arrow.names)})
-        start = 0
-        groups = opened(lambda file: file.num_row_groups)
-        for group in range(groups):
-            table = opened(lambda file, group=group: file.read_row_group(group))
-            for batch in table.to_batches(max_chunksize=_ROWS):
-                names = batch.schema.names
-                columns = [_arrow_values(arrow, column) for column in batch.columns]
-                yield Block(start, batch.num_rows, dict(zip(names, columns, strict=True)))
+        with reading(path, DataError) as stream:
+            file = guarded(lambda: parquet.ParquetFile(stream))
+            yield Block(0, 0, {name: [] for name in file.schema_arrow.names})
+            start, batches = 0, file.iter_batches(batch_size=_ROWS)
+            while (batch := guarded(lambda: next(batches, None))) is not None:
+                values = [_arrow_values(arrow, column) for column in batch.columns]
+                yield Block(start, batch.num_rows, dict(zip(batch.schema.names, values, strict=True)))
                 start += batch.num_rows
 
     return Table(path, blocks, lambda row: row + 1, types)

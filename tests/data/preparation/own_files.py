@@ -49,7 +49,9 @@ def log(users: int = 24, events: int = 14, items: int = 12) -> list[Row]:
     return rows
 
 
-def write(folder: Path, form: str, rows: Sequence[Row], stamp: Callable[[int], Any] = lambda time: time) -> Path:
+def write(
+    folder: Path, form: str, rows: Sequence[Row], stamp: Callable[[int], Any] = lambda time: time
+) -> Path:
     """Write the log and its items in a form. stamp: a time as the file has it."""
     folder.mkdir(parents=True, exist_ok=True)
     items = sorted({row.item for row in rows})

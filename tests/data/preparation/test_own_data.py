@@ -62,11 +62,15 @@ def test_every_form_is_what_plain_python_reads(tmp_path: Path, form: str) -> Non
             assert manifest["scenarios"][scenarios[at]] == row.scenario
     empty = sum(row.rating is None for row in rows)
     assert any(note.startswith("rating: actions rating_from_2 ") for note in manifest["notes"])
-    assert any(f"{empty} rows say nothing" in note for note in manifest["notes"] if note.startswith("rating"))
+    assert any(
+        f"{empty} rows are empty, which counts as not done" in note
+        for note in manifest["notes"]
+        if note.startswith("rating")
+    )
     assert any(note.startswith(f"note: left out, {len(rows)} values") for note in manifest["notes"])
 
 
-SECONDS = [START, START + 60, START + 61]
+SECONDS = [START, START + 60, START + 61, START + 62]
 TIMES: list[tuple[list[Any], str, list[int], str]] = [
     (SECONDS, "s", SECONDS, "whole numbers of s, by their size"),
     ([1000 * t + 5 for t in SECONDS], "ms", SECONDS, "whole numbers of ms, by their size"),
@@ -77,7 +81,7 @@ TIMES: list[tuple[list[Any], str, list[int], str]] = [
     ([iso(t)[:-1] for t in SECONDS], "s", SECONDS, "those without a zone taken as UTC"),
     ([iso(t + 7200)[:-1] + "+02:00" for t in SECONDS], "s", SECONDS, "ISO 8601; from 2023-11-14"),
     (
-        [iso(SECONDS[0]), iso(SECONDS[1])[:-1] + ".500", iso(SECONDS[2] - 3600)[:-1] + "-01:00"],
+        [iso(START), iso(SECONDS[1])[:-1] + ".500", iso(SECONDS[2] - 3600)[:-1] + "-01:00", iso(SECONDS[3])],
         "us",
         SECONDS,
         "taken as UTC",
@@ -100,15 +104,15 @@ def test_times_of_every_kind(
     manifest, _ = prepare(Options("generic", tmp_path, tmp_path / "out", split="leave_one_out"))
     data = load_prepared(tmp_path / "out").interactions
     assert manifest["time_unit"] == unit
-    assert data.test.histories.times_of(0).tolist() == seconds[:2]
+    assert data.test.histories.times_of(0).tolist() == seconds[:3]
     assert said in found.notes[0]
 
 
 def test_a_unit_that_is_given_is_taken(tmp_path: Path) -> None:
-    csv(tmp_path, "user_id,item_id,timestamp\nu,a,1000\nu,b,2000\nu,c,61000\n")
+    csv(tmp_path, "user_id,item_id,timestamp\nu,a,1000\nu,b,2000\nu,c,61000\nu,d,62000\n")
     manifest, _ = prepare(Options("generic", tmp_path, tmp_path / "out", tables=TableOptions("ms")))
     data = load_prepared(tmp_path / "out").interactions
-    assert data.test.histories.times_of(0).tolist() == [1, 2]
+    assert data.test.histories.times_of(0).tolist() == [1, 2, 61]
     assert "as asked for" in manifest["notes"][0]
 
 
@@ -117,7 +121,7 @@ def test_dates_of_parquet(tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
     stamps = arrow.array([1000 * t + 250 for t in SECONDS], arrow.timestamp("ms", tz="Europe/Berlin"))
-    table = arrow.table({"user_id": [1, 1, 1], "item_id": ["a", "b", None], "timestamp": stamps})
+    table = arrow.table({"user_id": [1, 1, 1, 1], "item_id": ["a", "b", None, "c"], "timestamp": stamps})
     parquet.write_table(table, tmp_path / "interactions.parquet")
     with pytest.raises(DataError, match=r"interactions\.parquet:3: item_id: an id must be text .* None"):
         read(tmp_path)
@@ -254,7 +258,7 @@ def test_actions_that_cannot_be(tmp_path: Path, actions: tuple[str, ...], messag
 
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
-    rows = ["u\ta", "u\tb", "u\tc", "v\ta", "v\tb", "v\tc", "w\ta"]
+    rows = [f"{user}\t{item}" for user in "uv" for item in "abca"] + ["w\ta"]
     csv(raw, "user_id:token\titem_id:token\n" + "".join(f"{row}\n" for row in rows), "x.inter")
     csv(
         raw,
@@ -267,7 +271,7 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
         "there are no times: events are taken in the order of the file",
         "x.user: left out, 2 users: models read no features of users",
         "x.item: left out, 1 items: they have no event",
-        "interactions: left out, 1 of 7: by --min_user and --min_item, or as repeats",
+        "interactions: left out, 1 of 9: by --min_user and --min_item, or as repeats",
     ]
     found = load_prepared(tmp_path / "out")
     assert dict(zip(found.item_ids, found.metadata, strict=True)) == {
@@ -341,7 +345,9 @@ def calls(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stamp", [int, iso, lambda time: f"{time}.5"], ids=["whole", "iso", "fractions"])
-def test_no_python_function_is_called_for_each_row(tmp_path: Path, form: str, stamp: Callable[[int], Any]) -> None:
+def test_no_python_function_is_called_for_each_row(
+    tmp_path: Path, form: str, stamp: Callable[[int], Any]
+) -> None:
     if form == "inter" and stamp is iso:
         stamp = str  # its header says that times are numbers
     rows = log(60, 40)
@@ -357,7 +363,9 @@ def test_what_is_there_is_replaced_only_where_asked(tmp_path: Path) -> None:
     prepare(options)
     before = (tmp_path / "out" / "manifest.json").read_bytes()
     csv(raw, "user_id,item_id\n" + "".join(f"u,{i}\n" for i in range(5)) + "u\n")
-    with pytest.raises(UserError, match="out holds a dataset of other files.*--overwrite replaces it, or give"):
+    with pytest.raises(
+        UserError, match=r"out holds a dataset of other files.*--overwrite replaces it, or give"
+    ):
         prepare(options)
     replaced = Options("generic", raw, tmp_path / "out", overwrite=True)
     with pytest.raises(DataError, match="has 1 fields"):
@@ -368,6 +376,7 @@ def test_what_is_there_is_replaced_only_where_asked(tmp_path: Path) -> None:
     assert prepare(replaced)[0]["counts"]["items"] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "model"), [*zip(FORMS, ("climber", "stu") * 3, strict=False)])
 def test_scorers_learn_from_own_files(tmp_path: Path, form: str, model: str) -> None:
     prepare(Options("generic", write(tmp_path / "raw", form, log()), tmp_path / "out"))
@@ -377,7 +386,7 @@ def test_scorers_learn_from_own_files(tmp_path: Path, form: str, model: str) -> 
     dataset = load_dataset(DataConfig(kind="prepared", path=str(tmp_path / "out")))
     settings = override(
         config(tmp_path / "model", model), "feedback.tasks=click,rating_from_4", "train.steps=2",
-        "train.evaluate_every=0", "feedback.behaviours=",
+        "train.evaluate_every=0",
     )  # fmt: skip
     cfg, _ = scorers.load(train_feedback(settings, dataset, {}))
     assert cfg.tasks == ("click", "rating_from_4")

@@ -136,7 +136,9 @@ def test_generic_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     parquet.write_table(pyarrow.table(items), tmp_path / "items.parquet")
     assert _read("generic", tmp_path) == (GENERIC_EVENTS, GENERIC_ITEMS)
     parquet.write_table(pyarrow.table(events | {"timestamp": [5, -6]}), tmp_path / "interactions.parquet")
-    with pytest.raises(DataError, match=r"interactions\.parquet:2: timestamp: a time must be a number from 0"):
+    with pytest.raises(
+        DataError, match=r"interactions\.parquet:2: timestamp: a time must be a number from 0"
+    ):
         _read("generic", tmp_path)
     (tmp_path / "interactions.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"interactions\.parquet: "):
@@ -155,12 +157,22 @@ BAD_EVENTS = [
     ("movielens-1m", "sequences.txt", "1 2  3\n", ":1: .*two spaces"),
     ("movielens-1m", "sequences.txt", "1 2\n1 3\n", ":2: user '1' has a line already"),
     ("generic", "interactions.jsonl", '{"user_id": "a"}\n', ":1: item_id: is missing"),
-    ("generic", "interactions.jsonl", '{"user_id": "a", "item_id": 1.0}', ":1: item_id: an id must be text.* 1.0"),
+    (
+        "generic",
+        "interactions.jsonl",
+        '{"user_id": "a", "item_id": 1.0}',
+        ":1: item_id: an id must be text.* 1.0",
+    ),
     ("generic", "interactions.jsonl", '{"user_id": "a", "item_id": NaN}', ":1: JSON is malformed"),
     ("generic", "interactions.jsonl", "[1]", ":1: expected an object, found list"),
     ("generic", "interactions.jsonl", "[" * 100_000, ":1: "),
     ("generic", "interactions.jsonl", '{"user_id": 1, "item_id": 2, "split": "dev"}', ":1: split: must be"),
-    ("generic", "interactions.jsonl", '{"user_id": 1, "item_id": 2, "timestamp": -1}', ":1: timestamp: a time must"),
+    (
+        "generic",
+        "interactions.jsonl",
+        '{"user_id": 1, "item_id": 2, "timestamp": -1}',
+        ":1: timestamp: a time must",
+    ),
     ("generic", "interactions.csv", HEADER + "1,2,3\n1,2\n", ":3: has 2 fields, the header 3"),
     ("generic", "interactions.csv", HEADER + "1,2,NaN\n", ":2: timestamp: expected a time in ISO 8601"),
     ("generic", "interactions.csv", HEADER + '1,"2"x,3\n', ":2: "),
