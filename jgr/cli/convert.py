@@ -81,7 +81,7 @@ def define_flags() -> None:
 def main(argv: Sequence[str]) -> int:
     values = flags.FLAGS
     if argv and not values.checkpoint and "=" not in argv[0]:
-        values.checkpoint, argv = argv[0], argv[1:]
+        values["checkpoint"].value, argv = argv[0], argv[1:]
     console.refuse_arguments(argv)
     for name in ("checkpoint", "items", "family", "out"):
         if not getattr(values, name):

@@ -111,11 +111,18 @@ def _from_lines(raw: Raw, names: tuple[str, ...]) -> EventColumns:
     def place(event: int) -> tuple[Path, int]:
         return next(path for start, path in reversed(starts) if start <= event), numbers[event]
 
-    feedback = (np.array(actions, np.int32), np.array(scenario, np.int32)) if names else (None, None)
     return EventColumns(
-        np.array(user), np.array(item), list(users), list(items), np.array(time) if time else None, np.array(split),
-        place, (), "", *feedback, names,
-    )  # fmt: skip
+        user=np.array(user),
+        item=np.array(item),
+        user_ids=list(users),
+        item_ids=list(items),
+        time=np.array(time) if time else None,
+        split=np.array(split),
+        place=place,
+        actions=np.array(actions, np.int32) if names else None,
+        scenario=np.array(scenario, np.int32) if names else None,
+        action_names=names,
+    )
 
 
 def _read_items(

@@ -90,7 +90,7 @@ class Splits:
         if values is None:
             self._parts.append(np.full(size, given, np.int64))
             return
-        numbers = {None: given, **SPLIT_OF}
+        numbers: dict[Any, int] = {None: given, **SPLIT_OF}
         try:
             self._parts.append(np.fromiter(map(numbers.__getitem__, values), np.int64, size))
         except (KeyError, TypeError):

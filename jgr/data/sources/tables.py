@@ -133,13 +133,14 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _reader(path: Path, delimiter: str, quoted: bool) -> Any:
-    quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    return csv.reader(_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    if quoted:
+        return csv.reader(_lines(path), delimiter=delimiter, strict=True)
+    return csv.reader(_lines(path), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
 
 
 def _header(path: Path, reader: Any, typed: bool) -> list[str]:
     try:
-        cells = next(reader, [])
+        cells: list[str] = next(reader, [])
     except csv.Error as cause:
         raise DataError(f"{path}:1: {cause}") from None
     names = [cell.rpartition(":")[0] if typed else cell for cell in cells]
@@ -150,7 +151,7 @@ def _header(path: Path, reader: Any, typed: bool) -> list[str]:
 
 def _atomic_types(path: Path) -> dict[str, str]:
     types = {}
-    cells = next(_reader(path, "\t", False), [])
+    cells: list[str] = next(_reader(path, "\t", False), [])
     for cell in cells:
         name, _, type_ = cell.rpartition(":")
         if not name or type_ not in ATOMIC_TYPES:
