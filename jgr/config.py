@@ -42,7 +42,9 @@ class ModelConfig:
     """The model to serve."""
 
     name: str = "jgr"  # name of the model in requests, answers and /v1/models
-    path: str = ""  # folder of the weights: a Hugging Face checkpoint, or one that `jgr train` wrote
+    # Folder of the weights: one that `jgr train` wrote, a Hugging Face checkpoint, or the name of one on the hub,
+    # org/name[@revision].
+    path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Folder that keeps compiled programs, so that the next start is fast; empty: nothing is kept.

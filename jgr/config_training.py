@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from jgr.fields import check, require
+
+CATALOG_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)
+"""The names of catalogs that stand side by side in a prepared dataset."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +21,17 @@ class DataConfig:
     # minionerec: a folder in MiniOneRec's format.
     kind: Literal["shop", "prepared", "minionerec"] = "shop"
     path: str = ""  # the dataset's folder; the shop has none
+    catalog: str = (
+        ""  # which of a prepared dataset's catalogs, by jgr ids --name; empty: the one without a name
+    )
 
     def __post_init__(self) -> None:
         check(self)
+        require(
+            not self.catalog
+            or (self.kind == "prepared" and CATALOG_NAME.fullmatch(self.catalog) is not None),
+            f"data.catalog: a name of letters, digits, _, . and -, for data.kind=prepared, not {self.catalog!r}",
+        )
 
 
 @dataclass(frozen=True)

@@ -123,3 +123,12 @@ def writing(path: Path, error: type[UserError]) -> Iterator[IO[bytes]]:
         raise error(f"{path}: cannot be written: {cause.strerror or cause}") from cause
     finally:
         partial.unlink(missing_ok=True)
+
+
+def refuse_overwriting(path: Path, overwrite: bool, option: str, what: str) -> None:
+    """Refuse to replace `what` stands at `path`, unless `overwrite`: the one rule of all commands that write.
+
+    option: what names another place. Raises UserError, which says what to do.
+    """
+    if not overwrite:
+        raise UserError(f"{path} holds {what}: --overwrite replaces it, or give another {option}")

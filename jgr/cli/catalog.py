@@ -7,7 +7,9 @@ The lines are for people; the last line of stdout is one JSON document.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ HELP = "build: turn a catalog into memory-mapped arrays, for millions of items; 
 def define_flags() -> None:
     flags.DEFINE_string("catalog", "", "the catalog to read: *.jsonl[.gz], *.index.json[.gz] or *.catalog")
     flags.DEFINE_string("out", "", "for build: the new folder, named *.catalog")
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,13 +47,27 @@ def main(argv: Sequence[str]) -> None:
 def _build(source: Path, out: str) -> None:
     from jgr.catalog.catalog import load_catalog, load_columns, save_catalog
     from jgr.catalog.columns import SUFFIX
+    from jgr.files import refuse_overwriting
 
     if not out.endswith(SUFFIX):
         raise UserError(f"--out: a folder named *{SUFFIX}, found {out!r}")
+    place = Path(out)
+    if place.exists():
+        refuse_overwriting(place, flags.FLAGS.overwrite, "--out", "a catalog")
+        load_catalog(place)  # nothing else is ever removed
     start = time.monotonic()
     lines = source.name.removesuffix(".gz").endswith(".jsonl")
     catalog = load_columns(source) if lines else load_catalog(source)
-    save_catalog(catalog, out)
+    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    if place.exists():
+        place.rename(old)
+    try:
+        save_catalog(catalog, out)
+    except BaseException:
+        if old.exists():
+            old.rename(place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
     found = {"catalog": out, "version": catalog.version, "items": catalog.n_items}
     print(f"{out}: {catalog.n_items} items, version {catalog.version}")
     print(json.dumps({**found, "build_s": round(time.monotonic() - start, 3)}))

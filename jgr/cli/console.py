@@ -56,6 +56,11 @@ def told_of_environment(message: str) -> str:
     return f"{message} (the environment sets {', '.join(found)})" if found else message
 
 
+def define_overwrite() -> None:
+    """Define --overwrite, for commands that write something which may be there already (files.refuse_overwriting)."""
+    flags.DEFINE_bool("overwrite", False, "replace what is there already")
+
+
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     """The configuration: the file of --config, else `default`, then the environment, then every --set."""
     if len(values.config) > 1:
@@ -69,9 +74,10 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     refuse_arguments(argv[1:] if argv and "=" not in argv[0] else argv)
     if argv and values.config:
         raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")
+    from jgr.models.hub import located
     from jgr.models.manifest import folder_config
 
-    return load(values, folder_config(argv[0]) if argv else None)
+    return located(load(values, folder_config(argv[0]) if argv else None))
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

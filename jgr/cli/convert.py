@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jgr convert`: turns a published generator and its table of items into a folder that `jgr serve` takes.
 
-It reads a Hugging Face folder (decoder weights and tokenizer.json) and the items' semantic ids, resolves every token
-by its name through the tokenizer file, and writes weights, tokenizer, catalog, and serving.json with the family's
-prompt.
+It reads a Hugging Face folder (decoder weights and tokenizer.json), on this machine or on the hub, and the items'
+semantic ids, resolves every token by its name through the tokenizer file, and writes weights, tokenizer, catalog, and
+serving.json with the family's prompt.
 
 For the family hstu it turns Meta's research checkpoint (see jgr/models/hstu_import.py for its form) and the catalog of
 its items into a model that `jgr serve`, `jgr retrieve` and `jgr evaluate --baseline` take.
@@ -21,6 +21,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import BeamConfig, Config, ModelConfig, ProfilesConfig, PromptConfig, UserError
+from jgr.files import refuse_overwriting
 
 if TYPE_CHECKING:
     from jgr.catalog.catalog import Catalog
@@ -66,7 +67,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         None,
-        "Hugging Face folder: config.json, *.safetensors, tokenizer.json; for hstu a .npz or .safetensors file",
+        "Hugging Face folder: config.json, *.safetensors, tokenizer.json, or its name on the hub, org/name[@revision]; "
+        "for hstu a .npz or .safetensors file; --checkpoint= may be left out",
     )
     flags.DEFINE_string(
         "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"
@@ -74,18 +76,26 @@ def define_flags() -> None:
     flags.DEFINE_enum("family", None, (*PROMPTS, HSTU), "the family, which fixes the prompt of the training")
     flags.DEFINE_integer("heads", 1, "attention heads of an hstu checkpoint", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to write")
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> int:
+    values = flags.FLAGS
+    if argv and not values.checkpoint and "=" not in argv[0]:
+        values["checkpoint"].value, argv = argv[0], argv[1:]
     console.refuse_arguments(argv)
     extras.require("train", "jgr convert")
-    values = flags.FLAGS
     for name in ("checkpoint", "items", "family", "out"):
         if not getattr(values, name):
             raise UserError(f"--{name} is not set")
-    source, out = Path(values.checkpoint), Path(values.out)
+    out = Path(values.out)
+    from jgr.models import hub
+
+    if (out / "params").is_dir():
+        refuse_overwriting(out, values.overwrite, "--out", "a model")
     if values.family == HSTU:
-        return convert_hstu(source, Path(values.items), out, values.heads)
+        return convert_hstu(Path(values.checkpoint), Path(values.items), out, values.heads)
+    source = hub.local(values.checkpoint, "--checkpoint")
     _refuse_what_is_not_whole(source)
     from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hf, manifest

@@ -34,6 +34,7 @@ HISTORY_SHOWN = 4
 
 def define_flags() -> None:
     flags.DEFINE_bool("stay", None, "keep serving until Ctrl-C; by default only where stdout is a terminal")
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.shop import make_shop
     from jgr.serving.http.listener import bind
     from jgr.training.generator import train_generator
+    from jgr.training.run import make_way
 
     bind(
         config.server.host, config.server.port
@@ -53,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)
     print(f"Training a decoder for {config.train.steps} steps ...", flush=True)
+    if flags.FLAGS.overwrite:
+        make_way(config.train.out, fresh=False, overwrite=True)
     with console.progress_bar("training") as bar:
         folder = train_generator(config, dataset, bar)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))

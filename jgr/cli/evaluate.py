@@ -115,10 +115,11 @@ def main(argv: Sequence[str]) -> int:
     config = console.load_folder(flags.FLAGS, argv)
     options = _options(flags.FLAGS)
     from jgr.data.datasets import load_dataset
-    from jgr.models.manifest import check_dataset
+    from jgr.models.manifest import check_dataset, learnt_catalog
 
     check_dataset(config)
-    lines, report = evaluate(config, load_dataset(config.data), options)
+    dataset = load_dataset(config.data, learnt_catalog(config))
+    lines, report = evaluate(config, dataset, options)
     print("\n".join(lines))
     print(json.dumps(or_null(report), allow_nan=False))
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -24,6 +25,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "feature_store", "", "redis://host:port/db or an SQLite file; short for --set features.store=..."
     )
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +47,7 @@ def main(argv: Sequence[str]) -> None:
     from jgr.features import extraction
     from jgr.features.addresses import REDIS_SCHEMES, open_store
     from jgr.features.schema import Schema
+    from jgr.files import refuse_overwriting
 
     prepared = load_prepared(flags.FLAGS.data)
     ids, metadata = prepared.item_ids, prepared.metadata
@@ -57,6 +60,10 @@ def main(argv: Sequence[str]) -> None:
     records = extraction.extract(schema, ids, metadata)
     store = open_store(config.store, config.timeout_ms / 1e3, create=True)
     before = store.schema()
+    # A server's address may hold a password.
+    where = "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store
+    if before is not None:
+        refuse_overwriting(Path(where), flags.FLAGS.overwrite, "--feature_store", "features of items")
     starts = range(0, len(ids), BATCH)
     for start in console.progress(starts, "features", len(starts)):
         store.put_many(ids[start : start + BATCH], records[start : start + BATCH])
@@ -65,7 +72,5 @@ def main(argv: Sequence[str]) -> None:
     if before not in (None, str(schema)):
         print(f"the schema was {before}: restart what serves from this store")
     loaded = {"items": len(ids), "record_bytes": schema.record_bytes, "schema": str(schema)}
-    # A server's address may hold a password.
-    where = "Redis" if config.store.startswith(REDIS_SCHEMES) else config.store
     print(f"{where}: {len(ids)} items, {schema.record_bytes} bytes each: {schema}")
     print(json.dumps(loaded))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr ids`: makes semantic ids for a prepared dataset from item vectors, given or computed, or from a table."""
+"""`jgr ids`: makes semantic ids for a prepared dataset from item vectors, given or computed, or from a table.
+
+A dataset can have several catalogs side by side, each with a name; a model's folder holds the one that it learnt on.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import UserError
+from jgr.config_training import CATALOG_NAME
 
 if TYPE_CHECKING:
     from jgr.data.prepared import Prepared
@@ -25,7 +29,8 @@ MAX_SEED = 2**31 - 1
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("data", None, "folder that jgr prepare wrote; catalog.jsonl is written into it")
+    flags.DEFINE_string("data", None, "folder that jgr prepare wrote; the catalog is written into it")
+    flags.DEFINE_string("name", "", "name of the catalog, beside others; models choose one by data.catalog")
     flags.DEFINE_string("vectors", None, ".npy of [items, dimensions] floats in the order of items.jsonl")
     flags.DEFINE_string("table", None, "take the ids of this .tsv[.gz] as they are, with --column")
     flags.DEFINE_string("column", None, "the column of --table that holds the ids")
@@ -46,6 +51,7 @@ def define_flags() -> None:
         "collisions", "share", ("share", "extra", "reassign"), "what to do with items that get the same id"
     )
     flags.DEFINE_integer("seed", 0, "seed of all random numbers", lower_bound=0, upper_bound=MAX_SEED)
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,22 +59,27 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FLAGS
     if not values.data:
         raise UserError("--data: the folder that jgr prepare wrote is not set")
+    if values.name and not CATALOG_NAME.fullmatch(values.name):
+        raise UserError(f"--name: a name of letters, digits, _, . and -, not {values.name!r}")
     sizes = _sizes(values.sizes)
     if values.method == "rqvae":
         extras.require("train", "jgr ids --method=rqvae")
     import numpy as np
 
     from jgr.catalog.catalog import save_catalog
-    from jgr.data.prepared import CATALOG, load_prepared
-    from jgr.files import writing
+    from jgr.data.prepared import CATALOG, catalog_path, load_prepared
+    from jgr.files import refuse_overwriting, writing
     from jgr.training import semantic_ids
     from jgr.training.semantic_ids import SemanticIdError
 
     semantic_ids.check_sizes(sizes)
     folder = Path(values.data)
     prepared = load_prepared(folder)
-    if CATALOG in prepared.manifest["outputs"]:
-        raise UserError(f"{folder}: its source brought semantic ids ({CATALOG}); prepare it without them")
+    if not values.name and CATALOG in prepared.manifest["outputs"]:
+        raise UserError(f"{folder}: its source brought semantic ids ({CATALOG}): name others with --name")
+    path = catalog_path(folder, values.name)
+    if path.exists():
+        refuse_overwriting(path, values.overwrite, "--name", "semantic ids")
     if values.table:
         codes, raw_codes, described = _given(values, prepared)
     elif values.method == "item":
@@ -92,13 +103,15 @@ def main(argv: Sequence[str]) -> int:
         "collision_rate_before": raw,
         **report,
     }
-    with writing(folder / REPORT, SemanticIdError) as stream:
+    with writing(folder / (f"{values.name}.{REPORT}" if values.name else REPORT), SemanticIdError) as stream:
         stream.write(json.dumps(summary, indent=2).encode() + b"\n")
-    save_catalog(catalog, folder / CATALOG)
+    save_catalog(catalog, path)
     print(semantic_ids.format_report(report))
     if values.collisions != "share":
         print(f"collision rate before {values.collisions}: {raw:.4f}")
-    print(folder / CATALOG)
+    if values.name:
+        print(f"train on them with --set data.catalog={values.name}")
+    print(path)
     return 0
 
 

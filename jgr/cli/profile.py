@@ -135,8 +135,9 @@ def _requests(config: Config, count: int, path: str | None) -> list[Request]:
 
     if path is None:
         from jgr.data.datasets import load_dataset
+        from jgr.models.manifest import learnt_catalog
 
-        dataset = load_dataset(config.data)
+        dataset = load_dataset(config.data, learnt_catalog(config))
         ids, examples = dataset.catalog.item_ids, dataset.interactions.test
         if not len(examples):
             raise UserError("data: the dataset has no test examples to make requests of; use --requests_file")

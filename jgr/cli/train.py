@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr train`: trains a model on a dataset, and writes a folder that `jgr serve` takes."""
+"""`jgr train`: trains a model on a dataset, and writes a folder that `jgr serve` takes.
+
+A run that was stopped goes on where it was, and one that has ended goes on to more train.steps. --fresh starts anew;
+only with --overwrite does that replace a trained model.
+"""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -16,7 +18,8 @@ HELP = "train a generator, a ranker or a scorer on a dataset"
 
 
 def define_flags() -> None:
-    """Define no flags: the configuration says everything."""
+    flags.DEFINE_bool("fresh", False, "start anew, and drop the run that would go on")
+    console.define_overwrite()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,10 +34,11 @@ def main(argv: Sequence[str]) -> int:
     from jgr.training.generator import train_generator
     from jgr.training.ranker import train_ranker
     from jgr.training.retriever import train_retriever
+    from jgr.training.run import make_way
 
+    if config.train.out:
+        make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
     dataset = load_dataset(config.data)
-    if os.path.isdir(os.path.join(config.train.out, "params")):
-        print(f"{config.train.out} holds a model, which the new one will replace", file=sys.stderr)
     with console.progress_bar("training") as bar:
         validated = config.train.evaluate_every > 0
         if config.train.model in retrievers.MODELS:

@@ -9,7 +9,7 @@ from pathlib import Path
 from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import DataConfig
 from jgr.data.interactions import DataError, Interactions, leave_one_out, load_minionerec
-from jgr.data.prepared import CATALOG, load_prepared
+from jgr.data.prepared import catalog_names, catalog_path, load_prepared
 from jgr.data.shop import make_shop
 
 
@@ -21,8 +21,11 @@ class Dataset:
     interactions: Interactions
 
 
-def load_dataset(config: DataConfig) -> Dataset:
-    """Read or make the dataset that `config` names. Raises CatalogError or DataError, naming file and line."""
+def load_dataset(config: DataConfig, own: Catalog | None = None) -> Dataset:
+    """Read or make the dataset that `config` names. Raises CatalogError or DataError, naming file and line.
+
+    own: the catalog of a model, which takes the place of a prepared dataset's where it holds the same items.
+    """
     if config.kind == "shop":
         shop = make_shop()
         return Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
@@ -30,7 +33,7 @@ def load_dataset(config: DataConfig) -> Dataset:
         raise DataError("data.path: the folder of the dataset is not set")
     folder = Path(config.path)
     if config.kind == "prepared":
-        return _load_prepared(folder)
+        return _load_prepared(folder, config.catalog, own)
     index = next(
         (folder / name for name in ("index.json", "index.json.gz") if (folder / name).exists()), None
     )
@@ -40,12 +43,23 @@ def load_dataset(config: DataConfig) -> Dataset:
     return Dataset(catalog, load_minionerec(folder, catalog))
 
 
-def _load_prepared(folder: Path) -> Dataset:
+def _load_prepared(folder: Path, name: str, own: Catalog | None) -> Dataset:
     prepared = load_prepared(folder)
-    path = folder / CATALOG
+    if own is not None and own.item_ids == prepared.item_ids:
+        return Dataset(own, prepared.interactions)
+    path = catalog_path(folder, name)
     if not path.exists():
-        raise DataError(f"{folder}: its items have no semantic ids yet: run jgr ids")
+        raise DataError(_no_catalog(folder, name))
     catalog = load_catalog(path)
     if catalog.item_ids != prepared.item_ids:
         raise DataError(f"{path}: holds other items than the dataset, or in another order; run jgr ids again")
     return Dataset(catalog, prepared.interactions)
+
+
+def _no_catalog(folder: Path, name: str) -> str:
+    others = catalog_names(folder)
+    if not others:
+        return f"{folder}: its items have no semantic ids yet: run jgr ids"
+    known = ", ".join(other or "one without a name" for other in others)
+    wanted = f"named {name}" if name else "without a name"
+    return f"{folder}: has no catalog {wanted} (data.catalog); it has {known}"

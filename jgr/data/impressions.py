@@ -78,8 +78,10 @@ class Requests:
 
 def feedback_of(events: Ragged) -> tuple[Int32, Int32, Int64]:
     """The actions, scenarios and times of all events. Raises DataError if the dataset has no feedback."""
-    if events.actions is None or events.scenarios is None or events.times is None:
-        raise DataError("the dataset has no feedback: needs actions, scenarios and times (jgr prepare)")
+    if events.actions is None or events.scenarios is None:
+        raise DataError("the dataset has no feedback: no column says what users did (jgr prepare)")
+    if events.times is None:
+        raise DataError("the dataset has no times, which requests with feedback need (jgr prepare)")
     return events.actions, events.scenarios, events.times
 
 

@@ -12,7 +12,7 @@ A folder holds
 - interactions.npz: `Arrays`;
 - title_tokenizer.json, if it was asked for: a byte-level BPE of the items' titles;
 - catalog.jsonl, once there are semantic ids: the same items in the same order. It is in the manifest if the
-  source brings the ids; otherwise `jgr ids` adds it.
+  source brings the ids; otherwise `jgr ids` adds it. NAME.catalog.jsonl is one with a name (jgr ids --name).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ SPLITS = ("train", "valid", "test")
 HASHED_BYTES = 64 << 20
 MAX_ID_CHARS = 512
 _MILLISECONDS = 10**11  # 1973
+UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+"""The units of times, by the name that the manifest gives as time_unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,13 +148,18 @@ class Arrays:
             user = int(np.searchsorted(self.offsets, np.argmax(earlier), side="right")) - 1
             raise DataError(f"user {user_ids[user]!r}: the events are not in order of time")
 
-    def interactions(self, user_ids: tuple[str, ...], actions: tuple[str, ...] = ()) -> Interactions:
-        """Turn checked arrays into examples. actions: the names of the bits; raises DataError if they do not fit."""
+    def interactions(
+        self, user_ids: tuple[str, ...], actions: tuple[str, ...] = (), time_unit: str = ""
+    ) -> Interactions:
+        """Turn checked arrays into examples. Raises DataError if the names of the bits, `actions`, do not fit.
+
+        time_unit: what the times count, of UNITS_PER_SECOND; "": seconds or milliseconds, by their size.
+        """
         if (self.actions is None) != (not actions):
             raise DataError("actions have names that the manifest lacks, or the other way round")
         if self.actions is not None and int(self.actions.max()) >> len(actions):
             raise DataError(f"actions: {int(self.actions.max())} has more bits than the {len(actions)} names")
-        seconds = None if self.times is None else _seconds(self.times)
+        seconds = None if self.times is None else _seconds(self.times, time_unit)
 
         def examples(windows: Int64) -> Examples:
             users, starts, stops, targets = windows
@@ -167,8 +174,10 @@ class Arrays:
         return Interactions(user_ids, sequences, train, valid, test, actions)
 
 
-def _seconds(times: Int64) -> Int64:
-    """A source's times in seconds. Sources count in seconds or milliseconds; later than 5000 AD must be the latter."""
+def _seconds(times: Int64, unit: str) -> Int64:
+    """Times in seconds. Without a unit, numbers that would be later than 5000 AD in seconds are milliseconds."""
+    if unit:
+        return times // UNITS_PER_SECOND[unit]
     return times // 1000 if times.max(initial=0) > _MILLISECONDS else times
 
 
@@ -188,10 +197,23 @@ def load_prepared(folder: str | Path) -> Prepared:
     arrays = load_arrays(folder / INTERACTIONS)
     try:
         arrays.check(len(item_ids), user_ids)
-        interactions = arrays.interactions(user_ids, tuple(manifest.get("actions", ())))
+        actions, unit = tuple(manifest.get("actions", ())), manifest.get("time_unit", "")
+        interactions = arrays.interactions(user_ids, actions, unit)
     except DataError as cause:
         raise DataError(f"{folder / INTERACTIONS}: {cause}") from None
     return Prepared(item_ids, metadata, interactions, manifest)
+
+
+def catalog_path(folder: Path, name: str = "") -> Path:
+    """The file of a dataset's catalog. name: "" for the one without a name."""
+    return folder / (f"{name}.{CATALOG}" if name else CATALOG)
+
+
+def catalog_names(folder: Path) -> list[str]:
+    """The names of a dataset's catalogs, sorted; "" stands for the one without a name."""
+    suffix = f".{CATALOG}"
+    named = sorted(path.name.removesuffix(suffix) for path in folder.glob(f"[!.]*{suffix}"))
+    return [*([""] if (folder / CATALOG).exists() else []), *named]
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
@@ -207,6 +229,9 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: is not a manifest of format {FORMAT}; run jgr prepare again")
     outputs = _field(path, "outputs", manifest.get("outputs"), dict[str, FileRecord])
     _field(path, "actions", manifest.get("actions", []), list[str])
+    unit = _field(path, "time_unit", manifest.get("time_unit", ""), str)
+    if unit and unit not in UNITS_PER_SECOND:
+        raise DataError(f"{path}: time_unit: {unit!r} is none of {', '.join(UNITS_PER_SECOND)}")
     known = {ITEMS, USERS, INTERACTIONS}
     if not known <= outputs.keys() <= known | {TITLES, CATALOG}:
         raise DataError(f"{path}: outputs must be {', '.join(sorted(known))}, found {sorted(outputs)}")

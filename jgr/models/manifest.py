@@ -25,6 +25,7 @@ from jgr.config import Config, ConfigError, DataConfig, ModelConfig, UserError, 
 from jgr.config_formats import is_document
 from jgr.fields import one_line, require
 from jgr.files import is_pipe, read_whole
+from jgr.models import hub
 
 NAME = "serving.json"
 CATALOG = "catalog.jsonl"
@@ -51,10 +52,14 @@ class CatalogReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class DatasetReference(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The model's training data, as config.data. version: SHA-256 of a prepared dataset's manifest, else null."""
+    """The model's training data, as config.data; the catalog's copy lies in the model folder.
+
+    version: SHA-256 of a prepared dataset's manifest, else null.
+    """
 
     kind: str
     path: str = ""
+    catalog: str = ""
     version: str | None = None
 
 
@@ -117,6 +122,7 @@ def folder_config(folder: str | Path) -> Config:
     """The configuration that serves a model folder: its manifest's, or the defaults where there is none."""
     place = Path(folder)
     require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
+    place = hub.local(str(place))
     if not os.path.isdir(place):
         is_file = place.suffix == ".py" or is_document(place)
         is_config = is_file or str(place) in named_configs.names()
@@ -127,7 +133,8 @@ def folder_config(folder: str | Path) -> Config:
         return Config(model=ModelConfig(path=str(place)))
     sections: dict[str, dict[str, Any]] = dict(manifest.settings)
     if manifest.dataset is not None:
-        sections["data"] = {"kind": manifest.dataset.kind, "path": manifest.dataset.path}
+        used = manifest.dataset
+        sections["data"] = {"kind": used.kind, "path": used.path, "catalog": used.catalog}
     try:
         for name, section in manifest.settings.items():
             for field in section if name in _SECTIONS else ("*",):
@@ -156,6 +163,20 @@ def own_catalog(folder: Path) -> Catalog:
             f"catalog.version: {path} is of version {catalog.version}, {NAME} says {recorded}: {remedy}"
         )
     return catalog
+
+
+def learnt_catalog(config: Config) -> Catalog | None:
+    """The catalog that a trained model learnt on, from its folder, whatever `jgr ids` has made since.
+
+    None where there is no such model, or config.catalog.path or config.data.catalog names another.
+    """
+    if not config.model.path or config.catalog.path:
+        return None
+    folder = Path(config.model.path)
+    manifest = read(folder)
+    if manifest is None or manifest.dataset is None or manifest.dataset.catalog != config.data.catalog:
+        return None
+    return own_catalog(folder)
 
 
 def check_dataset(config: Config) -> None:
@@ -194,4 +215,6 @@ def _reference(data: DataConfig) -> DatasetReference:
     version = None
     if data.kind == "prepared" and prepared is not None and prepared.is_file():
         version = hashlib.sha256(read_whole(prepared, UserError)).hexdigest()
-    return DatasetReference(kind=data.kind, path="" if path is None else str(path), version=version)
+    return DatasetReference(
+        kind=data.kind, path="" if path is None else str(path), catalog=data.catalog, version=version
+    )

@@ -31,6 +31,7 @@ from msgspec import Meta, Struct
 
 from jgr.fields import one_line, require
 from jgr.files import is_pipe, read_whole, reading, writing
+from jgr.models import hub
 from jgr.models.params import CheckpointError
 
 REVISION_DIGITS = 8
@@ -129,7 +130,7 @@ class ModelFiles:
             )
 
     def revision(self) -> str:
-        """The first digits of the content's SHA-256.
+        """The first digits of the content's SHA-256, and for a folder of the Hugging Face hub those of the commit.
 
         CheckpointError where the files are not those found at first, or are others than this process found before
         in files that nobody has written to.
@@ -145,7 +146,8 @@ class ModelFiles:
             name, digest = stamp[0], digests[stamp[0]]
             self._compare(stamp, digest)
             whole.update(len(name).to_bytes(4) + name.encode() + digest)
-        return whole.hexdigest()[:REVISION_DIGITS]
+        commit = hub.commit_of(self._folder)
+        return whole.hexdigest()[:REVISION_DIGITS] + (f"-{commit}" if commit else "")
 
     def _compare(self, stamp: Stamp, digest: bytes) -> None:
         with _lock:

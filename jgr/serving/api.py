@@ -363,7 +363,10 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     id: Annotated[str, Meta(description="The model's name.")]
     version: Annotated[
         str,
-        Meta(description="The version, as answers name it: id@hash of the weights, config and tokenizer."),
+        Meta(
+            description="The version, as answers name it: id@hash of the weights, config and tokenizer; then the "
+            "commit, where the model is from the Hugging Face hub."
+        ),
     ]
     state: Annotated[
         Literal["starting", "ready", "draining", "failed"],

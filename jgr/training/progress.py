@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a training run writes while it runs, so that kill -9 costs only the steps since the last checkpoint.
 
-    FOLDER/run.json         the configuration and data of the run; another run's folder is refused
+    FOLDER/run.json         the configuration and data of the run; another run's folder is refused, see MAY_CHANGE
     FOLDER/checkpoints/N/   the state after N steps, by Orbax: the last two, and the best validated one
     FOLDER/metrics.jsonl    one line per step: step, loss (nats per target); one per validation: step and the metric,
                             recall@10 unless the run names another
 
-When a run goes on from a checkpoint, later lines are dropped: they are written again, and are equal.
+When a run goes on from a checkpoint, later lines are dropped: they are written again, and are equal. The folder stays
+when the run has ended, with its last state and its best one, so that it can go on to more steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,24 +28,32 @@ from jgr.models.params import CheckpointError
 from jgr.training.trainer import State
 
 KEPT = 2
+MAY_CHANGE = ("steps", "patience", "checkpoint_every", "out")
+"""The fields of the section train that a run may be continued with other values of."""
 RECALL = "recall@10"
 
 
 class RunFolder:
     """The folder of one run, made or reopened.
 
-    run: describes the run; runs with equal descriptions are equal. metric: the name of the validated metric. Raises
-    ConfigError if the folder belongs to another run, or another process writes to it.
+    run: describes the run; runs with descriptions that are equal but for MAY_CHANGE are equal. metric: the name of the
+    validated metric. anew: the flags that would start anew, for errors. Raises ConfigError if the folder belongs to
+    another run, naming what differs, or another process writes to it.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], metric: str = RECALL) -> None:
+    def __init__(
+        self, folder: Path, run: Mapping[str, Any], metric: str = RECALL, anew: str = "--fresh"
+    ) -> None:
         import orbax.checkpoint as ocp  # 2-3 s of import time
 
         folder.mkdir(parents=True, exist_ok=True)
         described, path = json.dumps(run, indent=1, sort_keys=True), folder / "run.json"
-        if path.exists() and path.read_text(encoding="utf-8") != described:
+        others = _differences(path, json.loads(described)) if path.exists() else []
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
             raise ConfigError(
-                f"{folder}: holds an unfinished run of another configuration or dataset; remove it first"
+                f"{folder}: holds a run of other settings or data ({'; '.join(others[:3])}{more}): {anew} starts anew "
+                "and drops it, or give another train.out"
             )
         self._lock = _lock(folder)
         try:
@@ -85,6 +95,14 @@ class RunFolder:
                 f" remove the folder to begin anew: {type(error).__name__}: {words}"
             ) from None
         return state
+
+    def finish(self) -> None:
+        """Keep only the last state and the best validated one, since no step follows unless the run is continued."""
+        found = self.validations() if self.metrics.exists() else []
+        best = best_validation(found)[0] if found else None
+        for step in sorted(self._manager.all_steps())[:-1]:
+            if step != best:
+                self._manager.delete(step)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
         """Which checkpoints to keep: Orbax's PreservationPolicy. The best one is found by metrics.jsonl."""
@@ -141,3 +159,38 @@ def _lock(folder: Path) -> int:
 def best_validation(validations: list[tuple[int, float]]) -> tuple[int, float]:
     """(step, value) of the best validation; of equal ones the latest, whose checkpoint is the one kept."""
     return max(validations, key=lambda found: (found[1], found[0]))
+
+
+def drop(folder: Path) -> None:
+    """Remove a run's folder, if it is there. Raises ConfigError where another process trains in it."""
+    if not folder.is_dir():
+        return
+    descriptor = _lock(folder)
+    try:
+        shutil.rmtree(folder)
+    finally:
+        os.close(descriptor)
+
+
+def _differences(path: Path, run: Mapping[str, Any]) -> list[str]:
+    """What the run of a run.json had otherwise, one text for each field, but for MAY_CHANGE."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return ["its run.json is damaged"]
+    was, now = _flat(before), _flat(run)
+    names = sorted(was.keys() | now.keys())
+    return [
+        f"{name} was {was.get(name)}, now {now.get(name)}"
+        for name in names
+        if was.get(name) != now.get(name) and name.removeprefix("train.") not in MAY_CHANGE
+    ]
+
+
+def _flat(value: Any, at: str = "") -> dict[str, str]:
+    """The fields of nested objects by dotted names, as short texts."""
+    if isinstance(value, Mapping):
+        return {
+            name: text for key, part in value.items() for name, text in _flat(part, f"{at}{key}.").items()
+        }
+    return {at.removesuffix("."): json.dumps(value)}

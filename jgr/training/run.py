@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run from its folder to its best weights: checkpoints, validation, early stopping, curves.
 
-While it trains, the folder train.out + ".training" holds the state from which a killed run goes on.
+The folder train.out + ".training" holds the state from which a killed run goes on, and a finished one to more steps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import jax
 import numpy as np
 
 from jgr.catalog.catalog import Catalog, save_catalog
-from jgr.config import Config, ConfigError
+from jgr.config import Config, ConfigError, TrainConfig
+from jgr.files import refuse_overwriting
 from jgr.models import manifest
 from jgr.models.params import PyTree
 from jgr.training.board import Board
 from jgr.training.curves import plot_curves
-from jgr.training.progress import RECALL, RunFolder, best_validation
+from jgr.training.progress import RECALL, RunFolder, best_validation, drop
 from jgr.training.trainer import Begin, Loss, State, Trainer, as_drawn, fit
 from jgr.training.windows import Batches
 
@@ -37,6 +38,27 @@ Validate = Callable[[PyTree], float]
 """Computes a metric of parameters on validation examples: recall@10 unless another is named. Higher is better."""
 
 _log = logging.getLogger(__name__)
+
+
+def make_way(out: str, fresh: bool, overwrite: bool) -> None:
+    """Decide what becomes of what is there, before a training into train.out.
+
+    A run that can go on does, finished or not, unless it is to start afresh. A finished model is replaced by another
+    run only with overwrite. Raises UserError, which says what to do.
+    """
+    trained, running = _trained(Path(out)), _running(out)
+    if trained and (fresh or not running.is_dir()):
+        refuse_overwriting(Path(out), overwrite, "train.out", "a trained model")
+    if fresh or (trained and overwrite):
+        drop(running)
+
+
+def _trained(out: Path) -> bool:
+    return (out / "params").is_dir()
+
+
+def _running(out: str) -> Path:
+    return Path(f"{out}.training")
 
 
 def train_to_best(
@@ -57,22 +79,24 @@ def train_to_best(
 
     described: all that the run depends on besides config.train and the windows. save(params, write_beside) must call
     write_beside(folder), which adds the catalog, serving.json, metrics.jsonl and curves.png. metric: the name in
-    metrics.jsonl of the metric that `validate` computes. begin: see Trainer.initial. Goes on where an earlier, killed
-    call with the same arguments stopped. Returns train.out. Raises ConfigError for a loss that is not finite.
+    metrics.jsonl of the metric that `validate` computes. begin: see Trainer.initial. Goes on where an earlier call with
+    the same arguments stopped or ended; the number of steps may be another. Returns train.out. Raises ConfigError for a
+    loss that is not finite.
     """
     train = config.train
     trainer = Trainer(train, specs, loss)
     validated = validate is not None and train.evaluate_every > 0
-    running = Path(f"{train.out}.training")
+    running = _running(train.out)
+    anew = "--overwrite" if _trained(Path(train.out)) else "--fresh"
     settings = asdict(train)
     del settings["tensorboard"]  # what comes out does not depend on it
     run = {**described, "train": settings, "windows": windows.digest()}
     _log.info("training on %d examples, %d steps an epoch", len(windows), windows.steps_per_epoch())
-    with RunFolder(running, run, metric) as folder:
+    with RunFolder(running, run, metric, anew) as folder:
         fresh = trainer.initial(begin)
         start = folder.latest(fresh)
         if start is not None:
-            _log.info("going on from step %d", int(start.step))
+            _tell(train, int(start.step), running, anew)
         state = fresh if start is None else trainer.place(start)
         quality, losses = "", deque[jax.Array](maxlen=LAG + 1)
 
@@ -106,7 +130,11 @@ def train_to_best(
                 _log.info("step %d of %d: validation %s %.4f", done, train.steps, metric, value)
             return to_validate and enough()
 
-        if not enough():
+        if enough() and int(state.step) < train.steps:
+            _log.info(
+                "step %d was the last, by train.patience: with a larger one it goes on", int(state.step)
+            )
+        elif int(state.step) < train.steps:
             progress(int(state.step), train.steps, "compiling the step")
             with Board(train.tensorboard, int(state.step)) as board:
                 state = fit(trainer, state, windows.batches(int(state.step)), on_step)
@@ -125,5 +153,18 @@ def train_to_best(
             plot_curves(out / "metrics.jsonl", out / "curves.png", metric)
 
         save(jax.device_get(state.params), write_beside)
-    shutil.rmtree(running)
+        folder.finish()
     return Path(train.out)
+
+
+def _tell(train: TrainConfig, done: int, running: Path, anew: str) -> None:
+    """Say where a run goes on. Raises ConfigError where it has gone further than it is asked to."""
+    if done > train.steps:
+        raise ConfigError(
+            f"train.steps: {running} has gone {done} steps, more than {train.steps}: set train.steps to {done} or more "
+            f"to keep them, or {anew} to start anew"
+        )
+    if done == train.steps:
+        _log.info("all %d steps are done: a larger train.steps goes on, %s starts anew", done, anew)
+    else:
+        _log.info("going on from step %d to %d; the learning rate follows that end", done, train.steps)

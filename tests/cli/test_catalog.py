@@ -49,3 +49,25 @@ def test_mistakes_are_one_line(argv: list[str], words: str) -> None:
     done = _jgr(*argv)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_built_catalog_is_replaced_only_where_asked(tmp_path: Path) -> None:
+    other = Catalog.build(["x", "y"], [[5, 1], [5, 2]], [{}, {}])
+    save_catalog(CATALOG, tmp_path / "c.jsonl")
+    save_catalog(other, tmp_path / "d.jsonl")
+    out = tmp_path / "c.catalog"
+    build = ("build", f"--out={out}")
+    assert _jgr(*build, f"--catalog={tmp_path / 'c.jsonl'}").returncode == 0
+    done = _jgr(*build, f"--catalog={tmp_path / 'd.jsonl'}")
+    assert done.returncode == 2 and "holds a catalog: --overwrite replaces it" in done.stderr
+    assert load_catalog(out).version == CATALOG.version
+    assert _jgr(*build, f"--catalog={tmp_path / 'gone.jsonl'}", "--overwrite").returncode == 2
+    assert load_catalog(out).version == CATALOG.version
+    assert _jgr(*build, f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite").returncode == 0
+    assert load_catalog(out).version == other.version
+    (tmp_path / "mine.catalog").mkdir()
+    (tmp_path / "mine.catalog" / "diary.txt").write_text("dear")
+    done = _jgr(
+        "build", f"--out={tmp_path / 'mine.catalog'}", f"--catalog={tmp_path / 'd.jsonl'}", "--overwrite"
+    )
+    assert done.returncode == 2 and (tmp_path / "mine.catalog" / "diary.txt").exists()

@@ -62,6 +62,12 @@ def test_load(folder: Path, tmp_path: Path, kind: str) -> None:
         assert records["kind"][:, 0].tolist() == [category("AB"[row % 2]) for row in range(N)]
         again = ["load", f"--data={folder}", f"--set=features.store={address}"]
         done = _features(*again, "--set=features.schema=year:int8")
+        assert done.returncode == 2
+        assert (
+            "holds features of items: --overwrite replaces it, or give another --feature_store" in done.stderr
+        )
+        assert store.schema() == str(schema)
+        done = _features(*again, "--set=features.schema=year:int8", "--overwrite")
         assert done.stdout.startswith("the schema was kind:int32,year:int32: restart what serves")
         assert store.schema() == "year:int8"
         store.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import numpy as np
 import pytest
 
 from jgr.catalog.catalog import load_catalog
-from jgr.data.interactions import leave_one_out
-from jgr.data.prepared import Arrays, load_prepared, record
+from jgr.config import Config, ConfigError, DataConfig, override
+from jgr.data.datasets import load_dataset
+from jgr.data.interactions import DataError, leave_one_out
+from jgr.data.prepared import Arrays, catalog_names, load_prepared, record
+from jgr.models import manifest
+from jgr.training.generator import train_generator
 
 N = 30
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['ids', *sys.argv[1:]]))"
@@ -75,7 +80,7 @@ def test_ids_from_co_occurrence(folder: Path, method: str) -> None:
     for seed, same in ((0, True), (1, False)):
         assert (
             _ids(
-                *(f"--data={folder} --method={method} --sizes=4,3 --dims=8 --seed={seed}").split()
+                *(f"--data={folder} --method={method} --sizes=4,3 --dims=8 --seed={seed} --overwrite").split()
             ).returncode
             == 0
         )
@@ -189,3 +194,68 @@ def test_tables_that_are_refused(
     done = _ids(f"--data={folder}", f"--table={_table(tmp_path / 't.tsv', *lines)}", *argv)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (folder / "catalog.jsonl").exists()
+
+
+def test_catalogs_stand_side_by_side_and_none_is_replaced_unasked(folder: Path) -> None:
+    plain = _ids(f"--data={folder}", "--method=item")
+    named = _ids(f"--data={folder}", "--name=tree", "--sizes=4,3", "--dims=8")
+    assert plain.returncode == named.returncode == 0, named.stderr
+    assert named.stdout.splitlines()[-2:] == [
+        "train on them with --set data.catalog=tree", str(folder / "tree.catalog.jsonl")
+    ]  # fmt: skip
+    config = DataConfig(kind="prepared", path=str(folder))
+    found = load_dataset(config).catalog, load_dataset(replace(config, catalog="tree")).catalog
+    assert [catalog.depth for catalog in found] == [1, 2]
+    report = json.loads((folder / "tree.ids_report.json").read_text())
+    assert (report["catalog_version"], _report(folder)["method"]) == (found[1].version, "item")
+    for name, path in (("", "catalog.jsonl"), ("tree", "tree.catalog.jsonl")):
+        before = (folder / path).read_bytes()
+        done = _ids(f"--data={folder}", f"--name={name}", "--sizes=3")
+        assert done.returncode == 2 and (folder / path).read_bytes() == before
+        assert done.stderr == (
+            f"jgr: {folder / path} holds semantic ids: --overwrite replaces it, or give another --name\n"
+        )
+    with pytest.raises(
+        DataError, match=r"has no catalog named bush \(data\.catalog\); it has one without a name, tree"
+    ):
+        load_dataset(replace(config, catalog="bush"))
+    (folder / "catalog.jsonl").unlink()
+    with pytest.raises(DataError, match=r"has no catalog without a name \(data\.catalog\); it has tree"):
+        load_dataset(config)
+
+
+def test_names_of_catalogs_are_checked(folder: Path) -> None:
+    done = _ids(f"--data={folder}", "--name=../x")
+    assert done.returncode == 2 and "--name: a name of letters, digits" in done.stderr
+    for kind, name in (("prepared", "a/b"), ("shop", "tree")):
+        with pytest.raises(ConfigError, match=r"data\.catalog: a name of letters"):
+            DataConfig(kind=kind, catalog=name)  # type: ignore[arg-type]
+
+
+def test_a_source_with_ids_takes_others_by_name(folder: Path) -> None:
+    items = [{"item_id": f"i{row}", "semantic_id": [f"<a_{row}>"]} for row in range(N)]
+    (folder / "catalog.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    _describe(folder)
+    done = _ids(f"--data={folder}", "--name=mine", "--method=item")
+    assert done.returncode == 0, done.stderr
+    assert catalog_names(folder) == ["", "mine"]
+
+
+def test_new_ids_leave_a_trained_model_its_own(folder: Path, tmp_path: Path) -> None:
+    """The dataset's catalog is replaced; the model is evaluated on the one that it learnt on."""
+    assert _ids(f"--data={folder}", "--name=tree", "--sizes=4,3", "--dims=8").returncode == 0
+    config = override(
+        Config(), "model.name=mine", "data.kind=prepared", f"data.path={folder}", "data.catalog=tree", "beam.width=8",
+        f"train.out={tmp_path / 'model'}", "train.steps=1", "train.batch=4", "train.hidden=16", "train.layers=1",
+        "prompt.max_items=6", "train.max_items=6",
+    )  # fmt: skip
+    learnt = load_dataset(config.data).catalog
+    train_generator(config, load_dataset(config.data))
+    served = manifest.folder_config(tmp_path / "model")
+    assert served.data == replace(config.data, path=str(folder))
+    changed = _ids(f"--data={folder}", "--name=tree", "--sizes=6,5", "--dims=8", "--overwrite")
+    assert changed.returncode == 0, changed.stderr
+    assert load_dataset(served.data).catalog.version != learnt.version
+    own = manifest.learnt_catalog(served)
+    assert own is not None and load_dataset(served.data, own).catalog.version == learnt.version
+    assert manifest.learnt_catalog(replace(served, data=replace(served.data, catalog=""))) is None

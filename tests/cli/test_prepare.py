@@ -37,13 +37,15 @@ def test_it_prepares_then_finds_it_prepared(tmp_path: Path) -> None:
     ]
     done = _prepare(*flags)
     assert done.returncode == 0, done.stderr
-    name, counts = done.stdout.splitlines()
+    name, *notes, counts = done.stdout.splitlines()
     assert name == str(tmp_path / "out")
     prepared = load_prepared(tmp_path / "out")
     assert json.loads(counts) == prepared.manifest["counts"]
     assert json.loads(counts)["interactions"] == 20
     again = _prepare(*flags)
-    assert again.stdout.splitlines() == [f"{name} is prepared already", counts]
+    assert notes == ["timestamp: whole numbers of s, by their size (--time_unit says otherwise); from 1970-01-01 to "
+                     "1970-01-01 UTC"]  # fmt: skip
+    assert again.stdout.splitlines() == [f"{name} is prepared already", *notes, counts]
 
 
 @pytest.mark.parametrize(

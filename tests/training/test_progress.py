@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jgr.config import ConfigError, override
-from jgr.models import checkpoint
+from jgr.config import ConfigError, UserError, override
+from jgr.models import checkpoint, manifest
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
 from jgr.training.run import LAG
+from jgr.training.run import make_way
 from jgr.training.trainer import State
 from tests.training.test_trainer import rule_config, rule_dataset
 
@@ -80,7 +81,12 @@ def test_kill_9_and_resume_equals_the_unbroken_run(tmp_path: Path) -> None:
         checkpoint.load(broken)[1],
         checkpoint.load(whole)[1],
     )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "whole"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "broken",
+        "broken.training",
+        "whole",
+        "whole.training",
+    ]
 
 
 def stopped(folder: Path) -> None:
@@ -103,7 +109,9 @@ def test_a_run_that_diverges_is_not_saved(tmp_path: Path) -> None:
 
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "ring")
-    with pytest.raises(ConfigError, match="unfinished run of another configuration"):
+    with pytest.raises(
+        ConfigError, match=r"run of other settings or data \(train\.seed was 0, now 7\): --fresh starts anew"
+    ):
         train_generator(override(rule_config(tmp_path / "ring"), *SETTINGS, "train.seed=7"), rule_dataset())
 
 
@@ -249,3 +257,97 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
             at += 16 + size
             found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
     return found
+
+
+def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a constant rate the first steps do not depend on the last one, so 8 and then 12 are 12 at once."""
+    whole, parts = (
+        override(rule_config(tmp_path / name), *SETTINGS, "train.schedule=constant")
+        for name in ("whole", "parts")
+    )
+    train_generator(whole, rule_dataset())
+    train_generator(override(parts, "train.steps=8"), rule_dataset())
+    assert [path.name for path in (tmp_path / "parts.training" / "checkpoints").iterdir()] == ["8"]
+    make_way(str(tmp_path / "parts"), fresh=False, overwrite=False)
+    with caplog.at_level("INFO"):
+        train_generator(parts, rule_dataset())
+    assert "going on from step 8 to 12" in caplog.text
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        checkpoint.load(tmp_path / "parts")[1],
+        checkpoint.load(tmp_path / "whole")[1],
+    )
+    with caplog.at_level("INFO"):
+        train_generator(override(parts, "beam.width=3"), rule_dataset())
+    assert "all 12 steps are done: a larger train.steps goes on, --overwrite starts anew" in caplog.text
+    assert (
+        manifest.folder_config(tmp_path / "parts").beam.width == 3
+    )  # the settings of serving are written again
+    with pytest.raises(
+        ConfigError, match=r"train\.steps: .* has gone 12 steps, more than 9: .* or --overwrite"
+    ):
+        train_generator(override(parts, "train.steps=9"), rule_dataset())
+
+
+def test_an_unfinished_run_goes_on_to_another_end(tmp_path: Path) -> None:
+    stopped(tmp_path / "ring")
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=15", "train.checkpoint_every=5")
+    train_generator(config, rule_dataset())
+    assert len(losses(tmp_path / "ring")) == 15
+
+
+def test_patience_that_ended_a_run_can_be_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recalls = iter([0.5, 0.4, 0.3, 0.2, 0.6])
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=2", "train.patience=2")
+
+    def train(*changes: str) -> None:
+        with caplog.at_level("INFO"):
+            train_generator(
+                override(config, *changes), rule_dataset(), validate=lambda cfg, params: next(recalls)
+            )
+
+    train()
+    assert (
+        len([path for path in (tmp_path / "ring.training" / "checkpoints").iterdir()]) == 2
+    )  # the best, the last
+    train()
+    assert "step 6 was the last, by train.patience: with a larger one it goes on" in caplog.text
+    train("train.patience=4", "train.steps=10")
+    lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["recall@10"] for line in lines if "recall@10" in line] == [0.5, 0.4, 0.3, 0.2, 0.6]
+    assert manifest.read(tmp_path / "ring").metrics == {"steps": 10.0, "recall@10": 0.6}  # type: ignore[union-attr]
+
+
+def test_what_is_there_decides_how_a_training_begins(tmp_path: Path) -> None:
+    out, running = tmp_path / "ring", tmp_path / "ring.training"
+    make_way(str(out), fresh=False, overwrite=False)  # nothing is there
+    running.mkdir()
+    make_way(str(out), fresh=False, overwrite=True)
+    assert running.exists()  # an unfinished run goes on; it is no model
+    make_way(str(out), fresh=True, overwrite=False)
+    assert not running.exists()
+    (out / "params").mkdir(parents=True)
+    message = "ring holds a trained model: --overwrite replaces it, or give another train.out"
+    with pytest.raises(UserError, match=message):
+        make_way(str(out), fresh=False, overwrite=False)  # without its run it cannot go on
+    running.mkdir()
+    make_way(str(out), fresh=False, overwrite=False)
+    with pytest.raises(UserError, match=message):
+        make_way(str(out), fresh=True, overwrite=False)
+    with RunFolder(running, {}), pytest.raises(ConfigError, match="another training writes here"):
+        make_way(str(out), fresh=True, overwrite=True)
+    make_way(str(out), fresh=False, overwrite=True)
+    assert not running.exists() and out.exists()  # the model stays until the new one is whole
+
+
+def test_another_run_than_the_models_needs_overwrite(tmp_path: Path) -> None:
+    config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.steps=4")
+    train_generator(config, rule_dataset())
+    with pytest.raises(
+        ConfigError, match=r"train\.learning_rate was .*, now 0\.5.*: --overwrite starts anew"
+    ):
+        train_generator(override(config, "train.learning_rate=0.5"), rule_dataset())
+    (tmp_path / "ring.training" / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"its run\.json is damaged"):
+        train_generator(config, rule_dataset())

@@ -4,11 +4,11 @@
 The one idea: there are two stages, read and split, and each leaves a marker with the hashes of all its inputs and
 outputs. A run that was interrupted goes on after the last finished stage. The manifest is written last.
 
-- read: the raw files, once, line by line; ids become integers. Errors in a line are reported here.
+- read: the raw files, once; ids become integers (jgr/data/preparation/reading.py). Errors in a line are reported here.
 - split: filter, order, cut into train, valid and test, renumber (jgr/data/preparation/splitting.py).
 
 A folder that was already prepared from the same files with the same parameters is left as it is; one prepared from
-others is refused.
+others is refused, unless it may be overwritten.
 
 Peak memory: about 150 bytes for each event, plus the ids and metadata of the items that occur. A raw file is never
 in memory as a whole.
@@ -19,8 +19,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,15 @@ import tokenizers.trainers
 import jgr
 from jgr.catalog.catalog import save_catalog
 from jgr.data.interactions import DataError
-from jgr.data.preparation.splitting import Events, Split, split_events
+from jgr.data.preparation import reading
+from jgr.data.preparation.reading import EVENTS, FACTS, Facts, item_line, write_lines
+from jgr.data.preparation.splitting import Split, split_events
 from jgr.data.prepared import (
     CATALOG,
     FORMAT,
     INTERACTIONS,
     ITEMS,
     MANIFEST,
-    MAX_ID_CHARS,
     SPLITS,
     TITLES,
     USERS,
@@ -52,17 +52,17 @@ from jgr.data.prepared import (
     first_difference,
     load_manifest,
     load_npz,
-    read_ids,
     read_items,
     record,
 )
-from jgr.data.sources.records import Counts, Raw, ReadyDataset, Source, SplitName
+from jgr.data.sources.records import Counts, Raw, ReadyDataset, Source, SplitName, TableOptions, Tabular
 from jgr.data.sources.registry import SOURCES
-from jgr.files import MAX_LINE_BYTES, writing
+from jgr.files import refuse_overwriting, writing
 from jgr.prompt.tokens import Tokenizer
 
 MIN_BPE_VOCAB = 300  # 256 bytes, our three special tokens, and some merges
-_WORK, _EVENTS = ".work", "events.npz"
+_WORK = ".work"
+AS_FOUND = TableOptions()
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Options:
     source: a name of SOURCES. split: None takes the source's usual one. min_user, min_item: users and items with fewer
     events are removed, again and again until none has fewer; None takes the source's values. bpe_vocab: tokens of the
     title tokenizer; 0: none is made. allow_counts: only warn if the counts differ from those known for the source.
+    tables: how the source `generic` reads its files. overwrite: replace a dataset of other files or parameters.
     """
 
     source: str
@@ -84,6 +85,8 @@ class Options:
     min_item: int | None = None
     bpe_vocab: int = 0
     allow_counts: bool = False
+    tables: TableOptions = AS_FOUND
+    overwrite: bool = False
 
 
 def prepare(options: Options) -> tuple[dict[str, Any], bool]:
@@ -93,26 +96,25 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
     """
     source, parameters = _resolve(options)
     raw = source.open(options.raw)
-    paths = (
-        raw.files if isinstance(raw, ReadyDataset) else [path for path, _ in (*raw.events, *_items_of(raw))]
-    )
+    if options.tables != AS_FOUND and not isinstance(raw, Tabular):
+        raise DataError(f"--time_unit, --actions: are for --source=generic, not {options.source}")
+    paths = _paths(raw)
     inputs = {path.relative_to(options.raw).as_posix(): record(path) for path in paths}
     identity = {"format": FORMAT, "parameters": parameters, "inputs": inputs}
     if (options.out / MANIFEST).exists():
         manifest = load_manifest(options.out)
         if {name: manifest.get(name) for name in identity} != identity:
-            raise DataError(
-                f"{options.out}: is prepared from other files or with other parameters; name another --out"
+            refuse_overwriting(
+                options.out, options.overwrite, "--out", "a dataset of other files or other parameters"
             )
-        if first_difference(options.out, manifest["outputs"], 2**62) is None:
+        elif first_difference(options.out, manifest["outputs"], 2**62) is None:
             return manifest, False
-        (options.out / MANIFEST).unlink()
     work = options.out / _WORK
     try:
         work.mkdir(parents=True, exist_ok=True)
     except OSError as cause:
         raise DataError(f"{options.out}: cannot be made: {cause.strerror}") from cause
-    counts, outputs = _build(options, source, parameters, raw, inputs)
+    counts, outputs, facts = _build(options, source, parameters, raw, inputs)
     if options.bpe_vocab:
         train_title_tokenizer(options.out / ITEMS, options.bpe_vocab, options.out / TITLES)
         outputs.append(TITLES)
@@ -120,7 +122,7 @@ def prepare(options: Options) -> tuple[dict[str, Any], bool]:
         **identity,
         "jgr": jgr.__version__,
         "counts": counts,
-        **({"actions": list(source.actions)} if source.actions else {}),
+        **{name: value for name, value in msgspec.json.decode(msgspec.json.encode(facts)).items() if value},
         "outputs": {name: record(options.out / name) for name in outputs},
     }
     with writing(options.out / MANIFEST, DataError) as stream:
@@ -147,31 +149,38 @@ def _resolve(options: Options) -> tuple[Source, dict[str, Any]]:
         "min_user": options.min_user or 0,
         "min_item": source.min_item if options.min_item is None else options.min_item,
         "bpe_vocab": options.bpe_vocab,
+        **({"time_unit": options.tables.time_unit} if options.tables.time_unit else {}),
+        **({"actions": list(options.tables.actions)} if options.tables.actions else {}),
+        **({"columns": True} if options.source == "generic" else {}),  # it once read no feedback
     }
     return source, parameters
 
 
-def _items_of(raw: Raw) -> list[tuple[Path, Any]]:
-    return [raw.items] if raw.items else []
+def _paths(raw: Raw | Tabular | ReadyDataset) -> list[Path]:
+    """All files that are read."""
+    if isinstance(raw, ReadyDataset):
+        return list(raw.files)
+    events = raw.files if isinstance(raw, Tabular) else [path for path, _ in raw.events]
+    return [*events, *([raw.items[0]] if raw.items else [])]
 
 
 def _build(
     options: Options,
     source: Source,
     parameters: dict[str, Any],
-    raw: Raw | ReadyDataset,
+    raw: Raw | Tabular | ReadyDataset,
     inputs: dict[str, Any],
-) -> tuple[dict[str, Any], list[str]]:
-    """Write all files of the dataset except the manifest; returns the counts and the names of the files."""
+) -> tuple[dict[str, Any], list[str], Facts]:
+    """Write all files of the dataset except the manifest; returns the counts, the names of the files, and the facts."""
     out, work = options.out, options.out / _WORK
     if isinstance(raw, ReadyDataset):
         if parameters["min_user"] or parameters["min_item"]:
             raise DataError(f"--min_user, --min_item: {options.source} comes with its examples cut out")
-        return _copy_whole(options, source, raw), [ITEMS, USERS, INTERACTIONS, CATALOG]
-    read_key = _key(FORMAT, options.source, inputs)
-    parts = [work / _EVENTS, work / USERS, work / ITEMS]
-    _stage(work, "read", read_key, parts, lambda: _read(raw, work, bool(source.actions)))
-    events = _load_events(work)
+        return _copy_whole(options, source, raw), [ITEMS, USERS, INTERACTIONS, CATALOG], Facts()
+    read_key = _key(FORMAT, options.source, inputs, options.tables)
+    parts = [work / name for name in (EVENTS, USERS, ITEMS, FACTS)]
+    _stage(work, "read", read_key, parts, lambda: reading.read(raw, work, source.actions, options.tables))
+    events, facts = reading.load(work)
     counts = Counts(len(events.user_ids), len(events.item_ids), len(events.user))
     _verify(options, "the raw files", counts, source.raw)
     shape = {name: value for name, value in parameters.items() if name != "bpe_vocab"}
@@ -182,12 +191,17 @@ def _build(
         result = split_events(events, source, parameters)
         unusual = any(parameters[name] != default for name, default in _defaults(source).items())
         _verify(options, "the filtered events", result.counts(), None if unusual else source.kept)
+        (out / MANIFEST).unlink(missing_ok=True)  # what it describes is replaced from here on
         _write(out, result)
 
     _stage(work, "split", _key(read_key, shape), paths, split)
     arrays = load_npz(out / INTERACTIONS)
     kept = Counts(len(arrays["offsets"]) - 1, int(arrays["rows"].max()) + 1, len(arrays["rows"]))
-    return _counts(counts, kept, arrays), outputs
+    if kept.interactions < counts.interactions:
+        left = counts.interactions - kept.interactions
+        note = f"interactions: left out, {left} of {counts.interactions}: by --min_user and --min_item, or as repeats"
+        facts = msgspec.structs.replace(facts, notes=(*facts.notes, note))
+    return _counts(counts, kept, arrays), outputs, facts
 
 
 def _defaults(source: Source) -> dict[str, int]:
@@ -204,8 +218,9 @@ def _copy_whole(options: Options, source: Source, whole: ReadyDataset) -> dict[s
     arrays.check(catalog.n_items, interactions.user_ids)
     counts = Counts(len(interactions.user_ids), catalog.n_items, len(arrays.rows))
     _verify(options, "the raw files", counts, source.raw)
+    (options.out / MANIFEST).unlink(missing_ok=True)
     save_catalog(catalog, options.out / CATALOG)
-    lines = map(_item_line, catalog.item_ids, catalog.metadata)
+    lines = map(item_line, catalog.item_ids, catalog.metadata)
     _write(options.out, Split(arrays, list(interactions.user_ids), list(lines)))
     return _counts(counts, counts, arrays.to_dict())
 
@@ -239,105 +254,9 @@ def _stage(work: Path, name: str, key: str, outputs: list[Path], make: Callable[
     _log.info("%s: done", name)
 
 
-# Stage: read
-
-
-def _read(raw: Raw, work: Path, feedback: bool) -> None:
-    users: dict[str, int] = {}
-    items: dict[str, int] = {}
-    first_seen: list[tuple[Path, int]] = []
-    user, item, time, split = array("i"), array("i"), array("q"), array("b")
-    actions, scenario = array("i"), array("i")
-    for path, read in raw.events:
-        for number, event in read(path):
-            for event_id in (event.user_id, event.item_id):
-                if not 0 < len(event_id) <= MAX_ID_CHARS:
-                    raise DataError(f"{path}:{number}: an id has 1 to {MAX_ID_CHARS} characters")
-            user.append(users.setdefault(event.user_id, len(users)))
-            item.append(items.setdefault(event.item_id, len(items)))
-            if len(items) > len(first_seen):
-                first_seen.append((path, number))
-            split.append(event.split)
-            if feedback:
-                actions.append(event.actions)
-                scenario.append(event.scenario)
-            if event.time is not None:
-                time.append(event.time)
-            # Checked while reading, so that the message can name the line.
-            if len(time) not in (0, len(user)):
-                raise DataError(f"{path}:{number}: some events have a time and some have none")
-    if not user:
-        raise DataError(f"{raw.events[0][0]}: the file holds no events")
-    lines = _read_items(raw, items, first_seen)
-    columns = {"user": user, "item": item, "time": time, "split": split}
-    if feedback:
-        columns |= {"actions": actions, "scenario": scenario}
-    arrays: dict[str, Any] = {name: np.array(values) for name, values in columns.items()}
-    with writing(work / _EVENTS, DataError) as stream:
-        np.savez(stream, **arrays)
-    _write_lines(work / USERS, map(_ENCODER.encode, users))
-    _write_lines(work / ITEMS, lines)
-
-
-def _read_items(raw: Raw, items: dict[str, int], first_seen: list[tuple[Path, int]]) -> list[bytes]:
-    """The line of every item that has an event. Items without events are checked and left out."""
-    if raw.items is None:
-        return [_item_line(item_id, {}) for item_id in items]
-    path, read = raw.items
-    lines: list[bytes | None] = [None] * len(items)
-    described: dict[str, int] = {}
-    for number, item in read(path):
-        if described.setdefault(item.item_id, number) != number:
-            raise DataError(
-                f"{path}:{number}: item {item.item_id!r} is described in line {described[item.item_id]} already"
-            )
-        index = items.get(item.item_id)
-        if index is None:
-            continue
-        try:
-            lines[index] = _item_line(item.item_id, item.metadata)
-        except ValueError as cause:
-            raise DataError(f"{path}:{number}: {cause}") from None
-    found = [line for line in lines if line is not None]
-    if len(found) < len(lines):
-        index = lines.index(None)
-        at, number = first_seen[index]
-        raise DataError(f"{at}:{number}: item {list(items)[index]!r} is not in {path.name}")
-    return found
-
-
-def _item_line(item_id: str, metadata: dict[str, Any]) -> bytes:
-    """Encode the item as a line of JSON, keys sorted. Raises ValueError unless reading it back gives the same."""
-    try:
-        line = _ENCODER.encode({"item_id": item_id, "metadata": metadata})
-        faithful = msgspec.json.decode(line)["metadata"] == metadata
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise ValueError(f"metadata cannot be written as JSON: {cause}") from None
-    if not faithful:
-        raise ValueError("metadata must be plain, finite JSON values")
-    if len(line) > MAX_LINE_BYTES:
-        raise ValueError(f"id and metadata take more than {MAX_LINE_BYTES} bytes")
-    return line
-
-
-def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
-    with writing(path, DataError) as stream:
-        stream.writelines(line + b"\n" for line in lines)
-
-
-def _load_events(work: Path) -> Events:
-    columns = {name: values.astype(np.int64) for name, values in load_npz(work / _EVENTS).items()}
-    item_ids, metadata = read_items(work / ITEMS)
-    lines = list(map(_item_line, item_ids, metadata))
-    time = columns["time"] if len(columns["time"]) else None
-    ids = read_ids(work / USERS)
-    given = (columns.get("actions"), columns.get("scenario"))
-    return Events(columns["user"], columns["item"], time, columns["split"], ids, item_ids, lines, *given)
-
-
 def _write(out: Path, result: Split) -> None:
-    _write_lines(out / ITEMS, result.item_lines)
-    _write_lines(out / USERS, map(_ENCODER.encode, result.user_ids))
+    write_lines(out / ITEMS, result.item_lines)
+    write_lines(out / USERS, map(_ENCODER.encode, result.user_ids))
     with writing(out / INTERACTIONS, DataError) as stream:
         np.savez_compressed(stream, **result.arrays.to_dict())
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import DataError, Interactions
@@ -69,6 +71,51 @@ class ReadyDataset:
     load: Callable[[], tuple[Catalog, Interactions]]
 
 
+@dataclass(frozen=True)
+class TableOptions:
+    """How tables of interactions are read.
+
+    time_unit: what numbers of time count, "": by their size. actions: the columns that are actions, COLUMN or
+    COLUMN:LEAST; empty: all that can be.
+    """
+
+    time_unit: str = ""
+    actions: tuple[str, ...] = ()
+
+
+class EventColumns(NamedTuple):
+    """All events of a raw dataset, in the order of its files: arrays of [total], or None.
+
+    user, item: indices into user_ids and item_ids, which are in the order first seen. time: in time_unit, see
+    prepared.UNITS_PER_SECOND. split: 0 train, 1 valid, 2 test. place: the file and line of an event. notes: how the
+    columns were read and what is left out, in words. actions, scenario: see Event; action_names and scenario_names say
+    what they stand for, the latter empty where scenarios are numbers of the source.
+    """
+
+    user: npt.NDArray[Any]
+    item: npt.NDArray[Any]
+    user_ids: list[str]
+    item_ids: list[str]
+    time: npt.NDArray[np.int64] | None
+    split: npt.NDArray[Any]
+    place: Callable[[int], tuple[Path, int]]
+    notes: tuple[str, ...] = ()
+    time_unit: str = ""
+    actions: npt.NDArray[np.int32] | None = None
+    scenario: npt.NDArray[np.int32] | None = None
+    action_names: tuple[str, ...] = ()
+    scenario_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tabular:
+    """A raw dataset whose events are read by columns. files: all that `read` reads. items: as for Raw."""
+
+    files: tuple[Path, ...]
+    read: Callable[[TableOptions], EventColumns]
+    items: tuple[Path, Callable[[Path], Iterator[tuple[int, Item]]]] | None = None
+
+
 class Counts(NamedTuple):
     """How much a dataset holds."""
 
@@ -88,7 +135,7 @@ class Source:
     format has no feedback.
     """
 
-    open: Callable[[Path], Raw | ReadyDataset]
+    open: Callable[[Path], Raw | Tabular | ReadyDataset]
     splits: tuple[SplitName, ...] = ("leave_one_out", "time")
     raw: Counts | None = None
     kept: Counts | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jgr.cache.memory import Memory
 from jgr.config import Config
-from jgr.models import retrievers, scorers
+from jgr.models import hub, retrievers, scorers
 from jgr.models.config_file import read_object
 from jgr.models.params import CheckpointError
 from jgr.serving.decoders.loading import load_engine
@@ -28,7 +28,7 @@ def is_scorer(folder: Path) -> bool:
 
 def own_settings(config: Config) -> Config:
     """The configuration without the other family's way of caching, which takes no part of the pool for this model."""
-    if is_scorer(Path(config.model.path)):
+    if config.model.path and is_scorer(hub.local(config.model.path)):
         return replace(config, cache=replace(config.cache, policy="none"))
     return replace(config, executors=replace(config.executors, share_user="request", growth=0))
 
@@ -39,6 +39,6 @@ def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | No
     Not yet started. metrics, memory: of the server that it joins. Raises UserError, which names what is missing or does
     not fit.
     """
-    config = own_settings(config)
+    config = own_settings(hub.located(config))
     load = load_scorer_engine if is_scorer(open_folder(config)) else load_engine
     return load(config, metrics, memory)

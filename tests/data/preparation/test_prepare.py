@@ -22,6 +22,7 @@ from jgr.catalog.catalog import Catalog, CatalogError, save_catalog
 from jgr.config import DataConfig, UserError
 from jgr.data.datasets import load_dataset
 from jgr.data.interactions import DataError, Examples, leave_one_out, load_minionerec
+from jgr.data.preparation import reading
 from jgr.data.preparation.prepare import Options, prepare
 from jgr.data.prepared import Arrays, Prepared, load_prepared
 from jgr.prompt.tokens import Tokenizer
@@ -251,10 +252,10 @@ def test_metadata_follows_the_items(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([], "the file holds no events"),
-        ([("a", "b", 1), ("a", "b")], ":2: some events have a time and some have none"),
-        ([("a", "b"), ("a", "b", 1)], ":2: some events have a time and some have none"),
-        ([("", "b")], ":1: an id has 1 to 512 characters"),
-        ([("a", "b" * 513)], ":1: an id has 1 to 512 characters"),
+        ([("a", "b", 1), ("a", "b")], ":2: timestamp: some events have a time and some have none"),
+        ([("a", "b"), ("a", "b", 1)], ":2: timestamp: some events have a time and some have none"),
+        ([("", "b")], ":1: user_id: an id has 1 to 512 characters"),
+        ([("a", "b" * 513)], ":1: item_id: an id has 1 to 512 characters"),
         ([("a", "b"), ("a", "c")], "leaves no valid example"),
     ],
 )
@@ -317,10 +318,10 @@ def test_again_is_nothing_to_do_and_other_inputs_are_refused(tmp_path: Path) -> 
     assert set(before) == {"items.jsonl", "users.jsonl", "interactions.npz", "manifest.json"}
     assert prepare(options)[1] is False
     assert _tree(options.out) == before
-    with pytest.raises(DataError, match="other parameters"):
+    with pytest.raises(UserError, match="other parameters: --overwrite replaces it, or give another --out"):
         prepare(replace(options, min_item=2))
     _raw(options.raw, LOG[:-1])
-    with pytest.raises(DataError, match="from other files"):
+    with pytest.raises(UserError, match="a dataset of other files"):
         prepare(options)
     assert _tree(options.out) == before
 
@@ -339,6 +340,7 @@ def test_manifest_names_inputs_and_outputs_by_hash(tmp_path: Path) -> None:
         "min_user": 0,
         "min_item": 0,
         "bpe_vocab": 0,
+        "columns": True,
     }
 
 
@@ -346,7 +348,7 @@ class _Killed(BaseException):
     """Stands for the end of the process at any write."""
 
 
-@pytest.mark.parametrize("survived", range(9))
+@pytest.mark.parametrize("survived", range(10))
 def test_a_run_that_ends_anywhere_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survived: int
 ) -> None:
@@ -363,25 +365,27 @@ def test_a_run_that_ends_anywhere_is_continued(
             raise _Killed
         return write(path, error)
 
-    monkeypatch.setattr(pipeline, "writing", failing)
-    # Three files and a marker for each of the two stages; the ninth write is the manifest.
+    for module in (pipeline, reading):
+        monkeypatch.setattr(module, "writing", failing)
+    # Four files, then three, and a marker for each of the two stages; the tenth write is the manifest.
     with pytest.raises(_Killed):
         prepare(options)
     with pytest.raises(DataError, match="did not finish"):
         load_prepared(options.out)
-    monkeypatch.setattr(pipeline, "writing", write)
+    for module in (pipeline, reading):
+        monkeypatch.setattr(module, "writing", write)
     (options.out / ".items.jsonl.1.partial").write_text("half")
     reads = 0
-    read = pipeline._read
+    read = reading.read
 
     def counting(*arguments: Any) -> None:
         nonlocal reads
         reads += 1
         read(*arguments)
 
-    monkeypatch.setattr(pipeline, "_read", counting)
+    monkeypatch.setattr(reading, "read", counting)
     prepare(options)
-    assert reads == (survived < 4)
+    assert reads == (survived < 5)
     assert _tree(options.out) == _tree(whole.out)
 
 

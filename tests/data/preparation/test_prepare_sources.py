@@ -7,14 +7,12 @@ import gzip
 import json
 import re
 import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jgr.data.interactions import DataError
-from jgr.data.sources.records import Event, Item, Raw
+from jgr.data.sources.records import Event, Item, Raw, TableOptions, Tabular
 from jgr.data.sources.registry import SOURCES
 
 LATIN = "Les Misérables (1995)"
@@ -29,8 +27,16 @@ def _write(folder: Path, files: dict[str, str | bytes]) -> Path:
 
 def _read(source: str, folder: Path) -> tuple[list[Event], list[Item]]:
     raw = SOURCES[source].open(folder)
-    assert isinstance(raw, Raw)
-    events = [event for path, read in raw.events for _, event in read(path)]
+    assert isinstance(raw, Raw | Tabular)
+    if isinstance(raw, Raw):
+        events = [event for path, read in raw.events for _, event in read(path)]
+    else:
+        found = raw.read(TableOptions())
+        times = [None] * len(found.user) if found.time is None else found.time.tolist()
+        events = [
+            Event(found.user_ids[user], found.item_ids[item], time, int(split))
+            for user, item, time, split in zip(found.user, found.item, times, found.split, strict=True)
+        ]
     return events, [item for _, item in raw.items[1](raw.items[0])] if raw.items else []
 
 
@@ -120,40 +126,24 @@ def test_generic_jsonl_and_csv_say_the_same(tmp_path: Path) -> None:
         assert _read("generic", _write(tmp_path / name, files)) == (GENERIC_EVENTS, GENERIC_ITEMS)
 
 
-class _ParquetFile:
-    """pyarrow.parquet.ParquetFile, as far as it is used; the rows of a file are its JSON content."""
-
-    def __init__(self, path: Path) -> None:
-        self.rows: list[dict[str, Any]] = json.loads(path.read_text())
-
-    def __enter__(self) -> _ParquetFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def iter_batches(self, batch_size: int) -> list[Any]:
-        halves = self.rows[:1], self.rows[1:]
-        return [types.SimpleNamespace(to_pylist=lambda half=half: half) for half in halves]
-
-
 def test_generic_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        {"user_id": "u", "item_id": 7, "timestamp": 5, "split": "train"},
-        {"user_id": "u", "item_id": 8, "timestamp": 6, "split": "test"},
-    ]
-    items = [{"item_id": 7, "title": "two\nlines"}, {"item_id": 8, "title": None}]
-    files = {"interactions.parquet": json.dumps(rows), "items.parquet": json.dumps(items)}
-    _write(tmp_path, files)
-    monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
-    parquet: Any = types.ModuleType("pyarrow.parquet")
-    parquet.ParquetFile = _ParquetFile
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    events = {"user_id": ["u", "u"], "item_id": [7, 8], "timestamp": [5, 6], "split": ["train", "test"]}
+    items = {"item_id": [7, 8], "title": ["two\nlines", None]}
+    parquet.write_table(pyarrow.table(events), tmp_path / "interactions.parquet", row_group_size=1)
+    parquet.write_table(pyarrow.table(items), tmp_path / "items.parquet")
     assert _read("generic", tmp_path) == (GENERIC_EVENTS, GENERIC_ITEMS)
-    _write(tmp_path, {"interactions.parquet": json.dumps([rows[0], rows[1] | {"timestamp": 6.5}])})
-    with pytest.raises(DataError, match=r"interactions\.parquet:2: a time must be a whole number"):
+    parquet.write_table(pyarrow.table(events | {"timestamp": [5, -6]}), tmp_path / "interactions.parquet")
+    with pytest.raises(
+        DataError, match=r"interactions\.parquet:2: timestamp: a time must be a number from 0"
+    ):
         _read("generic", tmp_path)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "interactions.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"interactions\.parquet: "):
+        _read("generic", tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"interactions\.parquet: .*pip install jgr\[parquet\]"):
         _read("generic", tmp_path)
 
@@ -166,15 +156,25 @@ BAD_EVENTS = [
     ("movielens-1m", "sequences.txt", "1 2\n2\n", ":2: user '2' has no items"),
     ("movielens-1m", "sequences.txt", "1 2  3\n", ":1: .*two spaces"),
     ("movielens-1m", "sequences.txt", "1 2\n1 3\n", ":2: user '1' has a line already"),
-    ("generic", "interactions.jsonl", '{"user_id": "a"}\n', ":1: an id must be text"),
-    ("generic", "interactions.jsonl", '{"user_id": "a", "item_id": 1.0}', ":1: an id must be text.* 1.0"),
+    ("generic", "interactions.jsonl", '{"user_id": "a"}\n', ":1: item_id: is missing"),
+    (
+        "generic",
+        "interactions.jsonl",
+        '{"user_id": "a", "item_id": 1.0}',
+        ":1: item_id: an id must be text.* 1.0",
+    ),
     ("generic", "interactions.jsonl", '{"user_id": "a", "item_id": NaN}', ":1: JSON is malformed"),
     ("generic", "interactions.jsonl", "[1]", ":1: expected an object, found list"),
     ("generic", "interactions.jsonl", "[" * 100_000, ":1: "),
-    ("generic", "interactions.jsonl", '{"user_id": 1, "item_id": 2, "split": "dev"}', ":1: split must be"),
-    ("generic", "interactions.jsonl", '{"user_id": 1, "item_id": 2, "timestamp": -1}', ":1: a time must"),
+    ("generic", "interactions.jsonl", '{"user_id": 1, "item_id": 2, "split": "dev"}', ":1: split: must be"),
+    (
+        "generic",
+        "interactions.jsonl",
+        '{"user_id": 1, "item_id": 2, "timestamp": -1}',
+        ":1: timestamp: a time must",
+    ),
     ("generic", "interactions.csv", HEADER + "1,2,3\n1,2\n", ":3: has 2 fields, the header 3"),
-    ("generic", "interactions.csv", HEADER + "1,2,NaN\n", ":2: invalid literal"),
+    ("generic", "interactions.csv", HEADER + "1,2,NaN\n", ":2: timestamp: expected a time in ISO 8601"),
     ("generic", "interactions.csv", HEADER + '1,"2"x,3\n', ":2: "),
     ("generic", "interactions.csv", "user_id,timestamp\n", ":1: the header must name .*item_id"),
     ("generic", "interactions.csv", "user_id,item_id,user_id\n", ":1: the header must name each column once"),
@@ -202,7 +202,7 @@ def test_malformed_events_name_file_and_line(
         ("gowalla", "train.txt"),
         ("kuairand", "log_standard"),
         ("minionerec", "index.json"),
-        ("generic", "interactions.jsonl or interactions.csv or interactions.parquet"),
+        ("generic", "interactions.jsonl or interactions.csv or interactions.tsv or interactions.parquet"),
     ],
 )
 def test_missing_files_are_named(tmp_path: Path, source: str, message: str) -> None:
