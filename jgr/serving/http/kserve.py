@@ -57,10 +57,13 @@ class InferTensor(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     datatype: Annotated[Datatype, Meta(description="Type of the elements.")]
     parameters: Annotated[
         Parameters,
-        Meta(description="binary_data_size: how many bytes behind the JSON are the input's, in place of data."),
+        Meta(
+            description="binary_data_size: how many bytes behind the JSON are the input's, in place of data."
+        ),
     ] = field(default_factory=dict)
     data: Annotated[
-        list[Any] | None, Meta(description="The elements, flat or nested as the shape. null: they are binary.")
+        list[Any] | None,
+        Meta(description="The elements, flat or nested as the shape. null: they are binary."),
     ] = None
 
 
@@ -294,7 +297,9 @@ def kind_of(name: str) -> Kind:
     """The kind of requests that a KServe model takes. Raises RequestError where there is no such model."""
     if name not in INPUTS:
         raise RequestError(
-            "not_found", f"there is no model {quoted(name)}; there are {', '.join(map(repr, INPUTS))}", "model_name"
+            "not_found",
+            f"there is no model {quoted(name)}; there are {', '.join(map(repr, INPUTS))}",
+            "model_name",
         )
     return cast(Kind, name)
 
@@ -402,7 +407,9 @@ def _deadline_ms(parameters: Mapping[str, Any], own_ms: float | None) -> float |
     """The deadline of a request without an input of that name: the nearer one of the parameter's and the caller's."""
     timeout_us = parameters.get("timeout", 0)
     if type(timeout_us) is not int or timeout_us < 0:
-        raise invalid("parameters.timeout", "parameters.timeout: must be a whole number of microseconds, 0 or more")
+        raise invalid(
+            "parameters.timeout", "parameters.timeout: must be a whole number of microseconds, 0 or more"
+        )
     found = [ms for ms in (timeout_us / 1000 if timeout_us else None, own_ms) if ms is not None]
     return min(*found, MAX_DEADLINE_MS) if found else None
 

@@ -29,7 +29,16 @@ from jgr.serving.http import kserve
 from jgr.serving.http.keys import ANYBODY, Caller
 from jgr.serving.http.refusals import TRY_AGAIN
 from jgr.serving.http.server import CLIENT_GONE, App, Call, Client
-from jgr.serving.http.tensors import MAX_DIMENSIONS, NUMBERS, TEXT, Tensor, from_bytes, from_json, text, to_bytes
+from jgr.serving.http.tensors import (
+    MAX_DIMENSIONS,
+    NUMBERS,
+    TEXT,
+    Tensor,
+    from_bytes,
+    from_json,
+    text,
+    to_bytes,
+)
 
 SERVICE = "inference.GRPCInferenceService"
 HEALTH = ("ServerLive", "ServerReady")

@@ -95,7 +95,9 @@ class ScoreRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True
     items: Annotated[ItemIds | str | int | None, Meta(description=_ITEMS)] = None
     documents: Annotated[ItemIds | str | int | None, Meta(description="Another name of items.")] = None
     text_1: Annotated[History | Query | None, Meta(description="Another name of queries.")] = None
-    text_2: Annotated[ItemIds | str | int | None, Meta(description="What text_1 has in place of items.")] = None
+    text_2: Annotated[ItemIds | str | int | None, Meta(description="What text_1 has in place of items.")] = (
+        None
+    )
     model: ModelName = None
     deadline_ms: Deadline = None
     priority: PriorityField = "interactive"
@@ -129,7 +131,9 @@ class RerankResult(Struct, kw_only=True, gc=False):
     index: Annotated[int, Meta(ge=0, description="Place of the document in the request, from 0.")]
     relevance_score: Annotated[
         float,
-        Meta(description="The score that results are ordered by, highest first: the model's own, as of /v1/rank."),
+        Meta(
+            description="The score that results are ordered by, highest first: the model's own, as of /v1/rank."
+        ),
     ]
     document: Annotated[
         Document | UnsetType, Meta(description="The document; absent if return_documents is false.")
@@ -203,7 +207,11 @@ def rerank(body: bytes) -> Translated:
 def score(body: bytes) -> Translated:
     """A body of /v1/score. Raises RequestError, which names the field at fault."""
     given = _decoded(_score, body, ScoreRequest)
-    names = [name for name in ("queries", "text_1", "items", "documents", "text_2") if getattr(given, name) is not None]
+    names = [
+        name
+        for name in ("queries", "text_1", "items", "documents", "text_2")
+        if getattr(given, name) is not None
+    ]
     if tuple(names) not in PAIRS:
         found = ", ".join(names) or "none of them"
         raise invalid(
@@ -212,14 +220,10 @@ def score(body: bytes) -> Translated:
         )
     user, items = names
     listed = getattr(given, items)
-    asked = _Asked(
-        given, user, items, getattr(given, user), listed if isinstance(listed, list) else [listed]
-    )
+    asked = _Asked(given, user, items, getattr(given, user), listed if isinstance(listed, list) else [listed])
 
     def encode(answer: Answer) -> bytes:
-        by_index = [
-            (index, item.score) for item in answer.items for index in asked.places(item.item_id)
-        ]
+        by_index = [(index, item.score) for item in answer.items for index in asked.places(item.item_id)]
         scores = [Score(index=index, score=value) for index, value in sorted(by_index)]
         return _encode(
             ScoreAnswer(

@@ -261,9 +261,7 @@ class App:
                 share.leave(queue)
             del engine  # see _computed
 
-    async def _computed(
-        self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]
-    ) -> T:
+    async def _computed(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
         client = call.client
         await engine.enter(request, call.arrival_ns)

@@ -24,7 +24,10 @@ from tests.serving.http.test_http import ROOT
 
 BODY = {"history": ["a"], "top_k": 1}
 SHOP, OTHER = "https://shop.example", "https://other.example"
-PREFLIGHT = {"access_control_request_method": "POST", "access_control_request_headers": "authorization,content-type"}
+PREFLIGHT = {
+    "access_control_request_method": "POST",
+    "access_control_request_headers": "authorization,content-type",
+}
 JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
 
@@ -52,7 +55,9 @@ def test_requests_are_answered_by_https_and_only_by_it(
     with LiveServer(*tls(pems)) as server:
         assert server.listener.url == f"https://127.0.0.1:{server.port}"
         context = ssl.create_default_context(cafile=str(pems["authority"]))
-        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=PATIENCE_S, context=context)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.port, timeout=PATIENCE_S, context=context
+        )
         for _ in range(2):  # one connection has both
             connection.request("POST", "/v1/recommend", json.dumps(BODY))
             with connection.getresponse() as response:
@@ -76,7 +81,9 @@ def test_a_client_that_leaves_an_https_connection_is_cancelled(pems: dict[str, P
     with LiveServer(*tls(pems)) as server:
         context = ssl.create_default_context(cafile=str(pems["authority"]))
         server.executor.hold()
-        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=PATIENCE_S, context=context)
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", server.port, timeout=PATIENCE_S, context=context
+        )
         connection.request("POST", "/v1/recommend", json.dumps(BODY))
         server.executor.wait_entered()
         connection.close()
@@ -117,9 +124,14 @@ def test_a_key_with_a_password_ends_the_start_and_asks_nobody(pems: dict[str, Pa
     locked.write_bytes(key.private_bytes(*form, serialization.BestAvailableEncryption(b"s3cret")))
     settings = (f"--set=server.tls_certificate={pems['certificate']}", f"--set=server.tls_key={locked}")
     command = [sys.executable, "-c", JGR, "serve", "--null", *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("jgr: server.tls_certificate, server.tls_key: ") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("jgr: server.tls_certificate, server.tls_key: ")
+        and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,8 +226,12 @@ def test_each_group_is_open_by_its_own_flag(group: str) -> None:
         for path in ("/v1/models", "/v2", "/docs/../v1/models", "/docs/x", "/metrics/", "/health"):
             assert server.call(path).status == 401, path
         described = server.call("/openapi.json", authorization="Bearer s3cret").json["paths"]
-        secured = {path for path in ("/metrics", "/docs", "/health/live") if "security" in described[path]["get"]}
-        assert secured == {f"/{name}" if name != "health" else "/health/live" for name in paths if name != group}
+        secured = {
+            path for path in ("/metrics", "/docs", "/health/live") if "security" in described[path]["get"]
+        }
+        assert secured == {
+            f"/{name}" if name != "health" else "/health/live" for name in paths if name != group
+        }
 
 
 def test_the_page_asks_nobody_else_and_its_files_are_there(server: LiveServer) -> None:
@@ -231,7 +247,9 @@ def test_the_page_asks_nobody_else_and_its_files_are_there(server: LiveServer) -
         if source.startswith("docs/"):
             reply = server.call(f"/{source}")
             assert reply.status == 200 and reply.body
-            assert reply.headers["content-type"].startswith("text/css" if source.endswith("css") else "text/javascript")
+            assert reply.headers["content-type"].startswith(
+                "text/css" if source.endswith("css") else "text/javascript"
+            )
     start = server.call("/docs/start.js").body.decode()
     assert 'url: "openapi.json"' in start and "validatorUrl: null" in start
     assert b"SwaggerUIBundle" in server.call("/docs/swagger-ui-bundle.js").body
@@ -242,4 +260,6 @@ def test_the_page_asks_nobody_else_and_its_files_are_there(server: LiveServer) -
 def test_a_port_of_plain_text_that_speaks_tls_is_left_alone(pems: dict[str, Path]) -> None:
     with LiveServer() as server, pytest.raises((ssl.SSLError, OSError)):
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as plain:
-            ssl.create_default_context(cafile=str(pems["authority"])).wrap_socket(plain, server_hostname="127.0.0.1")
+            ssl.create_default_context(cafile=str(pems["authority"])).wrap_socket(
+                plain, server_hostname="127.0.0.1"
+            )

@@ -36,9 +36,7 @@ def texts(*values: bytes) -> bytes:
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 
-def binary(
-    *inputs: tuple[str, str, list[int], bytes], **more: Any
-) -> tuple[bytes, dict[str, str]]:
+def binary(*inputs: tuple[str, str, list[int], bytes], **more: Any) -> tuple[bytes, dict[str, str]]:
     """A body with binary tensors, and its headers."""
     described = [
         {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
@@ -209,9 +207,7 @@ def test_tensors_that_cannot_be_are_refused(
         ({"extra": 1}, "extra"),
     ],
 )  # fmt: skip
-def test_what_a_request_says_besides_is_checked(
-    server: LiveServer, more: dict[str, Any], field: str
-) -> None:
+def test_what_a_request_says_besides_is_checked(server: LiveServer, more: dict[str, Any], field: str) -> None:
     assert told(server.call(INFER, {**RANK, **more})) == (422, "invalid_request", field)
 
 
@@ -247,7 +243,9 @@ def test_bytes_that_are_no_tensor_are_refused(
 ) -> None:
     body, headers = binary(("history", "BYTES", [1], texts(b"a")), ("candidates", "BYTES", shape, blob))
     reply = server.call(INFER, body, **headers)
-    assert reply.status == 422 and words in reply.json["error"] and reply.json["field"].startswith("candidates")
+    assert (
+        reply.status == 422 and words in reply.json["error"] and reply.json["field"].startswith("candidates")
+    )
     body, headers = binary(("history", "INT32", [1], b"\x01\x00\x00"))
     assert "no whole number" in server.call(INFER, body, **headers).json["error"]
     body, headers = binary(
@@ -270,7 +268,12 @@ def test_other_names_paths_and_methods_are_refused_in_kserves_shape(server: Live
 
 
 def test_keys_deadlines_quotas_and_metrics_are_those_of_rank() -> None:
-    settings = ("server.api_key=s3cret", "server.open_metrics=true", "batching.order=edf", "batching.max_queue=1")
+    settings = (
+        "server.api_key=s3cret",
+        "server.open_metrics=true",
+        "batching.order=edf",
+        "batching.max_queue=1",
+    )
     with LiveServer(*settings) as server:
         key = {"authorization": "Bearer s3cret"}
         for path in ("/v2", "/v2/models/rank", "/v2/models/rank/ready"):
@@ -313,11 +316,20 @@ def test_whatever_bytes_come_no_tensor_breaks_the_server(
             ("history", "BYTES", [2], texts(b"a", b"b")),
             ("candidates", "BYTES", [3], texts(b"d", b"a", b"c")),
             ("top_k", "INT32", [1], struct.pack("<i", rng.choice((1, 2, 0, -1, 2**31 - 1)))),
-            ("deadline_ms", rng.choice(("FP64", "INT64")), [1], struct.pack("<d", rng.choice((6e4, -1.0, 1e300)))),
+            (
+                "deadline_ms",
+                rng.choice(("FP64", "INT64")),
+                [1],
+                struct.pack("<d", rng.choice((6e4, -1.0, 1e300))),
+            ),
         )
         broken = bytearray(body)
         for _ in range(rng.choice((0, 1, 1, 3))):
-            at = rng.randrange(len(broken)) if rng.random() < 0.5 else rng.randrange(int(headers[HEADER]), len(broken))
+            at = (
+                rng.randrange(len(broken))
+                if rng.random() < 0.5
+                else rng.randrange(int(headers[HEADER]), len(broken))
+            )
             broken[at] = rng.randrange(256)
         if rng.random() < 0.2:
             broken = broken[: rng.randrange(len(broken))]

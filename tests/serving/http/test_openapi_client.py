@@ -31,7 +31,11 @@ def made(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "openapi.json").write_bytes(server.call("/openapi.json").body)
     (folder / "config.yml").write_text("post_hooks: []\npackage_name_override: jgr_api\n")
     command = [sys.executable, "-m", "openapi_python_client", "generate", "--meta=none", "--fail-on-warning"]
-    paths = [f"--path={folder}/openapi.json", f"--config={folder}/config.yml", f"--output-path={folder}/jgr_api"]
+    paths = [
+        f"--path={folder}/openapi.json",
+        f"--config={folder}/config.yml",
+        f"--output-path={folder}/jgr_api",
+    ]
     done = subprocess.run([*command, *paths], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     sys.path.insert(0, str(folder))
@@ -53,7 +57,12 @@ def test_every_operation_has_a_name_of_its_own_and_a_tag(server: LiveServer) -> 
 def test_the_generated_client_ranks_and_recommends(made: ModuleType, server: LiveServer) -> None:
     api = {
         name: importlib.import_module(f"jgr_api.api.{tag}.{name}")
-        for name, tag in (("recommend", "requests"), ("rank", "requests"), ("rerank", "compatible"), ("get_item", "catalogs"))
+        for name, tag in (
+            ("recommend", "requests"),
+            ("rank", "requests"),
+            ("rerank", "compatible"),
+            ("get_item", "catalogs"),
+        )
     }
     models = importlib.import_module("jgr_api.models")
     client = made.AuthenticatedClient(base_url=f"http://127.0.0.1:{server.port}", token=KEY)

@@ -49,7 +49,8 @@ def test_rerank_orders_documents_by_the_scores_of_rank(server: LiveServer) -> No
 
 
 @pytest.mark.parametrize(
-    ("top_n", "indices"), [(1, [1]), (2, [1, 0]), (3, [1, 0, 2]), (9, [1, 0, 2]), (0, [1, 0, 2]), (None, [1, 0, 2])]
+    ("top_n", "indices"),
+    [(1, [1]), (2, [1, 0]), (3, [1, 0, 2]), (9, [1, 0, 2]), (0, [1, 0, 2]), (None, [1, 0, 2])],
 )
 def test_top_n_is_how_many_come_and_never_too_many(
     server: LiveServer, top_n: int | None, indices: list[int]
@@ -80,9 +81,7 @@ def test_a_query_may_name_the_user(server: LiveServer) -> None:
     assert server.call("/v1/score", {**SCORE, "queries": named}).status == 200
 
 
-@pytest.mark.parametrize(
-    "pair", [("queries", "items"), ("queries", "documents"), ("text_1", "text_2")]
-)
+@pytest.mark.parametrize("pair", [("queries", "items"), ("queries", "documents"), ("text_1", "text_2")])
 def test_score_tells_each_item_in_the_requests_order(server: LiveServer, pair: tuple[str, str]) -> None:
     user, items = pair
     reply = server.call("/v1/score", {user: HISTORY, items: DOCUMENTS}, x_request_id="mine")
@@ -188,5 +187,7 @@ def test_keys_deadlines_cancelling_and_metrics_are_those_of_rank(path: str, body
 
 
 def test_a_request_with_a_priority_and_a_deadline_is_answered(server: LiveServer) -> None:
-    reply = server.call("/v1/rerank", json.dumps({**RERANK, "priority": "batch", "deadline_ms": 60_000}).encode())
+    reply = server.call(
+        "/v1/rerank", json.dumps({**RERANK, "priority": "batch", "deadline_ms": 60_000}).encode()
+    )
     assert reply.status == 200

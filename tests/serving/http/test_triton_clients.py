@@ -51,7 +51,11 @@ def tensors(module: Any, **given: Any) -> list[Any]:
     made = []
     for name, value in given.items():
         array = np.array(value, np.object_) if isinstance(value[0], bytes) else np.array(value)
-        kind = "BYTES" if array.dtype == np.object_ else {"int32": "INT32", "bool": "BOOL", "float64": "FP64"}[str(array.dtype)]
+        kind = (
+            "BYTES"
+            if array.dtype == np.object_
+            else {"int32": "INT32", "bool": "BOOL", "float64": "FP64"}[str(array.dtype)]
+        )
         made.append(module.InferInput(name, list(array.shape), kind))
         made[-1].set_data_from_numpy(array)
     return made
@@ -76,7 +80,10 @@ def test_tritons_http_client_connects_and_asks(served: LiveServer) -> None:
         assert found.as_numpy("scores").dtype == np.float32
         assert (found.get_response()["id"], found.get_response()["model_version"]) == ("mine", "jgr")
         given = tensors(module, history=[b"a"], top_k=np.array([3], np.int32), exclude_history=[True])
-        wanted = [module.InferRequestedOutput("item_ids", binary_data=False), module.InferRequestedOutput("scores")]
+        wanted = [
+            module.InferRequestedOutput("item_ids", binary_data=False),
+            module.InferRequestedOutput("scores"),
+        ]
         found = client.infer("recommend", given, outputs=wanted, headers=KEY, timeout=60_000_000, priority=2)
         assert found.as_numpy("item_ids").tolist() == ["c", "d", "7"]
         assert found.as_numpy("scores").tolist() == [0.0, -1.0, -2.0]
@@ -94,7 +101,9 @@ def test_tritons_grpc_client_connects_and_asks(served: LiveServer) -> None:
     module = tritonclient.grpc
     with closing(module.InferenceServerClient(f"127.0.0.1:{grpc_port(served)}")) as client:
         assert client.is_server_live() and client.is_server_ready()
-        assert client.is_model_ready("rank", headers=METADATA) and client.is_model_ready("rank", "jgr", headers=METADATA)
+        assert client.is_model_ready("rank", headers=METADATA) and client.is_model_ready(
+            "rank", "jgr", headers=METADATA
+        )
         assert client.get_server_metadata(headers=METADATA).extensions == ["binary_tensor_data"]
         described = client.get_model_metadata("recommend", headers=METADATA)
         assert list(described.versions) == ["jgr"]
@@ -103,7 +112,9 @@ def test_tritons_grpc_client_connects_and_asks(served: LiveServer) -> None:
         assert found.as_numpy("item_ids").tolist() == [b"a", b"c", b"d"]
         assert found.as_numpy("scores").tolist() == [0.0, -2.0, -3.0]
         assert (found.get_response().id, found.get_response().model_version) == ("mine", "jgr")
-        assert found.get_response().parameters["catalog_version"].string_param == served.engine.catalog.version
+        assert (
+            found.get_response().parameters["catalog_version"].string_param == served.engine.catalog.version
+        )
         given = tensors(module, history=[b"a"], top_k=np.array([3], np.int32))
         found = client.infer(
             "recommend", given, headers=METADATA, timeout=60_000_000, priority=2, client_timeout=60.0,
@@ -157,11 +168,19 @@ def test_errors_over_grpc_have_the_name_field_and_request_id(served: LiveServer)
         failed = call(channel, "ModelInfer", wrong.SerializeToString(), {**METADATA, "x-request-id": "mine"})
         assert failed.exception(PATIENCE_S).code() == grpc.StatusCode.INVALID_ARGUMENT
         trailing = dict(failed.trailing_metadata())
-        assert trailing.items() >= {"x-request-id": "mine", "jgr-error": "invalid_request", "jgr-field": "candidates[1]"}.items()
+        assert (
+            trailing.items()
+            >= {"x-request-id": "mine", "jgr-error": "invalid_request", "jgr-field": "candidates[1]"}.items()
+        )
         good = call(channel, "ModelInfer", rank_message().SerializeToString())
         answer = message_class("ModelInferResponse").FromString(good.result(PATIENCE_S))
-        assert list(answer.outputs[0].contents.bytes_contents) == [b"a", b"c", b"d"], "in the form of the request"
-        assert list(answer.outputs[1].contents.fp32_contents) == [0.0, -2.0, -3.0] and not answer.raw_output_contents
+        assert list(answer.outputs[0].contents.bytes_contents) == [b"a", b"c", b"d"], (
+            "in the form of the request"
+        )
+        assert (
+            list(answer.outputs[1].contents.fp32_contents) == [0.0, -2.0, -3.0]
+            and not answer.raw_output_contents
+        )
         assert len(dict(good.trailing_metadata())["x-request-id"]) == 32
     assert CODES.keys() == STATUS.keys()
 
@@ -207,7 +226,9 @@ def test_whatever_message_comes_it_is_refused_well(
                 broken = bytearray(rng.choice(good))
                 for _ in range(rng.choice((0, 1, 2, 5))):
                     broken[rng.randrange(len(broken))] = rng.randrange(256)
-                method = rng.choice(("ModelInfer", "ModelInfer", "ModelReady", "ModelMetadata", "ServerLive", "None"))
+                method = rng.choice(
+                    ("ModelInfer", "ModelInfer", "ModelReady", "ModelMetadata", "ServerLive", "None")
+                )
                 data = bytes(broken[: rng.randrange(len(broken))] if rng.random() < 0.2 else broken)
                 asked.append((data, call(channel, method, data)))
             for data, future in asked:
@@ -252,7 +273,9 @@ def test_without_the_extra_the_start_says_what_to_install() -> None:
         "import sys; sys.modules['grpc'] = None; sys.argv = ['jgr', 'serve', '--null', '--set=server.grpc_port=0']\n"
         "from jgr.cli.main import run; sys.exit(run())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jgr: server.grpc_port: needs gRPC") and "jgr[grpc]" in done.stderr
 
