@@ -42,6 +42,7 @@ Datatype = Literal[
 ]  # fmt: skip
 Shape = Annotated[list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_DIMENSIONS)]
 Parameters = Annotated[dict[Name, Any], Meta(max_length=MAX_TENSORS)]
+Elements = Annotated[list[Any], Meta(extra_json_schema={"items": {}})]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,7 +63,7 @@ class InferTensor(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
         ),
     ] = field(default_factory=dict)
     data: Annotated[
-        list[Any] | None,
+        Elements | None,
         Meta(description="The elements, flat or nested as the shape. null: they are binary."),
     ] = None
 
@@ -106,9 +107,9 @@ class OutputTensor(Struct, kw_only=True):
         dict[str, Any] | UnsetType,
         Meta(description="binary_data_size: how many bytes behind the JSON are the output's."),
     ] = UNSET
-    data: Annotated[
-        list[Any] | UnsetType, Meta(description="The elements; absent where they are binary.")
-    ] = UNSET
+    data: Annotated[Elements | UnsetType, Meta(description="The elements; absent where they are binary.")] = (
+        UNSET
+    )
 
 
 class InferAnswer(Struct, kw_only=True):

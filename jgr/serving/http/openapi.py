@@ -152,6 +152,8 @@ def _operation(operation: Operation, keyed: bool, opened: Collection[Group]) -> 
     }
     if operation.request:
         content = _content(operation.request, operation.binary)
+        for kind in content:
+            content[kind] = content[kind] or {"schema": {"type": "string", "format": "binary"}}
         entry["requestBody"] = {"required": True, "content": content}
     if secured:
         entry["security"] = [{"admin_key" if operation.admin else "key": []}]

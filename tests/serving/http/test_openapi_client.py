@@ -16,6 +16,12 @@ import pytest
 from tests.serving.fakes import LiveServer
 
 KEY = "s3cret"
+SETTINGS = """
+post_hooks: []
+package_name_override: jgr_api
+content_type_overrides:
+  application/x-ndjson: application/octet-stream
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def made(server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """The generated package, imported."""
     folder = tmp_path_factory.mktemp("client")
     (folder / "openapi.json").write_bytes(server.call("/openapi.json").body)
-    (folder / "config.yml").write_text("post_hooks: []\npackage_name_override: jgr_api\n")
+    (folder / "config.yml").write_text(SETTINGS)
     command = [sys.executable, "-m", "openapi_python_client", "generate", "--meta=none", "--fail-on-warning"]
     paths = [
         f"--path={folder}/openapi.json",
@@ -65,16 +71,20 @@ def test_the_generated_client_ranks_and_recommends(made: ModuleType, server: Liv
         )
     }
     models = importlib.import_module("jgr_api.models")
-    client = made.AuthenticatedClient(base_url=f"http://127.0.0.1:{server.port}", token=KEY)
-    answer = api["recommend"].sync(client=client, body=models.RecommendRequest(history=["a"], top_k=3))
-    assert isinstance(answer, models.Answer)
-    assert [item.item_id for item in answer.items] == ["c", "d", "7"]
-    answer = api["rank"].sync(client=client, body=models.RankRequest(history=["a"], candidates=["d", "a", 7]))
-    assert [(item.item_id, item.score) for item in answer.items] == [("a", 0.0), ("d", -3.0), ("7", -4.0)]
-    body = models.RerankRequest(query=["a"], documents=["d", "a"], top_n=1)
-    (result,) = api["rerank"].sync(client=client, body=body).results
-    assert (result.index, result.relevance_score) == (1, 0.0)
-    refused = api["rank"].sync(client=client, body=models.RankRequest(history=["a"], candidates=["zzz"]))
-    assert isinstance(refused, models.ErrorAnswer)
-    assert (refused.error.type_, refused.error.field) == ("invalid_request", "candidates[0]")
-    assert api["get_item"].sync("a", client=client).metadata.additional_properties == {"title": "title of a"}
+    with made.AuthenticatedClient(base_url=f"http://127.0.0.1:{server.port}", token=KEY) as client:
+        answer = api["recommend"].sync(client=client, body=models.RecommendRequest(history=["a"], top_k=3))
+        assert isinstance(answer, models.Answer)
+        assert [item.item_id for item in answer.items] == ["c", "d", "7"]
+        answer = api["rank"].sync(
+            client=client, body=models.RankRequest(history=["a"], candidates=["d", "a", 7])
+        )
+        assert [(item.item_id, item.score) for item in answer.items] == [("a", 0.0), ("d", -3.0), ("7", -4.0)]
+        body = models.RerankRequest(query=["a"], documents=["d", "a"], top_n=1)
+        (result,) = api["rerank"].sync(client=client, body=body).results
+        assert (result.index, result.relevance_score) == (1, 0.0)
+        refused = api["rank"].sync(client=client, body=models.RankRequest(history=["a"], candidates=["zzz"]))
+        assert isinstance(refused, models.ErrorAnswer)
+        assert (refused.error.type_, refused.error.field) == ("invalid_request", "candidates[0]")
+        assert api["get_item"].sync("a", client=client).metadata.additional_properties == {
+            "title": "title of a"
+        }
