@@ -164,7 +164,8 @@ class Run:
                     call.headers.pop("Authorization", None)
                 try:
                     status, _, body = client.ask(call)
-                    deadline = status == 504 and b"deadline_ms" in (call.body or b"")
+                    given = call.body or b""
+                    deadline = status == 504 and (b"deadline_ms" in given or b"timeout" in given)
                     self.found.answered(status, f"{call} {body[:200]!r}", deadline)
                 except (OSError, http.client.HTTPException) as error:
                     self.found.unasked.append(f"{error!r} for {call}"[:500])
@@ -210,7 +211,7 @@ class Run:
             link.sendall(good[: rng.randrange(len(good))])  # never ends
         elif how == 1:
             link.setblocking(False)
-            link.send(b"GET /docs HTTP/1.1\r\nhost: x\r\n\r\n" * 300)  # and reads nothing
+            link.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 300)  # and reads nothing
         elif how == 2:
             link.sendall(good)
             link.close()  # leaves before the answer

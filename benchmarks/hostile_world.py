@@ -74,9 +74,27 @@ GOOD: Mapping[str, Sequence[dict[str, Any]]] = {
         {**RECOMMEND, "filters": {"deny": ["i7"], "exclude": [8]}, "priority": "batch"},
     ),
     "/v1/rank": (RANK, {**RANK, "model": "tiny", "history": ["B001"]}, SCORE),
-}
+    "/v1/rerank": (
+        {"model": "jgr", "query": HISTORY, "documents": ["i4", "i5", "i4"], "top_n": 2, "include_metadata": True},
+        {"model": "tiny", "query": SCORED_USER, "documents": ["B005", "B006"], "return_documents": False},
+    ),
+    "/v1/score": (
+        {"model": "jgr", "queries": {"history": HISTORY, "user_id": 5}, "items": ["i4", "i5"]},
+        {"model": "tiny", "text_1": SCORED_USER, "text_2": "B005", "deadline_ms": 60_000},
+    ),
+    "/v2/models/{name}/infer": (
+        {"inputs": [
+            {"name": "history", "datatype": "BYTES", "shape": [1, 3], "data": [HISTORY]},
+            {"name": "top_k", "datatype": "INT32", "shape": [1], "data": [2]},
+        ], "outputs": [{"name": "metadata"}, {"name": "scores", "parameters": {"binary_data": True}}]},
+        {"inputs": [
+            {"name": "history", "datatype": "BYTES", "shape": [3], "data": HISTORY},
+            {"name": "candidates", "datatype": "BYTES", "shape": [2], "data": ["i4", "i5"]},
+        ], "id": "mine", "parameters": {"timeout": 60_000_000, "priority": 2}},
+    ),
+}  # fmt: skip
 """Requests that the world answers, but the second for /v1/rank, by endpoint."""
-KNOWN = ("i1", "jgr", "jgr", "tiny", "u")
+KNOWN = ("i1", "jgr", "jgr", "tiny", "u", "rank", "recommend")
 """Names that a path may have, of items, models and users."""
 
 
@@ -139,7 +157,8 @@ def drawn_call(document: Document, rng: random.Random, good: Mapping[str, Sequen
     schema = document.request(method, template)
     if schema is not None:
         how = rng.randrange(4)
-        body = document.drawn(schema, rng) if how == 0 else rng.choice(good[rng.choice(list(good))])
+        alike = template if template in good and rng.random() < 0.7 else rng.choice(list(good))
+        body = document.drawn(schema, rng) if how == 0 else rng.choice(good[alike])
         call.body = rendered(body if how < 2 else mutated(body, rng, list(RANK.values())), rng)
     elif template == "/v1/catalogs" and method == "POST":
         lines = [json.loads(line) for line in as_lines(generated_catalog()).splitlines()]

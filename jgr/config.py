@@ -304,6 +304,21 @@ class ServerConfig:
     # OTLP endpoint to which requests' traces are sent, such as http://127.0.0.1:4318; empty: nowhere. Needs jgr[otel].
     traces: str = ""
     trace_ratio: float = 1.0  # share of the requests without a traceparent that are traced
+    # Origins whose pages may call the server from a browser, such as https://shop.example, or * for any; empty: none.
+    cors_origins: tuple[str, ...] = ()
+    tls_certificate: str = (
+        ""  # PEM file of a certificate and its chain, with which clients ask by https; empty: http
+    )
+    tls_key: str = ""  # PEM file of the certificate's key, without a password
+    # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it.
+    base_path: str = ""
+    # What is answered without a key where clients need one: /health, /metrics, /docs with /openapi.json.
+    open_health: bool = True
+    open_metrics: bool = False
+    open_docs: bool = False
+    grpc_port: int | None = (
+        None  # port of KServe's gRPC service, 0 for any free one; None: it is off. Needs jgr[grpc]
+    )
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
@@ -315,6 +330,25 @@ class ServerConfig:
         drain_s = self.drain_timeout_s
         require(drain_s <= 1e6, f"server.drain_timeout_s must be at most 1e6, not {drain_s}")
         require(self.port <= 65535, f"server.port must be at most 65535, not {self.port}")
+        port = self.grpc_port
+        require(
+            port is None or 0 <= port <= 65535, f"server.grpc_port must be 0 to 65535 or none, not {port}"
+        )
+        same = bool(self.port) and self.port == self.grpc_port
+        require(not same, "server.grpc_port must not be server.port, where HTTP is served")
+        paired = bool(self.tls_certificate) == bool(self.tls_key)
+        require(paired, "server.tls_certificate and server.tls_key: one is of no use without the other")
+        for origin in self.cors_origins:
+            fits = origin == "*" or re.fullmatch(r"https?://[0-9A-Za-z._:\[\]-]+", origin)
+            require(
+                bool(fits),
+                f"server.cors_origins: must be * or origins such as https://shop.example, not {origin!r}",
+            )
+        base = re.fullmatch(r"(/[0-9A-Za-z._~-]+)*", self.base_path)
+        require(
+            bool(base),
+            f"server.base_path must be a path such as /jgr, without / at its end, not {self.base_path!r}",
+        )
         url = self.traces
         known = not url or re.fullmatch(r"https?://[0-9A-Za-z._:\[\]-]+(/[0-9A-Za-z._~/-]*)?", url)
         require(bool(known), f"server.traces must be a URL such as http://127.0.0.1:4318, not {url!r}")

@@ -58,6 +58,7 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     from jgr.serving.engine.tracing import require_opentelemetry
+    from jgr.serving.http.front import check_grpc, check_tls
     from jgr.serving.http.keys import read_keys
 
     given = {
@@ -70,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     configs = configurations(flags.FLAGS.config, assignments, argv)
     read_keys(configs[0].server)  # before minutes of loading
     require_opentelemetry(configs[0].server)
+    check_tls(configs[0].server)
+    check_grpc(configs[0].server)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 ErrorType = Literal[
     "invalid_http",
     "invalid_json",
+    "not_an_item_id",
     "unauthorized",
     "forbidden",
     "not_found",
@@ -28,6 +29,7 @@ ErrorType = Literal[
 STATUS: dict[ErrorType, int] = {
     "invalid_http": 400,
     "invalid_json": 400,
+    "not_an_item_id": 400,
     "unauthorized": 401,
     "forbidden": 403,
     "not_found": 404,

@@ -24,8 +24,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.params import CheckpointError
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
-from jgr.training.run import LAG
-from jgr.training.run import make_way
+from jgr.training.run import LAG, make_way
 from jgr.training.trainer import State
 from tests.training.test_trainer import rule_config, rule_dataset
 

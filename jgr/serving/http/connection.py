@@ -21,8 +21,11 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
+from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.http.departures import Client
-from jgr.serving.http.server import UPLOAD_PATH, Headers, error_body
+from jgr.serving.http.front import own_path
+from jgr.serving.http.refusals import error_body
+from jgr.serving.http.server import Headers
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
@@ -46,6 +49,7 @@ class Limits:
     may_upload: Callable[[Headers], bool]
     refused: Callable[[], object]
     read_timeout_s: float = READ_TIMEOUT_S
+    base_path: str = ""
 
 
 class Protocol(HttpToolsProtocol):
@@ -156,7 +160,9 @@ class Protocol(HttpToolsProtocol):
             raise _head_too_large()
         self.scope["jgr.client"] = Client()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
-        uploads = self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH
+        path = self.scope["path"]
+        uploads = self.scope["method"] == "POST" and path.endswith(UPLOAD_PATH)
+        uploads = uploads and own_path(path, self._limits.base_path) == UPLOAD_PATH
         if uploads and self._limits.may_upload(self.headers):
             self._upload_ends_s = self.loop.time() + UPLOAD_TIMEOUT_S
         if len(self.pipeline) < MAX_PIPELINED:

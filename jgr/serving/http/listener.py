@@ -23,17 +23,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from jgr.config import Config, UserError
+from jgr.config import Config, ServerConfig, UserError
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.http.connection import READ_TIMEOUT_S, Limits, Protocol
+from jgr.serving.http.front import check_grpc, check_tls, front
 from jgr.serving.http.server import App
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models
+
+if TYPE_CHECKING:
+    from jgr.serving.http.kserve_grpc import GrpcServer
 
 KEEP_ALIVE_S = 30
 CLOSE_TIMEOUT_S = 5.0
@@ -83,16 +87,23 @@ class Listener(uvicorn.Server):
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
         self.models = Models([Deployment(engine, config.catalog, load), *more])
-        app = App(self.models, config.server)
+        server = config.server
+        check_tls(server)
+        app = App(self.models, server)
         self._keys, self._traces = app.keys, app.traces
+        self.grpc = _grpc_server(app, server)
         refused = self.models.deployments[0].metrics.refused["connections"]
         limits = Limits(
-            connections_that_fit(config.server.max_connections), app.may_upload, refused.inc, read_timeout_s
+            connections_that_fit(server.max_connections),
+            app.may_upload,
+            refused.inc,
+            read_timeout_s,
+            server.base_path,
         )
         protocol: Any = partial(Protocol, limits=limits)
         super().__init__(
             uvicorn.Config(
-                app,
+                front(app, server),
                 loop="uvloop",
                 http=protocol,
                 ws="none",
@@ -103,16 +114,18 @@ class Listener(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GIVE_UP_TIMEOUT_S,
+                ssl_certfile=server.tls_certificate or None,
+                ssl_keyfile=server.tls_key or None,
             )
         )
         self.exit_code = 0
         self._signal = ""
-        self._drain_timeout_s = config.server.drain_timeout_s
-        self._write_timeout_s = config.server.write_timeout_s
+        self._drain_timeout_s = server.drain_timeout_s
+        self._write_timeout_s = server.write_timeout_s
         self._close_timeout_s = close_timeout_s
         self._on_progress = on_progress
         self._on_ready = on_ready
-        self._socket = bind(config.server.host, config.server.port)
+        self._socket = bind(server.host, server.port)
         host, port = self._socket.getsockname()[:2]
         if self._keys.open and not ipaddress.ip_address(host).is_loopback:
             _log.warning(
@@ -120,7 +133,8 @@ class Listener(uvicorn.Server):
                 "may ask",
                 host,
             )
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if server.tls_certificate else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._warming: asyncio.Task[None]
 
     def serve_until_stopped(self) -> int:
@@ -142,6 +156,8 @@ class Listener(uvicorn.Server):
         )
         if threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
+        if self.grpc is not None:
+            await self.grpc.start()
         self._warming = asyncio.create_task(self._warm_up())
 
     async def on_tick(self, counter: int) -> bool:
@@ -161,6 +177,8 @@ class Listener(uvicorn.Server):
             _log.info("drained after %.1f s", asyncio.get_running_loop().time() - start_s)
         else:
             _log.warning("not everything was finished after %g s", self._drain_timeout_s)
+        if self.grpc is not None:
+            await self.grpc.stop(self._close_timeout_s)
         ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
         ending.cancel()
@@ -223,6 +241,17 @@ class Listener(uvicorn.Server):
             if self.models.status == "ready":
                 _log.info("ready after %.1f s", asyncio.get_running_loop().time() - start_s)
                 self._on_ready(self.url)
+
+
+def _grpc_server(app: App, config: ServerConfig) -> GrpcServer | None:
+    """The gRPC service, which does not listen yet; None where it is off. Raises UserError where it cannot be."""
+    if config.grpc_port is None:
+        return None
+    check_grpc(config)
+    from jgr.serving.http.kserve_grpc import GrpcServer
+
+    bind(config.host, config.grpc_port).close()  # gRPC would say so after minutes of loading, and not why
+    return GrpcServer(app, config)
 
 
 def connections_that_fit(wanted: int) -> int:

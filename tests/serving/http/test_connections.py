@@ -31,7 +31,7 @@ from tests.serving.versions.test_reload import ADMIN, BODY, Versions
 
 UPLOAD = b"POST /v1/catalogs HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n"
 AS_ADMIN = b"authorization: Bearer 4dm1n\r\n"
-GET_DOCS = b"GET /docs HTTP/1.1\r\nhost: x\r\n%b\r\n"
+GET_DOCS = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n%b\r\n"
 
 
 def wait_until(server: LiveServer, holds: Callable[[], bool]) -> None:
@@ -111,7 +111,7 @@ def test_an_admins_upload_may_take_longer() -> None:
 
 def test_a_client_that_does_not_read_its_answers_is_cut_off() -> None:
     with LiveServer("server.write_timeout_s=0.1") as server, server.connect() as connection:
-        page = len(server.call("/docs").body)
+        page = len(server.call("/openapi.json").body)
         connection.setblocking(False)
         connection.send(GET_DOCS % b"" * 1_000)
         unsent = []
@@ -143,7 +143,7 @@ def test_a_client_that_does_not_read_its_last_answer_is_cut_off() -> None:
 
 def test_a_client_that_reads_late_gets_everything() -> None:
     with LiveServer() as server, server.connect() as connection:
-        page = server.call("/docs").body
+        page = server.call("/openapi.json").body
         connection.sendall(GET_DOCS % b"" * 199 + GET_DOCS % b"connection: close\r\n")
 
         wait_until(server, lambda: of(server, connection)[0]._waits_since_s is not None)

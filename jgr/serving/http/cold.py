@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoints that are not hot, by Starlette: models, catalogs, users, items, KServe's protocol, health, metrics, docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope
+
+from jgr.config import ServerConfig
+from jgr.serving.api import CatalogItem, Erased, Health, ModelList
+from jgr.serving.engine import metrics
+from jgr.serving.engine.engine import AnyEngine, ClientGone
+from jgr.serving.errors import RequestError, invalid, quoted
+from jgr.serving.http import docs_page, kserve, openapi
+from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.keys import TENANT, Caller, Keys, tenant
+from jgr.serving.http.operations import opened
+from jgr.serving.http.refusals import refuse
+from jgr.serving.prefill import Asked, Prefill, PrefillRequest
+from jgr.serving.versions.held_catalogs import Catalogs
+from jgr.serving.versions.served_models import Models
+
+UPLOAD_PATH = "/v1/catalogs"
+ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
+"""A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
+USERS_PATH = "/v1/users/"
+
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
+_USER = re.compile(r"[^\x00-\x1f\x7f]{0,256}")
+
+
+class Way(Protocol):
+    """How a request gets its body, and an engine's answer; `App` is one."""
+
+    async def read_body(self, receive: Receive) -> bytes: ...
+
+    async def answer_to(
+        self, scope: Scope, engine: AnyEngine, request: Asked, encode: Callable[[Any], T]
+    ) -> T: ...
+
+
+class Cold:
+    """The endpoints, with their routes in `application`. All is called on the event loop."""
+
+    def __init__(self, models: Models, config: ServerConfig, keys: Keys, way: Way) -> None:
+        self._models, self._keys, self._way = models, keys, way
+        self._base_path = config.base_path
+        self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
+        self._hints = msgspec.json.Decoder(PrefillRequest)
+        self._description = _encode(
+            openapi.document(models.infos, not keys.open, opened(config), config.base_path)
+        )
+        version = "/versions/{version:path}"
+        self.application = Starlette(
+            routes=[
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
+                Route("/v1/models/{name:path}/rollback", self._roll_back_model, methods=["POST"]),
+                Route("/v1/models/{name:path}", self._model),
+                Route(UPLOAD_PATH, self._list_catalogs),
+                Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
+                Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
+                Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
+                Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
+                Route("/v1/users/{user_id:path}/prefill", self._prefill, methods=["POST"]),
+                Route("/v1/items/{item_id:path}", self._item),
+                Route("/v2", self._kserve_server),
+                Route("/v2/health/live", self._kserve_live),
+                Route("/v2/health/ready", self._kserve_ready),
+                *(
+                    Route(f"/v2/models/{{name}}{of}{end}", endpoint, methods=methods)
+                    for of in (version, "")
+                    for end, endpoint, methods in (
+                        ("/infer", self._infer, ["POST"]),
+                        ("/ready", self._kserve_model_ready, ["GET"]),
+                        ("", self._kserve_model, ["GET"]),
+                    )
+                ),
+                Route("/health/live", self._live),
+                Route("/health/ready", self._ready),
+                Route("/metrics", self._render_metrics),
+                Route("/openapi.json", self._openapi),
+                *docs_page.ROUTES,
+            ],
+            exception_handlers={HTTPException: refuse, RequestError: refuse, Exception: refuse},
+        )
+        self.application.router.redirect_slashes = False
+
+    async def _list_models(self, request: HttpRequest) -> Response:
+        return _json(ModelList(data=self._models.infos))
+
+    async def _model(self, request: HttpRequest) -> Response:
+        return _json(self._models.find(request.path_params["name"]).info)
+
+    async def _reload(self, request: HttpRequest) -> Response:
+        body = await self._way.read_body(request.receive)
+        if body.strip() not in (b"", b"{}"):
+            raise RequestError(
+                "invalid_request", "a reload takes no body: it reads the folder of model.path again"
+            )
+        model = self._models.find(request.path_params["name"])
+        model.reload()
+        return self._accepted(model.info, f"/v1/models/{quote(model.name)}")
+
+    async def _roll_back_model(self, request: HttpRequest) -> Response:
+        if (await self._way.read_body(request.receive)).strip() not in (b"", b"{}"):
+            raise RequestError("invalid_request", "a rollback takes no body")
+        model = self._models.find(request.path_params["name"])
+        model.rollback()
+        return self._accepted(model.info, f"/v1/models/{quote(model.name)}")
+
+    def _accepted(self, info: msgspec.Struct, told_at: str) -> Response:
+        """What was begun. told_at: the path that tells how it goes on."""
+        return _json(info, 202, {"Location": self._base_path + told_at})
+
+    def _catalogs_of(self, request: HttpRequest) -> Catalogs:
+        return self._catalogs[self._models.choose(request.query_params.get("model")).name]
+
+    async def _list_catalogs(self, request: HttpRequest) -> Response:
+        return _json(self._catalogs_of(request).listing())
+
+    async def _upload_catalog(self, request: HttpRequest) -> Response:
+        try:
+            return _json(await self._catalogs_of(request).upload(request.stream()), 201)
+        except ClientDisconnect:
+            raise ClientGone from None
+
+    async def _activate(self, request: HttpRequest) -> Response:
+        info = self._catalogs_of(request).activate(request.path_params["version"])
+        return self._accepted(info, _listed_at(request))
+
+    async def _roll_back(self, request: HttpRequest) -> Response:
+        return self._accepted(self._catalogs_of(request).rollback(), _listed_at(request))
+
+    async def _prefill(self, request: HttpRequest) -> Response:
+        body, user = await self._way.read_body(request.receive), request.path_params["user_id"]
+        try:
+            given = self._hints.decode(body)
+        except UNREADABLE as error:
+            raise refusal(error, body, PrefillRequest) from None
+        if not _USER.fullmatch(user):
+            raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
+        hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
+        answer = await self._way.answer_to(request.scope, self._models.hinted(given.model), hint, _encode)
+        return Response(answer, media_type="application/json")
+
+    async def _forget(self, request: HttpRequest) -> Response:
+        erased = self._models.forget(request.path_params["user_id"], self._tenant_of(request))
+        return _json(Erased(entries=erased))
+
+    def _tenant_of(self, request: HttpRequest) -> str:
+        """Whose entries are meant: the caller's own, or those of the tenant that an admin names."""
+        caller: Caller = request.scope["jgr.caller"]
+        named = request.query_params.get("tenant")
+        if named is None:
+            if caller.role == "admin" and not self._keys.open:
+                raise invalid(
+                    "tenant", "tenant: add ?tenant= with the name of the key whose entries are meant"
+                )
+            return caller.tenant
+        if caller.role != "admin":
+            raise RequestError("forbidden", "only an admin's key erases what another key keeps", "tenant")
+        if not TENANT.fullmatch(named):
+            raise invalid("tenant", f"tenant: {quoted(named)} is no key's name")
+        return "" if self._keys.open else tenant(named)
+
+    async def _item(self, request: HttpRequest) -> Response:
+        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        item_id = request.path_params["item_id"]
+        row = catalog.row(item_id)
+        if row is None:
+            raise RequestError("not_found", f"item {quoted(item_id)} is not in the catalog", "item_id")
+        codes = catalog.codes[row].tolist()
+        return _json(
+            CatalogItem(
+                item_id=item_id,
+                semantic_id=[names[code] for names, code in zip(catalog.symbols, codes, strict=True)],
+                metadata=catalog.metadata[row],
+                catalog_version=catalog.version,
+            )
+        )
+
+    async def _kserve_server(self, request: HttpRequest) -> Response:
+        return _json(kserve.server_metadata())
+
+    async def _kserve_live(self, request: HttpRequest) -> Response:
+        return _json(kserve.Live(live=True))
+
+    async def _kserve_ready(self, request: HttpRequest) -> Response:
+        self._require_ready()
+        return _json(kserve.Ready(ready=True))
+
+    async def _kserve_model(self, request: HttpRequest) -> Response:
+        named = request.path_params["name"], request.path_params.get("version", "")
+        return _json(kserve.model_metadata(self._models, *named))
+
+    async def _kserve_model_ready(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        kserve.require_ready(self._models, name, request.path_params.get("version", ""))
+        return _json(kserve.ModelReady(name=name, ready=True))
+
+    async def _infer(self, request: HttpRequest) -> Response:
+        name, version = request.path_params["name"], request.path_params.get("version", "")
+        kind = kserve.kind_of(name)
+        body = await self._way.read_body(request.receive)
+        given = kserve.read_http(body, request.headers.get(kserve.JSON_BYTES))
+        asked = kserve.asked(kind, version, given)
+        del given, body
+        answer = await self._way.answer_to(
+            request.scope, self._models.engine(asked.request.model, kind), asked.request, asked.encode_http
+        )
+        headers = {} if answer.json_bytes is None else {kserve.JSON_BYTES: str(answer.json_bytes)}
+        return Response(answer.body, 200, headers, answer.media_type)
+
+    async def _live(self, request: HttpRequest) -> Response:
+        return _json(Health(status="live"))
+
+    async def _ready(self, request: HttpRequest) -> Response:
+        self._require_ready()
+        return _json(Health(status="ready"))
+
+    def _require_ready(self) -> None:
+        if waiting := self._models.waiting:
+            raise RequestError("unavailable", f"the server is {waiting}")
+
+    async def _render_metrics(self, request: HttpRequest) -> Response:
+        return Response(self._models.render_metrics(), media_type=metrics.CONTENT_TYPE)
+
+    async def _openapi(self, request: HttpRequest) -> Response:
+        return Response(self._description, media_type="application/json")
+
+
+def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_encode(value), status, headers, "application/json")
+
+
+def _listed_at(request: HttpRequest) -> str:
+    """Where an activation tells its progress: the list of catalogs."""
+    query = request.url.query
+    return f"{UPLOAD_PATH}?{query}" if query else UPLOAD_PATH

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of KServe's protocol as lists of Python values: from JSON, from bytes, and back to bytes.
+
+Numbers are little-endian. An element of BYTES is its length, 4 bytes, and as many bytes; here they are text in UTF-8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jgr.serving.errors import RequestError, invalid, quoted
+
+NUMBERS = {
+    "BOOL": "?", "INT8": "<i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1", "UINT16": "<u2",
+    "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+}  # fmt: skip
+"""numpy's types of the datatypes with elements of one size."""
+TEXT = "BYTES"
+LENGTH_BYTES = 4
+MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input. values: its elements in row-major order: text, int, float or bool."""
+
+    name: str
+    datatype: str
+    values: list[Any]
+
+
+def is_integral(datatype: str) -> bool:
+    return NUMBERS.get(datatype, "")[1:2] in ("i", "u")
+
+
+def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -> Tensor:
+    """A tensor whose data is a JSON array, flat or nested as the shape. Raises RequestError, which names the tensor."""
+    for _ in range(MAX_DIMENSIONS):
+        if list not in set(map(type, data)):
+            break
+        data = [value for part in data for value in (part if isinstance(part, list) else (part,))]
+    _require_count(name, shape, len(data))
+    kinds: tuple[type, ...] = (str,)
+    if datatype == "BOOL":
+        kinds = (bool,)
+    elif datatype != TEXT:
+        kinds = (int,) if is_integral(datatype) else (int, float)
+    for at, value in enumerate(data):
+        if type(value) not in kinds:
+            raise invalid(name, f"{name}[{at}]: an element of {datatype} cannot be a {type(value).__name__}")
+    return Tensor(name, datatype, data)
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> Tensor:
+    """A tensor in the binary form. Raises RequestError, which names the tensor."""
+    if datatype == TEXT:
+        values = _texts(name, data)
+        _require_count(name, shape, len(values))
+        return Tensor(name, datatype, values)
+    dtype = np.dtype(NUMBERS[datatype])
+    if len(data) % dtype.itemsize:
+        raise invalid(name, f"{name}: {len(data)} bytes are no whole number of elements of {datatype}")
+    _require_count(name, shape, len(data) // dtype.itemsize)
+    if datatype == "BOOL":  # any byte but 0 is true
+        return Tensor(name, datatype, (np.frombuffer(data, np.uint8) != 0).tolist())
+    return Tensor(name, datatype, np.frombuffer(data, dtype).tolist())
+
+
+def to_bytes(datatype: str, values: Sequence[Any]) -> bytes:
+    """The binary form of the elements of a tensor."""
+    if datatype != TEXT:
+        return np.asarray(values, NUMBERS[datatype]).tobytes()
+    encoded = [value.encode() for value in values]
+    return b"".join(part for text in encoded for part in (len(text).to_bytes(LENGTH_BYTES, "little"), text))
+
+
+def _texts(name: str, data: memoryview) -> list[str]:
+    values: list[str] = []
+    at = 0
+    while at < len(data):
+        start = at + LENGTH_BYTES
+        at = start + int.from_bytes(data[at:start], "little")
+        if start > len(data) or at > len(data):
+            raise invalid(name, f"{name}[{len(values)}]: its bytes end before the element does")
+        values.append(text(f"{name}[{len(values)}]", bytes(data[start:at])))
+    return values
+
+
+def text(field: str, data: bytes) -> str:
+    """An element of BYTES as text. Raises RequestError, which names the field."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise invalid(field, f"{field}: {quoted(data.decode(errors='replace'))} is not UTF-8") from None
+
+
+def _require_count(name: str, shape: Sequence[int], count: int) -> None:
+    if math.prod(shape) != count:
+        raise _misfit(name, shape, count)
+
+
+def _misfit(name: str, shape: Sequence[int], count: int) -> RequestError:
+    return invalid(name, f"{name}: its data has {count} elements, which is not what shape {list(shape)} says")
