@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
 
 from absl import flags
 
+from jgr import named_configs
 from jgr.cli import console
 from jgr.cli.completion_scripts import SCRIPTS
 from jgr.cli.main import COMMANDS
@@ -131,7 +132,8 @@ def _values(known: dict[str, flags.Flag[Any]], name: str, start: str) -> list[Ca
     if name == "set":
         return _assignments(start)
     if name == "config":
-        return _paths(start, lambda name: Path(name).suffix.lower() in (".py", *SUFFIXES))
+        comes = (Candidate(known_as, named_configs.summary(known_as)) for known_as in named_configs.names())
+        return _beginning(comes, start) + _paths(start, lambda name: Path(name).suffix.lower() in (".py", *SUFFIXES))
     flag = known.get(name)
     if flag is None:
         return []
