@@ -133,7 +133,9 @@ def _values(known: dict[str, flags.Flag[Any]], name: str, start: str) -> list[Ca
         return _assignments(start)
     if name == "config":
         comes = (Candidate(known_as, named_configs.summary(known_as)) for known_as in named_configs.names())
-        return _beginning(comes, start) + _paths(start, lambda name: Path(name).suffix.lower() in (".py", *SUFFIXES))
+        return _beginning(comes, start) + _paths(
+            start, lambda name: Path(name).suffix.lower() in (".py", *SUFFIXES)
+        )
     flag = known.get(name)
     if flag is None:
         return []

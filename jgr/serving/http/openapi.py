@@ -34,11 +34,14 @@ _CANDIDATES = (
 """Fields, by their structs, that hold candidates."""
 _FILTERS = (("Filters", "exclude"), ("Filters", "deny"), ("Filters", "allow"))
 
+OPENED: tuple[Group, ...] = ("health",)
+"""What needs no key by default."""
+
 
 def document(
     infos: Sequence[api.ModelInfo],
     keyed: bool,
-    opened: Collection[Group] = ("health",),
+    opened: Collection[Group] = OPENED,
     base_path: str = "",
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server that serves the models `infos`.
