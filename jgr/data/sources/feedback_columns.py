@@ -107,7 +107,7 @@ class FeedbackColumn:
         if self._many:
             return (
                 f"left out, {self._filled} values: more than {MAX_VALUES} different ones "
-                f"(--actions={self._name}:LEAST makes an action of those from LEAST on)"
+                f"(of numbers, --actions={self._name}:LEAST makes an action)"
             )
         codes = joined(self._parts, np.int32)
         values = list(self._numbered)[2:]
