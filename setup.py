@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: the folder configs/ is installed as the package jgr.configs, found beside the others."""
+"""What pyproject.toml cannot say: configs/ is installed as the package jgr.configs, found beside the others."""
 
 from setuptools import find_packages, setup
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """jgr as a user installs it: the wheel in environments of their own, away from the checkout.
 
-An environment holds what the wheel asks for and nothing else. Those packages are linked from the ones that the tests run
-with, so nothing is downloaded, and `pip check` says whether what the wheel asks for is there. `make test-lowest` installs
-from the registry.
+An environment holds what the wheel asks for and nothing else. Those packages are linked from the ones that the tests
+run with, so nothing is downloaded, and `pip check` says whether what the wheel asks for is there. `make test-lowest`
+installs from the registry.
 """
 
 from __future__ import annotations
