@@ -50,7 +50,7 @@ test-jax: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ON_JAX)
 
 # Where an older version of a dependency would break: configurations, catalogs over msgspec, the server over uvicorn,
-# starlette and httptools, checkpoints and a model of them, Redis, traces, a step of training.
+# starlette and httptools, checkpoints, a run of training with its picture.
 ON_LOWEST := tests/test_config.py \
 	tests/catalog/test_catalog.py tests/catalog/test_columns.py \
 	tests/serving/http/test_http.py tests/serving/http/test_connections.py \
