@@ -58,12 +58,13 @@ ON_JAX := tests/ops \
 test-jax: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow" $(ON_JAX)
 
-# Where an older version of a dependency would break: the server over uvicorn, starlette and httptools, catalogs and
-# requests over msgspec, one family of models with its files, a step of training, checkpoints, features, traces.
+# Where an older version of a dependency would break: configurations, catalogs over msgspec, the server over uvicorn,
+# starlette and httptools, checkpoints, a run of training with its picture.
 ON_LOWEST := tests/test_config.py \
-	tests/catalog/test_catalog.py \
-	tests/serving/http \
-	tests/models/test_checkpoint.py
+	tests/catalog/test_catalog.py tests/catalog/test_columns.py \
+	tests/serving/http/test_http.py tests/serving/http/test_connections.py \
+	tests/models/test_checkpoint.py \
+	tests/training/test_progress.py::test_the_best_validated_weights_are_kept_and_patience_ends_a_run
 
 # The lowest versions that pyproject.toml allows, in an environment of their own.
 LOWEST := .venv-lowest
