@@ -81,7 +81,7 @@ def check_grpc(config: ServerConfig) -> None:
     """Raise ConfigError where gRPC is asked for and the extra is not installed."""
     if config.grpc_port is not None:
         try:
-            import google.protobuf
+            import google.protobuf.message
             import grpc  # noqa: F401
         except ImportError as error:
             raise ConfigError(

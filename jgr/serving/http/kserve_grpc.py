@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KServe's gRPC service over the same engines: `server.grpc_port`, with the extra jgr[grpc].
 
-The one idea: a message becomes the same `Given` as a body over HTTP, so models, tensors, checks and answers are those of
-`jgr.serving.http.kserve`. The key is the metadata `authorization`, the deadline the call's own, and an error has a
+The one idea: a message becomes the same `Given` as a body over HTTP, so models, tensors, checks and answers are those
+of `jgr.serving.http.kserve`. The key is the metadata `authorization`, the deadline the call's own, and an error has a
 status code, with its stable name, field and request id in the trailing metadata. A call that ends early is cancelled.
 
 The messages are in a descriptor pool of their own: a process may hold Triton's client too, whose messages have the same

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of all operations over HTTP: what each takes and answers, who may ask, and how a generated client calls it."""
+"""The list of all operations over HTTP: what each takes and answers, who may ask, and its name in generated clients."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _NAMED: tuple[ErrorType, ...] = ("not_found", "invalid_request")
 
 
 def _kserve_model(of: str, suffix: str) -> tuple[Operation, ...]:
-    """The three operations on a KServe model. of, suffix: the part of the path, and of the ids, that names a version."""
+    """The three operations on a KServe model. of, suffix: what in the path, and in the ids, names a version."""
     path = f"/v2/models/{{name}}{of}"
     return (
         Operation(

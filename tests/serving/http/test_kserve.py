@@ -180,7 +180,11 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY, CANDIDATES, one("context", "BYTES", "{")], "context", "is not JSON"),
         ([HISTORY, CANDIDATES, one("context", "BYTES", "[" * 5000)], "context", "is not JSON"),
         ([HISTORY, CANDIDATES, {"name": "top_k", "datatype": "INT32", "shape": [1]}], "top_k", "neither data nor"),
-        ([HISTORY, CANDIDATES, {**one("top_k", "INT32", 1), "parameters": {"binary_data_size": 4}}], "top_k", "in place"),
+        (
+            [HISTORY, CANDIDATES, {**one("top_k", "INT32", 1), "parameters": {"binary_data_size": 4}}],
+            "top_k",
+            "in place",
+        ),
         ([], "inputs", "length >= 1"),
     ],
 )  # fmt: skip

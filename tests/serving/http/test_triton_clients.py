@@ -24,8 +24,8 @@ import trustme
 from tritonclient.utils import InferenceServerException
 
 from jgr.config import UserError
-from jgr.serving.http.kserve_grpc import CODES, SERVICE, message_class
 from jgr.serving.errors import STATUS
+from jgr.serving.http.kserve_grpc import CODES, SERVICE, message_class
 from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.http.test_http import ROOT
 from tools.compile_proto import FOLDER, compile_to
