@@ -81,7 +81,7 @@ def check_grpc(config: ServerConfig) -> None:
     """Raise ConfigError where gRPC is asked for and the extra is not installed."""
     if config.grpc_port is not None:
         try:
-            import google.protobuf.message
+            import google.protobuf  # noqa: F401
             import grpc  # noqa: F401
         except ImportError as error:
             raise ConfigError(
