@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints that are not hot, by Starlette: models, catalogs, users, items, KServe's, health, metrics, docs."""
+"""The endpoints that are not hot, by Starlette: models, catalogs, users, items, KServe, health, metrics, docs."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ _infer = msgspec.json.Decoder(InferRequest)
 
 @dataclass(frozen=True)
 class Given:
-    """A request as it came, by HTTP or gRPC. binary: whether an output comes as bytes, where its own does not say."""
+    """A request as it came, by HTTP or by gRPC."""
 
     id: str
     parameters: Mapping[str, Any]

@@ -20,6 +20,7 @@ from jgr.serving.http import kserve
 from jgr.serving.http.operations import BINARY, OPERATIONS, TAGS, Group, Operation
 from jgr.serving.http.refusals import KServeError, is_kserve
 
+HEALTH_ALONE: tuple[Group, ...] = ("health",)
 _REF = "#/components/schemas/"
 _KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized", "quota_exceeded")
 _HISTORIES = (
@@ -34,14 +35,11 @@ _CANDIDATES = (
 """Fields, by their structs, that hold candidates."""
 _FILTERS = (("Filters", "exclude"), ("Filters", "deny"), ("Filters", "allow"))
 
-OPENED: tuple[Group, ...] = ("health",)
-"""What needs no key by default."""
-
 
 def document(
     infos: Sequence[api.ModelInfo],
     keyed: bool,
-    opened: Collection[Group] = OPENED,
+    opened: Collection[Group] = HEALTH_ALONE,
     base_path: str = "",
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 document of a server that serves the models `infos`.

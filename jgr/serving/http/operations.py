@@ -76,7 +76,7 @@ _NAMED: tuple[ErrorType, ...] = ("not_found", "invalid_request")
 
 
 def _kserve_model(of: str, suffix: str) -> tuple[Operation, ...]:
-    """The three operations on a KServe model. of, suffix: the part of the path, and of ids, that names a version."""
+    """The three operations on a KServe model. of, suffix: what in the path, and in the ids, names a version."""
     path = f"/v2/models/{{name}}{of}"
     return (
         Operation(

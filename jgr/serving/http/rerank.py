@@ -89,7 +89,7 @@ class RerankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=Tru
 
 
 class ScoreRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Asks for each item's score for one user: `queries` with `items` or `documents`, or `text_1` with `text_2`."""
+    """Asks for the score of each item for one user: queries with items or documents, or text_1 with text_2."""
 
     queries: Annotated[History | Query | None, Meta(description=_USER)] = None
     items: Annotated[ItemIds | str | int | None, Meta(description=_ITEMS)] = None

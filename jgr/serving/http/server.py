@@ -35,7 +35,7 @@ from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.http.departures import Client
-from jgr.serving.http.keys import Caller, Keys
+from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
@@ -180,7 +180,7 @@ class App:
             return self.admit(self.keys.admin, key, now_ns)
         if scope["method"] == "DELETE" and scope["path"].startswith(USERS_PATH):
             return self.admit(self.keys.either, key, now_ns)
-        return self.admit(self.keys.client, key, now_ns)
+        return ANYBODY if self.keys.open else self.admit(self.keys.client, key, now_ns)
 
     def admit(self, find: Callable[[bytes], Caller], key: bytes, now_ns: int) -> Caller:
         """Who asks, as `find` tells by the key. Raises RequestError for a key that may not, or that may not ask so
