@@ -21,7 +21,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
-from jgr.serving.http.server import UPLOAD_PATH, Client, Headers, error_body
+from jgr.serving.http.server import UPLOAD_PATH, Departure, Headers, error_body
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
@@ -104,7 +104,7 @@ class Protocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-            running.scope["jgr.client"].leave()  # type: ignore[typeddict-item]
+            running.scope["jgr.departure"].happen()  # type: ignore[typeddict-item]
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -153,7 +153,7 @@ class Protocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
-        self.scope["jgr.client"] = Client()  # type: ignore[typeddict-unknown-key]
+        self.scope["jgr.departure"] = Departure()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         uploads = self.scope["method"] == "POST" and self.scope["path"] == UPLOAD_PATH
         if uploads and self._limits.may_upload(self.headers):

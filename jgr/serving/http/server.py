@@ -71,31 +71,30 @@ _ERROR_HEADERS: dict[ErrorType, Headers] = {
 _TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
 
 
-class Client:
-    """Who waits for the answer to one request; gone: not any more."""
+class Departure:
+    """Whether the client that waits for the answer to one request has left, and what is cancelled then."""
 
     def __init__(self) -> None:
-        self.gone = False
-        self._work: Callable[[], object] | None = None
+        self.happened = False
+        self._cancel: Callable[[], object] | None = None
 
-    def works(self, cancel: Callable[[], object] | None) -> None:
-        """What cancels the work that is done for the client; it is called when the client leaves. None: there is
-        none."""
-        self._work = cancel
+    def cancels(self, work: Callable[[], object] | None) -> None:
+        """What to call when the client leaves, in place of what was told before; None: nothing."""
+        self._cancel = work
 
-    def leave(self) -> None:
+    def happen(self) -> None:
         """The connection is lost."""
-        self.gone = True
-        if self._work is not None:
-            self._work()
+        self.happened = True
+        if self._cancel is not None:
+            self._cancel()
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     """One call for a model's work. trace: None: it is not traced."""
 
-    client: Client
     receive: Receive
+    departure: Departure
     request_id: str
     arrival_ns: int
     caller: Caller
@@ -104,7 +103,7 @@ class _Call:
 
 class App:
     """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it. Another ASGI server could, but
-    work goes on for a client that leaves unless the scope has its Client as "jgr.client".
+    work goes on for a client that leaves unless the scope has its Departure as "jgr.departure".
 
     Raises ConfigError for keys that cannot be used.
     """
@@ -155,7 +154,7 @@ class App:
         if scope["type"] != "http":
             return await self._cold(scope, receive, send)
         arrival_ns = self._clock()
-        scope.setdefault("jgr.client", Client())
+        departure = scope.setdefault("jgr.departure", Departure())
         path, key, request_id = scope["path"], b"", ""
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -176,7 +175,7 @@ class App:
                 scope["jgr.arrival_ns"], scope["jgr.trace"] = arrival_ns, trace
                 await self._cold(scope, receive, reply.forward)
             else:
-                call = _Call(scope["jgr.client"], receive, reply.request_id, arrival_ns, caller, trace)
+                call = _Call(receive, departure, reply.request_id, arrival_ns, caller, trace)
                 body = await self._answer(scope["method"], path, hot, call)
                 await reply.send(200, body)
         except RequestError as error:
@@ -258,14 +257,14 @@ class App:
 
     async def _computed(self, engine: AnyEngine, request: Asked, call: _Call) -> bytes:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
-        client = call.client
+        departure = call.departure
         await engine.enter(request, call.arrival_ns)
-        if client.gone:
+        if departure.happened:
             raise ClientGone
         ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
-        client.works(partial(engine.cancel, ticket))
+        departure.cancels(partial(engine.cancel, ticket))
         try:
             body = _encode(await ticket.answer)
             engine.encoded(ticket)
@@ -274,7 +273,7 @@ class App:
             engine.cancel(ticket)
             raise
         finally:
-            client.works(None)
+            departure.cancels(None)
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
             del engine, ticket
@@ -347,11 +346,8 @@ class App:
         if not _USER.fullmatch(user):
             raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
         hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
-        client, own = (
-            request.scope["jgr.client"],
-            ("jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace"),
-        )
-        call = _Call(client, request.receive, *map(request.scope.__getitem__, own))
+        own = ("jgr.departure", "jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace")
+        call = _Call(request.receive, *map(request.scope.__getitem__, own))
         answer = await self._shared(self._models.hinted(given.model), hint, call)
         return Response(answer, media_type="application/json")
 
