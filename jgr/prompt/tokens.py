@@ -181,10 +181,9 @@ class PromptBuilder:
         self._separator = len(separator)
         self.min_item_tokens = int(self._lengths.min()) - self._separator
         self._starts = np.cumsum(self._lengths) - self._lengths
+        # Items of one length, as nearly all are, stand in rows, so that no index for each token is needed.
         alike = bool((self._lengths == self._lengths[0]).all())
-        self._alike = (
-            self._tokens.reshape(catalog.n_items, -1) if alike else None
-        )  # items of one length, as rows
+        self._alike = self._tokens.reshape(catalog.n_items, -1) if alike else None
         history = config.max_items * int(self._lengths.max()) - self._separator
         self.max_tokens = len(self.prefix) + history + len(self.suffix)
         parts = (self.prefix, self._tokens, self.suffix)

@@ -226,7 +226,7 @@ class Engine(Generic[S]):
         self._pump_soon()  # which takes the loop's time, whatever becomes of the request
         if isinstance(request, Prefill) or not policy.predicts:
             return deadline_ns
-        verdict = self._host.hopeless(request, deadline_ns, now_ns, wait_ns)
+        verdict = self._host.known_late(request, deadline_ns, now_ns, wait_ns)
         if verdict is None:
             return deadline_ns
         self.metrics.rejected["too_late"].inc()

@@ -44,7 +44,7 @@ class Host:
         for the loop before it is read, and its answer waits again."""
         return min(self.after_ns + 2 * self.lag_ns, left_ns // 2)
 
-    def hopeless(self, request: Request, deadline_ns: int, now_ns: int, wait_ns: int) -> Rejected | None:
+    def known_late(self, request: Request, deadline_ns: int, now_ns: int, wait_ns: int) -> Rejected | None:
         """How a request is refused that is known to be late before it is translated; None: it is not known.
 
         deadline_ns: when its last run must end. wait_ns: how long it waits for its turn; WAITS times as long must be

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
 from jgr.serving.http.cold import UPLOAD_PATH
-from jgr.serving.http.departures import Client
+from jgr.serving.http.departures import Departure
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
 from jgr.serving.http.server import Headers
@@ -109,7 +109,7 @@ class Protocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:
             running.disconnected = True
             running.message_event.set()
-            running.scope["jgr.client"].leave()  # type: ignore[typeddict-item]
+            running.scope["jgr.departure"].happen()  # type: ignore[typeddict-item]
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -158,7 +158,7 @@ class Protocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
-        self.scope["jgr.client"] = Client()  # type: ignore[typeddict-unknown-key]
+        self.scope["jgr.departure"] = Departure()  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         path = self.scope["path"]
         uploads = self.scope["method"] == "POST" and path.endswith(UPLOAD_PATH)

@@ -6,20 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-class Client:
-    """Who waits for the answer to one request; gone: not any more."""
+class Departure:
+    """Whether the client that waits for the answer to one request has left, and what is cancelled then."""
 
     def __init__(self) -> None:
-        self.gone = False
-        self._work: Callable[[], object] | None = None
+        self.happened = False
+        self._cancel: Callable[[], object] | None = None
 
-    def works(self, cancel: Callable[[], object] | None) -> None:
-        """What cancels the work that is done for the client; it is called when the client leaves. None: there is
-        none."""
-        self._work = cancel
+    def cancels(self, work: Callable[[], object] | None) -> None:
+        """What to call when the client leaves, in place of what was told before; None: nothing."""
+        self._cancel = work
 
-    def leave(self) -> None:
+    def happen(self) -> None:
         """The connection is lost."""
-        self.gone = True
-        if self._work is not None:
-            self._work()
+        self.happened = True
+        if self._cancel is not None:
+            self._cancel()

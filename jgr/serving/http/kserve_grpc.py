@@ -26,7 +26,7 @@ from jgr.config import ServerConfig, UserError
 from jgr.serving.api import Answer
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import kserve
-from jgr.serving.http.departures import Client
+from jgr.serving.http.departures import Departure
 from jgr.serving.http.keys import ANYBODY, Caller
 from jgr.serving.http.refusals import TRY_AGAIN
 from jgr.serving.http.server import CLIENT_GONE, App, Call
@@ -154,7 +154,7 @@ class GrpcServer:
                     given = request_class.FromString(data)
                 except message.DecodeError:
                     raise RequestError("invalid_request", f"the message is no {name}Request") from None
-                call = Call(Client(), request_id, arrival_ns, caller)
+                call = Call(Departure(), request_id, arrival_ns, caller)
                 left_s = context.time_remaining()
                 answer = await method(given, call, None if left_s is None else max(left_s, 1e-6) * 1e3)
                 encoded: bytes = answer.SerializeToString()

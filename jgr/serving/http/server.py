@@ -34,7 +34,7 @@ from jgr.serving.errors import STATUS, ErrorType, RequestError, quoted
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.http.departures import Client
+from jgr.serving.http.departures import Departure
 from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
@@ -76,7 +76,7 @@ class Hot(NamedTuple):
 class Call:
     """One call for a model's work. trace: None: it is not traced."""
 
-    client: Client
+    departure: Departure
     request_id: str
     arrival_ns: int
     caller: Caller
@@ -85,7 +85,7 @@ class Call:
 
 class App:
     """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it. Another ASGI server could, but
-    work goes on for a client that leaves unless the scope has its Client as "jgr.client".
+    work goes on for a client that leaves unless the scope has its Departure as "jgr.departure".
 
     Raises ConfigError for keys that cannot be used.
     """
@@ -115,7 +115,7 @@ class App:
         if scope["type"] != "http":
             return await self._cold(scope, receive, send)
         arrival_ns = self.clock()
-        scope.setdefault("jgr.client", Client())
+        departure = scope.setdefault("jgr.departure", Departure())
         path, key, request_id = scope["path"], b"", ""
         for name, value in scope["headers"]:
             if name == b"authorization":
@@ -135,7 +135,7 @@ class App:
                 scope["jgr.arrival_ns"], scope["jgr.trace"] = arrival_ns, trace
                 await self._cold(scope, receive, reply.forward)
             else:
-                call = Call(scope["jgr.client"], reply.request_id, arrival_ns, caller, trace)
+                call = Call(departure, reply.request_id, arrival_ns, caller, trace)
                 body = await self._answer(scope["method"], path, hot, call, receive)
                 await reply.send(200, body)
         except RequestError as error:
@@ -227,7 +227,7 @@ class App:
         self, scope: Scope, engine: AnyEngine, request: Asked, encode: Callable[[Any], T]
     ) -> T:
         """The same as `answer`, for a request that Starlette has routed."""
-        own = ("jgr.client", "jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace")
+        own = ("jgr.departure", "jgr.request_id", "jgr.arrival_ns", "jgr.caller", "jgr.trace")
         return await self.answer(engine, request, Call(*map(scope.__getitem__, own)), encode)
 
     async def answer(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
@@ -250,14 +250,14 @@ class App:
 
     async def _computed(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
-        client = call.client
+        departure = call.departure
         await engine.enter(request, call.arrival_ns)
-        if client.gone:
+        if departure.happened:
             raise ClientGone
         ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
-        client.works(partial(engine.cancel, ticket))
+        departure.cancels(partial(engine.cancel, ticket))
         try:
             encoded = encode(await ticket.answer)
             engine.encoded(ticket)
@@ -266,7 +266,7 @@ class App:
             engine.cancel(ticket)
             raise
         finally:
-            client.works(None)
+            departure.cancels(None)
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
             del engine, ticket

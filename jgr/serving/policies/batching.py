@@ -165,8 +165,9 @@ class FixedShapes:
         heads = classes[:1] if begin_ns is None else dict.fromkeys(classes)
         found: dict[tuple[int, ...], Group] = {}  # of the shapes for the same jobs, the smallest
         for of in heads:
+            others = [each != of for each in classes]
             for p in self._fitting[of]:
-                group = self._filled(p, jobs, [each != of for each in classes], begin_ns)
+                group = self._filled(p, jobs, others, begin_ns)
                 found.setdefault(group.jobs, group)
         found.pop((), None)
         # The first job is tried although it is late, where all are.

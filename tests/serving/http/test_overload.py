@@ -24,7 +24,7 @@ import pytest
 
 from jgr.config import UserError
 from jgr.serving.engine.turns import LEAST
-from jgr.serving.http.departures import Client
+from jgr.serving.http.departures import Departure
 from jgr.serving.http.listener import bind
 from jgr.serving.http.server import App
 from jgr.serving.policies.batching import make_profiles
@@ -216,7 +216,7 @@ def test_work_of_a_client_that_left_is_cancelled() -> None:
 
 
 def test_a_client_that_leaves_before_its_turn_costs_no_translation(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, translated, client = make_config(), list[Any](), Client()
+    config, translated, departure = make_config(), list[Any](), Departure()
     engine = make_engine(config)
 
     async def receive() -> Any:
@@ -233,12 +233,12 @@ def test_a_client_that_leaves_before_its_turn_costs_no_translation(monkeypatch: 
         monkeypatch.setattr(engine.served, "prepare", lambda *of: translated.append(of) or prepare(*of))
         for _ in range(LEAST):  # others have this turn of the loop
             await engine._host.turns.take("undated")
-        asyncio.get_running_loop().call_soon(client.leave)
-        await application({**scope, "jgr.client": client}, receive, send)
+        asyncio.get_running_loop().call_soon(departure.happen)
+        await application({**scope, "jgr.departure": departure}, receive, send)
         assert await engine.drain(PATIENCE_S)
 
     asyncio.run(scenario())
-    assert client.gone and not translated
+    assert departure.happened and not translated
 
 
 def test_an_executor_that_breaks_fails_its_batch_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
