@@ -22,8 +22,9 @@ import jgr
 from jgr.cli import serve
 from jgr.config import Config, ConfigError, ServerConfig
 from jgr.serving.engine import tracing
-from jgr.serving.http import listener, openapi
+from jgr.serving.http import listener
 from jgr.serving.http.keys import read_keys
+from jgr.serving.http.operations import OPERATIONS, open_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -32,7 +33,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 BIN = Path(sys.executable).parent
 KUBERNETES = "1.30"
 """The oldest version that the manifests are held against; the newest is that of kubernetes-validate."""
-OPEN = [operation.path for operation in openapi.OPERATIONS if operation.open]
+OPEN = open_paths(ServerConfig())
 DRAIN_S = (
     Config().server.drain_timeout_s
     + listener.GIVE_UP_TIMEOUT_S
@@ -168,7 +169,7 @@ def test_prometheus_and_grafana_find_what_they_read() -> None:
     (job,) = read(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     (target,) = job["static_configs"][0]["targets"]
     assert target == f"jgr:{Config().server.port}"
-    assert "/metrics" in [operation.path for operation in openapi.OPERATIONS]
+    assert "/metrics" in [operation.path for operation in OPERATIONS]
     (source,) = read(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     host, port = source["url"].removeprefix("http://").split(":")
     assert f"127.0.0.1:{port}:{port}" in services[host]["ports"]

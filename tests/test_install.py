@@ -153,7 +153,10 @@ def test_the_wheel_holds_the_package_and_its_configurations_alone(wheel: Path) -
         if path.suffix in (".py", ".pyi", ".json")
     }
     configs = {Path("jgr") / path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
-    assert names == sources | configs | {Path("jgr/py.typed")}
+    http = Path("jgr/serving/http")
+    pages = {path.relative_to(ROOT) for path in (ROOT / http / "swagger_ui").iterdir()}
+    others = {Path("jgr/py.typed"), http / "kserve.binpb", http / "kserve.proto"}
+    assert names == sources | configs | pages | others
 
 
 def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
@@ -184,7 +187,7 @@ print(len(sys.modules))
 def test_the_command_works_without_a_checkout(serving: Environment, tmp_path: Path) -> None:
     assert (serving.check.returncode, serving.check.stdout) == (0, "No broken requirements found.\n")
     assert serving.jgr("--version", cwd=tmp_path).stdout == f"{jgr.__version__}\n"
-    shown = serving.jgr("config", "--config=industrial", cwd=tmp_path)
+    shown = serving.jgr("config", "--config=industrial", "--format=json", cwd=tmp_path)
     assert json.loads(shown.stdout) == to_json(load_config(ROOT / "configs" / "industrial.py"))
     listed = serving.jgr("config", "--list", cwd=tmp_path)
     assert [line.split()[0] for line in listed.stdout.splitlines()[:-1]] == named_configs.names()

@@ -15,9 +15,7 @@ from jgr import named_configs
 from jgr.cli import console
 from jgr.config_formats import FORMATS, dump
 
-HELP = (
-    "print the resolved configuration, as a file for --config; --list: the configurations that come with jgr"
-)
+HELP = "print the resolved configuration as a file for --config; --list: those that come with jgr"
 
 
 def define_flags() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
+from jgr import named_configs
 from jgr.cli import console
 from jgr.cli.completion import WORDS, candidates
 from jgr.cli.completion_scripts import SCRIPTS
@@ -81,8 +82,9 @@ def test_commands_and_their_meanings() -> None:
         (["serve", "--set", "server.keys=k"], ["server.keys=keys.json"]),
         (["serve", "--set", "model.path=ru"], ["model.path=runs/"]),
         (["serve", "--set", "no.such="], []),
-        (["serve", "--config="], ["--config=a.toml", "--config=b.py", "--config=keys.json", "--config=my runs/",
-                                  "--config=runs/", "--config=two words.yaml"]),
+        (["serve", "--config="], [*(f"--config={name}" for name in named_configs.names()), "--config=a.toml",
+                                  "--config=b.py", "--config=keys.json", "--config=my runs/", "--config=runs/",
+                                  "--config=two words.yaml"]),
         (["serve", "--config", "a"], ["a.toml"]),
         (["serve", ""], ["my runs/", "runs/"]),
         (["serve", "."], [".hidden/"]),

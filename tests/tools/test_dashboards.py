@@ -21,7 +21,7 @@ import pytest
 from jgr.serving.engine.metrics import documentation
 from tests.debian import PROMETHEUS, PROMTOOL
 from tests.serving.scorer_fakes import ScorerServer
-from tests.serving.scorers.test_executors import ITEMS, engine, fill
+from tests.serving.scorers.test_executors import ITEMS, engine, fill, toy  # noqa: F401
 from tests.serving.versions.test_shared_memory import Two
 from tools import dashboards
 from tools.dashboards import ALERTS, BOARDS, DEPLOY, WINDOW
@@ -99,6 +99,7 @@ def figures(port: int, expression: str) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+@pytest.mark.usefixtures("toy")
 @pytest.mark.prometheus
 def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
     rank = {

@@ -22,10 +22,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
 from jgr.serving.http.cold import UPLOAD_PATH
-from jgr.serving.http.departures import Departure
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
-from jgr.serving.http.server import Headers
+from jgr.serving.http.server import Departure, Headers
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0

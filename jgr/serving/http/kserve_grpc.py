@@ -26,10 +26,9 @@ from jgr.config import ServerConfig, UserError
 from jgr.serving.api import Answer
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import kserve
-from jgr.serving.http.departures import Departure
 from jgr.serving.http.keys import ANYBODY, Caller
 from jgr.serving.http.refusals import TRY_AGAIN
-from jgr.serving.http.server import CLIENT_GONE, App, Call
+from jgr.serving.http.server import CLIENT_GONE, App, Call, Departure
 from jgr.serving.http.tensors import (
     MAX_DIMENSIONS,
     NUMBERS,

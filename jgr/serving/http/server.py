@@ -34,7 +34,6 @@ from jgr.serving.errors import STATUS, ErrorType, RequestError, quoted
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.http.departures import Departure
 from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
@@ -70,6 +69,24 @@ class Hot(NamedTuple):
     kind: Kind
     decoder: msgspec.json.Decoder[RecommendRequest] | msgspec.json.Decoder[RankRequest]
     translate: Translate | None = None
+
+
+class Departure:
+    """Whether the client that waits for the answer to one request has left, and what is cancelled then."""
+
+    def __init__(self) -> None:
+        self.happened = False
+        self._cancel: Callable[[], object] | None = None
+
+    def cancels(self, work: Callable[[], object] | None) -> None:
+        """What to call when the client leaves, in place of what was told before; None: nothing."""
+        self._cancel = work
+
+    def happen(self) -> None:
+        """The connection is lost."""
+        self.happened = True
+        if self._cancel is not None:
+            self._cancel()
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,9 +24,8 @@ import pytest
 
 from jgr.config import UserError
 from jgr.serving.engine.turns import LEAST
-from jgr.serving.http.departures import Departure
 from jgr.serving.http.listener import bind
-from jgr.serving.http.server import App
+from jgr.serving.http.server import App, Departure
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.versions.deployment import Deployment
