@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 
 import jgr
 from jgr import extras
-from tests.installed import ROOT, asked, closure, size_mb
+from tests.installed import ROOT, asked
+from tools.packages import closure, size_mb
 
 SERVING_MB = 150
 """What serving may take above jax and what jax itself needs."""

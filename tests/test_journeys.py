@@ -27,9 +27,10 @@ from jgr import named_configs
 from jgr.config import load_config, to_json
 from tests.cli.test_convert import NAMES, published
 from tests.data.preparation.own_files import log, write
-from tests.installed import PATIENCE_S, ROOT, Environment, asked, closure
+from tests.installed import PATIENCE_S, ROOT, Environment, asked
 from tests.serving.certificates import make_pems
 from tools.dashboards import BOARDS, families
+from tools.packages import closure
 
 pytestmark = pytest.mark.slow
 PAGES = {"/docs": b"swagger"}
