@@ -41,7 +41,7 @@ from jgr.serving.policies.ordering import Order, Ordering
 from jgr.serving.policies.run_costs import RunCosts
 from jgr.simulation.serving import simulate
 from jgr.traffic import arrivals, processes
-from jgr.traffic.http_client import Target, parse_url
+from jgr.traffic.http_client import Target, target_of
 from jgr.traffic.measures import after, summarize
 from jgr.traffic.mixes import RequestClass, make_mix
 from jgr.traffic.sources import ProcessSource
@@ -197,7 +197,7 @@ class Live:
     def serve(self, *settings: str) -> Iterator[Target]:
         flags = [*self._flags, *(f"--set={setting}" for setting in settings), "--log_level=warning"]
         with server(flags) as url:
-            target = parse_url(url)
+            target = target_of(url)
             self.load(target, 20.0, 2.0, (None,))
             yield target
 

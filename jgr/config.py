@@ -43,7 +43,7 @@ class ModelConfig:
 
     name: str = "jgr"  # name of the model in requests, answers and /v1/models
     # Folder of the weights: one that `jgr train` wrote, a Hugging Face checkpoint, or the name of one on the hub,
-    # org/name[@revision].
+    # hf://org/name[@revision].
     path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"

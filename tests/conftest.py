@@ -45,6 +45,14 @@ _NEEDS = ("data", "gpu", "prometheus")
 _SELECTED = pytest.StashKey[Counter[str]]()
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """jgr's wheel."""
+    from tests.installed import build_wheel
+
+    return build_wheel(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel"))
+
+
 @pytest.fixture
 def dataset(request: pytest.FixtureRequest) -> Path:
     """The folder that the test's `data` marker names."""

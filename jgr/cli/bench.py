@@ -24,6 +24,7 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "api_key", None, "key to send as 'Authorization: Bearer ...'; default: server.api_key"
     )
+    console.define_ca_file()
     flags.DEFINE_bool("allow_remote", False, "also load servers that are not on this machine")
     flags.DEFINE_string("trace", None, "file of JSON lines {at_ms, path, body} to send, at its times")
     flags.DEFINE_float(

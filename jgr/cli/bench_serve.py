@@ -19,7 +19,7 @@ from jgr.config import Config, UserError
 from jgr.traffic import capacity, load_lines, processes
 from jgr.traffic.arrival_files import read_arrivals
 from jgr.traffic.arrivals import parse_process
-from jgr.traffic.http_client import Target, parse_url
+from jgr.traffic.http_client import Target, target_of
 from jgr.traffic.measures import summarize
 from jgr.traffic.mixes import RequestClass, make_mix, read_mix
 from jgr.traffic.plots import check_picture, plot_rates
@@ -89,9 +89,10 @@ class _Bench:
     def __init__(self, values: flags.FlagValues, config: Config) -> None:
         server = config.server
         host = f"[{server.host}]" if ":" in server.host else server.host
-        self._url = values.url or f"http://{host}:{server.port}"
+        scheme = "https" if server.tls_certificate else "http"
+        self._url = values.url or f"{scheme}://{host}:{server.port}"
         key = server.api_key if values.api_key is None else values.api_key
-        self._target: Target = parse_url(self._url, key)
+        self._target: Target = target_of(self._url, key, values.ca_file)
         if not self._target.is_loopback and not values.allow_remote:
             raise UserError(
                 f"{self._target.host} is not this machine; to load it all the same, add --allow_remote"

@@ -61,6 +61,15 @@ def define_overwrite() -> None:
     flags.DEFINE_bool("overwrite", False, "replace what is there already")
 
 
+def define_ca_file() -> None:
+    """Define --ca_file, for commands that ask a server by its URL (client.address.tls_context)."""
+    flags.DEFINE_string(
+        "ca_file",
+        None,
+        "PEM file of the authorities that may sign an https server's certificate; default: the system's",
+    )
+
+
 def load(values: flags.FlagValues, default: Config | None = None) -> Config:
     """The configuration: the file of --config, else `default`, then the environment, then every --set."""
     if len(values.config) > 1:

@@ -67,8 +67,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "checkpoint",
         None,
-        "Hugging Face folder: config.json, *.safetensors, tokenizer.json, or its name on the hub, org/name[@revision]; "
-        "for hstu a .npz or .safetensors file; --checkpoint= may be left out",
+        "Hugging Face folder: config.json, *.safetensors, tokenizer.json, or its name on the hub, "
+        "hf://org/name[@revision]; for hstu a .npz or .safetensors file; --checkpoint= may be left out",
     )
     flags.DEFINE_string(
         "items", None, "the items' ids: *.index.json[.gz], *.jsonl[.gz], or OpenOneRec's sid2pid *.json"
@@ -147,7 +147,9 @@ def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
 def _refuse_what_is_not_whole(source: Path) -> None:
     """Raise UserError for folders that look like a checkpoint but cannot be converted as they are."""
     if not source.is_dir():
-        raise UserError(f"--checkpoint: {source} is not a folder")
+        from jgr.models import hub
+
+        raise UserError(f"--checkpoint: {source} is not a folder{hub.hint(source)}")
     if (source / "adapter_config.json").exists():
         raise UserError(
             f"--checkpoint: {source} holds a LoRA adapter; merge it into its base model first "

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -20,9 +20,9 @@ from jgr.cli import console
 from jgr.config import Config, UserError, load_config
 
 if TYPE_CHECKING:
+    from jgr.client.remote import Client
     from jgr.data.datasets import Dataset
     from jgr.data.shop import Shop
-    from jgr.evaluation.client import Client
 
 HELP = "train a small generator on a synthetic shop, serve it and show its recommendations"
 
@@ -101,7 +101,8 @@ def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
 
 
 def _show(url: str, config: Config, shop: Shop, dataset: Dataset) -> None:
-    from jgr.evaluation.client import Client, recommend_all
+    from jgr.client.remote import Client
+    from jgr.evaluation.client import recommend_all
     from jgr.evaluation.report import METRICS, TOP_K, format_table, score, score_baselines
 
     examples = dataset.interactions.test
@@ -133,20 +134,18 @@ def _show_user(client: Client, shop: Shop, dataset: Dataset, user: int) -> None:
     def title(row: int) -> str:
         return str(shop.catalog.metadata[row]["title"])
 
-    answer: dict[str, Any] = client.post(
-        "/v1/recommend",
-        {
-            "user_id": name,
-            "history": [shop.catalog.item_ids[row] for row in rows],
-            "top_k": ITEMS_SHOWN,
-            "exclude_history": True,
-            "include_metadata": True,
-        },
+    answer = client.recommend(
+        [shop.catalog.item_ids[row] for row in rows],
+        top_k=ITEMS_SHOWN,
+        user_id=name,
+        exclude_history=True,
+        include_metadata=True,
     )
     print(f"\n{name} bought {len(rows)} items, the last ones:")
     print("   ...", "; ".join(title(int(row)) for row in rows[-HISTORY_SHOWN:]))
-    print(f"  jgr recommends ({answer['timing_ms']['total']:.1f} ms):")
+    print(f"  jgr recommends ({answer.timing_ms.total:.1f} ms):")
     target = shop.catalog.item_ids[int(example.targets[user])]
-    for item in answer["items"]:
-        mark = "  <- bought next" if item["item_id"] == target else ""
-        print(f"   {item['rank']}. {item['metadata']['title']:<40} {item['score']:7.2f}{mark}")
+    for item in answer.items:
+        mark = "  <- bought next" if item.item_id == target else ""
+        named = (item.metadata or {}).get("title", "")
+        print(f"   {item.rank}. {named:<40} {item.score:7.2f}{mark}")

@@ -45,6 +45,7 @@ class Options:
     """The values of the flags, which describe them. ks: cut-offs, ascending. plot: the PNG file of a sweep."""
 
     url: str | None = None
+    ca_file: str | None = None
     split: str = "test"
     limit: int | None = None
     ks: tuple[int, ...] = (5, 10)
@@ -73,6 +74,7 @@ class Options:
 
 def define_flags() -> None:
     flags.DEFINE_string("url", None, "ask this running server instead of loading the model")
+    console.define_ca_file()
     flags.DEFINE_enum("split", "test", ("valid", "test"), "which targets to predict")
     flags.DEFINE_integer("limit", None, "use only the first so many examples", lower_bound=1)
     flags.DEFINE_list("k", ["5", "10"], "cut-offs of the metrics")
@@ -177,7 +179,7 @@ def _compare(
     catalog, ks = dataset.catalog, options.ks
     if not options.url and not is_scorer(Path(config.model.path)):
         _query(options, catalog, config.beam.width)  # refuses bad options before a model is loaded
-    with _serve(config, catalog, options.url) as served, _answers("evaluating", len(examples)) as on_answers:
+    with _serve(config, catalog, options) as served, _answers("evaluating", len(examples)) as on_answers:
         width = served.info.beam_width
         query = _query(options, catalog, width)
         ranked = served.recommend_all(examples, query, lambda: on_answers(1))
@@ -273,7 +275,7 @@ def _sweep(
     measured: dict[str, sweep.Measured] = {}
     in_flight = 0
     for chosen, widths in swept.engines:
-        with _serve(chosen, dataset.catalog, options.url) as served:
+        with _serve(chosen, dataset.catalog, options) as served:
             if options.url:
                 sweep.check_remote(swept, served)
             in_flight = served.in_flight
@@ -325,7 +327,7 @@ def _feedback(
     if model in scores:
         raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
     with (
-        _serve(config, dataset.catalog, options.url) as served,
+        _serve(config, dataset.catalog, options) as served,
         _answers("evaluating", len(found)) as on_answers,
     ):
         scores[model] = feedback.ask(served, dataset.catalog, found, needs, lambda: on_answers(1))
@@ -362,12 +364,13 @@ def _query(options: Options, catalog: Catalog, width: int, partial: bool = False
 
 
 @contextlib.contextmanager
-def _serve(config: Config, catalog: Catalog, url: str | None) -> Iterator[Served]:
-    """The server at `url`, or an engine of this process, to answer the examples."""
-    if url:
-        from jgr.evaluation.client import Client, RemoteServer
+def _serve(config: Config, catalog: Catalog, options: Options) -> Iterator[Served]:
+    """The server at the URL, or an engine of this process, to answer the examples."""
+    if options.url:
+        from jgr.client.remote import Client
+        from jgr.evaluation.client import RemoteServer
 
-        with Client(url, config.server.api_key) as client:
+        with Client(options.url, config.server.api_key, ca_file=options.ca_file) as client:
             yield RemoteServer(client, catalog, config.model.name)
         return
     from jgr.evaluation.recommendations import LocalEngine

@@ -1,22 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr.Client`: a running server behind the calls of `jgr.Engine`: blocking HTTP over connections that are kept."""
+"""`jgr.Client`: a running server behind the calls of `jgr.Engine`: blocking HTTP over a pool of urllib3's connections.
+
+Requests are sent again by rules of our own and not by urllib3's: jgr's errors say when that is of use, and an answer
+that breaks off counts too.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import os
 import re
+import ssl
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, TypeVar
-from urllib.parse import SplitResult, quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import (
+    ClosedPoolError,
+    HTTPError,
+    NewConnectionError,
+    ProtocolError,
+    TimeoutError,
+)
+from urllib3.response import HTTPResponse
 
+from jgr.client.address import parse_url, tls_context
 from jgr.client.errors import (
     InternalError,
     InvalidRequest,
@@ -27,12 +41,14 @@ from jgr.client.errors import (
     failure,
 )
 from jgr.client.recommender import Kind, Recommender
-from jgr.fields import UserError
+from jgr.fields import UserError, one_line
 from jgr.serving.api import Answer, ModelInfo, ModelList
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 from jgr.serving.prefill import Prefilled
 
 MAX_ANSWER_BYTES = 1 << 26
+KEPT_CONNECTIONS = 1024
+"""More than that are closed when their answer is there."""
 FIRST_WAIT_S = 0.1
 MAX_TIMEOUT_S = 1e6
 MAX_WAIT_S = 60.0
@@ -44,10 +60,12 @@ T = TypeVar("T")
 class Client(Recommender):
     """A server, asked from any thread, and from a forked process too.
 
-    url: such as "http://127.0.0.1:8000". key: the server's API key, if it has one. model: the name of the model to ask;
-    None: the first that serves what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how
-    often a request is sent again that found the server overloaded or unavailable, after the time that the server
-    names. connections: how many of several histories are asked for at a time.
+    url: such as "http://127.0.0.1:8000" or "https://shop.example/jgr", with the path under which a gateway shows the
+    server. key: the server's API key, if it has one. model: the name of the model to ask; None: the first that serves
+    what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent
+    again that found the server overloaded or unavailable, after the time that the server names. connections: how many
+    of several histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's
+    certificate; None: the system's.
     """
 
     def __init__(
@@ -59,18 +77,17 @@ class Client(Recommender):
         timeout_s: float = 60.0,
         retries: int = 0,
         connections: int = 16,
+        ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        parts = _parts(url)
-        self._host, self._port = parts.hostname or "", parts.port
+        self._address = parse_url(url)
         _check_options(key, model, timeout_s, retries, connections)
-        self._secure = parts.scheme == "https"
-        self._url, self._path = url.rstrip("/"), parts.path.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._model, self._timeout_s, self._retries = model, timeout_s, retries
-        self._connections = connections
-        self._idle: deque[http.client.HTTPConnection] = deque()
-        self._process = os.getpid()
-        self._closed = False
+        self._tls = tls_context(ca_file) if self._address.secure else None
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
+        self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        self._retries, self._connections = retries, connections
+        self._pool, self._process, self._closed = self._make_pool(), os.getpid(), False
 
     @property
     def info(self) -> ModelInfo:
@@ -89,8 +106,7 @@ class Client(Recommender):
 
     def close(self) -> None:
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        self._pool.close()
 
     def fetch(self, method: str, path: str, body: bytes | None, type: type[T]) -> T:
         """Send any request, such as GET /v1/models, and read the JSON of its 200 as `type`.
@@ -99,7 +115,7 @@ class Client(Recommender):
         """
         for attempt in range(self._retries + 1):
             try:
-                content = self._exchange(method, self._path + path, body)
+                content = self._exchange(method, path, body)
                 return msgspec.json.decode(content, type=type)
             except (Overloaded, Unavailable) as error:
                 if attempt == self._retries or self._closed:
@@ -137,70 +153,86 @@ class Client(Recommender):
     async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         return await asyncio.to_thread(self._ask, kind, bodies)
 
+    def _make_pool(self) -> HTTPConnectionPool:
+        at = self._address
+        settings: dict[str, Any] = {
+            "timeout": self._timeout_s,
+            "maxsize": KEPT_CONNECTIONS,
+            "headers": self._headers,
+            "retries": False,
+        }
+        if self._tls is None:
+            plain = HTTPConnectionPool(at.host, at.port, **settings)
+            plain.ConnectionCls = _Connection
+            return plain
+        pool = HTTPSConnectionPool(at.host, at.port, ssl_context=self._tls, **settings)
+        pool.ConnectionCls = _TlsConnection
+        return pool
+
     def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
         """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
-        if self._closed:
-            raise Unavailable("the client is closed", "unavailable")
-        if self._process != os.getpid():
+        if self._process != os.getpid() and not self._closed:
             # The parent asks over these connections too, and each would read the other's answers.
-            self._process = os.getpid()
-            while self._idle:
-                self._idle.pop().close()
+            self._process, self._pool = os.getpid(), self._make_pool()
         try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._connect()
-        kept = connection.sock is not None
-        headers = {**self._headers, "Content-Type": "application/json"}
-        try:
-            try:
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-            except ConnectionError:
-                if not kept:
-                    raise
-                connection.close()  # the server closes what was idle for long, and has not read this request
-                connection.request(method, path, body, headers)
-                response = connection.getresponse()
-            content = response.read(MAX_ANSWER_BYTES + 1)
-            if response.length and len(content) <= MAX_ANSWER_BYTES:
-                raise http.client.IncompleteRead(content, response.length)
-        except TimeoutError:
-            connection.close()
-            raise Unavailable(f"{self._url}: no answer within {self._timeout_s:g} s", "unavailable") from None
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise Unavailable(f"{self._url}: {error or type(error).__name__}", "unavailable") from None
+            response = self._send(method, self._address.path + path, body)
+            content = response.read(MAX_ANSWER_BYTES + 1, decode_content=False)
+            if len(content) <= MAX_ANSWER_BYTES:
+                response.read(1, decode_content=False)  # raises where the answer was cut off
+        except ClosedPoolError:
+            raise Unavailable("the client is closed", "unavailable") from None
+        except HTTPError as error:
+            raise Unavailable(f"{self._url}: {self._reason(error)}", "unavailable") from None
         if len(content) > MAX_ANSWER_BYTES:
-            connection.close()
+            response.close()
             raise InternalError(f"{self._url}: the answer has more than {MAX_ANSWER_BYTES} bytes")
-        if self._closed:
-            connection.close()
-        else:
-            self._idle.append(connection)
         if response.status != HTTPStatus.OK:
             raise _failure(self._url, response, content)
         return content
 
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._host, self._port, timeout=self._timeout_s)
+    def _send(self, method: str, path: str, body: bytes | None) -> BaseHTTPResponse:
+        while True:  # each time with a kept connection less
+            try:
+                return self._pool.urlopen(method, path, body, redirect=False, preload_content=False)
+            except ProtocolError as error:
+                if not isinstance(error.args[-1], _Ended):
+                    raise
+
+    def _reason(self, error: HTTPError) -> str:
+        """What has happened, without the names of urllib3's objects."""
+        if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
+            return f"no answer within {self._timeout_s:g} s"
+        inner = error.__cause__ or (error.args[-1] if error.args else error)
+        advice = "; ca_file may name its authority" if isinstance(inner, ssl.SSLCertVerificationError) else ""
+        return f"{one_line(inner) or type(inner).__name__}{advice}"
 
 
-def _parts(url: str) -> SplitResult:
-    """The parts of a server's URL. Raises UserError for what is none, or says more than where the server is."""
-    if not isinstance(url, str) or not re.fullmatch(r"[!-~]*", url):
-        raise UserError(f"the URL must be printable ASCII without spaces, not {url!r}")
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise UserError(f"{url!r} is not a URL: {error}") from None
-    wanted = parts.scheme in ("http", "https") and host and port != 0
-    more = parts.query or parts.fragment or "@" in parts.netloc or "?" in url or "#" in url
-    if not wanted or more or not re.fullmatch(r"[0-9A-Za-z._:%-]+", host or ""):
-        raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
-    return parts
+class _Ended(ConnectionError):
+    """A kept connection ended without an answer: the server closes what was idle for long, and read no request."""
+
+
+class _Connection(HTTPConnection):
+    """Tells the end of a connection that has answered before from that of a new one."""
+
+    _answered = False
+
+    def connect(self) -> None:
+        self._answered = False
+        super().connect()
+
+    def getresponse(self) -> HTTPResponse:
+        try:
+            response = super().getresponse()
+        except ConnectionError as error:
+            if self._answered:
+                raise _Ended(str(error)) from None
+            raise
+        self._answered = True
+        return response
+
+
+class _TlsConnection(_Connection, HTTPSConnection):
+    pass
 
 
 def _check_options(
@@ -234,7 +266,7 @@ def _of_user(body: bytes) -> tuple[str, bytes]:
     return f"/v1/users/{quote(str(user), safe='')}/prefill", msgspec.json.encode(fields)
 
 
-def _failure(url: str, response: http.client.HTTPResponse, content: bytes) -> RequestFailed:
+def _failure(url: str, response: BaseHTTPResponse, content: bytes) -> RequestFailed:
     """The exception of a refusal. A proxy's refusal, which has another form, is known by its status."""
     waits = response.headers.get("Retry-After", "")
     retry_after = float(waits) if waits.isdecimal() else None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by their name on the Hugging Face hub: `org/name`, or `org/name@revision` for a branch, a tag or a commit.
+"""Models by their name on the Hugging Face hub: `hf://org/name`, or `hf://org/name@revision` for a branch, a tag or a
+commit.
 
-The one idea: a name stands for a folder. What is on this machine under that name goes first; otherwise the files are
-fetched into huggingface_hub's cache, and from there on everything reads a folder. Only weights as safetensors,
-config.json and tokenizer.json are fetched: nothing that would have to be unpickled or run.
+The one idea: a name stands for a folder. The files are fetched into huggingface_hub's cache, and from there on
+everything reads a folder. Only weights as safetensors, config.json and tokenizer.json are fetched: nothing that would
+have to be unpickled or run. A path is never taken for a name, so that nobody's typing error asks the hub.
 
 huggingface_hub is an extra (`pip install jgr[hub]`). It reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
 """
@@ -23,6 +24,7 @@ from jgr.fields import one_line
 
 FILES = ("config.json", "adapter_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
 COMMIT_DIGITS = 8
+SCHEME = "hf://"
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
 )
@@ -33,13 +35,17 @@ _log = logging.getLogger(__name__)
 def local(name: str, field: str = "model.path") -> Path:
     """The folder that a path or a name of the hub stands for; a name's files are fetched unless they are here.
 
-    field: what the errors call it. A path that is there, or is no name of the hub, is returned as it is. Raises
-    ConfigError where the hub cannot be asked, or has no such model.
+    field: what the errors call it. A path is returned as it is. Raises ConfigError for a name that is none, and where
+    the hub cannot be asked or has no such model.
     """
-    found = _NAME.fullmatch(name)
-    if found is None or os.path.lexists(name):
+    if not name.startswith(SCHEME):
         return Path(name)
-    missing = f"{field}: there is no model folder {name}"
+    found = _NAME.fullmatch(name.removeprefix(SCHEME))
+    if found is None:
+        raise ConfigError(
+            f"{field}: {name!r} is no name of the Hugging Face hub, such as {SCHEME}org/name@revision"
+        )
+    missing = f"{field}: {name} is not on this machine"
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
@@ -77,14 +83,17 @@ def local(name: str, field: str = "model.path") -> Path:
     return folder
 
 
+def hint(path: str | os.PathLike[str]) -> str:
+    """For an error about a folder that is not there: how the hub's model of that name is asked for, if it is a name."""
+    looks = _NAME.fullmatch(str(path)) is not None
+    return f"; a model of the Hugging Face hub is named {SCHEME}{path}" if looks else ""
+
+
 def located(config: Config) -> Config:
     """The configuration with model.path as a folder of this machine; see `local`."""
-    if not config.model.path or "\0" in config.model.path:
+    if not config.model.path.startswith(SCHEME):
         return config
-    folder = local(config.model.path)
-    if str(folder) == str(Path(config.model.path)):
-        return config
-    return replace(config, model=replace(config.model, path=str(folder)))
+    return replace(config, model=replace(config.model, path=str(local(config.model.path))))
 
 
 def commit_of(folder: Path) -> str:

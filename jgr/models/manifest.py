@@ -120,13 +120,18 @@ def read(folder: Path) -> Manifest | None:
 
 def folder_config(folder: str | Path) -> Config:
     """The configuration that serves a model folder: its manifest's, or the defaults where there is none."""
-    place = Path(folder)
-    require("\0" not in str(place), f"model.path: {str(place)!r} has a zero byte, which no folder's name has")
-    place = hub.local(str(place))
+    require(
+        "\0" not in str(folder), f"model.path: {str(folder)!r} has a zero byte, which no folder's name has"
+    )
+    place = hub.local(str(folder))
     if not os.path.isdir(place):
         is_file = place.suffix == ".py" or is_document(place)
         is_config = is_file or str(place) in named_configs.names()
-        hint = f"; a configuration {'file ' * is_file}is given as --config={place}" if is_config else ""
+        hint = (
+            f"; a configuration {'file ' * is_file}is given as --config={place}"
+            if is_config
+            else hub.hint(place)
+        )
         raise ConfigError(f"model.path: there is no model folder {place}{hint}")
     manifest = read(place)
     if manifest is None:

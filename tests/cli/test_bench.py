@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jgr.catalog.catalog import save_catalog
+from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
@@ -58,6 +59,22 @@ def test_a_load_at_a_rate(server: LiveServer, catalog: str, kind: str, more: lis
     assert "20 requests" in lines[0]
     assert "20 answered 200" in lines[0]
     assert "100.0% of the requests" in lines[1]
+
+
+def test_https_below_a_base_path_by_two_processes(catalog: str, tmp_path: Path) -> None:
+    pems = make_pems(tmp_path)
+    load = ["--rate=40", "--duration=0.5", "--arrivals=constant", "--history_length=2", "--top_k=2"]
+    with LiveServer(*tls(pems), "server.base_path=/shop/jgr") as server:
+        url = f"--url={server.listener.url}/shop/jgr"
+        trust = f"--ca_file={pems['authority']}"
+        done = _bench("serve", url, trust, "--processes=2", "--set", catalog, *load)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout.splitlines()[-1])["answered"] == {"200": 20}
+        here = [f"--set={setting}" for setting in (*tls(pems), f"server.port={server.port}")]
+        done = _bench("serve", *here, "--set", catalog, *load)  # the configuration's own address is https
+        assert done.returncode == 2
+        assert f"nobody answers at 127.0.0.1 port {server.port}" in done.stderr
+        assert "certificate verify failed" in done.stderr
 
 
 def test_a_trace_and_the_configured_address(server: LiveServer, tmp_path: Path) -> None:
@@ -215,7 +232,8 @@ def test_a_run_that_is_too_long_is_refused(catalog: str) -> None:
         (["serve", "a", "--config=b.py"], ["folder, a, or by --config"]),
         (["ops", "now"], ["unexpected argument 'now'"]),
         (["serve", "--url=http://10.0.0.1:1"], ["10.0.0.1 is not this machine", "--allow_remote"]),
-        (["serve", "--url=https://localhost"], ["http://127.0.0.1:8000"]),
+        (["serve", "--url=ftp://localhost"], ["http://127.0.0.1:8000"]),
+        (["serve", "--url=https://localhost", "--ca_file=/nowhere.pem"], ["ca_file: /nowhere.pem"]),
         (["serve"], ["--set catalog.path=", "--trace"]),
         (["serve", "--rate=nan"], ["--rate must be a finite number"]),
         (["serve", "--slo_ms=inf"], ["--slo_ms must be a finite number"]),

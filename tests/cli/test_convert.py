@@ -34,7 +34,7 @@ def convert(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
 
 
-def published(folder: Path, family: str, names: list[str]) -> Path:
+def published(folder: Path, family: str, names: list[str], seed: int = 1) -> Path:
     """A Hugging Face folder: bytes as text tokens, the ids' tokens added in shuffled order, a padded vocabulary."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -48,7 +48,7 @@ def published(folder: Path, family: str, names: list[str]) -> Path:
         family=family, vocab_size=len(alphabet) + len(names) + 5, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8,
         mlp=32, rope_theta=1e4, norm_eps=1e-6, tied=False, max_position=1024,
     )  # fmt: skip
-    drawn = params.initialize(decoder.spec(cfg), jax.random.key(1))
+    drawn = params.initialize(decoder.spec(cfg), jax.random.key(seed))
     hf.export(folder, cfg, jax.tree.map(lambda x: x * 3, drawn))
     return folder
 

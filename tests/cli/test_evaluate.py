@@ -25,6 +25,7 @@ from jgr.evaluation.served import Query
 from jgr.models import retrievers
 from jgr.serving.decoders.loading import load_engine
 from jgr.training.retriever import train_retriever
+from tests.serving.certificates import make_pems, tls
 from tests.serving.decoders.test_model_server import Served
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
@@ -42,14 +43,18 @@ def dataset() -> Dataset:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    served = Served(override(make_folder(folder), *ONE_PROFILE))
+    """Asked by https, below a base path."""
+    folder = tmp_path_factory.mktemp("model")
+    pems = make_pems(folder)
+    config = override(make_folder(folder / "tiny"), *ONE_PROFILE, *tls(pems), "server.base_path=/shop")
+    served = Served(config, ca_file=pems["authority"])
     yield served
     assert served.stop() == 0
 
 
 def run(served: Served, dataset: Dataset, **options: Any) -> tuple[list[str], dict[str, Any]]:
-    lines, report = evaluate(served.config, dataset, Options(**{**vars(OPTIONS), **options}))
+    asked = {**vars(OPTIONS), "ca_file": served.ca_file, **options}
+    lines, report = evaluate(served.config, dataset, Options(**asked))
     json.dumps(report)
     return lines, report
 
@@ -147,7 +152,7 @@ def test_what_does_not_fit_is_refused(served: Served, dataset: Dataset) -> None:
             run(served, Dataset(other, dataset.interactions), url=url)
     named = override(served.config, "model.name=popularity")
     with pytest.raises(UserError, match="'popularity' is the name of a baseline"):
-        evaluate(named, dataset, Options(url=served.url, ks=(1,)))
+        evaluate(named, dataset, Options(url=served.url, ca_file=served.ca_file, ks=(1,)))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def published_hub(tmp_path: Path, server: Hub) -> Hub:  # noqa: F811
 
 def test_convert_by_name_and_its_one_rule(tmp_path: Path, published_hub: Hub) -> None:
     env = environment(tmp_path / "home", published_hub.url)
-    argv = ["convert", "org/tiny@v1", "--items=Toys.index.json", "--family=minionerec", "--out=out"]
+    argv = ["convert", "hf://org/tiny@v1", "--items=Toys.index.json", "--family=minionerec", "--out=out"]
 
     def convert(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -50,7 +50,7 @@ def test_convert_by_name_and_its_one_rule(tmp_path: Path, published_hub: Hub) ->
 def test_a_served_model_of_the_hub_names_its_commit(tmp_path: Path, published_hub: Hub) -> None:
     env = environment(tmp_path / "home", published_hub.url)
     settings = (
-        "model.path=org/tiny", "model.name=tiny", "model.compilation_cache=", "catalog.path=Toys.index.json",
+        "model.path=hf://org/tiny", "model.name=tiny", "model.compilation_cache=", "catalog.path=Toys.index.json",
         "prompt.template={history}", "prompt.item={sid}", "prompt.max_items=4", "beam.width=3", "profiles.batch=1",
         "profiles.tokens=8", "profiles.widths=3", "profiles.candidates=3",
     )  # fmt: skip

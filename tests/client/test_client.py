@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -24,6 +20,7 @@ from jgr.client import remote
 from jgr.client.errors import failure
 from jgr.client.recommender import PER_HISTORY, RankFields, RecommendFields
 from jgr.serving.api import RankRequest, RecommendRequest
+from tests.client.scripted import ANSWER, BUSY, reply, scripted
 from tests.serving.fakes import PATIENCE_S, LiveServer
 
 ROOT = Path(jgr.__file__).resolve().parents[1]
@@ -61,18 +58,6 @@ def test_it_answers_as_the_engine_does(client: jgr.Client) -> None:
 
     one, several = asyncio.run(main())
     assert ids(one) == ["c", "d", "7"] and [ids(a) for a in several] == [["c"], ["c"]]
-
-
-def test_a_connection_is_used_again(client: jgr.Client, server: LiveServer) -> None:
-    client.recommend(["a"], top_k=3)
-    (connection,) = client._idle
-    held = connection.sock
-    for _ in range(3):
-        client.recommend(["a"], top_k=3)
-    assert [one.sock for one in client._idle] == [held]
-    with pytest.raises(jgr.InvalidRequest):  # a refusal leaves it as it was
-        client.recommend([])
-    assert [one.sock for one in client._idle] == [held]
 
 
 def test_a_refusal_has_its_type_and_field(client: jgr.Client, server: LiveServer) -> None:
@@ -114,62 +99,6 @@ def test_overload_and_deadlines() -> None:
             assert ids(running.result(PATIENCE_S)) == ids(waiting.result(PATIENCE_S))
 
 
-def whole_request(connection: socket.socket) -> bytes:
-    """Head and body. Who closes a connection with something unread resets it, and the reply may be lost with it."""
-    received = b""
-    while chunk := connection.recv(1 << 16):
-        received += chunk
-        head, end, body = received.partition(b"\r\n\r\n")
-        length = re.search(rb"(?i)content-length: *(\d+)", head)
-        if end and len(body) >= int(length[1] if length else 0):
-            break
-    return received
-
-
-@contextmanager
-def scripted(*replies: bytes | None) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that gives these replies in turn, on one connection each; None: it closes without one."""
-    seen: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.settimeout(PATIENCE_S)
-
-        def serve() -> None:
-            for reply in replies:
-                connection, _ = listening.accept()
-                with connection:
-                    connection.settimeout(PATIENCE_S)
-                    seen.append(whole_request(connection))
-                    connection.sendall(reply or b"")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", seen
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-
-
-def reply(status: str, body: Any, *headers: str) -> bytes:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = "\r\n".join([f"HTTP/1.1 {status}", f"Content-Length: {len(content)}", *headers])
-    return head.encode() + b"\r\n\r\n" + content
-
-
-BUSY = reply(
-    "429 Too Many Requests",
-    {"error": {"type": "overloaded", "message": "busy", "request_id": "r1"}},
-    "Retry-After: 0",
-)
-ANSWER = reply(
-    "200 OK",
-    {
-        "id": "r2", "model": "m@1", "catalog_version": "c", "items": [{"item_id": "x", "score": -1.5, "rank": 1}],
-        "usage": {"prompt_tokens": 1, "history_items": 1, "unknown_items": 0, "unknown_item_ids": [],
-                  "layout": "causal"},
-        "timing_ms": {"queue": 0, "prepare": 0, "device": 0, "total": 0},
-    },
-)  # fmt: skip
-
-
 def test_nothing_is_asked_twice_unless_it_is_wanted() -> None:
     with scripted(BUSY) as (url, seen), jgr.Client(url) as client:
         with pytest.raises(jgr.Overloaded, match="busy") as caught:
@@ -196,36 +125,6 @@ def test_a_retry_waits_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatc
     with scripted(*patient, None, ANSWER) as (url, _), jgr.Client(url, retries=4) as client:
         assert client.recommend(["x"]).id == "r2"
     assert waits == [7.0, remote.MAX_WAIT_S, 4 * remote.FIRST_WAIT_S, 8 * remote.FIRST_WAIT_S]
-
-
-def test_a_kept_connection_that_was_closed_is_opened_again() -> None:
-    with scripted(ANSWER, ANSWER) as (url, seen), jgr.Client(url) as client:
-        assert client.recommend(["x"]).id == client.recommend(["x"]).id == "r2"
-        assert len(seen) == 2
-
-
-def test_an_answer_that_is_cut_off_may_be_asked_for_again() -> None:
-    with scripted(ANSWER[:-9], ANSWER) as (url, seen), jgr.Client(url, retries=1) as client:
-        assert client.recommend(["x"]).id == "r2" and len(seen) == 2
-    with scripted(ANSWER[:-9], ANSWER) as (url, _), jgr.Client(url) as client:
-        with pytest.raises(jgr.Unavailable, match="9 more expected"):
-            client.recommend(["x"])
-        assert client.recommend(["x"]).id == "r2"
-
-
-def test_a_forked_process_has_connections_of_its_own(
-    client: jgr.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes on one connection would read each other's answers."""
-    client.recommend(["a"], top_k=3)
-    (connection,) = client._idle
-    parents = connection.sock
-    with monkeypatch.context() as child:
-        child.setattr(remote.os, "getpid", lambda: -1)
-        assert ids(client.recommend(["a"], top_k=3)) == ["c", "d", "7"]
-        (own,) = client._idle
-        client.recommend(["a"], top_k=3)
-        assert own.sock not in (None, parents) and list(client._idle) == [own]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +162,7 @@ def test_nobody_answers() -> None:
     "url",
     ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:port", "http://u:p@x", "http://x?y", "http://x?", "http://x#y",
      "http://x:0", "http://@x", "http://x y", "http://x/\r\nY: z", "http://x\0y", "http://b\xfccher", "http://x:70000",
-     "http://[::1", None, b"http://x", 8000],
+     "http://[::1", "http://.x", None, b"http://x", 8000],
 )  # fmt: skip
 def test_addresses_that_are_none(url: Any) -> None:
     with pytest.raises(jgr.Error, match="URL"):

@@ -146,7 +146,7 @@ def ask(folder: Path, env: dict[str, str], *names: str) -> list[str]:
 
 def test_only_weights_config_and_tokenizer_are_fetched_of_the_commit(tmp_path: Path, server: Hub) -> None:
     env = environment(tmp_path / "home", server.url)
-    names = ("org/tiny", "org/tiny@v1", f"org/tiny@{OLD}")
+    names = ("hf://org/tiny", "hf://org/tiny@v1", f"hf://org/tiny@{OLD}")
     lines = [line.split() for line in ask(tmp_path, env, *names)]
     assert [Path(line[0]).name for line in lines] == [NEW, OLD, OLD]
     for line in lines:
@@ -157,48 +157,57 @@ def test_only_weights_config_and_tokenizer_are_fetched_of_the_commit(tmp_path: P
     assert not [path for path in server.asked if path.endswith((".bin", ".py")) or "original" in path]
 
 
-def test_a_folder_of_that_name_goes_first(tmp_path: Path, server: Hub) -> None:
-    (tmp_path / "org" / "tiny").mkdir(parents=True)
-    (tmp_path / "org" / "tiny" / "mine").touch()
-    assert ask(tmp_path, environment(tmp_path / "home", server.url), "org/tiny") == ["org/tiny mine"]
+def test_a_path_is_never_asked_for(tmp_path: Path, server: Hub) -> None:
+    """Not even one that the hub has a model for: a typing error in a path is told as one."""
+    env = environment(tmp_path / "home", server.url)
+    for argv in (["serve"], ["config"], ["convert", "--items=i", "--family=minionerec", "--out=o"]):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, argv[0], "org/tiny", *argv[1:]], cwd=tmp_path, env=env,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.endswith("; a model of the Hugging Face hub is named hf://org/tiny\n"), done.stderr
     assert server.asked == []
 
 
 def test_what_the_hub_lacks_is_one_clear_line(tmp_path: Path, server: Hub) -> None:
     env = environment(tmp_path / "home", server.url)
-    lines = ask(tmp_path, env, "org/none", "org/tiny@v9")
+    lines = ask(tmp_path, env, "hf://org/none", "hf://org/tiny@v9", "hf://org")
     assert lines == [
-        "refused model.path: there is no model folder org/none, and the Hugging Face hub has no model of this name, "
-        "or it needs a token (HF_TOKEN)",
-        "refused model.path: there is no model folder org/tiny@v9, and org/tiny on the Hugging Face hub has no "
+        "refused model.path: hf://org/none is not on this machine, and the Hugging Face hub has no model of this "
+        "name, or it needs a token (HF_TOKEN)",
+        "refused model.path: hf://org/tiny@v9 is not on this machine, and org/tiny on the Hugging Face hub has no "
         "revision v9",
+        "refused model.path: 'hf://org' is no name of the Hugging Face hub, such as hf://org/name@revision",
     ]
 
 
 def test_without_a_network_what_was_fetched_is_used(tmp_path: Path, server: Hub) -> None:
     home = tmp_path / "home"
-    fetched = ask(tmp_path, environment(home, server.url), "org/tiny")
+    fetched = ask(tmp_path, environment(home, server.url), "hf://org/tiny")
     offline = environment(home, server.url, HF_HUB_OFFLINE="1")
     asked = len(server.asked)
-    again, other = ask(tmp_path, offline, "org/tiny", "org/other")
+    again, other = ask(tmp_path, offline, "hf://org/tiny", "hf://org/other")
     assert [again] == fetched
     assert other.startswith(
-        "refused model.path: there is no model folder org/other, and the Hugging Face hub could not be asked: "
+        "refused model.path: hf://org/other is not on this machine, and the Hugging Face hub could not be asked: "
     )
     assert len(server.asked) == asked
     down = environment(tmp_path / "empty", "http://127.0.0.1:9")
-    (line,) = ask(tmp_path, down, "org/tiny")
-    assert "there is no model folder org/tiny, and the Hugging Face hub could not be asked: " in line
+    (line,) = ask(tmp_path, down, "hf://org/tiny")
+    assert "hf://org/tiny is not on this machine, and the Hugging Face hub could not be asked: " in line
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(hub.ConfigError, match=r"no model folder org/tiny; .*: pip install jgr\[hub\]"):
-        hub.local("org/tiny")
+    with pytest.raises(
+        hub.ConfigError, match=r"hf://org/tiny is not on this machine; .*: pip install jgr\[hub\]"
+    ):
+        hub.local("hf://org/tiny")
 
 
-@pytest.mark.parametrize("name", ["/abs/path", "./a/b", "a", "a/b/c", "../a", "a/b@", "a/b\0", "-a/b"])
+@pytest.mark.parametrize("name", ["/abs/path", "./a/b", "a/b", "a/b@main"])
 def test_other_paths_are_never_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

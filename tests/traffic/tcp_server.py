@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,10 +16,13 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody"
 
 
 @asynccontextmanager
-async def tcp_server(answers: list[bytes], received: list[bytes]) -> AsyncIterator[Target]:
+async def tcp_server(
+    answers: list[bytes], received: list[bytes], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Target]:
     """Answers the n-th request of a connection with answers[n], and closes the connection after the last one.
 
-    Whoever connects must have closed its side before the block ends.
+    tls: with which it is asked by https, by whoever knows its authority. Whoever connects must have closed its side
+    before the block ends.
     """
     handlers: list[asyncio.Task[Any] | None] = []
 
@@ -34,8 +38,8 @@ async def tcp_server(answers: list[bytes], received: list[bytes]) -> AsyncIterat
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
     async with server:
         host, port = server.sockets[0].getsockname()
-        yield Target(host, port, "k3y")
+        yield Target(host, port, "k3y", secure=tls is not None)
         await asyncio.gather(*filter(None, handlers))

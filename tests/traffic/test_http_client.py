@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
+from pathlib import Path
 
 import pytest
+import trustme
 
+from jgr.fields import UserError
 from jgr.traffic.http_client import (
     BAD_RESPONSE,
     DISCONNECTED,
@@ -15,8 +19,9 @@ from jgr.traffic.http_client import (
     HttpConnection,
     Target,
     Verdict,
-    parse_url,
+    target_of,
 )
+from jgr.traffic.open_loop import reach
 from jgr.traffic.schedule import LoadError, Request
 from tests.traffic.tcp_server import OK, tcp_server
 
@@ -27,10 +32,12 @@ from tests.traffic.tcp_server import OK, tcp_server
         ("http://127.0.0.1:8000", Target("127.0.0.1", 8000)),
         ("http://localhost/", Target("localhost", 80)),
         ("http://[::1]:9", Target("::1", 9)),
+        ("https://localhost", Target("localhost", 443, secure=True)),
+        ("https://127.0.0.1:8443/shop/jgr/", Target("127.0.0.1", 8443, secure=True, path="/shop/jgr")),
     ],
 )
 def test_urls_of_this_machine(url: str, target: Target) -> None:
-    assert parse_url(url) == target
+    assert target_of(url) == target
     assert target.is_loopback
 
 
@@ -39,17 +46,16 @@ def test_urls_of_this_machine(url: str, target: Target) -> None:
     [
         "",
         "127.0.0.1:8000",
-        "https://127.0.0.1",
+        "ftp://127.0.0.1",
         "http://",
         "http://x:y",
-        "http://x/v1",
         "http://a@x",
         "http://x?y",
     ],
 )
 def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(LoadError, match="URL"):
-        parse_url(url)
+    with pytest.raises(UserError, match="URL"):
+        target_of(url)
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "example.org", "0.0.0.0", "localhost.example.org", "::2"])
@@ -58,9 +64,38 @@ def test_other_hosts_are_not_loopback(host: str) -> None:
 
 
 def test_an_api_key_cannot_smuggle_headers() -> None:
-    assert parse_url("http://localhost", "k3y").api_key == "k3y"
+    assert target_of("http://localhost", "k3y").api_key == "k3y"
     with pytest.raises(LoadError, match="API key"):
-        parse_url("http://localhost", "k\r\nHost: x")
+        target_of("http://localhost", "k\r\nHost: x")
+
+
+def test_https_and_what_stands_before_every_path(tmp_path: Path) -> None:
+    """Only a server of the authority that is named is told anything."""
+    authority = trustme.CA()
+    ca_file, context = str(tmp_path / "ca.pem"), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.cert_pem.write_to_path(ca_file)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    received: list[bytes] = []
+
+    async def main() -> list[Verdict]:
+        async with tcp_server([OK, OK], received, context) as server:
+            with pytest.raises(LoadError, match="certificate verify failed"):
+                await reach(server, 30.0)
+            target = target_of(f"https://127.0.0.1:{server.port}/shop/jgr", "k3y", ca_file)
+            connection = await HttpConnection.open(target)
+            with contextlib.closing(connection):
+                return [await _answer(connection, target) for _ in range(2)]
+
+    assert asyncio.run(main()) == [Verdict("200")] * 2
+    assert [head.split(b"\r\n")[0] for head in received] == [b"POST /shop/jgr/v1/rank HTTP/1.1"] * 2
+    with pytest.raises(UserError, match=r"ca_file: .*nowhere\.pem is no PEM file"):
+        target_of("https://localhost", ca_file=str(tmp_path / "nowhere.pem"))
+
+
+async def _answer(connection: HttpConnection, target: Target) -> Verdict:
+    ended: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+    connection.send(target.render(Request("/v1/rank", b'{"a":1}')), ended.set_result)
+    return await ended
 
 
 def _post(answers: list[bytes], count: int) -> tuple[list[Verdict], bool, list[bytes]]:
@@ -70,12 +105,8 @@ def _post(answers: list[bytes], count: int) -> tuple[list[Verdict], bool, list[b
     async def main() -> tuple[list[Verdict], bool, list[bytes]]:
         async with tcp_server(answers, received) as target:
             connection = await HttpConnection.open(target)
-            verdicts = []
             with contextlib.closing(connection):
-                for _ in range(count):
-                    ended = asyncio.get_running_loop().create_future()
-                    connection.send(target.render(Request("/v1/rank", b'{"a":1}')), ended.set_result)
-                    verdicts.append(await ended)
+                verdicts = [await _answer(connection, target) for _ in range(count)]
                 return verdicts, connection.usable, received
 
     return asyncio.run(main())

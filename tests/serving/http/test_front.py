@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from jgr.config import ConfigError
 from jgr.serving.http.docs_page import PATHS, POLICY
 from jgr.serving.http.front import check_tls
+from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 from tests.serving.http.test_http import ROOT
 
@@ -33,20 +33,7 @@ JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A certificate for 127.0.0.1 with its key, the authority that signed it, and another certificate's key."""
-    folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
-    made = authority.issue_cert("127.0.0.1", "localhost")
-    paths = {name: folder / f"{name}.pem" for name in ("certificate", "key", "authority", "other")}
-    made.private_key_pem.write_to_path(str(paths["key"]))
-    for blob in made.cert_chain_pems:
-        blob.write_to_path(str(paths["certificate"]), append=True)
-    authority.cert_pem.write_to_path(str(paths["authority"]))
-    authority.issue_cert("127.0.0.1").private_key_pem.write_to_path(str(paths["other"]))
-    return paths
-
-
-def tls(pems: dict[str, Path], key: str = "key") -> tuple[str, str]:
-    return f"server.tls_certificate={pems['certificate']}", f"server.tls_key={pems[key]}"
+    return make_pems(tmp_path_factory.mktemp("tls"))
 
 
 def test_requests_are_answered_by_https_and_only_by_it(

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import jgr
 from jgr.catalog.catalog import Catalog, load_catalog, save_catalog
 from jgr.config import ConfigError, UserError, override
 from jgr.data.interactions import Examples, Ragged
-from jgr.evaluation.client import Client, RemoteServer
+from jgr.evaluation.client import RemoteServer
 from jgr.evaluation.served import Query
 from jgr.models import scorers
 from jgr.models.scorers import Candidates, ScorerConfig, Users
@@ -198,7 +199,7 @@ def test_an_evaluation_ranks_the_whole_catalog(hstu: ScorerServer, stu: ScorerSe
     for server, cfg in ((hstu, HSTU), (stu, STU)):
         expected = np.stack([directly(cfg, body)[:, 0] for body in bodies])
         for exclude in (False, True):
-            with Client(server.url) as client:
+            with jgr.Client(server.url) as client:
                 remote = RemoteServer(client, CATALOG)
                 found = remote.recommend_all(examples, Query(60, exclude_history=exclude))
             for row, scores, body in zip(found, expected, bodies, strict=True):

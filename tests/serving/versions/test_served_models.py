@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
+import jgr
 from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, ConfigError
-from jgr.evaluation.client import Client, RemoteServer
+from jgr.evaluation.client import RemoteServer
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.decoders.serve import decoder_engine
 from jgr.serving.engine.engine import Engine, Rebuild
@@ -192,7 +193,7 @@ def test_what_is_of_one_catalog_names_its_model(server: LiveServer) -> None:
 
 
 def test_an_evaluation_asks_the_model_that_it_names_or_the_one_of_its_catalog(server: LiveServer) -> None:
-    with Client(server.listener.url) as client:
+    with jgr.Client(server.listener.url) as client:
         assert RemoteServer(client, CATALOG, "ranker").info.id == "jgr"
         remote = RemoteServer(client, CAPITALS)
         ((best, other),) = remote.rank_all([{key: RANK_CAPITALS[key] for key in ("history", "candidates")}])
