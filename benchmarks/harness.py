@@ -33,7 +33,8 @@ from absl import logging as absl_logging
 import jgr
 from benchmarks import pictures
 from jgr.evaluation import machine as machines
-from jgr.evaluation.machine import BusyMachine, Quiet
+from jgr.evaluation.machine import BusyMachine as BusyMachine
+from jgr.evaluation.machine import Quiet as Quiet
 
 T = TypeVar("T")
 Row = dict[str, Any]
