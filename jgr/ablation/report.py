@@ -9,7 +9,7 @@ from typing import Any
 
 from jgr.ablation.counts import COUNTS
 from jgr.ablation.measure import TOLERANCE, Difference, Found, Times
-from jgr.ablation.mechanisms import SYSTEMS, Mechanism, System, variants
+from jgr.ablation.mechanisms import ALL, NONE, SYSTEMS, Mechanism, System, variants
 
 WIDTH = 110
 
@@ -60,9 +60,13 @@ def _times(times: Times | None) -> tuple[str, str]:
     low, high = times.interval_ms
     ratio_low, ratio_high = times.interval_over_all
     return (
-        f"{times.mean_ms:.3g} ms ({low:.3g} to {high:.3g})",
+        f"{_short(times.mean_ms)} ms ({_short(low)} to {_short(high)})",
         f"{times.over_all:.2f} ({ratio_low:.2f} to {ratio_high:.2f})",
     )
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _columns(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
@@ -131,8 +135,12 @@ def listing(systems: Iterable[System] = tuple(SYSTEMS.values())) -> list[str]:
     """The table of mechanisms for a terminal."""
     shown: list[str] = []
     for system in systems:
-        shown += [f"{system.name}: {system.title}", "", f"  all on:  {' '.join(system.on)}"]
-        shown += [f"  all off: {' '.join(system.off)}", ""]
+        shown += [f"{system.name}: {system.title}", ""]
+        for name, settings in ((ALL, system.on), (NONE, system.off)):
+            shown += textwrap.wrap(
+                f"{name}: {' '.join(settings)}", WIDTH, initial_indent="  ", subsequent_indent="    "
+            )
+        shown.append("")
         for one in system.mechanisms:
             verb = "with" if one.added else "without"
             shown.append(f"  {', '.join(one.numbers)}: {verb} {one.name}: {switch(one)}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jgr.ablation.measure import Engine, Found
     from jgr.ablation.mechanisms import System, Variant
 
-HELP = "bat, xgr or flame: switch each mechanism of a paper off alone, and count what changes"
+HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count what changes"
 
 
 def define_flags() -> None:
