@@ -12,19 +12,17 @@ Exit codes: 0 measured (claims may fail: the result says so), 2 something is mis
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -33,6 +31,10 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import jgr
+from benchmarks import pictures
+from jgr.evaluation import machine as machines
+from jgr.evaluation.machine import BusyMachine as BusyMachine
+from jgr.evaluation.machine import Quiet as Quiet
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -40,13 +42,9 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-MAX_OTHERS_CORES = 0.1
-"""How many cores other processes may keep busy while we time."""
 PATIENCE_S = 600.0
 QUICK_PATIENCE_S = 20.0
 """Seconds that a run may lose to waiting for others and to rounds that they disturbed."""
-_SAMPLE_S = 1.0
-_TICKS_S = 0.03  # what the kernel's coarse accounting may make up
 _SETTLE_S = 0.05  # OpenMP's and XLA's idle threads spin for a while, on the cores that the next run needs
 
 
@@ -54,19 +52,21 @@ class Missing(Exception):
     """Something that the benchmark needs is not there; the message is one line that says how to get it."""
 
 
-class BusyMachine(Exception):
-    """Other processes kept the machine busy for as long as we were willing to wait."""
-
-
 @dataclass(frozen=True)
 class Claim:
-    """One figure that README quotes. id: words joined by hyphens; README shows it with spaces."""
+    """One figure that README quotes.
+
+    id: words joined by hyphens, for programs. title: what was measured, in words for people who know nothing of the
+    benchmark; empty: benchmarks/titles.py has it. interval: the ends of the value's 95 % interval, where it has one.
+    """
 
     id: str
     value: float
     unit: str
     better: Literal["higher", "lower"]
     target: float
+    title: str = ""
+    interval: tuple[float, float] | None = None
 
     @property
     def holds(self) -> bool:
@@ -74,7 +74,10 @@ class Claim:
 
     def to_json(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in ("id", "value", "unit", "better", "target")}
-        return {**fields, "holds": self.holds}
+        extra: dict[str, Any] = {"title": self.title} if self.title else {}
+        if self.interval is not None:
+            extra["interval"] = list(self.interval)
+        return {**fields, "holds": self.holds, **extra}
 
 
 class Measured(NamedTuple):
@@ -89,7 +92,8 @@ class Benchmark:
     """A runnable benchmark.
 
     name: the name of its file and of its results. measure: (quick, quiet) -> Measured. packages: those whose versions
-    matter. sources: the files that do the measuring. plot: draws the rows into a PNG file. device: what computes.
+    matter. sources: the files that do the measuring. plot: draws the rows into a PNG file; None: the claims are drawn.
+    device: what computes.
     """
 
     name: str
@@ -163,87 +167,6 @@ def note(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-class CpuTimes(NamedTuple):
-    """Busy CPU seconds of all processors, those of this process and its children, and the time of the sample in s."""
-
-    busy_s: float
-    own_s: float
-    at_s: float
-
-
-def busy_ticks(stat: str) -> int:
-    """The busy CPU time since boot in /proc/stat; time stolen by other machines of the host counts as busy."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, stat.split("\n", 1)[0].split()[1:9])
-    return user + nice + system + irq + softirq + steal
-
-
-def tree_ticks(stats: Iterable[str], root: int) -> int:
-    """The CPU time of process `root` and its descendants, ended ones too, from their /proc/<pid>/stat."""
-    parents, ticks = {}, {}
-    for stat in stats:
-        fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold anything
-        pid = int(stat.split(" ", 1)[0])
-        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-
-    def is_ours(pid: int) -> bool:
-        return pid == root or (pid in parents and is_ours(parents[pid]))
-
-    return sum(n for pid, n in ticks.items() if is_ours(pid))
-
-
-def others_seconds(before: CpuTimes, after: CpuTimes) -> float:
-    """CPU seconds that other processes used between two samples."""
-    return max(0.0, (after.busy_s - before.busy_s) - (after.own_s - before.own_s))
-
-
-def _cpu_times() -> CpuTimes:
-    stats = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            stats.append(path.read_text())
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    own_s = tree_ticks(stats, os.getpid()) / ticks_per_s
-    return CpuTimes(busy_ticks(Path("/proc/stat").read_text()) / ticks_per_s, own_s, time.monotonic())
-
-
-class Quiet:
-    """Judges whether the machine was left to us; raises BusyMachine when waiting took more than patience_s."""
-
-    def __init__(
-        self,
-        patience_s: float,
-        sample: Callable[[], CpuTimes] = _cpu_times,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._patience_s, self._sample, self._sleep = patience_s, sample, sleep
-        self._lost_s = 0.0
-
-    def wait(self) -> CpuTimes:
-        """Wait for a quiet second; the sample at its end."""
-        while True:
-            start = self._sample()
-            self._sleep(_SAMPLE_S)
-            end = self._sample()
-            if self._judge(start, end):
-                return end
-
-    def was_quiet_since(self, start: CpuTimes) -> bool:
-        """Whether what was timed since `start` counts."""
-        return self._judge(start, self._sample())
-
-    def _judge(self, start: CpuTimes, end: CpuTimes) -> bool:
-        elapsed_s, others_s = end.at_s - start.at_s, others_seconds(start, end)
-        if others_s <= MAX_OTHERS_CORES * elapsed_s + _TICKS_S:
-            return True
-        self._lost_s += elapsed_s
-        if self._lost_s >= self._patience_s:
-            raise BusyMachine(
-                f"other processes keep {others_s / elapsed_s:.2f} cores busy ({MAX_OTHERS_CORES} is the limit), and "
-                f"{self._lost_s:.0f} s were lost on that: no result; stop them and try again"
-            )
-        return False
-
-
 def require(package: str, version: str) -> Any:
     """Import a package that jgr itself does not need, in exactly this version; Missing says how to install it."""
     try:
@@ -253,20 +176,6 @@ def require(package: str, version: str) -> Any:
     if found != version:
         raise Missing(f"needs {package}=={version}, which is {found}: pip install {package}=={version}")
     return importlib.import_module(package)
-
-
-def machine() -> dict[str, Any]:
-    """The machine in words, without its name."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    models = [line.split(":", 1)[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    system = platform.freedesktop_os_release().get("PRETTY_NAME", "unknown distribution")
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory_bytes / 2**30),
-        "os": f"{system}, {platform.system()} {'.'.join(platform.release().split('.')[:2])}",
-    }
 
 
 def source_hash(files: Iterable[Path], root: Path = ROOT) -> str:
@@ -283,16 +192,7 @@ def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
 
     Results do not count as a difference: those of one benchmark must not mark the next one as dirty.
     """
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
-
-    status = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return git("rev-parse", "HEAD"), None if status is None else bool(status)
+    return machines.commit(root, "benchmarks/results")
 
 
 def describe(benchmark: Benchmark, command: str, measured: Measured) -> dict[str, Any]:
@@ -306,7 +206,7 @@ def describe(benchmark: Benchmark, command: str, measured: Measured) -> dict[str
         "dirty": dirty,
         "source_hash": source_hash([Path(__file__), *benchmark.sources]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machines.machine(),
         "versions": {"python": platform.python_version(), "jgr": jgr.__version__, **versions},
         "claims": [claim.to_json() for claim in measured.claims],
         "rows": list(measured.rows),
@@ -337,7 +237,11 @@ def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
         path = Path(out) if out else RESULTS / f"{benchmark.name}.{benchmark.device}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
-        if benchmark.plot:
-            benchmark.plot(measured.rows, path.with_suffix(".png"))
+        if find_spec("matplotlib") is None:
+            print(
+                "no picture: matplotlib is not installed (python -m tools.pictures draws it)", file=sys.stderr
+            )
+        else:
+            pictures.draw(result, path.with_suffix(".png"), benchmark.plot)
     print(json.dumps(result))
     return 0

@@ -188,11 +188,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     curves = {"losses": "loss, nats a target", "validation_recall@10": "validation recall@10"}
     trained = [row for row in rows if "training" in row]
-    shown = [name for name in curves if any(row["training"][name] for row in trained)]
+    shown = [name for name in curves if any(row["training"].get(name) for row in trained)]
     figure = Figure(figsize=(5 * len(shown), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         for row in trained:
-            if row["training"][name]:
+            if row["training"].get(name):  # older results have no losses
                 axes.plot(*zip(*row["training"][name], strict=True), marker=".", label=row["of"])
         axes.set_xlabel("training step")
         axes.set_ylabel(curves[name])

@@ -38,7 +38,7 @@ FLOORS = (
     ("jgr.models", "jgr.training"),
     ("jgr.cache", "jgr.placement", "jgr.features", "jgr.embeddings"),
     ("jgr.serving.policies",),
-    ("jgr.serving", "jgr.client", "jgr.simulation", "jgr.evaluation", "jgr.traffic"),
+    ("jgr.serving", "jgr.client", "jgr.simulation", "jgr.evaluation", "jgr.traffic", "jgr.ablation"),
     ("jgr.cli", "tools"),
 )
 SIDE_BY_SIDE = (("jgr.serving.decoders", "jgr.serving.scorers"),)

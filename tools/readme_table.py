@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.titles import shown, unit
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 EVERY_CLAIM = ROOT / "docs" / "benchmarks.md"
@@ -55,11 +57,11 @@ def load_results(folder: Path = RESULTS) -> list[Result]:
 
 
 def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
-    """A Markdown table, a row for each claim, or for those of `only`.
+    """A Markdown table, a row for each claim, or for those of `only`; benchmarks/titles.py has their words.
 
     That nothing was wrong is a row only where it does not hold.
     """
-    rows = [("what", "measured", "target", "machine, commit", "command")]
+    rows = [("what was measured", "measured", "better", "target", "machine, commit", "command")]
     for result in results:
         machine, measured_commit = result["machine"], result["measured_commit"]
         where = f"{machine['cpu']}, {machine['cores']} cores, " + (
@@ -71,8 +73,9 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
             target = f"{'≥' if claim['better'] == 'higher' else '≤'} {claim['target']:,.4g}"
             rows.append(
                 (
-                    claim["id"].replace("-", " "),
-                    f"{claim['value']:,.4g} {claim['unit']}".rstrip(),
+                    shown(claim),
+                    f"{claim['value']:,.4g} {unit(claim)}".rstrip(),
+                    claim["better"],
                     target if claim["holds"] else f"{target}, **missed**",
                     where,
                     f"`{result['command']}`",

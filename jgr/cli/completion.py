@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_origin
 from absl import flags
 
 from jgr import named_configs
+from jgr.ablation.mechanisms import SYSTEMS
 from jgr.cli import console
 from jgr.cli.completion_scripts import SCRIPTS
 from jgr.cli.main import COMMANDS
@@ -28,6 +29,7 @@ from jgr.config_reference import Field, reference
 
 HELP = "print the completion script of a shell: bash, zsh or fish"
 WORDS = {
+    "ablate": tuple(SYSTEMS),
     "bench": ("ops", "serve"),
     "catalog": ("build", "inspect"),
     "features": ("load",),

@@ -38,6 +38,7 @@ COMMANDS = {
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",
     "profile": "jgr.cli.profile",
+    "ablate": "jgr.cli.ablate",
     "config": "jgr.cli.config",
     "completion": "jgr.cli.completion",
 }

@@ -13,10 +13,10 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from jgr.serving.prefill import Asked, Prefill, Prefilled
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import load_any
 from jgr.serving.versions.served_models import Models
+
+T = TypeVar("T")
 
 IN_FLIGHT = 256
 """The most requests that one call with several histories has in the engine at a time, if its queue takes so many."""
@@ -66,6 +68,10 @@ class Engine(Recommender):
     def close(self) -> None:
         self._stop()
 
+    def metrics(self) -> str:
+        """The engine's series as a server shows them under /metrics. Raises Unavailable after `close`."""
+        return self._thread.metrics().result()
+
     def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         answers = self._thread.begin(kind, bodies)
         try:
@@ -96,6 +102,17 @@ class _EngineThread:
 
     def begin(self, kind: Kind, bodies: Sequence[bytes]) -> Future[list[Any]]:
         """Ask for all bodies at once. Unavailable after `stop`, and in a forked process, which has no such thread."""
+        return self._begin(lambda: self._answers(kind, bodies))
+
+    def metrics(self) -> Future[str]:
+        """Read the series on the event loop, which writes them. Unavailable as in `begin`."""
+
+        async def read() -> str:
+            return self.models.render_metrics().decode()
+
+        return self._begin(read)
+
+    def _begin(self, what: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
         if os.getpid() != self._process:
             raise Unavailable(
                 "a forked process cannot ask its parent's engine; make one there", "unavailable"
@@ -103,7 +120,7 @@ class _EngineThread:
         with self._lock:  # so that what is accepted stands in the loop's queue before the stop
             if self._closed:
                 raise Unavailable("the engine is closed", "unavailable")
-            return asyncio.run_coroutine_threadsafe(self._answers(kind, bodies), self._loop)
+            return asyncio.run_coroutine_threadsafe(what(), self._loop)
 
     def stop(self) -> None:
         """Finish what was accepted, and end the thread. May be called from any thread, and again."""

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import beam_vs_peers as bench
 from benchmarks import harness
 from benchmarks.beam_vs_peers import Found
-from benchmarks.harness import CpuTimes, Quiet
 from benchmarks.peers import workload
 from benchmarks.peers.workload import Beams, agreement
+from jgr.evaluation.machine import CpuTimes, Quiet
 from jgr.models import decoder, params
 
 

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import cost_model
 from benchmarks.bat_nodes import BOOKS, ITEM_TOKENS, speed_row
 from benchmarks.cost_model import LAZY
-from benchmarks.harness import CpuTimes, Quiet
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.evaluation.machine import CpuTimes, Quiet
 from jgr.models import params
 from jgr.models.beam import catalog_tables
 from jgr.models.costs import Cost

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from benchmarks import h200_serving as bench
-from benchmarks.harness import ROOT, CpuTimes, Missing, Quiet
+from benchmarks.harness import ROOT, Missing
+from jgr.evaluation.machine import CpuTimes, Quiet
 
 QUIET = Quiet(1.0, sample=lambda: CpuTimes(0.0, 0.0, 0.0), sleep=lambda seconds: None)
 

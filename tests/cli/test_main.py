@@ -95,6 +95,8 @@ EXTRAS = [
     (["convert"], ["orbax"], "train"),
     (["ids", "--data=x", "--method=rqvae"], ["optax"], "train"),
     (["bench", "serve", "--rates=1", "--plot=a.png"], ["matplotlib"], "plot"),
+    (["ablate", "bat", "--model=x", "--plot=a.png"], ["matplotlib"], "plot"),
+    (["ablate", "bat"], ["orbax"], "train"),
 ]
 
 

@@ -278,3 +278,12 @@ def test_an_engine_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     for settings in ("beam.width=3", {"beam.width": 3}):
         with pytest.raises(jgr.Error, match="settings must be a list such as"):
             jgr.Engine(Config(), settings)  # type: ignore[arg-type]
+
+
+def test_metrics_are_what_a_server_shows(made: Made) -> None:
+    assert 'jgr_batch_size_count{kind="recommend"} 0.0' in made.engine.metrics()
+    made.engine.recommend(["a"], top_k=3)
+    assert 'jgr_batch_size_count{kind="recommend"} 1.0' in made.engine.metrics()
+    made.engine.close()
+    with pytest.raises(jgr.Unavailable, match="the engine is closed"):
+        made.engine.metrics()

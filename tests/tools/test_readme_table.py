@@ -55,15 +55,31 @@ def test_every_headline_is_a_claim() -> None:
 
 
 def test_a_row_for_each_claim() -> None:
+    where = r"Some\|CPU, 2 cores"
     assert table([RESULT, {**RESULT, "measured_commit": None, "claims": RESULT["claims"][:1]}]).split(
         "\n"
     ) == [
-        "| what | measured | target | machine, commit | command |",
-        "|---|---|---|---|---|",
-        r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
-        r"| error | 2.3e-05 | ≤ 1e-05, **missed** | Some\|CPU, 2 cores, 01234567 | `python -m benchmarks.x` |",
-        r"| the speed | 4,321 requests/s | ≥ 4,000 | Some\|CPU, 2 cores, not committed | `python -m benchmarks.x` |",
+        "| what was measured | measured | better | target | machine, commit | command |",
+        "|---|---|---|---|---|---|",
+        rf"| the speed | 4,321 requests/s | higher | ≥ 4,000 | {where}, 01234567 | `python -m benchmarks.x` |",
+        rf"| error | 2.3e-05 | lower | ≤ 1e-05, **missed** | {where}, 01234567 | `python -m benchmarks.x` |",
+        rf"| the speed | 4,321 requests/s | higher | ≥ 4,000 | {where}, not committed | `python -m benchmarks.x` |",
     ]
+
+
+def test_a_claim_is_told_in_its_title_and_a_ratio_in_times() -> None:
+    of = {"value": 1.49, "unit": "x", "better": "higher", "target": 1.6, "holds": False}
+    known = "bat-over-re-on-the-best-workload-at-90-percent-skew"
+    claims = [{"id": "some-words", "title": "Some | words", **of}, {"id": known, **of}]
+    rows = table([{**RESULT, "claims": claims}]).split("\n")[2:]
+    assert [row.split(" | ")[:4] for row in rows] == [
+        [r"| Some \| words", "1.49 times", "higher", "≥ 1.6, **missed**"],
+        [
+            "| Requests per second of BAT over caching nothing, where it gains most; 90 % of accesses go to a tenth of "
+            "the items",
+            "1.49 times", "higher", "≥ 1.6, **missed**",
+        ],
+    ]  # fmt: skip
 
 
 def test_a_row_for_each_dataset_of_the_quality_benchmarks() -> None:

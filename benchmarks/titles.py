@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each claim says in plain words, for tables and pictures.
+
+A claim may bring its own title; those of results without one stand here, by the pattern of their ids. A word of an id
+that is put into a title is looked up in WORDS first. A title says what was measured and of what; its unit, the target
+and whether more or less is better stand beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "measure": {
+        "p50": "the median latency",
+        "p99": "the 99th percentile of the latency",
+        "rate": "the rate of answers",
+    },
+    "bat": {
+        "abc": "the whole of BAT",
+        "ab": "BAT without hotness",
+        "ac": "BAT without replicating hot items",
+        "a": "BAT's choice of the prefix alone",
+        "none": "caching users only",
+    },
+    "items": {"280k": "280,000", "1m": "a million"},
+    "users": {"all": "all users", "returning": "users who come back"},
+    "placement": {
+        "replicate-over-hash": "all items on each of 4 nodes, over each item on one node",
+        "hrcs-over-replicate": "hot items on all 4 nodes and cold ones on one, over all items on all",
+    },
+    "data": {
+        "ml1m": "MovieLens 1M",
+        "beauty": "Amazon Beauty",
+        "industrial": "Amazon Industrial",
+    },
+    "model": {
+        "beauty": "our generator on Amazon Beauty",
+        "beauty-given-ids": "our generator on Amazon Beauty with published ids",
+        "industrial": "our generator on Amazon Industrial",
+        "ml1m": "our generator on MovieLens 1M",
+        "hstu-industrial": "HSTU on Amazon Industrial",
+        "hstu-ml1m": "HSTU on MovieLens 1M",
+        "hstu-ml1m-whole": "HSTU on all of MovieLens 1M",
+        "hstu-large-ml1m-whole": "HSTU-large on all of MovieLens 1M",
+        "hstu-wide-ml1m-whole": "a wider HSTU on all of MovieLens 1M",
+        "hstu": "HSTU",
+        "stu": "the STU",
+        "decoder": "a dense decoder",
+        "onerec": "OneRec's lazy decoder",
+        "climber": "Climber",
+        "sasrec": "SASRec",
+        "lrurec": "LRURec",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "llama3": "Llama 3",
+    },
+    "served": {
+        "industrial": "a generator",
+        "sasrec_industrial": "a scorer (SASRec)",
+        "hstu_industrial": "a scorer (HSTU)",
+    },
+    "metric": {
+        "hr@10": "Share of users whose next item is among the ten best",
+        "recall@10": "Share of users whose next item is among the ten best",
+        "ndcg@10": "NDCG@10, which counts the next item the more the higher it stands",
+    },
+    "task": {"click": "clicks", "like": "likes", "long_view": "long views"},
+    "peer": {
+        "transformers": "Hugging Face transformers",
+        "vllm": "vLLM",
+        "pytorch": "a PyTorch form that shares the prompt",
+        "paged": "a baseline whose beams are sequences on shared pages",
+        "copied": "a baseline whose beams are sequences with copies of the prompt",
+    },
+    "search": {
+        "unconstrained": "a beam search without a constraint",
+        "full": "a search held to the catalog, scores over the whole vocabulary",
+        "valid": "a search held to the catalog, scores over what may follow",
+    },
+    "workload": {
+        "base": "FLAME's base workload (512 events, 128 candidates)",
+        "long": "FLAME's long workload (1,024 events, 512 candidates)",
+    },
+    "chooser": {"tree": "a decision tree", "heuristic": "jgr's rule"},
+    "endpoint": {"rank": "/v1/rank", "recommend": "/v1/recommend"},
+}
+"""Plain words for parts of ids, by the name of the pattern's group (without the digits at its end)."""
+
+_SKEW = r"-at-(?P<skew>\d+)-percent-skew"
+_SKEWED = "{skew} % of accesses go to a tenth of the items"
+
+TITLES: tuple[tuple[str, str], ...] = (
+    # aiperf_check
+    (
+        r"difference-of-(?P<measure>p50|p99|rate)-from-aiperf-at-(?P<rate>\d+)-per-s",
+        "Distance of jgr's load client from NVIDIA AIPerf in {measure}, at {rate} requests a second (share)",
+    ),
+    # bat_ablation, bat_accuracy, bat_placement, bat_throughput
+    (
+        r"(?P<bat1>abc|a)-over-(?P<bat2>ab|ac|a|none)-books-(?P<items>280k|1m)-(?P<users>all|returning)-users"
+        r"-paper-(?P<paper>[\d.]+)",
+        "Requests per second of {bat1} over {bat2} (paper: {paper}); {items} books, {users}",
+    ),
+    (
+        r"ratios-below-one-of-the-ablation-(?P<users>all|returning)-users" + _SKEW,
+        "How many of the ten speed-ups by BAT's parts are below 1; {users}, " + _SKEWED,
+    ),
+    (
+        r"(?P<data>\w+)-recall@10-of-the-item-prefix-less-that-of-the-user-prefix",
+        "Change of Recall@10 where candidates stand before the user and not behind; {data}",
+    ),
+    (
+        r"(?P<placement>replicate-over-hash|hrcs-over-replicate)-at-(?P<gbit>\d+)-gbit-(?P<users>all|returning)-users"
+        + _SKEW,
+        "Requests per second with {placement}; {gbit} Gb/s, {users}, {skew} % skew",
+    ),
+    (
+        r"pairs-of-nodes-whose-bytes-are-counted-differently",
+        "Pairs of nodes for which three ways to count the bytes sent disagree",
+    ),
+    (
+        r"bat-over-up-on-the-best-workload" + _SKEW,
+        "Requests per second of BAT over always the user first, where it gains most; " + _SKEWED,
+    ),
+    (
+        r"bat-over-re-on-the-best-workload" + _SKEW,
+        "Requests per second of BAT over caching nothing, where it gains most; " + _SKEWED,
+    ),
+    (
+        r"bat-share-of-tokens-reused-on-the-best-workload" + _SKEW,
+        "Share of prompt tokens that BAT takes from its cache, where that is most; " + _SKEWED,
+    ),
+    (
+        r"bat-computed-tokens-over-the-better-of-up-and-ip" + _SKEW,
+        "Tokens BAT computes over those of the better fixed order, where it is worst; " + _SKEWED,
+    ),
+    (
+        r"workloads-on-which-bat-is-slower-than-the-better" + _SKEW,
+        "Workloads on which BAT is slower than the better fixed order; " + _SKEWED,
+    ),
+    # beam_attention, beam_memory, beam_vs_peers, beam_width, early_termination
+    (r"beam-attention-forms-differ-by", "Largest difference between the results of all forms of beam attention"),
+    (
+        r"time-of-beams-as-sequences-over-staged-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)",
+        "Time of attention with a copy of the prompt for each beam, over jgr's; {beams} beams, {tokens} tokens",
+    ),
+    (
+        r"time-of-tree-mask-over-staged-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)",
+        "Time of attention with all beams in one masked sequence, over jgr's; {beams} beams, {tokens} tokens",
+    ),
+    (
+        r"kv-bytes-beside-the-formula",
+        "Bytes of keys and values that differ from the formula, in a compiled 4B generator",
+    ),
+    (r"memory-unexplained", "Largest share of a compiled 4B generator's device memory that nothing explains"),
+    (
+        r"memory-of-a-4b-model-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)",
+        "Device memory of a 4B generator for a prompt of {tokens} tokens and {beams} beams",
+    ),
+    (r"beam-search-peers-missing", "Engines to compare with that could not be run (beam search)"),
+    (r"beam-searches-that-differ-from-a-peer", "Beam searches that find other items than another engine's"),
+    (r"score-difference-from-a-peer", "Largest difference of a score from another engine's for the same model"),
+    (
+        r"least-time-of-any-peer-over-jgr",
+        "Time of the fastest other engine over jgr's, in the beam search where it comes nearest",
+    ),
+    (
+        r"time-of-(?P<peer>\w+)-over-jgr-(?P<search>\w+)-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)",
+        "Time of {peer} over jgr's for {search}; {tokens} tokens, {beams} beams",
+    ),
+    (r"latency-of-beam-400-over-beam-10", "Latency of a search with 400 beams over that with 10"),
+    (r"early-termination-equals-the-sort", "Whether the early end of the search finds what a full sort finds (1: yes)"),
+    (
+        r"share-of-candidates-visited-by-the-heap",
+        "Share of the candidates of a beam step that the paper's heap looks at",
+    ),
+    (
+        r"share-of-candidates-ranked-on-the-device",
+        "Share of the candidates of a beam step that jgr ranks on the device",
+    ),
+    (
+        r"time-of-a-full-sort-over-early-termination-on-the-device",
+        "Time of sorting all candidates of a beam step, over jgr's choice of the best",
+    ),
+    (
+        r"time-of-top-k-over-early-termination-on-the-device",
+        "Time of the compiler's own top-k over a beam step's candidates, over jgr's",
+    ),
+    # cached_recommend, catalog_scaling, cost_model, device_busy
+    (
+        r"cached-recommend-speedup",
+        "Time of a recommendation without a cache over that with a cached history of 128 tokens or more",
+    ),
+    (
+        r"cached-recommend-short-speedup",
+        "Time of a recommendation without a cache over that with a cached history of 54 tokens",
+    ),
+    (
+        r"time-constrained-over-unconstrained-at-every-catalog-size",
+        "Time of a search held to the catalog over a free one, worst of 10,000 to 10 million items",
+    ),
+    (
+        r"time-constrained-over-unconstrained-one-prefix-with-all-children",
+        "Time of a search held to the catalog over a free one, where one prefix has all items",
+    ),
+    (
+        r"load-and-tree-of-(?P<n>[\d.]+)-million-items",
+        "Time to load a catalog of {n} million items and build its prefix tree",
+    ),
+    (
+        r"cost-model-(?P<model>\w+)-held-out-error",
+        "Mean error of predicted run times for shapes that were not measured; {model}",
+    ),
+    (
+        r"device-busy-at-(?P<ms>\d+)-ms-a-batch",
+        "Share of the time that a saturated device is busy, where a batch takes {ms} ms",
+    ),
+    (
+        r"real-over-padded-tokens-in-a-mixed-queue",
+        "Share of computed tokens that were asked for, where long and short requests mix",
+    ),
+    # flame_dso, flame_fke, flame_pda
+    (
+        r"dso-throughput-over-power-of-two-uniform-mix",
+        "Pairs scored per second by executors of fixed sizes over padding to powers of two; any size",
+    ),
+    (
+        r"dso-p99-to-power-of-two-worse-mix",
+        "99th percentile of latency of executors of fixed sizes over padding to powers of two",
+    ),
+    (
+        r"dso-throughput-with-cached-users-over-power-of-two-uniform-mix",
+        "Pairs scored per second by executors that keep users over padding to powers of two; any size",
+    ),
+    (
+        r"dso-throughput-over-power-of-two-four-sizes",
+        "Pairs scored per second by executors of fixed sizes over padding to powers of two; four sizes",
+    ),
+    (
+        r"dso-mean-latency-of-power-of-two-over-dso-four-sizes",
+        "Mean latency of padding to powers of two over executors of fixed sizes; four sizes",
+    ),
+    (r"climber-builds-differ-by", "Largest difference between the scores of Climber's three builds"),
+    (
+        r"fused-over-op-by-op-throughput-(?P<workload>base|long)",
+        "Pairs scored per second by one fused program over one operation at a time; {workload}",
+    ),
+    (
+        r"fused-climber-share-of-matmul-peak-(?P<workload>base|long)",
+        "Share of the machine's matrix-product rate that served Climber reaches; {workload}",
+    ),
+    (
+        r"share-of-roofline-of-(?P<stage>.+)-(?P<workload>base|long)",
+        "Share of the device's limit that the stage {stage} reaches; {workload}",
+    ),
+    (r"fused-pairs-per-s-long", "Pairs scored per second by the fused Climber on FLAME's long workload"),
+    (
+        r"pda-throughput-over-no-cache-at-equal-cpu-load",
+        "Pairs scored per second with the feature cache over those without, at equal CPU load",
+    ),
+    (
+        r"pda-mean-latency-of-no-cache-over-full",
+        "Mean latency without the feature cache over that with it and packed transfers",
+    ),
+    # golden_parity, goodput
+    (
+        r"hstu-largest-error-of-(?P<n>\d+)-golden-arrays",
+        "Largest difference of our HSTU from its authors' code over {n} arrays",
+    ),
+    (
+        r"(?P<model>\w+)-largest-error-of-(?P<n>\d+)-golden-arrays",
+        "Largest difference of our {model} from Hugging Face transformers over {n} arrays",
+    ),
+    (
+        r"goodput-share-in-virtual-time",
+        "Answers in time over what the server can do, worst of loads from half to three times; simulated",
+    ),
+    (
+        r"goodput-share-of-two-lengths-in-virtual-time",
+        "Answers in time over what the server can do, with short and long prompts mixed; simulated",
+    ),
+    (
+        r"bursts-over-the-clairvoyant-planner",
+        "Answers in time under bursts over those of a planner that knows all arrivals; simulated",
+    ),
+    (r"wasted-device-time", "Largest share of the device's time spent on answers that came too late; simulated"),
+    (r"accepted-and-late", "Largest share of accepted requests that were answered too late; simulated"),
+    (
+        r"refused-share-of-a-length-over-the-mean",
+        "How much more often the worst-treated length of prompts is refused than the mean; simulated",
+    ),
+    (
+        r"goodput-share-of-(?P<served>\w+)-over-http",
+        "Answers in time over what the server can do, worst of all loads, over HTTP; {served}",
+    ),
+    (
+        r"answers-of-(?P<served>\w+)-that-are-in-time",
+        "Share of the answers to accepted requests that come in time, over HTTP; {served}",
+    ),
+    # h200_serving, hostile, hstu_attention, kernel_configuration
+    (r"h200-score-difference-from-rank", "Largest difference of a search's score from ranking the same item; H200"),
+    (
+        r"h200-constrained-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        "Time of a constrained search on an H200; {beams} beams, {tokens} tokens, batch of {batch}",
+    ),
+    (
+        r"hostile-unasked-5xx-or-hang-ups",
+        "Server errors and broken connections under hostile requests, beyond those that were asked for",
+    ),
+    (r"hostile-tracebacks-in-the-log", "Tracebacks in the server's log after hostile requests"),
+    (r"hostile-wrong-scores", "Known requests that were answered with other scores between hostile ones"),
+    (
+        r"hostile-memory-growth-after-the-first-tenth",
+        "Growth of the server's memory under hostile requests after their first tenth",
+    ),
+    (
+        r"hostile-journals-ended-by-a-full-disk",
+        "Journals that a full disk ended while the server went on serving",
+    ),
+    (r"hstu-attention-forms-differ-by", "Largest difference between the results of all forms of HSTU's attention"),
+    (
+        r"time-of-plain-attention-over-ours-(?P<tokens>\d+)-tokens",
+        "Time of HSTU's attention in plain jax.numpy over jgr's; {tokens} tokens of history",
+    ),
+    (
+        r"temporary-bytes-a-pair-(?P<tokens>\d+)-tokens",
+        "Temporary bytes of HSTU's attention for each pair of tokens; {tokens} tokens of history",
+    ),
+    (
+        r"gradient-temporary-bytes-a-pair-(?P<tokens>\d+)-tokens",
+        "Temporary bytes of the gradient of HSTU's attention for each pair of tokens; {tokens} tokens of history",
+    ),
+    (
+        r"regret-of-the-(?P<chooser>tree|heuristic)-on-held-out-shapes",
+        "Time lost by choosing attention's block size by {chooser} and not by trial (share)",
+    ),
+    # prefill_vs_peers
+    (r"prefill-peers-missing", "Engines to compare with that could not be run (first token of a prompt)"),
+    (r"first-tokens-that-differ-from-a-peer", "Prompts whose first output token differs from another engine's"),
+    (
+        r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        "Time to the first token over the fastest other engine's; {tokens} tokens, batch of {batch}",
+    ),
+    # quality_*
+    (r"(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-sequential-rules", "{metric}; sequential rules on {data}"),
+    (r"(?P<model>[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http", "{metric}; {model}"),
+    (
+        r"(?P<model>[\w-]+)-invalid-items-with-the-constraint",
+        "Share of the recommended ids that name no item; {model}",
+    ),
+    (
+        r"kuairand-(?P<task>\w+)-test-auc-over-http-against-logistic",
+        "AUC of Climber's prediction of {task} on KuaiRand (target: a logistic regression)",
+    ),
+    # server_overhead, soak, streams, xgr_throughput
+    (
+        r"null-engine-rank-throughput-16-connections",
+        "Requests per second of the whole server around a model that computes nothing; 16 connections",
+    ),
+    (
+        r"null-engine-rank-p50-overhead-1-connection",
+        "Median latency of the whole server around a model that computes nothing; one connection",
+    ),
+    (
+        r"(?P<endpoint>rank|recommend)-rate-over-other-commit-16-connections",
+        "Requests per second of the server alone over those of an earlier commit; {endpoint}, 16 connections",
+    ),
+    (
+        r"(?P<endpoint>rank|recommend)-p50-over-other-commit-1-connection",
+        "Median latency of the server alone over that of an earlier commit; {endpoint}, one connection",
+    ),
+    (
+        r"soak-memory-growth-upper-end",
+        "Growth of a server's memory in an hour of traffic, upper end of its 95 % interval",
+    ),
+    (r"soak-wrong-answers", "Answers of an hour of traffic that differ when they are asked again alone"),
+    (r"soak-answers-compared", "Answers of an hour of traffic that were asked again alone and compared"),
+    (r"soak-unasked-refusals", "Requests of an hour of traffic that were refused without a reason"),
+    (r"soak-pages-lost", "Pages of the cache that were lost in an hour of traffic"),
+    (r"soak-programs-compiled-for-requests", "Programs compiled while a request waited, in an hour of traffic"),
+    (
+        r"soak-programs-compiled-without-a-change",
+        "Programs compiled without a new model or catalog, in an hour of traffic",
+    ),
+    (r"soak-tracebacks-in-the-log", "Tracebacks in the server's log after an hour of traffic"),
+    (
+        r"second-stream-of-(?P<served>\w+)",
+        "Answers per second with two programs at a time over one at a time; {served}",
+    ),
+    (r"xgr-throughput-peers-missing", "Engines to compare with that could not be run (rate under a limit)"),
+    (
+        r"xgr-throughput-rows-with-inexact-beams",
+        "Systems that returned other items than jgr in the comparison of rates",
+    ),
+    (
+        r"rate-over-(?P<peer>\w+)-at-least-common-p99-limit-beam-(?P<beams>\d+)",
+        "jgr's highest rate in time over that of {peer}; {beams} beams (0: never shown to hold)",
+    ),
+)  # fmt: skip
+
+_COMPILED = tuple((re.compile(pattern), text) for pattern, text in TITLES)
+
+
+def title(claim: Mapping[str, Any]) -> str | None:
+    """The plain words of a claim of a result file: its own title, else that of its id; None where there is none."""
+    own = claim.get("title")
+    if own:
+        return str(own)
+    for pattern, text in _COMPILED:
+        found = pattern.fullmatch(claim["id"])
+        if found:
+            return text.format(**{name: _word(name, part) for name, part in found.groupdict().items()})
+    return None
+
+
+def shown(claim: Mapping[str, Any]) -> str:
+    """The title of a claim, or the words of its id where it has none."""
+    return title(claim) or str(claim["id"]).replace("-", " ")
+
+
+def unit(claim: Mapping[str, Any]) -> str:
+    """The unit of a claim's value, as it is shown: "times" for a ratio, "" for a share or a number."""
+    return "times" if claim["unit"] == "x" else str(claim["unit"])
+
+
+def _word(group: str, part: str) -> str:
+    known = WORDS.get(group.rstrip("0123456789"), {})
+    return known.get(part) or (f"{int(part):,}" if part.isdecimal() else part)

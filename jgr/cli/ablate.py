@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr ablate bat|xgr|flame`: what each mechanism of a paper does here, by switching it off alone.
+
+Serves every variant in this process and asks all the same. Prints what each counted, whether the answers are the same,
+and, where the machine was quiet, what a request took. Without --model the shop of `jgr demo` is served, by a model with
+drawn weights. docs/ablations.md has the table of mechanisms, as `jgr ablate --list` prints it.
+
+Exit code 1 where answers that must be the same are not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from jgr import extras
+from jgr.cli import console
+from jgr.config import Config, DataConfig, UserError, override
+
+if TYPE_CHECKING:
+    from jgr.ablation.measure import Engine, Found
+    from jgr.ablation.mechanisms import System, Variant
+
+HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count what changes"
+
+
+def define_flags() -> None:
+    flags.DEFINE_bool("list", False, "print which mechanism is which switch, and run nothing")
+    flags.DEFINE_list("only", [], "mechanisms to switch off, by name; default: each of them")
+    flags.DEFINE_string("model", None, "folder of a model to take apart; default: one with drawn weights")
+    flags.DEFINE_string("data", None, "folder that jgr prepare wrote, whose users ask; default: the model's")
+    flags.DEFINE_integer("requests", 480, "requests to each variant", lower_bound=1, upper_bound=1_000_000)
+    flags.DEFINE_integer(
+        "concurrency", None, "requests that are asked together; default: the system's", lower_bound=1, upper_bound=256
+    )  # fmt: skip
+    flags.DEFINE_integer("rounds", 6, "turns that the variants take; the first is not timed", lower_bound=1)
+    flags.DEFINE_integer("users", 60, "users who ask, the first the most often", lower_bound=1)
+    flags.DEFINE_list(
+        "candidates", None, "candidates of a request to rank: a number, or LEAST,MOST; default: the system's"
+    )
+    flags.DEFINE_integer("seed", 0, "seed of the requests", lower_bound=0)
+    flags.DEFINE_string("out", None, "JSON file for all that was found")
+    flags.DEFINE_string("plot", None, "PNG or SVG file for a picture of it (needs jgr[plot])")
+
+
+def main(argv: Sequence[str]) -> int:
+    from jgr.ablation.mechanisms import SYSTEMS, find
+
+    values = flags.FLAGS
+    if values.list:
+        from jgr.ablation.report import listing
+
+        console.refuse_arguments(argv[1:])
+        print("\n".join(listing([find(argv[0])] if argv else SYSTEMS.values())))
+        return 0
+    if not argv:
+        raise UserError(f"name what to take apart: jgr ablate {'|'.join(SYSTEMS)}; --list says what each has")
+    console.refuse_arguments(argv[1:])
+    system = find(argv[0])
+    _check(values)
+    every = chosen(system, values.only)
+    if values.log_level == "info":  # each variant's engine would tell all that a server's start tells
+        logging.getLogger("jgr.serving").setLevel(logging.WARNING)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-ablate-"))
+        found = _run(system, every, values, Path(folder))
+    from jgr.ablation import report
+
+    print("\n".join(report.lines(found)))
+    if values.out:
+        _write(found, values)
+    if values.plot:
+        from jgr.ablation.plots import plot
+
+        plot(found, Path(values.plot))
+    wrong = [name for name, of in found.differences.items() if not of.is_right]
+    if wrong:
+        print(f"answers that must be the same are not: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+def _check(values: flags.FlagValues) -> None:
+    """Refuse now what could not be done after minutes of measuring."""
+    if values.plot:
+        from jgr.ablation.plots import check
+
+        extras.require("plot", "--plot")
+        check(Path(values.plot))
+    if values.out and not Path(values.out).parent.is_dir():
+        raise UserError(f"--out: there is no folder {Path(values.out).parent}")
+    if values.config:
+        raise UserError("--config: jgr ablate takes a model's folder, --model, and single fields, --set")
+    if not values.model:
+        extras.require("train", "jgr ablate without --model")
+    if values.data and not values.model:
+        raise UserError("--data: the users of a dataset need a model of its items: name one with --model")
+
+
+def _candidates(values: flags.FlagValues, system: System) -> tuple[int, int]:
+    if values.candidates is None:
+        return system.candidates
+    try:
+        given = [int(text) for text in values.candidates]
+    except ValueError:
+        given = []
+    if len(given) not in (1, 2) or not 1 <= given[0] <= given[-1]:
+        raise UserError("--candidates must be a number, or LEAST,MOST, as in --candidates=16 or 20,200")
+    return given[0], given[-1]
+
+
+def chosen(system: System, only: Sequence[str]) -> list[Variant]:
+    """The variants that are run. only: names of mechanisms; empty: all. UserError for a name that none has."""
+    from jgr.ablation.mechanisms import variants
+    from jgr.fields import nearest
+
+    known = [one.name for one in system.mechanisms]
+    for name in only:
+        if name not in known:
+            near = nearest(name, known)
+            raise UserError(f"--only: {system.name} has no mechanism '{name}'; the nearest is '{near}'")
+    every = variants(system)
+    return [one for one in every if one.mechanism is None or not only or one.mechanism.name in only]
+
+
+def _run(system: System, every: Sequence[Variant], values: flags.FlagValues, folder: Path) -> Found:
+    from jgr.ablation import traffic, worlds
+    from jgr.ablation.measure import measure
+    from jgr.client.embedded import Engine as Embedded
+
+    candidates = _candidates(values, system)
+    if values.model:
+        data = DataConfig(kind="prepared", path=values.data) if values.data else None
+        world = worlds.given(system, values.model, data)
+    else:
+        world = worlds.made(system, folder)
+    assignments = (*console.environment(), *values.set)
+    configs = {variant.name: _configured(world.config, variant, assignments) for variant in every}
+    if system.orders and configs[every[0].name].rank.method == "likelihood":
+        raise UserError(
+            "rank.method: this model ranks by likelihood, without candidates in the prompt; see docs/cache.md for "
+            "the others, as in --set rank.method=item_probe"
+        )
+    amount = traffic.Amount(
+        values.requests, values.users, candidates, min(c.server.max_history for c in configs.values())
+    )
+
+    def make(variant: Variant) -> Engine:
+        return Embedded(configs[variant.name])
+
+    timed = False
+    if values.model and system.model == "scorer":
+        with Embedded(configs[every[0].name]) as engine:
+            timed = engine.info.timed
+    requests = traffic.draw(system, world.dataset, amount, timed, values.seed)
+    rounds = traffic.waves(requests, values.rounds, values.concurrency or system.concurrency)
+    with console.progress_bar(f"ablating {system.name}") as bar:
+        return measure(system, every, make, rounds, bar)
+
+
+def _configured(base: Config, variant: Variant, assignments: Sequence[str]) -> Config:
+    """The configuration of a variant. assignments: of --set and the environment, which hold for all variants.
+
+    Raises UserError where they set a field that tells variants apart.
+    """
+    from jgr.ablation.mechanisms import LARGEST, configured
+
+    own = {field for field, _, value in (s.partition("=") for s in variant.settings) if value != LARGEST}
+    for assignment in assignments:
+        if assignment.partition("=")[0].strip() in own:
+            raise UserError(f"--set {assignment}: the ablation itself sets this field; see jgr ablate --list")
+    return configured(override(base, *assignments), variant.settings)
+
+
+def _write(found: Found, values: flags.FlagValues) -> None:
+    from jgr.ablation import report
+    from jgr.files import writing
+
+    about = {**_about(), "load": {"seed": values.seed, "users": values.users, "rounds": values.rounds}}
+    content = json.dumps(report.to_json(found, about), indent=1) + "\n"
+    with writing(Path(values.out), UserError) as stream:
+        stream.write(content.encode())
+
+
+def _about() -> Mapping[str, Any]:
+    """The machine, the versions, and the commit where jgr runs from a checkout."""
+    import importlib.metadata
+    import platform
+    from datetime import UTC, datetime
+
+    import jgr
+    from jgr.evaluation.machine import commit, machine
+
+    root = Path(jgr.__file__).resolve().parents[1]
+    measured_commit, dirty = commit(root) if (root / ".git").exists() else (None, None)
+    packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "jgr": jgr.__version__, **packages},
+        "commit": measured_commit,
+        "dirty": dirty,
+    }
