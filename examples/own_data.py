@@ -30,14 +30,14 @@ TREE_IDS = "jgr ids --data={out}/data --method=balanced --sizes=16,16 --collisio
 ITEM_IDS = "jgr ids --data={out}/data --name=items --method=item"
 TRAIN_GENERATOR = (
     "jgr train --config=shop --set model.name=generator --set data.kind=prepared --set data.path={out}/data "
-    "--set train.out={out}/generator --set train.hidden=64 --set train.mlp=128 --set train.steps={steps}"
+    "--set train.out={out}/generator --set train.layers=1 --set train.steps={steps}"
 )
 TRAIN_SCORER = (
     "jgr train --set model.name=scorer --set data.kind=prepared --set data.path={out}/data --set data.catalog=items "
     "--set train.out={out}/scorer --set train.model=stu --set feedback.tasks=rating_from_4 --set train.dropout=0 "
     "--set train.layers=1 --set train.batch=64 --set train.steps={steps}"
 )
-EVALUATE_GENERATOR = "jgr evaluate {out}/generator --exclude_history --k=5,10"
+EVALUATE_GENERATOR = "jgr evaluate {out}/generator --exclude_history --k=10"
 EVALUATE_SCORER = "jgr evaluate {out}/scorer --feedback --set executors.sizes=32"
 
 
@@ -74,8 +74,9 @@ def ask(out: Path) -> None:
         known = [row["item_id"] for row in csv.DictReader(file)]
     if not set(history) <= set(known):  # a file of yours: its first three items
         history = list(dict.fromkeys(known))[:3]
-    # The server's engine in this process. It compiles when it is made; then it answers from any thread.
-    with jgr.Engine(out / "generator") as generator:
+    # The server's engine in this process. It compiles when it is made, here for one request at a time; then it answers
+    # from any thread. A setting is written as behind --set.
+    with jgr.Engine(out / "generator", ["profiles.batch=1"]) as generator:
         found = generator.recommend(history, top_k=5, exclude_history=True)
     print(f"\nafter {', '.join(history)} the generator recommends:")
     for item in found.items:
@@ -95,8 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="From a file of ratings to recommendations.")
     parser.add_argument("--csv", type=Path, help="your ratings: user_id,item_id,rating,timestamp")
     parser.add_argument("--out", type=Path, default=Path("runs/example"), help="the folder to write")
-    parser.add_argument("--users", type=int, default=1000, help="users whose ratings are made up")
-    parser.add_argument("--steps", type=int, default=200, help="training steps of each model")
+    parser.add_argument("--users", type=int, default=600, help="users whose ratings are made up")
+    parser.add_argument("--steps", type=int, default=150, help="training steps of each model")
     options = parser.parse_args()
     out = options.out
     if out.exists():
