@@ -26,7 +26,13 @@ NAVIGATION = {
         "features",
         "load",
     ),
-    "Reference": ("configuration", "reference/cli", "reference/http", "reference/python", "reference/metrics"),
+    "Reference": (
+        "configuration",
+        "reference/cli",
+        "reference/http",
+        "reference/python",
+        "reference/metrics",
+    ),
     "Evidence": ("benchmarks", "ablations"),
 }
 """The pages by their captions, in their order; those that are not there are left out."""

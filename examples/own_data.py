@@ -4,8 +4,8 @@
     python examples/own_data.py                        # ratings that this script makes up
     python examples/own_data.py --csv=my_ratings.csv   # yours: user_id,item_id,rating,timestamp
 
-Each step is a command that is printed before it runs, so that you can repeat it with other values. Everything is written
-into the folder runs/example. It takes about a minute on two cores.
+Each step is a command that is printed before it runs, so that you can repeat it with other values. Everything is
+written into the folder runs/example. It takes about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def make_ratings(path: Path, users: int) -> None:
             liked = set(draw.sample(range(series), 4))  # the series that this user gives many stars
             which, part = draw.randrange(series), 0
             for step in range(draw.randint(8, 16)):
-                if part == parts or draw.random() < 0.25:  # at its end, or bored: another series, mostly a liked one
+                if (
+                    part == parts or draw.random() < 0.25
+                ):  # at its end, or bored: another series, mostly a liked one
                     which = draw.choice(sorted(liked)) if draw.random() < 0.7 else draw.randrange(series)
                     part = draw.randrange(parts // 2)
                 stars = min(5, max(1, round(draw.gauss(4.3 if which in liked else 2.3, 0.8))))

@@ -61,7 +61,9 @@ def by_client(url: str, history: list[str]) -> list[str]:
     # retries: how often to ask again where the server is overloaded or not there, after the time that it names.
     with jgr.Client(url, retries=2) as client:
         info = client.info
-        print(f"\n{info.id} serves {info.catalog_items} items, {info.beam_width} beams, version {info.version}")
+        print(
+            f"\n{info.id} serves {info.catalog_items} items, {info.beam_width} beams, version {info.version}"
+        )
         answer = client.recommend(history, top_k=3, include_metadata=True)
         for item in answer.items:
             print(f"  {item.rank}. {item.item_id:>6}  {item.score:7.3f}  {item.metadata.get('title', '')}")
@@ -127,7 +129,9 @@ def first_items(model: Path, count: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a model, and ask it in three ways.")
     parser.add_argument("model", type=Path, nargs="?", help="a folder of jgr train or jgr convert")
-    parser.add_argument("--set", action="append", default=[], help="overrides for jgr serve: section.field=value")
+    parser.add_argument(
+        "--set", action="append", default=[], help="overrides for jgr serve: section.field=value"
+    )
     options = parser.parse_args()
     with TemporaryDirectory() as temporary:
         model = options.model or convert(Path(temporary))

@@ -29,7 +29,9 @@ def write_tokenizer(folder: Path) -> int:
     tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # The tokens of the semantic ids are added behind it: <a_0> .. <a_7> for the first level, <b_...>, <c_...>.
-    tokenizer.add_special_tokens([f"<{'abc'[level]}_{code}>" for level in range(LEVELS) for code in range(CODES)])
+    tokenizer.add_special_tokens(
+        [f"<{'abc'[level]}_{code}>" for level in range(LEVELS) for code in range(CODES)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer.get_vocab_size()
 
@@ -59,7 +61,10 @@ def write_weights(folder: Path, vocabulary: int) -> None:
         return draw.normal(scale=columns**-0.5, size=(rows, columns)).astype(np.float32)
 
     ones = np.ones
-    weights = {"model.embed_tokens.weight": matrix(vocabulary, HIDDEN), "model.norm.weight": ones(HIDDEN, np.float32)}
+    weights = {
+        "model.embed_tokens.weight": matrix(vocabulary, HIDDEN),
+        "model.norm.weight": ones(HIDDEN, np.float32),
+    }
     for layer in range(LAYERS):
         own = {
             "input_layernorm.weight": ones(HIDDEN, np.float32),
@@ -87,7 +92,9 @@ def write_items(folder: Path) -> Path:
         for item, number in enumerate(numbers.tolist())
     }
     (folder / "Toys.index.json").write_text(json.dumps(index))
-    (folder / "Toys.item.json").write_text(json.dumps({item: {"title": f"Toy number {item}"} for item in index}))
+    (folder / "Toys.item.json").write_text(
+        json.dumps({item: {"title": f"Toy number {item}"} for item in index})
+    )
     return folder / "Toys.index.json"
 
 

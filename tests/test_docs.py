@@ -152,7 +152,7 @@ def _check_commands(page: Path, printed: str) -> None:
     shown = [
         line
         for tag, text in BLOCK.findall(page.read_text())
-        for line in text.replace("\\\n ", "").splitlines()
+        for line in re.sub(r" \\\n +", " ", text).splitlines()
         if tag == "text" and line.startswith("jgr ")
     ]
     assert len(ran) == 7

@@ -102,7 +102,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def page(title: str, *blocks: str) -> str:
     """A page; of its blocks, those that begin with a letter are paragraphs and are wrapped."""
-    wrapped = (filled(block) if block[0].isalpha() or block[0] == "`" != block[1] else block for block in blocks)
+    wrapped = (
+        filled(block) if block[0].isalpha() or block[0] == "`" != block[1] else block for block in blocks
+    )
     return "\n\n".join([f"# {title}", HEAD, *wrapped]) + "\n"
 
 
@@ -149,13 +151,15 @@ def _defined(define: Callable[[], None]) -> list[flags.Flag[Any]]:
 
 
 def _flag_table(found: Sequence[flags.Flag[Any]]) -> str:
-    rows = [(f"`--{flag.name}`", cell(_takes(flag)), code(_default(flag)), cell(_help(flag))) for flag in found]
+    rows = [
+        (f"`--{flag.name}`", cell(_takes(flag)), code(_default(flag)), cell(_help(flag))) for flag in found
+    ]
     return table(("flag", "takes", "default", ""), rows)
 
 
 def _help(flag: flags.Flag[Any]) -> str:
     """A flag's help, without what absl adds of its values: that stands in a column of its own."""
-    return re.sub(r"^<[^>]*>: |; repeat this option to specify a list of values$|;\s+repeat this .*$", "", flag.help or "")
+    return re.sub(r"^<[^>]*>: |;\s+repeat this option to specify a list of values$", "", flag.help or "")
 
 
 def _takes(flag: flags.Flag[Any]) -> str:
@@ -165,7 +169,9 @@ def _takes(flag: flags.Flag[Any]) -> str:
     if isinstance(flag.parser, flags.EnumParser):
         return ", ".join(f"`{value}`" for value in flag.parser.enum_values)
     kinds = {"int": "a whole number", "float": "a number", "string": "text"}
-    kind = kinds.get(flag.flag_type(), "values, with commas between" if "list" in flag.flag_type() else "text")
+    kind = kinds.get(
+        flag.flag_type(), "values, with commas between" if "list" in flag.flag_type() else "text"
+    )
     return f"{kind}; may be repeated" if isinstance(flag, flags.MultiFlag) else kind
 
 
@@ -216,7 +222,10 @@ def http() -> str:
         for title, operation in operations:
             if operation["tags"] == [tag["name"]]:
                 blocks += [f"### {title}", _operation(operation)]
-    blocks += ["## Types", "A field without a default must be given in a request, and is always in an answer."]
+    blocks += [
+        "## Types",
+        "A field without a default must be given in a request, and is always in an answer.",
+    ]
     for name, schema in sorted(document["components"]["schemas"].items()):
         blocks += [f"### {name}", *_struct(schema)]
     return page("HTTP API", *blocks)
@@ -277,8 +286,8 @@ def _type(schema: Mapping[str, Any]) -> str:
         of = f" of {_type(schema['items'])}" if schema.get("items") else ""
         return f"list{of}{_bounds(schema)}"
     if kind == "object":
-        of = schema.get("additionalProperties")
-        return f"object{f' of {_type(of)}' if isinstance(of, Mapping) and of else ''}{_bounds(schema)}"
+        values = schema.get("additionalProperties")
+        return f"object{f' of {_type(values)}' if isinstance(values, Mapping) and values else ''}{_bounds(schema)}"
     return f"{kind or 'any JSON'}{_bounds(schema)}"
 
 
@@ -309,7 +318,11 @@ def python() -> str:
     ]
     for name in SHOWN_CLASSES:
         shown = getattr(jgr, name)
-        blocks += [f"## jgr.{name}", _python(_signature(f"jgr.{name}", shown.__init__)), paragraphs(shown.__doc__)]
+        blocks += [
+            f"## jgr.{name}",
+            _python(_signature(f"jgr.{name}", shown.__init__)),
+            paragraphs(shown.__doc__),
+        ]
         for member, function in vars(shown).items():
             if not member.startswith("_") and member not in vars(recommender.Recommender):
                 blocks += [
@@ -340,14 +353,14 @@ def _in_schema(name: str) -> bool:
 
 
 def _failures() -> list[type]:
-    public = (getattr(jgr, name) for name in jgr._PUBLIC)
-    return [kind for kind in public if isinstance(kind, type) and errors.RequestFailed in kind.__bases__]
+    found = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    return [kind for kind in found if errors.RequestFailed in kind.__bases__]
 
 
 def _call(name: str, function: Any) -> Iterator[str]:
     """A call of both: its forms, what it does, and the further fields that it takes."""
     if isinstance(function, property):
-        yield _python(f"{name}: {function.fget.__annotations__['return']}")  # type: ignore[union-attr]
+        yield _python(_signature(name, function))
         yield paragraphs(function.__doc__ or "")
         return
     forms = get_overloads(function) or [function]
@@ -367,7 +380,7 @@ def _annotation(kind: Any) -> str:
 def _signature(name: str, function: Any) -> str:
     """A function's parameters and result as they stand in the source, in one line or in several."""
     if isinstance(function, property):
-        return f"{name}: {function.fget.__annotations__['return']}"  # type: ignore[union-attr]
+        return f"{name}: {inspect.get_annotations(cast(Any, function.fget))['return']}"
     signature = inspect.signature(function)
     parts = []
     starred = False
@@ -377,8 +390,7 @@ def _signature(name: str, function: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parts.append("*")
             starred = True
-        written = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}.get(parameter.kind, "")
-        written += parameter.name
+        written = f"{'**' if parameter.kind is parameter.VAR_KEYWORD else ''}{parameter.name}"
         if parameter.annotation is not parameter.empty:
             written += f": {_annotation(parameter.annotation)}"
         if parameter.default is not parameter.empty:
