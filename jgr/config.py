@@ -312,9 +312,10 @@ class ServerConfig:
     tls_key: str = ""  # PEM file of the certificate's key, without a password
     # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it.
     base_path: str = ""
-    open_health: bool = True  # whether /health needs no key where clients have keys
-    open_metrics: bool = False  # whether /metrics needs no key where clients have keys
-    open_docs: bool = False  # whether /docs and /openapi.json need no key where clients have keys
+    # What is answered without a key where clients need one: /health, /metrics, /docs with /openapi.json.
+    open_health: bool = True
+    open_metrics: bool = False
+    open_docs: bool = False
     grpc_port: int | None = (
         None  # port of KServe's gRPC service, 0 for any free one; None: it is off. Needs jgr[grpc]
     )
