@@ -12,7 +12,7 @@ from typing import Any
 
 NAVIGATION = {
     "Start": ("quickstart/own_data", "quickstart/checkpoint", "quickstart/systems"),
-    "Ideas": ("concepts", "pictures", "architecture"),
+    "Ideas": ("concepts", "architecture"),
     "How to": (
         "install",
         "training",
@@ -33,7 +33,7 @@ NAVIGATION = {
         "reference/python",
         "reference/metrics",
     ),
-    "Evidence": ("benchmarks", "ablations"),
+    "Evidence": ("benchmarks", "pictures", "ablations"),
 }
 """The pages by their captions, in their order; those that are not there are left out."""
 

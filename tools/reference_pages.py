@@ -218,7 +218,7 @@ def http() -> str:
         for method, operation in methods.items()
     ]
     for tag in document["tags"]:
-        blocks += [f"## {TITLES[tag['name']]}", text(tag["description"])]
+        blocks += [f"## {TITLES.get(tag['name'], tag['name'].capitalize())}", text(tag["description"])]
         for title, operation in operations:
             if operation["tags"] == [tag["name"]]:
                 blocks += [f"### {title}", _operation(operation)]
