@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast, get_overloads
+from typing import Any, cast, get_args, get_overloads
 
 from absl import flags
 from prometheus_client.core import Metric
@@ -101,10 +101,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, *blocks: str) -> str:
-    """A page; of its blocks, those that begin with a letter are paragraphs and are wrapped."""
-    wrapped = (
-        filled(block) if block[0].isalpha() or block[0] == "`" != block[1] else block for block in blocks
-    )
+    """A page; those of its blocks that are a line of words are wrapped."""
+    words = re.compile(r"(?!```)[A-Za-z`].*")
+    wrapped = (filled(block) if words.fullmatch(block) else block for block in blocks)
     return "\n\n".join([f"# {title}", HEAD, *wrapped]) + "\n"
 
 
@@ -330,7 +329,15 @@ def python() -> str:
                     _python(_signature(member, function)),
                     paragraphs(function.__doc__ or ""),
                 ]
-    blocks += ["## Calls", paragraphs(recommender.Recommender.__doc__ or "")]
+    kinds = " or ".join(f"`{kind!r}`" for kind in get_args(recommender.Priority))
+    blocks += [
+        "## Calls",
+        paragraphs(recommender.Recommender.__doc__ or ""),
+        "`ItemId` is text or an integer, `History` a sequence of them, `Histories` a sequence of lists or tuples of "
+        f"them, `Array` a numpy array of either; `Priority` is {kinds}. PER_HISTORY is "
+        + ", ".join(f"`{name}`" for name in sorted(recommender.PER_HISTORY))
+        + ".",
+    ]
     for member, function in vars(recommender.Recommender).items():
         if not member.startswith("_"):
             blocks += [f"### {member}", *_call(member, function)]
