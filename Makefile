@@ -14,10 +14,15 @@ GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
 
-.PHONY: demo installed test test-quick test-jax installed-lowest test-lowest compile-gpu lint types lock clean
+.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
+
+# A page, a link or an anchor that is missing ends it.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo build/docs/index.html
 
 installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked
 

@@ -3,7 +3,8 @@
 
 What is run is tagged `sh` or `python`; other blocks need data or minutes. Three things are changed: the demo's model is
 trained for one step, a server listens on a free port in place of 8000, and commands that would take long get a flag
-that ends them sooner. A command that stands in several files is run once.
+that ends them sooner. A command that stands in several files is run once. The examples are run as the pages say; the
+commands that a page takes from one of them are those that it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from jgr.data.datasets import load_dataset
 from jgr.training.generator import train_generator
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OWN_DATA = ROOT / "docs" / "quickstart" / "own_data.md"
 PATIENCE_S = 120.0
 ADDRESS = "127.0.0.1:8000"
 SHORTER = {
@@ -33,6 +35,8 @@ SHORTER = {
     "jgr evaluate": "--limit=8 --requests=4 --resamples=10",
     "jgr bench serve": "--duration=0.5",
     "jgr profile": "--requests=4",
+    "python examples/own_data.py": "--users=60 --steps=2",
+    "python examples/serve_and_call.py": "--set=profiles.batch=1",
 }
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -59,12 +63,17 @@ class Terminal:
             f'{shlex.quote(sys.executable)} -c "import sys; from jgr.cli.main import run; sys.exit(run())"'
         )
         (folder / "bin" / "jgr").write_text(f'#!/bin/sh\nexec {start} "$@"\n')
-        (folder / "bin" / "jgr").chmod(0o755)
+        (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        for name in ("jgr", "python"):
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, tag: str, text: str) -> str:
         """What a block printed; a block that serves goes on in the background."""
         if ADDRESS in text and self._server is None:  # a page that says so only in words
             self.run("sh", "jgr serve runs/shop\n")
+        if "--data=runs/example" in text and not (self.folder / "runs" / "example").exists():
+            self.run("sh", "python examples/own_data.py\n")
         text = text.replace(ADDRESS, self._address)
         if tag == "python":
             return self._run([sys.executable, "-c", text])
@@ -131,8 +140,23 @@ def test_what_a_page_says_works(terminal: Terminal, page: Path) -> None:
             if line.startswith("curl"):
                 answers = [json.loads(answer) for answer in re.split(r"(?<=})(?={)", printed)]
                 assert len(answers) == line.count("curl") and not any("error" in answer for answer in answers)
+            if page == OWN_DATA:
+                _check_commands(page, printed)
             if '"explain": true' in line:
                 _check_reuse(terminal, page, line.split("\ncurl")[0])
+
+
+def _check_commands(page: Path, printed: str) -> None:
+    """The commands that a page explains are those that its example ran, up to their sizes."""
+    ran = [line.removeprefix("$ ") for line in printed.splitlines() if line.startswith("$ jgr ")]
+    shown = [
+        line
+        for tag, text in BLOCK.findall(page.read_text())
+        for line in re.sub(r" \\\n +", " ", text).splitlines()
+        if tag == "text" and line.startswith("jgr ")
+    ]
+    assert len(ran) == 7
+    assert [re.sub(r"steps=\d+", "steps=2", line) for line in shown] == ran
 
 
 def _check_reuse(terminal: Terminal, page: Path, request: str) -> None:

@@ -120,7 +120,8 @@ class Metrics:
             "jgr_device_seconds", "Time for which requests' runs were on their lanes."
         )
         self._wasted = self._counter(
-            "jgr_wasted_device_seconds", "The part of it that was for requests that got no answer in time."
+            "jgr_wasted_device_seconds",
+            "Time on their lanes of runs for requests that got no answer in time.",
         )
         self._slack = Histogram(
             "jgr_slack_seconds",
