@@ -19,7 +19,7 @@ from jgr.serving.decoders.work import RecommendOutcome, RecommendWork
 from tests.serving.decoders.test_model_server import Served, body, history
 from tests.serving.fakes import TREE, LiveServer, Pending, Reply
 from tests.serving.http.test_keys import ADA, bearer, entry, told, write
-from tests.serving.tiny_model import make_folder
+from tests.serving.tiny_model import make_folder, shuffled_catalog
 
 ATOL = 1e-4
 RECOMMEND, RANK = "/v1/explain/recommend", "/v1/explain/rank"
@@ -233,6 +233,12 @@ def test_off_nothing_more_is_compiled_and_the_plain_programs_are_the_same(served
             assert mine._programs.keys() == other._programs.keys()
             assert all(other._programs[profile] is program for profile, program in mine._programs.items())
             assert mine.program_texts() == other.program_texts()
+
+
+def test_another_catalog_of_about_this_size_shares_the_second_programs(served: Served) -> None:
+    engine = served.engine.rebuild.engine(shuffled_catalog())
+    assert engine.served.executors.to_compile == 0
+    engine.served.close(idle=True)
 
 
 def test_a_server_without_the_switch_says_how_to_turn_it_on(server: LiveServer) -> None:
