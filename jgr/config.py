@@ -301,6 +301,9 @@ class ServerConfig:
     access_log: bool = False  # whether each request gets a line in the log
     # File to which every call of a policy is written, with what requests say of users; empty: none.
     journal: str = ""
+    # Whether /v1/explain/recommend and /v1/explain/rank show how an answer came about. Each program that recommends
+    # then has a second one beside it, which returns the beams of every level.
+    explain: bool = False
     # OTLP endpoint to which requests' traces are sent, such as http://127.0.0.1:4318; empty: nowhere. Needs jgr[otel].
     traces: str = ""
     trace_ratio: float = 1.0  # share of the requests without a traceparent that are traced

@@ -138,15 +138,29 @@ class Filters(NamedTuple):
         )
 
 
+class Levels(NamedTuple):
+    """The beams after each level of a search, best first; arrays of [B, depth, W], or of one request [depth, W].
+
+    nodes: int32, in the prefix tree, at depth l + 1 for level l. parents: int32, which beam of the level before was
+    continued; 0 at the first level. scores: float32, log-likelihoods so far; -inf for a dead beam, whose other numbers
+    mean nothing.
+    """
+
+    nodes: Any
+    parents: Any
+    scores: Any
+
+
 class Beams(NamedTuple):
     """The result of a search: leaves [B, W] int32 and scores [B, W] float32, best first; codes [B, W, depth] int32.
 
-    The score of a beam that ended without an item is -inf.
+    The score of a beam that ended without an item is -inf. levels: how the search came there, where that was asked.
     """
 
     leaves: jax.Array
     scores: jax.Array
     codes: jax.Array
+    levels: Levels | None = None
 
 
 def _normalizer(
@@ -162,7 +176,7 @@ def _level_logits(tables: CatalogTables, level: int, hidden: jax.Array) -> jax.A
     return jnp.einsum("bwd,vd->bwv", hidden, tables.head[level], preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate"))
+@functools.partial(jax.jit, static_argnames=("cfg", "width", "normalize", "approximate", "levels"))
 def recommend(
     params: GeneratorParams,
     tables: CatalogTables,
@@ -175,6 +189,7 @@ def recommend(
     width: int,
     normalize: Normalize = "valid",
     approximate: int = 0,
+    levels: bool = False,
 ) -> Beams:
     """The best items of every request by beam search over the semantic ids that exist.
 
@@ -185,6 +200,7 @@ def recommend(
             at any level, and the scores of the others are what they are without a filter: the search is that of the
             tree of what may be returned, with the normalizer of the whole tree.
         approximate: the most children that a step keeps of one beam; 0: all, the exact search.
+        levels: whether the beams after every level are returned too.
     """
     hidden, state = generator(cfg).begin(params, cfg, tokens, lengths)
     return search(
@@ -198,6 +214,7 @@ def recommend(
         width=width,
         normalize=normalize,
         approximate=approximate,
+        levels=levels,
     )
 
 
@@ -213,6 +230,7 @@ def search(
     width: int,
     normalize: Normalize,
     approximate: int,
+    levels: bool = False,
 ) -> Beams:
     """Search as `recommend` does, after prompts that are read already: hidden and state are what `begin` returned."""
     batch = widths.shape[0]
@@ -222,6 +240,7 @@ def search(
     codes = jnp.zeros((batch, 0, 1), jnp.int32)
     ancestors = jnp.zeros((batch, 0, 1), jnp.int32)
     rows = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    taken: list[Levels] = []
     for level in range(tables.depth):
         if level > 0:
             ancestors = jnp.concatenate([ancestors, rows[:, None]], axis=1)
@@ -245,7 +264,9 @@ def search(
             codes = jnp.take_along_axis(codes, step.parents[:, None], axis=2)
             codes = jnp.concatenate([codes, step.codes[:, None]], axis=1)
             ancestors = jnp.take_along_axis(ancestors, step.parents[:, None], axis=2)
-    return Beams(nodes, scores, codes.transpose(0, 2, 1))
+            taken.append(Levels(nodes, step.parents, scores))
+    told = Levels(*(jnp.stack(each, axis=1) for each in zip(*taken, strict=True))) if levels else None
+    return Beams(nodes, scores, codes.transpose(0, 2, 1), told)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "normalize"))

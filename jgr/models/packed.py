@@ -256,7 +256,7 @@ class WholePrompts(NamedTuple):
     start: Any
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "kv", "width", "normalize", "approximate"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kv", "width", "normalize", "approximate", "levels"))
 def recommend(
     params: DecoderParams,
     pool: jax.Array,
@@ -271,6 +271,7 @@ def recommend(
     width: int,
     normalize: Normalize = "valid",
     approximate: int = 0,
+    levels: bool = False,
 ) -> tuple[Beams, ContextKV]:
     """Search the prompts' best items, see beam.recommend: the beams, and the new tokens' KV, which `write` may keep."""
     last = prompts.tokens[jnp.arange(len(prompts.lengths)), jnp.maximum(prompts.lengths - 1, 0)]
@@ -290,6 +291,7 @@ def recommend(
         width=width,
         normalize=normalize,
         approximate=approximate,
+        levels=levels,
     )
     return beams, new
 

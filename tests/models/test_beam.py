@@ -210,14 +210,15 @@ def filtered(weights):
     return small, tokens, lengths, logits, weights
 
 
-def beam_search_by_hand(filtered, prompt: int, width: int, leaves: set[int], normalize: str) -> list[tuple]:
-    """(score, leaf), best first: beam search over the nodes above `leaves`, scores normalised by the whole tree."""
+def levels_by_hand(filtered, prompt: int, width: int, leaves: set[int], normalize: str) -> list[list[tuple]]:
+    """By level (score, parent, node), best first: beam search over the nodes above `leaves`, scores normalised by the
+    whole tree."""
     tree, tables = filtered[0]
-    beams = [(0.0, 0)]
+    beams, levels = [(0.0, 0, 0)], []
     for level in range(tree.depth):
         reachable = {int(tree.paths[leaf, level]) for leaf in leaves}
         found = []
-        for at, (score, node) in enumerate(beams):
+        for at, (score, _, node) in enumerate(beams):
             row = filtered[3][level][prompt, node]
             children = np.arange(tree.offsets[level][node], tree.offsets[level][node + 1])
             legal = row[np.asarray(tables.tokens[level])[tree.codes[level][children]]]
@@ -228,8 +229,55 @@ def beam_search_by_hand(filtered, prompt: int, width: int, leaves: set[int], nor
                 for child, x in zip(children, legal, strict=True)
                 if int(child) in reachable
             ]
-        beams = [(score, child) for score, _, child in sorted(found, key=lambda f: (-f[0], *f[1:]))[:width]]
-    return beams
+        beams = sorted(found, key=lambda f: (-f[0], *f[1:]))[:width]
+        levels.append(beams)
+    return levels
+
+
+def beam_search_by_hand(*given) -> list[tuple]:
+    """The last level of `levels_by_hand`: (score, leaf), best first."""
+    return [(score, leaf) for score, _, leaf in levels_by_hand(*given)[-1]]
+
+
+@pytest.mark.parametrize("normalize", ["valid", "full"])
+def test_every_level_is_that_of_a_search_by_hand(filtered, normalize: str) -> None:
+    (tree, tables), tokens, lengths, _, weights = filtered
+    rows, widths = np.arange(FILTERED["n_items"], dtype=np.int32), [FILTERED["width"], 2, 1]
+    denied = [rows[:0], rows[5:40], rows[::2]]
+    chosen = [ItemFilters(tree, {"all": rows}).choose(each, None, []) for each in denied]
+    laid_out = device_filters(chosen, tree.depth, len(rows), ItemFilters(tree, {"all": rows}))
+    given = weights, tables, tokens, lengths, np.array(widths, np.int32), laid_out
+    found = beam.recommend(*given, cfg=CFG, width=FILTERED["width"], normalize=normalize, levels=True)
+    plain = search(weights, tables, tokens, lengths, widths, FILTERED["width"], normalize, laid_out)
+    for one, other in zip(found[:3], plain[:3], strict=True):
+        np.testing.assert_allclose(np.asarray(one), other, atol=ATOL)
+    nodes, parents, scores = (np.asarray(each) for each in found.levels)
+    assert nodes.shape == parents.shape == scores.shape == (3, tree.depth, FILTERED["width"])
+    for row, width in enumerate(widths):
+        left = set(tree.leaf_of_row[np.setdiff1d(rows, denied[row])].tolist())
+        for level, wanted in enumerate(levels_by_hand(filtered, row, width, left, normalize)):
+            alive = len(wanted)
+            assert np.isneginf(scores[row, level, alive:]).all()
+            np.testing.assert_allclose(
+                scores[row, level, :alive], [score for score, _, _ in wanted], atol=ATOL
+            )
+            assert nodes[row, level, :alive].tolist() == [node for _, _, node in wanted]
+            assert parents[row, level, :alive].tolist() == [parent for _, parent, _ in wanted]
+        np.testing.assert_array_equal(nodes[row, -1], np.asarray(found.leaves)[row])
+        np.testing.assert_array_equal(scores[row, -1], np.asarray(found.scores)[row])
+
+
+def test_without_levels_the_program_is_what_it_is_without_the_argument(weights, shop: World) -> None:
+    """Its text has no trace of them; with them it has three more outputs."""
+    tokens, lengths = prompts([5], PADDED)
+    given = weights, shop.tables, tokens, lengths, np.array([WIDTH], np.int32)
+    lowered = [
+        beam.recommend.lower(*given, cfg=CFG, width=WIDTH, **more)
+        for more in ({}, {"levels": False}, {"levels": True})
+    ]
+    texts = [one.as_text() for one in lowered]
+    assert texts[0] == texts[1] != texts[2]
+    assert [len(jax.tree.leaves(one.out_info)) for one in lowered] == [3, 3, 6]
 
 
 @pytest.mark.parametrize("normalize", ["valid", "full"])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.catalog.catalog import save_catalog
+from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError, override
 from jgr.models import beam, checkpoint, lazy_decoder
@@ -23,6 +23,7 @@ from jgr.models.params import CheckpointError, Spec
 from jgr.prompt.tokens import level_tokens, semantic_id_tokenizer
 from jgr.serving.api import Filters, RankRequest, RecommendRequest
 from jgr.serving.decoders.loading import load_engine
+from jgr.serving.explanations import ExplainedLevel, ExplainRecommend
 from tests.serving import tiny_model
 
 PLAIN = LazyConfig(
@@ -164,16 +165,24 @@ def log_likelihoods(
     weights: LazyParams, cfg: LazyConfig, history: Array, tree: PrefixTree, full: bool
 ) -> Array:
     """Of every leaf, by hand."""
+    whole: Array = prefix_likelihoods(weights, cfg, history, tree, full)[:, -1]
+    return whole
+
+
+def prefix_likelihoods(
+    weights: LazyParams, cfg: LazyConfig, history: Array, tree: PrefixTree, full: bool
+) -> Array:
+    """Of the first codes of every leaf, by their number less one, by hand: [leaves, depth]."""
     paths = np.stack([tree.codes[level][tree.paths[:, level]] for level in range(tree.depth)], 1)
-    scores = np.zeros(len(paths))
+    scores = np.zeros(paths.shape)
     for leaf, path in enumerate(paths):
         logits = by_hand(weights, cfg, history, [cfg.first_tokens[i] + c for i, c in enumerate(path[:-1])])
         for level in range(tree.depth):
             siblings = {int(p[level]) for p in paths if (p[:level] == path[:level]).all()}
             row = logits[level, cfg.first_tokens[level] :][:12]
             over = row if full else row[sorted(siblings)]
-            scores[leaf] += row[path[level]] - np.log(np.exp(over).sum())
-    return scores
+            scores[leaf, level] = row[path[level]] - np.log(np.exp(over).sum())
+    return scores.cumsum(axis=1)
 
 
 def test_search_and_ranking_equal_brute_force() -> None:
@@ -184,14 +193,21 @@ def test_search_and_ranking_equal_brute_force() -> None:
     tokens_of = tuple((first + np.arange(12)).astype(np.int32) for first in cfg.first_tokens)
     tables = beam.catalog_tables(tree, tokens_of, weights)
     tokens, lengths = pad(given, 12)
-    found = beam.recommend(
-        weights, tables, tokens, lengths, np.array([20, 20], np.int32), cfg=cfg, width=20, normalize="full"
-    )
+    given_to = weights, tables, tokens, lengths, np.array([20, 20], np.int32)
+    found = beam.recommend(*given_to, cfg=cfg, width=20, normalize="full", levels=True)
+    assert found.levels is not None
     every = np.tile(np.arange(tree.n_leaves, dtype=np.int32), (2, 1))
     ranked = beam.rank(weights, tables, tokens, lengths, every, cfg=cfg, normalize="full")
     for row, history in enumerate(given):
-        want = log_likelihoods(weights, cfg, history, tree, full=True)
+        by_level = prefix_likelihoods(weights, cfg, history, tree, full=True)
+        want = by_level[:, -1]
         np.testing.assert_allclose(ranked[row], want, atol=ATOL)
+        for level in range(tree.depth):  # there are beams for all
+            nodes, first = np.unique(tree.paths[:, level], return_index=True)
+            scores = np.asarray(found.levels.scores)[row, level]
+            assert sorted(np.asarray(found.levels.nodes)[row, level][np.isfinite(scores)]) == nodes.tolist()
+            wanted = np.sort(by_level[first, level])[::-1]
+            np.testing.assert_allclose(scores[: len(nodes)], wanted, atol=ATOL)
         alive = np.isfinite(found.scores[row])
         assert sorted(found.leaves[row][alive].tolist()) == list(range(tree.n_leaves))
         np.testing.assert_allclose(found.scores[row][alive], want[found.leaves[row][alive]], atol=ATOL)
@@ -232,9 +248,12 @@ def test_a_folder_is_served_with_filters_and_ranked(tmp_path: Path) -> None:
     denied, few = catalog.item_ids[:20], ["B004", "B050", "B017"]
 
     async def ask() -> list[dict[str, float]]:
-        engine = load_engine(config)
+        engine = load_engine(override(config, "server.explain=true"))
         await engine.start()
         ids = [f"B{row:03}" for row in rows]
+        ticket = engine.submit(ExplainRecommend(history=ids, top_k=60))
+        told = engine.served.explanation(ticket.task, await ticket.answer)
+        check_levels(told.levels, catalog, want)
         answers = await asyncio.gather(
             engine.answer(RecommendRequest(history=ids, top_k=60)),
             engine.answer(
@@ -253,6 +272,18 @@ def test_a_folder_is_served_with_filters_and_ranked(tmp_path: Path) -> None:
         expected = [want[catalog.row(item_id)] for item_id in found]
         np.testing.assert_allclose(list(found.values()), expected, atol=ATOL)
         assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def check_levels(levels: list[ExplainedLevel], catalog: Catalog, want: Array) -> None:
+    """The score of a prefix is the mass of the ids below it. want: the log-likelihood of each item's id."""
+    for level in levels:
+        for one in level.beams:
+            below = (catalog.codes[:, : level.level + 1] == one.prefix).all(axis=1)
+            _, first = np.unique(catalog.codes[below], axis=0, return_index=True)
+            assert one.score == pytest.approx(np.log(np.exp(want[below][first]).sum()), abs=ATOL)
+            assert one.items == below.sum() and one.kept
+        assert sum(one.items for one in level.beams) == catalog.n_items
+    assert len(levels) == 3
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
         if plan is None:
             works.append(task.work)
             continue
-        task.plan = plan
+        task.plan, task.moves = plan, start.moves
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens

@@ -195,10 +195,19 @@ def _make_executors(
             config.beam.normalize,
             repair=Repair.of(config.cache),
             host=memory.host,
+            explains=config.server.explain,
             **settings,
         )
     return DecoderExecutors(
-        RowExecutor(model.cfg, model.params, tables, plain, config.beam.normalize, **settings),
+        RowExecutor(
+            model.cfg,
+            model.params,
+            tables,
+            plain,
+            config.beam.normalize,
+            explains=config.server.explain,
+            **settings,
+        ),
         paged,
         lanes=config.batching.streams,
         in_flight=config.batching.in_flight,

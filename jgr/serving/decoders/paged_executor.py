@@ -36,8 +36,9 @@ from jgr.serving.decoders.row_executor import (
     StagedInputs,
     TreeLayout,
     median_seconds,
+    recommend_outcomes,
 )
-from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, RecommendOutcome, SegmentsWork, Work
+from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, SegmentsWork, Work
 from jgr.serving.engine.compilation import check_scores, compiled, preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
@@ -66,10 +67,11 @@ class PagedExecutor(ProfilePrograms):
         approximate: int = 0,
         listed: int = 1,
         segment_rows: int = 0,
+        explains: bool = False,
         repair: Repair = NO_REPAIR,
         host: HostTier | None = None,
     ) -> None:
-        super().__init__(profiles, tables, listed, segment_rows)
+        super().__init__(profiles, tables, listed, segment_rows, explains)
         self._cfg, self._params, self._repair = cfg, params, repair
         self.pool, self.kv, self._host = pool, kv, host
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
@@ -88,7 +90,13 @@ class PagedExecutor(ProfilePrograms):
             if profile not in self._programs:
                 self._programs[profile] = self.compile(profile)
             label = f"{profile.kind} {profile.tokens}+{profile.context} packed"
-            check_scores(label, self.run(profile, [_computed_work(profile, 3, token)])[0].scores)
+            probe = _computed_work(profile, 3, token)
+            check_scores(label, self.run(profile, [probe])[0].scores)
+            if self._is_explained(profile):
+                if profile not in self._explaining:
+                    self._explaining[profile] = self.compile(profile, levels=True)
+                explained = replace(probe, explained=True)
+                check_scores(f"{label} explained", self.run(profile, [explained])[0].scores)
             if profile not in self.costs:
                 tokens = min(profile.tokens, self._longest or profile.tokens)
                 full = [_computed_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
@@ -97,8 +105,8 @@ class PagedExecutor(ProfilePrograms):
         if self._host is not None:
             self._host.warm_up(self.kv.cells)
 
-    def compile(self, profile: Profile) -> jax.stages.Compiled:
-        """The program of a profile."""
+    def compile(self, profile: Profile, levels: bool = False) -> jax.stages.Compiled:
+        """The program of a profile. levels: the one that gives the search's levels too (recommend)."""
         staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile)))
         given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
@@ -113,6 +121,7 @@ class PagedExecutor(ProfilePrograms):
             width=profile.width,
             normalize=self._normalize,
             approximate=self._approximate,
+            levels=levels,
         )
 
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
@@ -134,7 +143,7 @@ class PagedExecutor(ProfilePrograms):
         epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
         if self._host is not None:
             self._host.catch_up()
-        program, staged = self._programs[profile], self._staged[profile].stage()
+        program, staged = self._program(profile, own), self._staged[profile].stage()
         keep = self._pack(staged.arrays, profile, own)
         others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
         outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
@@ -157,11 +166,7 @@ class PagedExecutor(ProfilePrograms):
         if pending.profile.kind == "rank":
             ends = np.cumsum([len(work.columns) for work in works])
             return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
-        alive = (~np.isneginf(found.scores)).sum(axis=1)
-        return [
-            RecommendOutcome(found.leaves[i, : alive[i]], found.scores[i, : alive[i]])
-            for i in range(len(works))
-        ]
+        return recommend_outcomes(found, works)
 
     @property
     def longest(self) -> int:
@@ -236,7 +241,7 @@ class DecoderExecutors:
 
     @property
     def to_compile(self) -> int:
-        """Profiles without a program."""
+        """Programs that are not compiled yet."""
         return sum(executor.to_compile for executor in self._all)
 
     @property

@@ -120,13 +120,20 @@ class ProfilePrograms:
     """The programs of one model over one catalog, one for each profile; shared with other catalogs of these shapes."""
 
     def __init__(
-        self, profiles: tuple[Profile, ...], tables: CatalogTables, listed: int, segment_rows: int
+        self,
+        profiles: tuple[Profile, ...],
+        tables: CatalogTables,
+        listed: int,
+        segment_rows: int,
+        explains: bool = False,
     ) -> None:
-        """listed, segment_rows: what filters may hold; see DeviceFilters."""
+        """listed, segment_rows: what filters may hold; see DeviceFilters. explains: whether each profile that
+        recommends has a second program, which gives the search's levels too."""
         self.profiles = profiles
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
         self._filters = DeviceFilters(tables, listed, segment_rows)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
+        self._explains, self._explaining = explains, dict[Profile, jax.stages.Compiled]()
         self._staged: dict[Profile, StagedInputs] = {}  # shared too: no catalog changes their shapes
         self.costs: dict[Profile, float] = {}
         """Seconds of a full batch of each profile, as measured at the warm-up."""
@@ -137,19 +144,21 @@ class ProfilePrograms:
         other._tables, other._segment_rows = tables, segment_rows
         other._filters = DeviceFilters(tables, self._listed, segment_rows)
         if other._shapes() != self._shapes():
-            other._programs, other.costs = {}, {}
+            other._programs, other._explaining, other.costs = {}, {}, {}
         return other
 
     def with_profiles(self, profiles: tuple[Profile, ...]) -> Self:
-        """The same model over the same catalog for other shapes, none of which is compiled yet."""
+        """The same model over the same catalog for other shapes, none of which is compiled yet, or explained."""
         other = copy.copy(self)
         other.profiles, other._programs = profiles, {}
+        other._explains, other._explaining = False, {}
         return other
 
     @property
     def to_compile(self) -> int:
-        """Profiles without a program."""
-        return len(self.profiles) - len(self._programs)
+        """Programs that are not compiled yet."""
+        explained = sum(map(self._is_explained, self.profiles))
+        return len(self.profiles) + explained - len(self._programs) - len(self._explaining)
 
     @property
     def buffer_bytes(self) -> int:
@@ -163,6 +172,16 @@ class ProfilePrograms:
     def program_texts(self) -> list[str]:
         """The compiled programs as XLA writes them, for profiling; after warm_up."""
         return [program.as_text() or "" for program in self._programs.values()]
+
+    def _is_explained(self, profile: Profile) -> bool:
+        """Whether a profile has a second program, which gives the search's levels too."""
+        return self._explains and profile.kind == "recommend"
+
+    def _program(self, profile: Profile, works: Sequence[Work]) -> jax.stages.Compiled:
+        """The program for a batch: the second one where a work of it is explained."""
+        if profile in self._explaining and any(not isinstance(x, RankWork) and x.explained for x in works):
+            return self._explaining[profile]
+        return self._programs[profile]
 
 
 class RowExecutor(ProfilePrograms):
@@ -179,9 +198,10 @@ class RowExecutor(ProfilePrograms):
         approximate: int = 0,
         listed: int = 1,
         segment_rows: int = 0,
+        explains: bool = False,
     ) -> None:
-        """approximate: see beam.recommend. listed, segment_rows: what filters may hold; see DeviceFilters."""
-        super().__init__(profiles, tables, listed, segment_rows)
+        """approximate: see beam.recommend. For the others see ProfilePrograms."""
+        super().__init__(profiles, tables, listed, segment_rows, explains)
         self._cfg, self._params = cfg, params
         self._normalize, self._approximate = normalize, approximate
 
@@ -201,12 +221,20 @@ class RowExecutor(ProfilePrograms):
                 self._programs[profile] = self.compile(profile)
             label = f"{profile.kind} {profile.batch}x{profile.tokens} width {profile.width}"
             check_scores(label, self.run(profile, [_probe(profile, self._tables)])[0].scores)
+            if self._is_explained(profile):
+                if profile not in self._explaining:
+                    self._explaining[profile] = self.compile(profile, levels=True)
+                probe = _probe(profile, self._tables, explained=True)
+                check_scores(f"{label} explained", self.run(profile, [probe])[0].scores)
             if profile not in self.costs:
                 self.costs[profile] = median_seconds(partial(self.run, profile, _full_works(profile)))
             progress(done, len(self.profiles), label)
 
-    def compile(self, profile: Profile) -> jax.stages.Compiled:
-        """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs."""
+    def compile(self, profile: Profile, levels: bool = False) -> jax.stages.Compiled:
+        """The program of a profile; cost_analysis() and memory_analysis() of it are what the profile costs.
+
+        levels: the one that gives the search's levels too (recommend).
+        """
         staged = self._staged.setdefault(profile, StagedInputs(_blank(profile)))
         given = staged.example, self._params, self._tables
         if profile.kind == "recommend":
@@ -219,6 +247,7 @@ class RowExecutor(ProfilePrograms):
                 width=profile.width,
                 normalize=self._normalize,
                 approximate=self._approximate,
+                levels=levels,
             )
         return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, normalize=self._normalize)
 
@@ -232,7 +261,8 @@ class RowExecutor(ProfilePrograms):
         _pack(staged.arrays, works)
         with self._filters.guard:
             filters = (self._lay_out(profile, works),) if profile.kind == "recommend" else ()
-            outputs = staged.run(self._programs[profile], self._params, self._tables, *filters)
+            program = self._program(profile, works)
+            outputs = staged.run(program, self._params, self._tables, *filters)
         return Pending(profile, works, outputs, staged)
 
     def collect(self, pending: Pending) -> list[Outcome]:
@@ -240,10 +270,7 @@ class RowExecutor(ProfilePrograms):
         works, out = pending.works, jax.tree.map(np.asarray, pending.outputs)
         pending.staged.give_back()
         if pending.profile.kind == "recommend":
-            leaves, scores, _ = out
-            # dead beams sort last; a NaN is a fault, not a dead beam
-            alive = (~np.isneginf(scores)).sum(axis=1)
-            return [RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]]) for i in range(len(works))]
+            return recommend_outcomes(out, works)
         return [RankOutcome(out[i, : _width(work)]) for i, work in enumerate(works)]
 
     def _lay_out(self, profile: Profile, works: Sequence[Work]) -> Filters:
@@ -252,6 +279,20 @@ class RowExecutor(ProfilePrograms):
             self._filters.nothing.get(profile.batch) if filters.count(NO_FILTER) == len(filters) else None
         )
         return nothing or self._filters.lay_out(profile.batch, filters)
+
+
+def recommend_outcomes(found: beam.Beams, works: Sequence[Work]) -> list[Outcome]:
+    """One outcome per work, in order, of a batch's beams as arrays of numpy."""
+    leaves, scores = np.asarray(found.leaves), np.asarray(found.scores)
+    # dead beams sort last; a NaN is a fault, not a dead beam
+    alive = (~np.isneginf(scores)).sum(axis=1)
+    outcomes: list[Outcome] = []
+    for i, work in enumerate(works):
+        levels = None
+        if found.levels is not None and not isinstance(work, RankWork) and work.explained:
+            levels = beam.Levels(*(each[i] for each in found.levels))
+        outcomes.append(RecommendOutcome(leaves[i, : alive[i]], scores[i, : alive[i]], levels))
+    return outcomes
 
 
 class _Rows(NamedTuple):
@@ -334,11 +375,11 @@ def _width(work: Work) -> int:
     return len(work.leaves)
 
 
-def _probe(profile: Profile, tables: CatalogTables) -> Work:
+def _probe(profile: Profile, tables: CatalogTables, explained: bool = False) -> Work:
     """A request whose prompt is the first tokens of each level, in all beams."""
     prompt = np.concatenate([np.asarray(tokens[:PROBED_TOKENS]) for tokens in tables.tokens])[
         : profile.tokens
     ]
     if profile.kind == "recommend":
-        return RecommendWork(prompt, beam_width=profile.width)
+        return RecommendWork(prompt, beam_width=profile.width, explained=explained)
     return RankWork(prompt, leaves=np.zeros(1, np.int32))

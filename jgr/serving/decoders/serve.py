@@ -18,7 +18,7 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
-from jgr.serving.api import Item, ModelInfo, Request, Reuse, smaller
+from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, smaller
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
 from jgr.serving.decoders.translation import Prompts, Task, Translator
@@ -27,6 +27,7 @@ from jgr.serving.engine.contract import Executors, make_ordering
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError, invalid
+from jgr.serving.explanations import Explanation
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.run_costs import RunCosts
@@ -130,6 +131,9 @@ class ServedDecoder:
 
     def explain(self, task: Task) -> list[Reuse]:
         return self.translator.explain(task)
+
+    def explanation(self, task: Task, answer: Answer) -> Explanation:
+        return self.translator.explanation(task, answer)
 
     def shadows(self, task: Task) -> list[tuple[Task, Callable[[Task], None]]]:
         """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15)."""

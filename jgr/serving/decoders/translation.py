@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, UnsetType, structs
 
+from jgr.cache.entries import Move
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
@@ -27,7 +28,8 @@ from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
-from jgr.serving.api import Filters, Item, ModelInfo, RankRequest, RecommendRequest, Reuse, Usage
+from jgr.serving.api import Answer, Filters, Item, ModelInfo, RankRequest, RecommendRequest, Reuse, Usage
+from jgr.serving.decoders.explaining import explain_levels, planned_spans, unplanned_spans
 from jgr.serving.decoders.work import (
     Outcome,
     RankOutcome,
@@ -38,6 +40,14 @@ from jgr.serving.decoders.work import (
     Work,
 )
 from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
+from jgr.serving.explanations import (
+    ExplainedLevel,
+    ExplainedSpan,
+    ExplainRecommend,
+    Explanation,
+    RankExplanation,
+    RecommendExplanation,
+)
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
 from jgr.serving.policies.jobs import Kind as RequestKind
 from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, UnplannedPrompt
@@ -67,9 +77,9 @@ class Task:
     """A validated request on its way through the engine.
 
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
-    where it may be cached, else None. plan: the prompt's plan, once the task's batch has started. outcome: what the
-    executor gave, once the batch has ended. width: beam width, or number of candidates. tokens: the most tokens that
-    the device computes for it.
+    where it may be cached, else None. plan: the prompt's plan, once the task's batch has started; moves: what was moved
+    for that batch. outcome: what the executor gave, once the batch has ended. width: beam width, or number of
+    candidates. tokens: the most tokens that the device computes for it.
     """
 
     request: Asked
@@ -78,6 +88,7 @@ class Task:
     rows: Int32
     prompt: UnplannedPrompt | None = None
     plan: PlannedPrompt | None = None
+    moves: tuple[Move, ...] = ()
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
@@ -170,6 +181,32 @@ class Translator:
                 told.append(_reuse("item", len(segment), planned, self.catalog.item_ids[segment.key]))
         return told
 
+    def explanation(self, task: Task, answer: Answer) -> Explanation:
+        """How the answer of a task came about. ValueError for scores that are no numbers."""
+        spans = self._spans(task)
+        if isinstance(task.request, RecommendRequest):
+            return RecommendExplanation(answer=answer, levels=self._levels(task, answer.items), spans=spans)
+        return RankExplanation(answer=answer, spans=spans)
+
+    def _levels(self, task: Task, items: list[Item]) -> list[ExplainedLevel]:
+        outcome = task.outcome
+        assert isinstance(outcome, RecommendOutcome)
+        if outcome.levels is None:  # of an executor without a model
+            return []
+        ids = [item.item_id for item in items]
+        leaves = self._tree.leaf_of_row[self.catalog.rows(ids)[0]].tolist()
+        answered: dict[int, list[str]] = {}
+        for item_id, leaf in zip(ids, leaves, strict=True):
+            answered.setdefault(leaf, []).append(item_id)
+        return explain_levels(self._tree, self.catalog.symbols, outcome.levels, answered)
+
+    def _spans(self, task: Task) -> list[ExplainedSpan]:
+        if task.prompt is None or task.plan is None:
+            instruction = len(self._prompts.suffix)
+            return unplanned_spans(task.usage.prompt_tokens - instruction, instruction)
+        placed = arrange(task.prompt.prompt, LAYOUTS[task.plan.layout])
+        return planned_spans(placed, task.plan, task.moves, self.catalog.item_ids)
+
     def _recommend(self, request: RecommendRequest, tenant: str) -> Task:
         info = self.info
         width = request.beam_width or info.beam_width
@@ -181,15 +218,16 @@ class Translator:
             raise invalid("top_k", f"top_k is {request.top_k}; the catalog has {info.catalog_items} items")
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         chosen, unknown_filtered = self._filter(request, rows)
+        explained = isinstance(request, ExplainRecommend)
         work: Work
         unplanned = None
         if self._cached:
             user = Content.of(self._prompts.user(rows))
             prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user, tenant))
-            work = SegmentsWork(prompt, beam_width=width, filter=chosen)
+            work = SegmentsWork(prompt, beam_width=width, filter=chosen, explained=explained)
             unplanned, tokens = UnplannedPrompt(prompt, "user_prefix"), count_tokens(prompt)
         else:
-            work = RecommendWork(self._prompts.build(rows), width, chosen)
+            work = RecommendWork(self._prompts.build(rows), width, chosen, explained)
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.beam_width = width

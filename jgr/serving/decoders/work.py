@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter
+from jgr.models.beam import Levels
 from jgr.prompt.segments import Prompt
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import PlannedPrompt
@@ -21,11 +22,13 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class RecommendWork:
-    """Generate items after a prompt. prompt: [t] int32 tokens. filter: the items that may be returned."""
+    """Generate items after a prompt. prompt: [t] int32 tokens. filter: the items that may be returned. explained:
+    whether the outcome is to have the search's levels, which only executors with such programs give."""
 
     prompt: Int32
     beam_width: int
     filter: ItemFilter = NO_FILTER
+    explained: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +44,8 @@ class SegmentsWork:
     """A prompt whose segments may be cached, to rank its items or to go on from.
 
     columns: [c] int32, for each candidate the token whose logit is its score; negative_columns: [c] int32, the token
-    whose logit is taken from it. beam_width, filter: as in RecommendWork. plan: where the segments come from, known
-    once the batch is planned. epoch: the epoch of the cache's pool that it was planned for; None: any.
+    whose logit is taken from it. beam_width, filter, explained: as in RecommendWork. plan: where the segments come
+    from, known once the batch is planned. epoch: the epoch of the cache's pool that it was planned for; None: any.
     """
 
     prompt: Prompt
@@ -50,6 +53,7 @@ class SegmentsWork:
     negative_columns: Int32 | None = None
     beam_width: int = 0
     filter: ItemFilter = NO_FILTER
+    explained: bool = False
     plan: PlannedPrompt | None = None
     epoch: int | None = None
 
@@ -58,11 +62,13 @@ class SegmentsWork:
 class RecommendOutcome:
     """The leaves that a search found, [m] int32, best first, and their log-likelihoods, [m] float32.
 
-    Dead beams are left out, so m is at most beam_width.
+    Dead beams are left out, so m is at most beam_width. levels: the beams after every level, for a work that is
+    explained.
     """
 
     leaves: Int32
     scores: Float32
+    levels: Levels | None = None
 
 
 @dataclass(frozen=True, eq=False)

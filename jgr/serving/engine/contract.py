@@ -16,9 +16,10 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
-from jgr.serving.api import Item, ModelInfo, Request, Reuse, Usage
+from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, Usage
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError
+from jgr.serving.explanations import Explanation
 from jgr.serving.policies.jobs import Job, Kind, Start
 from jgr.serving.policies.ordering import Ordering
 from jgr.serving.policies.policy import Policy
@@ -146,6 +147,10 @@ class Served(Protocol[T]):
 
     def explain(self, task: T) -> list[Reuse]:
         """Where the parts of the prompt came from."""
+
+    def explanation(self, task: T, answer: Answer) -> Explanation:
+        """How the answer of a task, whose request is an ExplainRecommend or an ExplainRank, came about. Raises for
+        scores that are no numbers."""
 
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""

@@ -18,15 +18,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 
 from jgr.config import ServerConfig
-from jgr.serving.api import CatalogItem, Erased, Health, ModelList
+from jgr.serving.api import CatalogItem, Erased, Health, ModelList, Request
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.errors import RequestError, invalid, quoted
+from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http import docs_page, kserve, openapi
-from jgr.serving.http.decoding import UNREADABLE, refusal
+from jgr.serving.http.decoding import UNREADABLE, decode, refusal
 from jgr.serving.http.keys import TENANT, Caller, Keys, tenant
 from jgr.serving.http.operations import opened
 from jgr.serving.http.refusals import refuse
+from jgr.serving.policies.jobs import Kind
 from jgr.serving.prefill import Asked, Prefill, PrefillRequest
 from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
@@ -35,6 +37,7 @@ UPLOAD_PATH = "/v1/catalogs"
 ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
 """A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
 USERS_PATH = "/v1/users/"
+EXPLAIN_RECOMMEND, EXPLAIN_RANK = "/v1/explain/recommend", "/v1/explain/rank"
 
 T = TypeVar("T")
 
@@ -60,6 +63,9 @@ class Cold:
         self._base_path = config.base_path
         self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
         self._hints = msgspec.json.Decoder(PrefillRequest)
+        self._explains = config.explain
+        self._explained_recommend = msgspec.json.Decoder(ExplainRecommend)
+        self._explained_rank = msgspec.json.Decoder(ExplainRank)
         self._description = _encode(
             openapi.document(models.infos, not keys.open, opened(config), config.base_path)
         )
@@ -76,6 +82,8 @@ class Cold:
                 Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
                 Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
                 Route("/v1/users/{user_id:path}/prefill", self._prefill, methods=["POST"]),
+                Route(EXPLAIN_RECOMMEND, self._explain_recommend, methods=["POST"]),
+                Route(EXPLAIN_RANK, self._explain_rank, methods=["POST"]),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/v2", self._kserve_server),
                 Route("/v2/health/live", self._kserve_live),
@@ -155,6 +163,28 @@ class Cold:
             raise invalid("user_id", "user_id: must have at most 256 characters, and no control characters")
         hint = Prefill(user_id=user, **msgspec.structs.asdict(given))
         answer = await self._way.answer_to(request.scope, self._models.hinted(given.model), hint, _encode)
+        return Response(answer, media_type="application/json")
+
+    async def _explain_recommend(self, request: HttpRequest) -> Response:
+        body = await self._body_to_explain(request)
+        return await self._explain(request, "recommend", decode(self._explained_recommend, body))
+
+    async def _explain_rank(self, request: HttpRequest) -> Response:
+        body = await self._body_to_explain(request)
+        return await self._explain(request, "rank", decode(self._explained_rank, body))
+
+    async def _body_to_explain(self, request: HttpRequest) -> bytes:
+        body = await self._way.read_body(request.receive)
+        if not self._explains:
+            raise RequestError(
+                "not_found", "this server explains nothing; start it with --set server.explain=true"
+            )
+        return body
+
+    async def _explain(self, request: HttpRequest, kind: Kind, given: Request) -> Response:
+        answer = await self._way.answer_to(
+            request.scope, self._models.engine(given.model, kind), given, _encode
+        )
         return Response(answer, media_type="application/json")
 
     async def _forget(self, request: HttpRequest) -> Response:

@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from jgr.fields import nearest
-from jgr.serving.api import RankRequest, RecommendRequest
 from jgr.serving.errors import MAX_QUOTED_CHARS, RequestError, invalid, quoted
-from jgr.serving.prefill import Prefill
 
-R = TypeVar("R", RecommendRequest, RankRequest, Prefill)
+R = TypeVar("R", bound=msgspec.Struct)
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a body raises."""

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from jgr.config import ServerConfig
-from jgr.serving import api, prefill
+from jgr.serving import api, explanations, prefill
 from jgr.serving.errors import ErrorType
 from jgr.serving.http import docs_page, kserve, rerank
 
@@ -129,6 +129,26 @@ OPERATIONS = (
         "requests",
         "Score given candidates for a history",
         api.Answer,
+        api.RankRequest,
+        _HOT,
+    ),
+    Operation(
+        "post",
+        "/v1/explain/recommend",
+        "explain_recommend",
+        "requests",
+        "Generate items, and show the beams of every level; only if the server has server.explain",
+        explanations.RecommendExplanation,
+        api.RecommendRequest,
+        _HOT,
+    ),
+    Operation(
+        "post",
+        "/v1/explain/rank",
+        "explain_rank",
+        "requests",
+        "Score candidates, and show where the prompt came from; only if the server has server.explain",
+        explanations.RankExplanation,
         api.RankRequest,
         _HOT,
     ),

@@ -31,8 +31,9 @@ from jgr.serving.api import RankRequest, RecommendRequest
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorType, RequestError, quoted
+from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
-from jgr.serving.http.cold import ADMIN_PATHS, USERS_PATH, Cold
+from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
 from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
@@ -276,7 +277,10 @@ class App:
             call.trace.accepted(ticket, engine.info)
         departure.cancels(partial(engine.cancel, ticket))
         try:
-            encoded = encode(await ticket.answer)
+            answer = await ticket.answer
+            if isinstance(request, ExplainRecommend | ExplainRank):
+                answer = engine.served.explanation(ticket.task, answer)
+            encoded = encode(answer)
             engine.encoded(ticket)
             return encoded
         except asyncio.CancelledError:
@@ -357,6 +361,8 @@ def _traced(scope: Scope) -> str | None:
         return None
     if path.startswith(USERS_PATH) and path.endswith("/prefill"):
         return f"{USERS_PATH}{{user_id}}/prefill"
+    if path in (EXPLAIN_RECOMMEND, EXPLAIN_RANK):
+        return path
     if path.startswith(f"{KSERVE}/models/") and path.endswith("/infer"):
         return f"{KSERVE}/models/{{name}}/infer"
     return None

@@ -23,10 +23,11 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
-from jgr.serving.api import Item, ModelInfo, Request, Reuse, smaller
+from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, smaller
 from jgr.serving.engine.contract import make_ordering
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError, invalid
+from jgr.serving.explanations import RankExplanation
 from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.user_cache import UserCache
@@ -162,6 +163,9 @@ class ServedScorer:
 
     def explain(self, task: ScorerTask) -> list[Reuse]:
         return self.translator.explain(task, task.kept)
+
+    def explanation(self, task: ScorerTask, answer: Answer) -> RankExplanation:
+        return RankExplanation(answer=answer, spans=self.translator.spans(task))
 
     def shadows(self, task: ScorerTask) -> list[tuple[ScorerTask, Callable[[ScorerTask], None]]]:
         """None: what is kept of a user is bit for bit what is computed."""

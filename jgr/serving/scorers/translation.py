@@ -30,6 +30,7 @@ from jgr.models.stu_scorer import WEEK
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM
 from jgr.serving.api import Item, ModelInfo, RankRequest, Reuse, Usage
 from jgr.serving.errors import MAX_QUOTED_CHARS, invalid, quoted
+from jgr.serving.explanations import ExplainedSpan, Source
 from jgr.serving.known_items import (
     MAX_LISTED_IDS,
     USER_ENTRY,
@@ -187,6 +188,23 @@ class ScorerTranslator:
         usage = task.usage
         return [
             Reuse(segment="user", tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, kept=kept)
+        ]
+
+    def spans(self, task: ScorerTask) -> list[ExplainedSpan]:
+        """How many of the user's tokens, with the slots of context, were kept on the device, and how many were
+        computed. Candidates have none."""
+        cached, computed = task.usage.cached_tokens, task.usage.computed_tokens
+        sources: tuple[tuple[int, Source], ...] = (cached, "device"), (computed, "computed")
+        return [
+            ExplainedSpan(
+                kind="user",
+                name="history",
+                tokens=tokens,
+                cached_tokens=tokens if source == "device" else 0,
+                source=source,
+            )
+            for tokens, source in sources
+            if tokens
         ]
 
     def _refuse_useless(self, request: RankRequest | Prefill) -> None:

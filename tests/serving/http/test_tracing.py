@@ -170,7 +170,7 @@ def test_two_parents_are_none(collector: Collector) -> None:
 
 
 def test_what_was_refused_or_broke_is_told_as_far_as_it_came(collector: Collector) -> None:
-    with LiveServer(f"server.traces={collector.url}") as server:
+    with LiveServer(f"server.traces={collector.url}", "server.explain=true") as server:
         server.executor.errors.append(RuntimeError("broken"))
         replies = [
             server.call("/v1/rank", RANK),
@@ -178,6 +178,7 @@ def test_what_was_refused_or_broke_is_told_as_far_as_it_came(collector: Collecto
             server.call("/v1/users/u/prefill", {"history": ["a"]}),
             server.call("/v1/recommend", RANK | {"candidates": None}),
             server.call("/v1/rank", None),
+            server.call("/v1/explain/rank", RANK),
             server.call("/v1/users/u/cache", method="DELETE"),
         ]
     found = [
@@ -190,10 +191,11 @@ def test_what_was_refused_or_broke_is_told_as_far_as_it_came(collector: Collecto
         ("/v1/users/{user_id}/prefill", 200, 0),
         ("/v1/recommend", 422, 0),
         ("/v1/rank", 405, 0),
+        ("/v1/explain/rank", 200, 0),
     ]
     stages = [[span.name for span in collector.below(root)] for root in collector.roots()]
-    assert stages == [["accept", "queue"], [], ["accept"], [], []]
-    assert ["traceresponse" in reply.headers for reply in replies] == [True] * 5 + [False]
+    assert stages == [["accept", "queue"], [], ["accept"], [], [], STAGES]
+    assert ["traceresponse" in reply.headers for reply in replies] == [True] * 6 + [False]
 
 
 def test_a_client_that_leaves_ends_its_span(collector: Collector) -> None:

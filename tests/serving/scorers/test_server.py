@@ -59,7 +59,9 @@ def hstu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScorerServer]:
 def stu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScorerServer]:
     """Users are kept: room for three."""
     folder = tmp_path_factory.mktemp("stu") / "model"
-    settings = ("executors.share_user=cache", "cache.device_mb=0.02", "executors.streams=4")
+    settings = (
+        "executors.share_user=cache", "cache.device_mb=0.02", "executors.streams=4", "server.explain=true"
+    )  # fmt: skip
     with ScorerServer(make_folder(folder, STU, *settings)) as server:
         yield server
 
@@ -238,6 +240,23 @@ def test_a_users_entries_are_erased_and_no_page_is_lost(stu: ScorerServer) -> No
     assert stu.call("/v1/users/u40/cache", method="DELETE") == (200, {"entries": 1})
     assert stu.metric('jgr_cache_pages{holder="free"}') > free
     assert stu.rank(**asked(40, 3, True))["usage"]["cached_tokens"] == 0
+
+
+def test_an_explained_ranking_says_whether_the_user_was_kept(hstu: ScorerServer, stu: ScorerServer) -> None:
+    body = asked(41, 12, True)
+    for source in ("computed", "device"):
+        status, found = stu.call("/v1/explain/rank", body)
+        usage = found["answer"]["usage"]
+        tokens, cached = usage["prompt_tokens"], usage["cached_tokens"]
+        assert (status, cached) == (200, tokens if source == "device" else 0)
+        assert found["spans"] == [
+            {"kind": "user", "name": "history", "tokens": tokens, "cached_tokens": cached, "source": source}
+        ]
+        assert by_item(found["answer"]) == pytest.approx(by_item(stu.rank(**body)), abs=TOLERANCE)
+    status, reply = stu.call("/v1/explain/recommend", {"history": ["B001"]})
+    assert (status, reply["error"]["field"]) == (422, "model")
+    status, reply = hstu.call("/v1/explain/rank", asked(41, 3))
+    assert (status, reply["error"]["type"]) == (404, "not_found")
 
 
 def test_refusals_name_the_field_over_http(hstu: ScorerServer, stu: ScorerServer) -> None:
