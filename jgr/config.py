@@ -312,10 +312,11 @@ class ServerConfig:
     tls_key: str = ""  # PEM file of the certificate's key, without a password
     # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it.
     base_path: str = ""
-    # What is answered without a key where clients need one: /health, /metrics, /docs with /openapi.json.
+    # What is answered without a key where clients need one: /health, /metrics, /docs with /openapi.json, /ui.
     open_health: bool = True
     open_metrics: bool = False
     open_docs: bool = False
+    open_ui: bool = False
     grpc_port: int | None = (
         None  # port of KServe's gRPC service, 0 for any free one; None: it is off. Needs jgr[grpc]
     )
