@@ -440,7 +440,9 @@ class ItemList(Struct, kw_only=True):
 
     data: Annotated[
         list[CatalogItem],
-        Meta(description="The item whose id was given, if there is one; then the others, in the catalog's order."),
+        Meta(
+            description="The item whose id was given, if there is one; then the others, in the catalog's order."
+        ),
     ]
     searched: Annotated[
         int,

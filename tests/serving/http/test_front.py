@@ -229,7 +229,9 @@ def test_each_group_is_open_by_its_own_flag(group: str) -> None:
             assert server.call(path).status == 401, path
         described = server.call("/openapi.json", authorization="Bearer s3cret").json["paths"]
         secured = {
-            path for path in ("/metrics", "/docs", "/ui", "/health/live") if "security" in described[path]["get"]
+            path
+            for path in ("/metrics", "/docs", "/ui", "/health/live")
+            if "security" in described[path]["get"]
         }
         assert secured == {
             f"/{name}" if name != "health" else "/health/live" for name in paths if name != group

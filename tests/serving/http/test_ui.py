@@ -19,7 +19,9 @@ TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|\beval\b|new Function"
 )
-KEPT = re.compile(r"localStorage|sessionStorage|indexedDB|document\.cookie|console\.|history\.(push|replace)State")
+KEPT = re.compile(
+    r"localStorage|sessionStorage|indexedDB|document\.cookie|console\.|history\.(push|replace)State"
+)
 
 
 def test_every_file_is_served_with_its_type_and_headers(server: LiveServer) -> None:
@@ -51,7 +53,9 @@ def test_the_sources_make_no_markup_of_text_and_keep_nothing() -> None:
         text = (FOLDER / name).read_text()
         assert "SPDX-License-Identifier: Apache-2.0" in text, name
         assert not MARKUP.search(text) and not KEPT.search(text), name
-        assert [url for url in re.findall(r"https?://[^\s\"'`]+", text) if url != "http://www.w3.org/2000/svg"] == []
+        assert [
+            url for url in re.findall(r"https?://[^\s\"'`]+", text) if url != "http://www.w3.org/2000/svg"
+        ] == []
         for module in re.findall(r'from "(.+?)"', text):
             assert module.startswith("./") and module[2:] in NAMES, (name, module)
     page = (FOLDER / "index.html").read_text()

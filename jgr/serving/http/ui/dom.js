@@ -41,7 +41,7 @@ export function shown(value, digits = 3) {
 /** A score for people: always of four significant digits, so that they stand below each other. */
 export function score(value) {
   if (!Number.isFinite(value)) return "–";
-  return value.toLocaleString("en", { minimumSignificantDigits: 4, maximumSignificantDigits: 4 });
+  return (value + 0).toLocaleString("en", { minimumSignificantDigits: 4, maximumSignificantDigits: 4 }); // no -0
 }
 
 /** A count with its noun. */

@@ -53,7 +53,7 @@ const FIGURES = [
   {
     name: "Batch fill", unit: "%",
     value: (w, of) => percent(w.ratio(["jgr_real_tokens_total", of], ["jgr_padded_tokens_total", of])),
-    note: (w, of) => `${shown(w.ratio(["jgr_batch_size_sum", of], ["jgr_batch_size_count", of]))} requests in a batch`,
+    note: (w, of) => `mean batch size ${shown(w.ratio(["jgr_batch_size_sum", of], ["jgr_batch_size_count", of]))}`,
   },
   {
     name: "Device", unit: "% busy",
