@@ -447,8 +447,8 @@ class ItemList(Struct, kw_only=True):
     searched: Annotated[
         int,
         Meta(
-            description="Number of the catalog's items that were looked at, from the first on, until there were enough; "
-            f"{MAX_SEARCHED} at most."
+            description="Number of the catalog's items that were looked at, from the first on, until there were "
+            f"enough; {MAX_SEARCHED} at most."
         ),
     ]
 

@@ -2,9 +2,9 @@
 """`/ui`: a page that asks this server, draws how beams walk, sets two models side by side and watches the metrics.
 
 Its files come with jgr (`ui/`): modules of plain JavaScript and a style sheet, which nothing has to build. They ask no
-other server, and the content security policy forbids it; so it does scripts and styles in the page, and any text that is
-to become markup or script (Trusted Types). Only the files that are there by name are served. All addresses are relative,
-so that the page works below any base path.
+other server, and the content security policy forbids it; it also forbids scripts and styles in the page, and text that
+is to become markup or script (Trusted Types). Only files that are there by name are served. All addresses are
+relative, so that the page works below any base path.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ OWNED = "document.title='owned'"
 TITLES = {item: f'{item} <img src=x onerror="{OWNED}"><script>{OWNED}</script>' for item in ITEMS}
 BRAND = "</td><b>bold</b>"
 WIDE = 128
+REMOVE, NONE, STEP = "\u00d7", "\u2013", " \u203a "
+"""What the page writes on a button that removes, in place of a number that is not there, and between levels."""
 
 
 def other_model() -> Deployment:
@@ -165,7 +167,7 @@ def test_recommended_items_are_those_of_the_api_and_markup_stays_text(visit: Vis
     page.get_by_label("User id").fill("u1")
     fill(page, "History, oldest first", "a, d")
     history = page.get_by_role("list", name="History, oldest first").locator("li")
-    expect(history).to_have_text([f"{TITLES['a']}×", f"{TITLES['d']}×"])
+    expect(history).to_have_text([f"{TITLES['a']}{REMOVE}", f"{TITLES['d']}{REMOVE}"])
     page.get_by_label("Items to return").fill("4")
     page.get_by_label("Beam width", exact=True).fill("5")
     page.get_by_label("Deadline:").fill("13")
@@ -200,7 +202,7 @@ def test_recommended_items_are_those_of_the_api_and_markup_stays_text(visit: Vis
     page.get_by_label("User id").press("Tab")
     page.get_by_label("User id").fill("u1")
     page.get_by_label("User id").press("Tab")
-    expect(history).to_have_text([f"{TITLES['a']}×", f"{TITLES['d']}×"])
+    expect(history).to_have_text([f"{TITLES['a']}{REMOVE}", f"{TITLES['d']}{REMOVE}"])
 
 
 def test_items_are_picked_and_filters_set_by_the_keyboard_alone(visit: Visit) -> None:
@@ -218,7 +220,7 @@ def test_items_are_picked_and_filters_set_by_the_keyboard_alone(visit: Visit) ->
     expect(field).to_have_attribute("aria-activedescendant", str(options.nth(1).get_attribute("id")))
     page.keyboard.press("Enter")
     expect(page.get_by_role("list", name="History, oldest first").locator("li")).to_have_text(
-        ["title of b2×"]
+        [f"title of b2{REMOVE}"]
     )
     expect(field).to_have_attribute("aria-expanded", "false")
     page.keyboard.type("zzz")
@@ -398,7 +400,7 @@ def test_beams_walk_down_the_tree(visit: Visit) -> None:
         kept = [beam for beam in level["beams"] if beam["kept"]]
         assert cells[:3] == [str(at + 1), str(len(level["beams"])), str(len(kept))]
         assert cells[3] == str(sum(beam["items"] for beam in kept))
-        assert cells[4] == " › ".join(map(str, best["prefix"]))
+        assert cells[4] == STEP.join(map(str, best["prefix"]))
         assert float(cells[5]) == pytest.approx(best["score"], rel=1e-3)
 
     # Lines do not cross: from left to right, the places where they begin never go back.
@@ -411,7 +413,7 @@ def test_beams_walk_down_the_tree(visit: Visit) -> None:
     # The way to the best beam, from the last level up.
     way, beam = [], levels[2]["beams"][0]
     for level in (2, 1, 0):
-        way.append(" › ".join(map(str, beam["prefix"])))
+        way.append(STEP.join(map(str, beam["prefix"])))
         if level:
             beam = levels[level - 1]["beams"][beam["parent"]]
     marked = page.locator(".beam.best title").all_text_contents()
@@ -424,7 +426,7 @@ def test_beams_walk_down_the_tree(visit: Visit) -> None:
     expect(page.locator(".told")).to_contain_text(f"Level 1: {first['prefix'][0]}: score ")
     page.keyboard.press("ArrowDown")
     child = next(beam for beam in levels[1]["beams"] if beam["parent"] == 0)
-    expect(page.locator(".told")).to_contain_text(f"Level 2: {' › '.join(map(str, child['prefix']))}: score ")
+    expect(page.locator(".told")).to_contain_text(f"Level 2: {STEP.join(map(str, child['prefix']))}: score ")
     page.keyboard.press("ArrowUp")
     expect(page.locator(".told")).to_contain_text(f"Level 1: {first['prefix'][0]}: score ")
     expect(page.locator(".beam.chosen")).to_have_count(1)
@@ -495,9 +497,9 @@ def test_odd_beams_are_drawn_all_the_same(visit: Visit) -> None:
     )
     assert drawn["dots"] == [1, 2, 512] and drawn["edges"] == 1 + 512 and not drawn["text"]
     assert drawn["best"] == [
-        "<a_1>: score –, 3 items below",
-        "<a_1> › <b_2>: score -2.000, 1 item below",
-        "<a_1> › <b_2> › 0: score 0.000, 1 item below: x",
+        f"<a_1>: score {NONE}, 3 items below",
+        f"<a_1>{STEP}<b_2>: score -2.000, 1 item below",
+        f"<a_1>{STEP}<b_2>{STEP}0: score 0.000, 1 item below: x",
     ]
     assert page.evaluate("import('./ui/beams.js').then(({place}) => place([[], []]).length)") == 2
 
@@ -617,7 +619,7 @@ def test_the_live_view_shows_what_the_server_counts(visit: Visit) -> None:
     assert figure(page, "Refused") == ("0", "nothing")
     # Prompts of 4 tokens with 5 beams in profiles of 8 and 5: see test_server.py.
     assert figure(page, "Batch fill") == ("69.2", "mean batch size 1")
-    assert figure(page, "Pool in use") == ("–", "no cache")
+    assert figure(page, "Pool in use") == (NONE, "no cache")
     page.locator("#watched").select_option("other")
     assert figure(page, "P50")[1] == "of 2 answers"
     assert page.locator("[data-figure='Queue'] .course path").get_attribute("d") == "M28 34.00L29 34.00"
@@ -676,7 +678,7 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
     assert figure(page, "Device") == ("25", "25 % of it for nobody")
     # Three of four between 1e-4 and 1e-3, one up to 0.1: the 3.96th lies in the last bucket.
     assert float(figure(page, "Drift, P99")[0]) == pytest.approx(1e-2 + 0.96 * 9e-2, rel=1e-2)
-    assert figure(page, "Drift, P99")[1] == "4 answers checked without the cache; repaired –"
+    assert figure(page, "Drift, P99")[1] == f"4 answers checked without the cache; repaired {NONE}"
 
 
 def test_the_live_view_reads_series_that_exist() -> None:
