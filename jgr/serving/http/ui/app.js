@@ -56,13 +56,13 @@ async function loadModels() {
   const state = find("server");
   try {
     const { data } = await api.get("v1/models");
-    question.infos = data;
+    question.know(data);
     explains = true;
     const served = data.map((info) => `${info.version} (${info.state})`);
     state.replaceChildren(served.join(", "));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    question.infos = [];
+    question.know([]);
     state.replaceChildren(error.show());
   }
   adapt();

@@ -49,6 +49,12 @@ export class Question {
     return this.infos.filter((info) => serves(info, this.kind));
   }
 
+  /** The server's models. Where none of them does what the form asks for, it asks for the other kind. */
+  know(infos) {
+    this.infos = infos;
+    if (infos.length && !this.able.length) this.fields.kind.value = this.kind === "rank" ? "recommend" : "rank";
+  }
+
   /** Show the fields of the kind and of the view, and the limits of the model. */
   adapt(view) {
     const { kind } = this;
