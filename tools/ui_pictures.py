@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pictures of docs/ui.md, of the page /ui of a server of the demo's shop.
+r"""Writes the pictures of docs/ui.md, of the page /ui of a server of the demo's shop.
 
-    jgr serve runs/shop --set server.explain=true --set cache.policy=user --set cache.device_mb=64 --set cache.shadow=.1
+    jgr train --config=shop --set train.out=runs/short --set train.steps=150 --set model.name=short
+    jgr serve runs/shop runs/short --set server.explain=true --set cache.policy=user --set cache.device_mb=64 \
+      --set cache.shadow=0.1
     python -m tools.ui_pictures http://127.0.0.1:8000
 
-It needs Debian's chromium, and playwright, which jgr[dev] has. For the live view it asks the server twenty times a second
-for half a minute. `--folder` writes the pictures elsewhere.
+It needs Debian's chromium, and playwright and matplotlib's pillow, which jgr[dev] has. For the live view it asks the
+server twenty times a second for half a minute. `--folder` writes the pictures elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
 import jgr
@@ -36,7 +40,8 @@ ARGUMENTS = (
 )
 """What makes a browser show a page, and ask nobody for anything of its own."""
 WIDTH, HEIGHT = 1280, 860
-USER, ITEMS = 0, 6
+USER, ITEMS = 15, 6
+COLOURS = 256
 EVERY_S, WATCHED_MS = 0.05, 32_000
 
 
@@ -59,7 +64,7 @@ def opened(browser: Browser, url: str, shop: Shop, scheme: str) -> Page:
 
 def ask(page: Page) -> None:
     page.get_by_role("button", name="Ask", exact=True).click()
-    page.locator("section:not([hidden]) > * table.items").first.wait_for()
+    page.locator("[role=tabpanel]:not([hidden]) table.items").first.wait_for()
     page.wait_for_load_state("networkidle")
 
 
@@ -88,7 +93,8 @@ def load(url: str, shop: Shop) -> Iterator[None]:
 
 def take(page: Page, folder: Path, name: str) -> None:
     path = folder / f"ui-{name}.png"
-    page.screenshot(path=path, full_page=True)
+    shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+    shot.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
@@ -106,7 +112,6 @@ def pictures(browser: Browser, url: str, folder: Path) -> None:
     take(page, folder, "ask")
     page.get_by_label("Items to return").fill("8")
     page.get_by_role("tab", name="Compare").click()
-    page.get_by_role("region", name="Second").get_by_label("Second model").select_option(index=-1)
     ask(page)
     take(page, folder, "compare")
     page = opened(browser, url, shop, "dark")

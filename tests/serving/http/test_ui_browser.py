@@ -21,9 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.features.cache import Counts
 from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.decoders.serve import decoder_engine
-from jgr.serving.engine.metrics import Metrics, documentation, render
+from jgr.serving.engine.metrics import ENTRY_EVENTS, Metrics, documentation, render
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
 from tests.debian import CHROMIUM
@@ -625,32 +626,32 @@ def test_the_live_view_shows_what_the_server_counts(visit: Visit) -> None:
     assert page.locator("[data-figure='Queue'] .course path").get_attribute("d") == "M28 34.00L29 34.00"
 
 
+def a_cache(**held: int) -> Any:
+    """What a meta service tells of a pool of 1000 pages, 500 of them free. held: pages by kind of entries."""
+    events = [f"{kind}_{event}" for kind in held for event in ENTRY_EVENTS]
+    return SimpleNamespace(
+        pages=SimpleNamespace(free=500, count=1000),
+        kinds=tuple(held),
+        used=held.__getitem__,
+        number={kind: pages // 10 for kind, pages in held.items()}.__getitem__,
+        fragmentation=lambda kind: 0.0,
+        counts=dict.fromkeys([*events, "to_host", "to_device"], 0),
+    )
+
+
 def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
-    metrics = Metrics()
-    held = {"user": 300, "item": 100}
-    metrics.watch_cache(
-        lambda: SimpleNamespace(
-            pages=SimpleNamespace(free=500, count=1000), kinds=("user", "item"), used=held.__getitem__,
-            number={"user": 12, "item": 34}.__getitem__, fragmentation=lambda kind: 0.0,
-            counts=dict.fromkeys(["to_host", "to_device"], 0) | dict.fromkeys(
-                [f"{kind}_{event}" for kind in held for event in ("evicted", "stale", "refused")], 0
-            ),
-        )
-    )  # fmt: skip
-    states = [SimpleNamespace(fresh=fresh, stale=10, missing=0, entries=3) for fresh in (10, 40)]
-    for state in states:
-        vars(state).update(dict.fromkeys(
-            ("waits", "late", "fetched", "joined", "not_found", "invalid", "round_trips", "failures", "held", "bytes",
-             "evicted"), 0))  # fmt: skip
-    metrics.feature_counts = lambda: states[0]
-    answered: list[bytes] = []
+    metrics, other = Metrics(), Metrics()
+    metrics.watch_cache(lambda: a_cache(user=300, item=100))
+    other.watch_cache(lambda: a_cache(user=20, item=50))
+    metrics.feature_counts = lambda: Counts(fresh=10, stale=10)
+    for one, info in zip((metrics, other), visit.server.listener.models.infos, strict=True):
+        one.show_model(info)
 
     def read(route: Any) -> None:
-        answered.append(render({"jgr": metrics}))
-        route.fulfill(body=answered[-1], content_type="text/plain")
+        route.fulfill(body=render({"jgr": metrics, "other": other}), content_type="text/plain")
 
     def between() -> None:
-        metrics.feature_counts = lambda: states[1]
+        metrics.feature_counts = lambda: Counts(fresh=40, stale=20)
         metrics._cached_tokens.inc(30)
         metrics._computed_tokens.inc(10)
         for difference in (5e-4, 5e-4, 5e-4, 5e-2):
@@ -664,21 +665,21 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
     visit.page.route("**/metrics", read)
     page = watch(visit, between)
     assert figure(page, "Tokens from the cache") == ("75", "20 tokens/s")
-    assert figure(page, "Pool in use") == ("50", "entries user 12, item 34")
-    parts = page.locator("[data-figure='Pool in use'] .key").all_text_contents()
-    assert parts == ["item 100", "others 100", "user 300", "free 500"]
-    widths = [
-        float(str(bar.get_attribute("width")))
-        for bar in page.locator("[data-figure='Pool in use'] rect").all()
-    ]
-    assert widths == [100, 100, 300, 500]
-    assert figure(page, "Fresh features") == ("100", "fresh 30")
+    assert figure(page, "Pool in use") == ("50", "entries user 32, item 15")
+    pool = page.locator("[data-figure='Pool in use']")
+    assert pool.locator(".key").all_text_contents() == ["item 150", "others 30", "user 320", "free 500"]
+    widths = [float(str(bar.get_attribute("width"))) for bar in pool.locator("rect").all()]
+    assert widths == pytest.approx([150, 30, 320, 500])
+    assert figure(page, "Fresh features") == ("75", "fresh 30, stale 10")
     assert figure(page, "Refused") == ("2", "too_late 3, quota 1")
     assert figure(page, "Late or failed") == ("3", "4 late, 2 batches failed")
     assert figure(page, "Device") == ("25", "25 % of it for nobody")
     # Three of four between 1e-4 and 1e-3, one up to 0.1: the 3.96th lies in the last bucket.
     assert float(figure(page, "Drift, P99")[0]) == pytest.approx(1e-2 + 0.96 * 9e-2, rel=1e-2)
     assert figure(page, "Drift, P99")[1] == f"4 answers checked without the cache; repaired {NONE}"
+    page.locator("#watched").select_option("other")
+    assert pool.locator(".key").all_text_contents() == ["item 50", "others 430", "user 20", "free 500"]
+    assert figure(page, "Tokens from the cache") == (NONE, "0 tokens/s")
 
 
 def test_the_live_view_reads_series_that_exist() -> None:

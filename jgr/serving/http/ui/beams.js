@@ -7,6 +7,7 @@
 import { counted, draw, make, score, shown } from "./dom.js";
 
 const WIDTH = 1000;
+const MARGIN = 30; // on both sides, for the symbols of the outermost beams
 const STEP = 96; // between levels
 const TOP = 26;
 const BOTTOM = 32;
@@ -22,7 +23,7 @@ export function beamsView(levels) {
   const told = make("p", { class: "told", role: "status" }, "Choose a beam, or walk by the arrow keys.");
   const picture = draw("svg", {
     class: "beams-picture",
-    viewBox: `0 0 ${WIDTH} ${TOP + STEP * (placed.length - 1) + BOTTOM}`,
+    viewBox: `${-MARGIN} 0 ${WIDTH + 2 * MARGIN} ${TOP + STEP * (placed.length - 1) + BOTTOM}`,
     tabindex: "0",
     role: "application",
     "aria-label": "The beams, level by level. The arrow keys walk from beam to beam.",
@@ -85,7 +86,7 @@ function drawLevel(beams, depth, walk) {
     beam.y = y;
     if (beam.above) group.append(edge(beam));
   }
-  group.append(draw("text", { class: "depth", x: 4, y: y - 12 }, `level ${depth + 1}`));
+  group.append(draw("text", { class: "depth", x: 4 - MARGIN, y: y - 12 }, `level ${depth + 1}`));
   const named = withRoom(beams);
   for (const beam of beams) {
     const classes = ["beam", beam.kept === false && "dropped", beam.onBest && "best"].filter(Boolean).join(" ");
@@ -127,8 +128,7 @@ function edge(beam) {
 }
 
 function label(beam, y) {
-  const x = Math.min(WIDTH - 12, Math.max(12, beam.x));
-  return draw("text", { class: beam.onBest ? "symbol best" : "symbol", x, y }, symbol(beam));
+  return draw("text", { class: beam.onBest ? "symbol best" : "symbol", x: beam.x, y }, symbol(beam));
 }
 
 function opacity(beam) {

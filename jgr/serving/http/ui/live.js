@@ -2,7 +2,7 @@
 // A live view of the server, from its /metrics: a tile for each figure, with its course over the last minutes.
 
 import { ApiError } from "./api.js";
-import { draw, make, setOptions, shown } from "./dom.js";
+import { counted, draw, make, setOptions, shown } from "./dom.js";
 import { Window, grouped, parse, select } from "./prometheus.js";
 
 const EVERY_MS = 2000;
@@ -48,7 +48,7 @@ const FIGURES = [
   {
     name: "Queue", unit: "requests",
     value: (w, of) => w.gauge("jgr_queue_depth", of),
-    note: (w, of) => `${shown(w.gauge("jgr_in_flight", of))} runs in flight`,
+    note: (w, of) => `${counted(w.gauge("jgr_in_flight", of), "run")} in flight`,
   },
   {
     name: "Batch fill", unit: "%",
@@ -86,11 +86,11 @@ const FIGURES = [
   {
     name: "Pool in use", unit: "% of pages",
     value: (w, of) => {
-      const pages = grouped(w.now, "jgr_cache_pages", "holder", of);
-      const all = Object.values(pages).reduce((a, b) => a + b, 0);
-      return all ? 100 * (1 - (pages.free ?? 0) / all) : null;
+      const pages = pagesOf(w, of);
+      const all = sizeOf(pages);
+      return all ? 100 * (1 - pages.free / all) : null;
     },
-    parts: (w, of) => grouped(w.now, "jgr_cache_pages", "holder", of),
+    parts: pagesOf,
     note: (w, of) => listed(grouped(w.now, "jgr_cache_entries", "kind", of), "entries ") || "no cache",
   },
   {
@@ -114,6 +114,19 @@ const FIGURES = [
 function sum(...values) {
   const known = values.filter((value) => value !== null);
   return known.length ? known.reduce((a, b) => a + b, 0) : null;
+}
+
+/** The pages of the pool by holder. Each model tells of the whole pool, which they share, and calls the rest others. */
+function pagesOf(w, of) {
+  const [first] = select(w.now, "jgr_cache_pages", of);
+  if (!first) return {};
+  const told = grouped(w.now, "jgr_cache_pages", "holder", { model: first.labels.model });
+  const { free, others, ...held } = grouped(w.now, "jgr_cache_pages", "holder", of);
+  return { ...held, others: sizeOf(told) - told.free - sizeOf(held), free: told.free };
+}
+
+function sizeOf(parts) {
+  return Object.values(parts).reduce((sum, size) => sum + size, 0);
 }
 
 /** How much each value of a label grew; those that did not are left out. */
@@ -243,8 +256,10 @@ class Tile {
   }
 
   #divide(parts) {
-    const entries = Object.entries(parts).sort(([a], [b]) => (a === "free") - (b === "free") || (a < b ? -1 : 1));
-    const all = entries.reduce((size, [, value]) => size + value, 0);
+    const all = sizeOf(parts);
+    const entries = Object.entries(parts)
+      .filter(([, value]) => value)
+      .sort(([a], [b]) => (a === "free") - (b === "free") || (a < b ? -1 : 1));
     if (!all) return this.parts.replaceChildren();
     const picture = draw("svg", {
       class: "bar-picture",
