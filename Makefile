@@ -24,7 +24,7 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked
+installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
 
 # Programs of Debian's that tests run: unpacked, not installed. Without apt, or the network, these tests are left out.
 $(DEBIAN)/.unpacked:
@@ -32,6 +32,15 @@ $(DEBIAN)/.unpacked:
 	-command -v prometheus >/dev/null || \
 	  (cd $(DEBIAN) && apt-get download prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb)
 	touch $@
+
+# Chromium needs libraries of its own, so it is installed, which only root can.
+CHROMIUM := apt-get install -y --no-install-recommends chromium
+$(DEBIAN)/.chromium:
+	mkdir -p $(DEBIAN)
+	@if command -v chromium; then :; \
+	elif [ "$$(id -u)" = 0 ] && ($(CHROMIUM) || (apt-get update && $(CHROMIUM))) >$(DEBIAN)/chromium.log 2>&1; then :; \
+	else echo "There is no chromium, and it could not be installed: the tests of the pages are left out."; fi
+	@touch $@
 
 # Two processes, whole files to each: what a file's fixtures start is started once. In the order of tests/conftest.py.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder

@@ -315,11 +315,10 @@ class ServerConfig:
     tls_key: str = ""  # PEM file of the certificate's key, without a password
     # Path under which a gateway shows the server, such as /jgr; requests are answered with it and without it.
     base_path: str = ""
-    open_health: bool = True  # Whether /health is answered without a key where clients need one.
-    open_metrics: bool = False  # Whether /metrics is answered without a key where clients need one.
-    open_docs: bool = (
-        False  # Whether /docs and /openapi.json are answered without a key where clients need one.
-    )
+    open_health: bool = True  # whether /health is answered without a key where clients need one
+    open_metrics: bool = False  # whether /metrics is answered without a key
+    open_docs: bool = False  # whether /docs, with /openapi.json, is answered without a key
+    open_ui: bool = False  # whether the page /ui needs no key; what it asks of the API does
     grpc_port: int | None = (
         None  # port of KServe's gRPC service, 0 for any free one; None: it is off. Needs jgr[grpc]
     )

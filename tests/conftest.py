@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.debian import PROMETHEUS
+from tests.debian import CHROMIUM, PROMETHEUS
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
@@ -40,8 +40,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM}
+"""Debian's programs that tests are marked with, by the packages' names: where they are, "" where they are not."""
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
-_NEEDS = ("data", "gpu", "prometheus")
+_NEEDS = ("data", "gpu", *_PROGRAMS)
 _SELECTED = pytest.StashKey[Counter[str]]()
 
 
@@ -68,7 +70,7 @@ def _can_run(item: pytest.Item) -> bool:
     data = item.get_closest_marker("data")
     if data is not None and not (_DATA / data.args[0]).is_dir():
         return False
-    if item.get_closest_marker("prometheus") is not None and not PROMETHEUS:
+    if any(item.get_closest_marker(name) is not None and not path for name, path in _PROGRAMS.items()):
         return False
     return item.get_closest_marker("gpu") is None or os.environ["JAX_PLATFORMS"] != "cpu"
 
@@ -108,7 +110,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if selected["gpu"]:
         platforms = os.environ["JAX_PLATFORMS"]
         terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")
-    if selected["prometheus"]:
-        found = PROMETHEUS or "not found; apt-get install prometheus"
-        counts = f"{ran['prometheus']} of {selected['prometheus']}"
-        terminalreporter.write_line(f"prometheus tests: {counts} ran (prometheus: {found})")
+    for name, path in _PROGRAMS.items():
+        if selected[name]:
+            found = path or f"not found; apt-get install {name}"
+            terminalreporter.write_line(
+                f"{name} tests: {ran[name]} of {selected[name]} ran ({name}: {found})"
+            )

@@ -15,3 +15,4 @@ def program(name: str) -> str:
 
 
 PROMETHEUS, PROMTOOL = program("prometheus"), program("promtool")
+CHROMIUM = program("chromium")

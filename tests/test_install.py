@@ -37,6 +37,7 @@ def test_the_wheel_holds_the_package_and_its_configurations_alone(wheel: Path) -
     sources = {path for path in files if "__pycache__" not in path.parts}
     configs = {Path("jgr") / path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.py")}
     assert names == sources | configs
+    assert Path("jgr/serving/http/ui/app.js") in names
 
 
 def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     with _server(config) as (url, stopped):
         _show(url, config, shop, dataset)
         stay = sys.stdout.isatty() if flags.FLAGS.stay is None else flags.FLAGS.stay
-        print(f"\nThe server: {url} (its API: {url}/docs)", flush=True)
+        print(f"\nThe server: {url} (a page to look at: {url}/ui, its API: {url}/docs)", flush=True)
         if stay:
             print("Ctrl-C stops it.", flush=True)
             stopped.wait()

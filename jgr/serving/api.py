@@ -28,6 +28,8 @@ MAX_SECONDS = 1 << 40
 MAX_CODE = (1 << 31) - 1
 MAX_NAMED = 256
 """The most slots of context, or tasks, that a request may name."""
+MAX_SEARCHED = 1 << 15
+"""The most items of a catalog that a search by words looks at."""
 
 Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
@@ -431,6 +433,24 @@ class CatalogItem(Struct, kw_only=True):
     ]
     metadata: Annotated[dict[str, Any], Meta(description="The item's metadata in the catalog.")]
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
+
+
+class ItemList(Struct, kw_only=True):
+    """Items of the catalog that were looked for."""
+
+    data: Annotated[
+        list[CatalogItem],
+        Meta(
+            description="The item whose id was given, if there is one; then the others, in the catalog's order."
+        ),
+    ]
+    searched: Annotated[
+        int,
+        Meta(
+            description="Number of the catalog's items that were looked at, from the first on, until there were "
+            f"enough; {MAX_SEARCHED} at most."
+        ),
+    ]
 
 
 CatalogState = Literal["active", "activating", "previous", "idle"]

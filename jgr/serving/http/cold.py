@@ -18,13 +18,14 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope
 
 from jgr.config import ServerConfig
-from jgr.serving.api import CatalogItem, Erased, Health, ModelList, Request
+from jgr.serving.api import Erased, Health, ModelList, Request
 from jgr.serving.engine import metrics
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
-from jgr.serving.http import docs_page, kserve, openapi
+from jgr.serving.http import docs_page, kserve, openapi, ui_page
 from jgr.serving.http.decoding import UNREADABLE, decode, refusal
+from jgr.serving.http.items import asked, catalog_item, find_items
 from jgr.serving.http.keys import TENANT, Caller, Keys, tenant
 from jgr.serving.http.operations import opened
 from jgr.serving.http.refusals import refuse
@@ -84,6 +85,7 @@ class Cold:
                 Route("/v1/users/{user_id:path}/prefill", self._prefill, methods=["POST"]),
                 Route(EXPLAIN_RECOMMEND, self._explain_recommend, methods=["POST"]),
                 Route(EXPLAIN_RANK, self._explain_rank, methods=["POST"]),
+                Route("/v1/items", self._find_items),
                 Route("/v1/items/{item_id:path}", self._item),
                 Route("/v2", self._kserve_server),
                 Route("/v2/health/live", self._kserve_live),
@@ -102,6 +104,7 @@ class Cold:
                 Route("/metrics", self._render_metrics),
                 Route("/openapi.json", self._openapi),
                 *docs_page.ROUTES,
+                *ui_page.ROUTES,
             ],
             exception_handlers={HTTPException: refuse, RequestError: refuse, Exception: refuse},
         )
@@ -213,15 +216,12 @@ class Cold:
         row = catalog.row(item_id)
         if row is None:
             raise RequestError("not_found", f"item {quoted(item_id)} is not in the catalog", "item_id")
-        codes = catalog.codes[row].tolist()
-        return _json(
-            CatalogItem(
-                item_id=item_id,
-                semantic_id=[names[code] for names, code in zip(catalog.symbols, codes, strict=True)],
-                metadata=catalog.metadata[row],
-                catalog_version=catalog.version,
-            )
-        )
+        return _json(catalog_item(catalog, row))
+
+    async def _find_items(self, request: HttpRequest) -> Response:
+        query, limit = asked(request.query_params)
+        catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        return _json(await find_items(catalog, query, limit))
 
     async def _kserve_server(self, request: HttpRequest) -> Response:
         return _json(kserve.server_metadata())

@@ -14,6 +14,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from jgr.serving.http.pages import page_headers, policy
+
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -41,25 +43,14 @@ START = """SwaggerUIBundle({
 });
 """
 """A file of its own, since the policy allows no script in the page."""
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self' 'unsafe-inline'",  # Swagger UI sets styles of its elements
-        "img-src 'self' data:",
-        "font-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY = policy(
+    "script-src 'self'",
+    "style-src 'self' 'unsafe-inline'",  # Swagger UI sets styles of its elements
+    "img-src 'self' data:",
+    "font-src 'self' data:",
+    "connect-src 'self'",
 )
-_HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+_HEADERS = page_headers(POLICY)
 _KEPT = {**_HEADERS, "Cache-Control": "public, max-age=3600"}
 _FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 

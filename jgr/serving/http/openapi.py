@@ -127,6 +127,10 @@ def _operation(operation: Operation, keyed: bool, opened: Collection[Group]) -> 
                 "schema": {"type": "string"},
             },
         )
+    parameters += [
+        {"name": one.name, "in": "query", "description": one.description, "schema": dict(one.schema)}
+        for one in operation.parameters
+    ]
     for name in reversed(re.findall(r"{(\w+)}", operation.path)):
         parameters.insert(0, {"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     secured = operation.admin or (keyed and operation.group not in opened)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +12,9 @@ import msgspec
 from jgr.config import ServerConfig
 from jgr.serving import api, explanations, prefill
 from jgr.serving.errors import ErrorType
-from jgr.serving.http import docs_page, kserve, rerank
+from jgr.serving.http import docs_page, items, kserve, rerank, ui_page
 
-Group = Literal["health", "metrics", "docs"]
+Group = Literal["health", "metrics", "docs", "ui"]
 """What may be open to everybody while the rest needs a key."""
 BINARY = "application/octet-stream"
 TAGS = {
@@ -29,13 +29,22 @@ TAGS = {
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter of the query that is optional. schema: as OpenAPI has it."""
+
+    name: str
+    description: str
+    schema: Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
 class Operation:
     """One endpoint.
 
     id: the name of its function in generated clients. tag: one of TAGS. answer, request: the struct of the body, or the
     media type of a body that is not JSON. binary: the bodies may have BINARY instead. group: what it is opened with.
     admin: an admin's key is needed. of_model: the query parameter `model` may name the model. of_tenant: `tenant` may
-    name the key whose users are meant.
+    name the key whose users are meant. parameters: others of the query.
     """
 
     method: str
@@ -50,6 +59,7 @@ class Operation:
     admin: bool = False
     of_model: bool = False
     of_tenant: bool = False
+    parameters: tuple[Parameter, ...] = ()
     binary: bool = False
     status: int = 200
 
@@ -299,6 +309,29 @@ OPERATIONS = (
     ),
     Operation(
         "get",
+        "/v1/items",
+        "find_items",
+        "catalogs",
+        "Find items of the catalog by their ids or by words of their metadata",
+        api.ItemList,
+        errors=_NAMED,
+        of_model=True,
+        parameters=(
+            Parameter(
+                "query",
+                "What an item's id begins with, or a text of its metadata has in it, whatever the case. Left out: any "
+                "item.",
+                {"type": "string", "maxLength": items.MAX_QUERY_CHARS, "default": ""},
+            ),
+            Parameter(
+                "limit",
+                "The most items to list.",
+                {"type": "integer", "minimum": 1, "maximum": items.MAX_LISTED, "default": items.LISTED},
+            ),
+        ),
+    ),
+    Operation(
+        "get",
         "/v1/items/{item_id}",
         "get_item",
         "catalogs",
@@ -363,6 +396,15 @@ OPERATIONS = (
         "text/html",
         group="docs",
     ),
+    Operation(
+        "get",
+        "/ui",
+        "get_ui",
+        "server",
+        "Show a page that asks this server, draws its beams and watches its metrics",
+        "text/html",
+        group="ui",
+    ),
 )
 
 
@@ -372,6 +414,7 @@ def opened(config: ServerConfig) -> set[Group]:
         "health": config.open_health,
         "metrics": config.open_metrics,
         "docs": config.open_docs,
+        "ui": config.open_ui,
     }
     return {group for group, is_open in switches.items() if is_open}
 
@@ -380,4 +423,5 @@ def open_paths(config: ServerConfig) -> Collection[str]:
     """The paths that are answered without a key."""
     groups = opened(config)
     paths = {operation.path for operation in OPERATIONS if operation.group in groups}
-    return frozenset(paths | set(docs_page.PATHS)) if "docs" in groups else frozenset(paths)
+    pages: dict[Group, Collection[str]] = {"docs": docs_page.PATHS, "ui": ui_page.PATHS}
+    return paths.union(*(pages.get(group, ()) for group in groups))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from jgr.config import ConfigError
+from jgr.serving.http import ui_page
 from jgr.serving.http.docs_page import PATHS, POLICY
 from jgr.serving.http.front import check_tls
 from tests.serving.certificates import make_pems, tls
@@ -197,12 +198,13 @@ def test_requests_are_answered_below_the_base_path_and_without_it() -> None:
         assert server.metric('jgr_requests_total{endpoint="/v1/recommend",status="200"}') == 2
 
 
-@pytest.mark.parametrize("group", ["health", "metrics", "docs"])
+@pytest.mark.parametrize("group", ["health", "metrics", "docs", "ui"])
 def test_each_group_is_open_by_its_own_flag(group: str) -> None:
     paths = {
         "health": ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"),
         "metrics": ("/metrics",),
         "docs": ("/docs", "/openapi.json", *PATHS),
+        "ui": ui_page.PATHS,
     }
     flags = [f"server.open_{name}={str(name == group).lower()}" for name in paths]
     with LiveServer("server.api_key=s3cret", *flags) as server:
@@ -214,7 +216,9 @@ def test_each_group_is_open_by_its_own_flag(group: str) -> None:
             assert server.call(path).status == 401, path
         described = server.call("/openapi.json", authorization="Bearer s3cret").json["paths"]
         secured = {
-            path for path in ("/metrics", "/docs", "/health/live") if "security" in described[path]["get"]
+            path
+            for path in ("/metrics", "/docs", "/ui", "/health/live")
+            if "security" in described[path]["get"]
         }
         assert secured == {
             f"/{name}" if name != "health" else "/health/live" for name in paths if name != group

@@ -297,6 +297,7 @@ def test_the_documentation_describes_every_field_of_every_answer(server: LiveSer
         ("post", "/v1/rank"): server.call("/v1/rank", {**body, "candidates": ["b"]}),
         ("get", "/v1/models"): server.call("/v1/models"),
         ("get", "/v1/models/{name}"): server.call("/v1/models/jgr"),
+        ("get", "/v1/items"): server.call("/v1/items"),
         ("get", "/v1/items/{item_id}"): server.call("/v1/items/a"),
         ("get", "/health/live"): server.call("/health/live"),
         ("get", "/health/ready"): server.call("/health/ready"),

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls of the server that the page came from. The key is kept here alone: in no address, no storage and no log.
+
+import { make } from "./dom.js";
+
+const TITLES = {
+  unauthorized: "The API key is missing or wrong",
+  forbidden: "This key may not do that",
+  not_found: "Not found",
+  invalid_json: "The request is no JSON",
+  invalid_request: "The request cannot be answered as it is",
+  body_too_large: "The request is too large",
+  quota_exceeded: "The key's quota is used up",
+  overloaded: "The server has no time for it",
+  deadline_exceeded: "It came too late",
+  unavailable: "The server does not serve now",
+  internal: "The server failed",
+};
+
+/** A refusal, or a server out of reach. type: the error's stable name, "" where there was no answer. */
+export class ApiError extends Error {
+  constructor(message, { type = "", status = 0, field, predicted_ms, request_id, wait } = {}) {
+    super(message);
+    Object.assign(this, { type, status, field, predicted_ms, request_id, wait });
+  }
+
+  /** The error in words. */
+  show() {
+    const facts = [
+      this.field && `Field: ${this.field}`,
+      this.predicted_ms && `It would have taken ${this.predicted_ms} ms`,
+      this.wait && `Try again in ${this.wait} s`,
+      this.status && `HTTP ${this.status} ${this.type}`,
+      this.request_id && `Request ${this.request_id}`,
+    ].filter(Boolean);
+    const title = TITLES[this.type] ?? (this.status ? "The server refused" : "No answer");
+    return make(
+      "div",
+      { class: "error", role: "alert" },
+      make("strong", {}, title),
+      make("p", {}, this.message),
+      facts.length ? make("p", { class: "facts" }, facts.join(" · ")) : null,
+    );
+  }
+}
+
+export class Api {
+  #key = "";
+
+  setKey(key) {
+    this.#key = key.trim();
+  }
+
+  /** The JSON at a path, which has no slash in front. Throws ApiError, as the others do. */
+  async get(path, query = {}) {
+    return (await this.#call(path, { query })).json();
+  }
+
+  async text(path) {
+    return (await this.#call(path, {})).text();
+  }
+
+  async post(path, body) {
+    return (await this.#call(path, { method: "POST", body: JSON.stringify(body) })).json();
+  }
+
+  async #call(path, { method = "GET", query = {}, body }) {
+    const url = new URL(path, document.baseURI); // below whatever base path the page has
+    for (const [name, value] of Object.entries(query)) if (value !== "") url.searchParams.set(name, value);
+    const headers = body ? { "Content-Type": "application/json" } : {};
+    if (this.#key) headers.Authorization = `Bearer ${this.#key}`;
+    let response;
+    try {
+      response = await fetch(url, { method, headers, body, cache: "no-store" });
+    } catch {
+      throw new ApiError("The server cannot be reached.");
+    }
+    if (!response.ok) throw await refusal(response);
+    return response;
+  }
+}
+
+async function refusal(response) {
+  const said = { status: response.status, wait: response.headers.get("Retry-After") };
+  try {
+    const { message, ...more } = (await response.json()).error;
+    return new ApiError(String(message), { ...said, ...more });
+  } catch {
+    return new ApiError(`HTTP ${response.status}, without a word that can be read.`, said);
+  }
+}

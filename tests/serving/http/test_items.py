@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GET /v1/items: what it finds, in which order, and how far it looks; see fakes.py for the catalog."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import quote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgr.catalog.catalog import Catalog
+from jgr.serving.api import MAX_SEARCHED
+from jgr.serving.decoders.null import null_catalog
+from jgr.serving.http.items import find_items
+from tests.serving.fakes import CATALOG, ITEMS, LiveServer
+
+LETTERS = st.text(alphabet="abAB ", max_size=3)
+
+
+def found(server: LiveServer, query: str) -> list[str]:
+    reply = server.call(f"/v1/items{query}")
+    assert reply.status == 200, reply.body
+    return [item["item_id"] for item in reply.json["data"]]
+
+
+@pytest.mark.parametrize(
+    ("query", "items"),
+    [
+        ("", list(ITEMS)),
+        ("?limit=2", ["a", "b"]),
+        ("?query=b", ["b", "b2"]),
+        ("?query=b2", ["b2"]),
+        ("?query=B2", ["b2"]),
+        ("?query=TITLE%20of%20C", ["c"]),
+        ("?query=of%20b", ["b", "b2"]),
+        ("?query=title&limit=3", ["a", "b", "b2"]),
+        ("?query=7&limit=1", ["7"]),
+        ("?query=nothing", []),
+        ("?model=jgr&query=d", ["d"]),
+    ],
+)
+def test_items_are_found_by_the_beginning_of_their_id_or_by_words(
+    server: LiveServer, query: str, items: list[str]
+) -> None:
+    assert found(server, query) == items
+
+
+def test_an_item_that_is_found_looks_as_if_it_had_been_asked_for(server: LiveServer) -> None:
+    reply = server.call("/v1/items?query=b2&limit=1").json
+    assert reply == {"data": [server.call("/v1/items/b2").json], "searched": 0}
+    assert server.call("/v1/items?query=of").json["searched"] == len(ITEMS)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("?limit=0", "limit"),
+        ("?limit=101", "limit"),
+        ("?limit=-1", "limit"),
+        ("?limit=1.5", "limit"),
+        ("?limit=", "limit"),
+        (f"?limit={'9' * 5000}", "limit"),
+        ("?limit=" + quote("\uff11"), "limit"),
+        (f"?query={'x' * 257}", "query"),
+    ],
+)
+def test_bad_parameters_are_named(server: LiveServer, query: str, field: str) -> None:
+    reply = server.call(f"/v1/items{query}")
+    assert (reply.status, reply.error["type"], reply.error["field"]) == (422, "invalid_request", field)
+
+
+def test_another_model_is_not_there(server: LiveServer) -> None:
+    reply = server.call("/v1/items?model=other")
+    assert (reply.status, reply.error["field"]) == (404, "model")
+    assert server.call("/v1/items", {}).status == 405
+
+
+def test_a_search_lets_others_have_their_turn_and_looks_only_so_far() -> None:
+    catalog = null_catalog(MAX_SEARCHED + 1000)
+
+    async def search(query: str) -> tuple[list[str], int, int]:
+        turns, done = 0, False
+
+        async def others() -> None:
+            nonlocal turns
+            while not done:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting = asyncio.create_task(others())
+        listing = await find_items(catalog, query, 10)
+        done = True
+        await waiting
+        return [item.item_id for item in listing.data], listing.searched, turns
+
+    last = str(catalog.n_items - 1)
+    ids, searched, turns = asyncio.run(search(f"item {last}"))
+    assert (ids, searched) == ([], MAX_SEARCHED)
+    assert turns >= MAX_SEARCHED // 1000, "others wait for a thousand items at most"
+    ids, _, _ = asyncio.run(search(last))
+    assert ids == [last], "a whole id is known wherever its item stands"
+
+
+@given(st.dictionaries(LETTERS.filter(bool), LETTERS, min_size=1, max_size=5), LETTERS, st.integers(1, 3))
+def test_what_is_found_is_what_fits(titles: dict[str, str], query: str, limit: int) -> None:
+    symbols = [CATALOG.symbols[0][:1]] * len(titles)
+    catalog = Catalog.build(
+        list(titles), symbols, [{"title": title, "number": 7, "more": ["a"]} for title in titles.values()]
+    )
+    fitting = [
+        item
+        for item, title in titles.items()
+        if item.lower().startswith(query.lower()) or query.lower() in title.lower()
+    ]
+    fitting.sort(key=lambda item: item != query)
+    listing = asyncio.run(find_items(catalog, query, limit))
+    assert [item.item_id for item in listing.data] == fitting[:limit]
