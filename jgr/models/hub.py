@@ -24,7 +24,8 @@ from jgr.fields import one_line
 FILES = ("config.json", "adapter_config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")
 COMMIT_DIGITS = 8
 _NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>(?!.*\.\.)[\w][\w./-]{0,199}))?",
+    re.ASCII,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _log = logging.getLogger(__name__)
