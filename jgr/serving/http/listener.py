@@ -56,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 def bind(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises UserError if the address cannot be used."""
+    if not host.isprintable():
+        raise UserError(f"server.host: cannot listen on {host!a}: no host has such a name")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
