@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 ACK = END_STREAM = 1
@@ -73,3 +74,31 @@ def frames(link: socket.socket) -> Iterable[tuple[int, int, int, bytes]]:
         if head[3] == SETTINGS and not head[4] & ACK:
             link.sendall(frame(SETTINGS, ACK, 0))
         yield head[3], head[4], int.from_bytes(head[5:], "big") & 0x7FFFFFFF, content
+
+
+def hostile(rng: random.Random, at: int, message: bytes, metadata: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """What one connection sends."""
+    streams = range(1, 2 * rng.choice((1, 3, 20)), 2)
+    many = range(1, 2_001, 2)
+    makers: Sequence[Callable[[], bytes]] = (
+        lambda: b"".join(call(n, metadata=metadata, message=b"ab", declared=99, end=False) for n in streams),
+        lambda: b"".join(call(n, metadata=metadata) for n in streams),
+        lambda: b"".join(call(n, end=False) for n in streams),
+        lambda: b"".join(call(n, metadata=metadata, message=message, declared=2**32 - 1) for n in streams),
+        lambda: call(1, rng.choice((b"/\xff\xfe", b"/\x80/x"))),
+        lambda: call(1, rng.choice((b"", b"x", b"/", b"/a/b/c", b"/" + b"p" * 9_000))),
+        lambda: b"".join(call(n, end=False) + frame(RST_STREAM, 0, n, b"\0\0\0\x08") for n in many),
+        lambda: frame(CONTINUATION, 0, 1, b"x" * 16_000) * 20,
+        lambda: frame(PING, 0, 0, b"12345678") * 2_000,
+        lambda: frame(WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff") * 3,
+        lambda: call(1, metadata=[(b"authorization", b"\xff\0"), (b"x-bin", b"\xff")], message=message),
+        lambda: call(1, metadata=[*metadata, (b"grpc-encoding", b"gzip")], message=message),
+        lambda: call(1, metadata=[(b"a%d" % n, b"v" * 900) for n in range(100)], message=message),
+        lambda: bytes(rng.randrange(256) for _ in range(500)),
+    )  # fmt: skip
+    settings = {INITIAL_WINDOW_SIZE: 0} if at % 5 == 4 else {}
+    if at % 17 == 16:
+        return b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+    if settings:
+        return opening(settings) + b"".join(call(n, metadata=metadata, message=message) for n in streams)
+    return opening() + makers[at % len(makers)]()
