@@ -248,7 +248,7 @@ class Run:
 
     # gRPC
 
-    def grpc(self) -> None:
+    def messages(self) -> None:
         share = self.amounts.grpc // CLIENTS
         with ThreadPoolExecutor(CLIENTS) as pool:
             for done in [pool.submit(self._ask_grpc, seed, share) for seed in range(CLIENTS)]:
@@ -277,7 +277,7 @@ class Run:
         metadata = (
             [*message.metadata, ("authorization", key)] if key or rng.random() < 0.5 else message.metadata
         )
-        timeout_s = rng.choice((None, None, None, PATIENCE_S, 0.05, 1e-4))
+        timeout_s = rng.choice((*[None] * 30, PATIENCE_S, 0.05, 1e-4))
         future = ask(channel, message.method, message.data, metadata, timeout_s)
         cancelled = rng.random() < 0.03 and future.cancel()
         said = f"{message.method} {message.metadata} {key!r} {message.data[:300]!r}"
@@ -395,7 +395,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         run = Run(Path(folder), QUICK if quick else Amounts())
         with run.server:
             run.phase("http", run.http)
-            run.phase("grpc", run.grpc)
+            run.phase("grpc", run.messages)
             rss = run.found.rss[len(run.found.rss) // 10 :]  # a start anew has other memory
             run.phase("frames", run.frames)
             run.phase("tenants", run.tenants)
@@ -403,6 +403,8 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             run.look_around()
         found = run.found
         tracebacks = run.server.tracebacks
+        _, _, after = run.log.read_text(errors="replace").partition("Traceback")
+        run.rows.append({"first traceback": after[:2_000]})
         restarts = run.log.read_text(errors="replace").count("gRPC ended by itself")
     found.counts["restarts of gRPC"] = restarts
     run.rows.append(

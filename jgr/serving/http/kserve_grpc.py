@@ -199,7 +199,7 @@ class GrpcServer:
         async def handle(messages: Any, context: Any) -> bytes:
             arrival_ns, metadata = app.clock(), context.invocation_metadata() or ()
             key, request_id = _metadata(metadata)
-            trace = traces and traces.begin(arrival_ns, _headers(metadata), endpoint)
+            trace = None if traces is None else traces.begin(arrival_ns, _headers(metadata), endpoint)
             status, failed, encoded = CLIENT_GONE, None, b""
             try:
                 caller = app.admit(find, key, arrival_ns)  # before anything of the message is read
@@ -395,18 +395,18 @@ def _client(context: Any) -> dict[str, Any]:
 
 
 def _is_of_no_client(record: logging.LogRecord) -> bool:
-    """Whether what a library says is about more than a client that left, or sent a path that is no text.
+    """Whether what a library says is about more than a client that left, or sent bytes that are no text.
 
-    gRPC writes a traceback of its own code for each of these.
+    gRPC writes a traceback of its own code for each of these, and the bytes, which may hold a key.
     """
     error = (record.exc_info or (None, None))[1] or record.msg
-    if type(error).__name__ == "ExecuteBatchError":
-        return False
-    return not (isinstance(error, UnicodeDecodeError) and error.object.startswith(b"/"))
+    if isinstance(error, UnicodeDecodeError):
+        return record.name == "asyncio" and not error.object.startswith(b"/")
+    return type(error).__name__ != "ExecuteBatchError"
 
 
 def _trailing(error: RequestError) -> tuple[tuple[str, str], ...]:
-    found = {"jgr-error": error.type}
+    found: dict[str, str] = {"jgr-error": error.type}
     if error.field is not None and _REQUEST_ID.fullmatch(error.field):
         found["jgr-field"] = error.field
     if error.type in TRY_AGAIN:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -100,6 +102,17 @@ def test_a_path_that_is_no_text_ends_nothing(
     assert "Traceback" not in caplog.text
 
 
+def test_a_key_with_bytes_that_are_no_text_is_not_in_the_log(
+    served: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        metadata = [(b"authorization", b"Bearer s3cret\xff"), (b"x-request-id", b"s3cret\xff")]
+        data = b"".join(call(n, metadata=metadata, message=RANK) for n in (1, 3, 5))
+        with closing(connected(served, opening() + data)) as link:
+            assert all(b"needs the header" in content for content in refused(link))
+    assert "s3cret" not in caplog.text and "Traceback" not in caplog.text
+
+
 def test_a_client_that_takes_no_answer_and_leaves_writes_no_traceback(
     served: LiveServer, channel: grpc.Channel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,3 +192,38 @@ def test_calls_are_traced_and_logged_as_requests_over_http_are(caplog: pytest.Lo
     ]
     assert {line["client"] for line in lines} == {"127.0.0.1"}
     assert "s3cret" not in caplog.text
+
+
+def test_rate_share_and_role_of_a_key_are_the_same_over_both_protocols(tmp_path: Path) -> None:
+    entries = [
+        {"name": "slow", "key": "slow-0123456789abcd", "role": "client", "rate": 0.001, "burst": 2},
+        {"name": "half", "key": "half-0123456789abcd", "role": "client", "share": 0.1},
+        {"name": "ops", "key": "ops-0123456789abcde", "role": "admin"},
+    ]
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    slow, half, ops = ({"authorization": f"Bearer {entry['key']}"} for entry in entries)
+    body = {"history": ["a"], "candidates": ["d"]}
+    settings = (f"server.keys={tmp_path / 'keys.json'}", "server.grpc_port=0", "server.open_metrics=true")
+    with LiveServer(*settings, "batching.max_queue=10") as server:
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port(server)}") as channel:
+
+            def refusal(key: dict[str, str]) -> tuple[str, str, bool]:
+                failed = ask(channel, "ModelInfer", RANK, key)
+                code = failed.exception(PATIENCE_S).code().name
+                trailing = dict(failed.trailing_metadata())
+                return code, trailing["jgr-error"], "retry-after" in trailing
+
+            assert server.call("/v1/rank", body, **slow).status == 200
+            assert ask(channel, "ModelInfer", RANK, slow).result(PATIENCE_S)
+            assert refusal(slow) == ("RESOURCE_EXHAUSTED", "quota_exceeded", True)
+            assert server.call("/v2/models/rank", **slow).status == 429
+            assert refusal(ops) == ("UNAUTHENTICATED", "unauthorized", False)
+            server.executor.hold()
+            running = ask(channel, "ModelInfer", RANK, half)
+            server.executor.wait_entered()
+            assert server.call("/v1/rank", body, **half).error["type"] == "quota_exceeded"
+            assert refusal(half) == ("RESOURCE_EXHAUSTED", "quota_exceeded", True)
+            server.executor.release()
+            assert running.result(PATIENCE_S)
+            for reason, count in (("quota", 2), ("unauthorized", 1), ("share", 2)):
+                assert server.metric(f'jgr_refused_total{{reason="{reason}"}}') == count
