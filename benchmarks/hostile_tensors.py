@@ -182,9 +182,11 @@ def _break_field(request: Any, rng: random.Random) -> None:
     elif how == 3:
         field = rng.choice(list(CONTENTS.values()))
         bound = {"int_contents": 2**31 - 1, "uint_contents": 2**32 - 1, "int64_contents": 2**63 - 1}
-        values: Sequence[Any] = {"bytes_contents": [b"\xff", b"", b"i4"], "bool_contents": [True, False]}.get(
-            field, [0, 1, bound.get(field, 2**31)]
-        )
+        odd: Mapping[str, Sequence[Any]] = {
+            "bytes_contents": [b"\xff", b"", b"i4"],
+            "bool_contents": [True, False],
+        }
+        values = odd.get(field, [0, 1, bound.get(field, 2**31)])
         if field.startswith("fp"):
             values = [float("nan"), float("inf"), -0.0, 1e30]
         getattr(tensor.contents, field).extend(rng.choice(values) for _ in range(rng.choice((1, 2, 500))))

@@ -201,6 +201,7 @@ def test_rate_share_and_role_of_a_key_are_the_same_over_both_protocols(tmp_path:
         {"name": "ops", "key": "ops-0123456789abcde", "role": "admin"},
     ]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
+    (tmp_path / "keys.json").chmod(0o600)
     slow, half, ops = ({"authorization": f"Bearer {entry['key']}"} for entry in entries)
     body = {"history": ["a"], "candidates": ["d"]}
     settings = (f"server.keys={tmp_path / 'keys.json'}", "server.grpc_port=0", "server.open_metrics=true")
@@ -218,6 +219,8 @@ def test_rate_share_and_role_of_a_key_are_the_same_over_both_protocols(tmp_path:
             assert refusal(slow) == ("RESOURCE_EXHAUSTED", "quota_exceeded", True)
             assert server.call("/v2/models/rank", **slow).status == 429
             assert refusal(ops) == ("UNAUTHENTICATED", "unauthorized", False)
+            for _ in range(2):  # the two that were answered
+                server.executor.wait_entered()
             server.executor.hold()
             running = ask(channel, "ModelInfer", RANK, half)
             server.executor.wait_entered()
