@@ -25,6 +25,8 @@ T = TypeVar("T")
 FORMATS = ("json", "toml", "yaml")
 SUFFIXES = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 MAX_BYTES = 1 << 20
+MAX_LINES = 1000
+"""Of a TOML file in which the line of a mistake is looked for, which takes a reading for each."""
 NO_PYYAML = "reading YAML needs pyyaml: pip install 'jgr[yaml]'; TOML and JSON need nothing"
 _NULLS = ("", "~", "null", "Null", "NULL")
 _TAGS = {
@@ -108,7 +110,7 @@ def _toml_line(lines: list[str], key: str) -> int | None:
 
     That is a line with its name, all before which is TOML without the key, and with which, or with more, it is there.
     """
-    for at, line in enumerate(lines):
+    for at, line in enumerate(lines if len(lines) <= MAX_LINES else ()):
         if key.rpartition(".")[2] in line and _has(lines[:at], key) is False:
             ends = (_has(lines[:end], key) for end in range(at + 1, len(lines) + 1))
             if next((found for found in ends if found is not None), False):

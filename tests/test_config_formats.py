@@ -284,3 +284,10 @@ def test_sections_of_a_manifest_are_checked_alike() -> None:
         from_json({"bean": {}})
     with pytest.raises(ConfigError, match="beam must be a section with fields"):
         from_json({"beam": [1]})
+
+
+def test_a_long_toml_file_is_refused_without_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "long.toml"
+    path.write_text("[server]\n" + "# port\n" * 100_000 + "port = 'x'\n")  # by lines this would take hours
+    with pytest.raises(ConfigError, match=r"long\.toml: server\.port must be an integer"):
+        load_config(path)

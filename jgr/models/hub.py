@@ -26,7 +26,8 @@ FILES = ("config.json", "adapter_config.json", "tokenizer.json", "*.safetensors"
 COMMIT_DIGITS = 8
 SCHEME = "hf://"
 _NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w][\w./-]{0,199}))?", re.ASCII
+    r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>(?!.*\.\.)[\w][\w./-]{0,199}))?",
+    re.ASCII,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _log = logging.getLogger(__name__)

@@ -207,7 +207,10 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
         hub.local("hf://org/tiny")
 
 
-@pytest.mark.parametrize("name", ["/abs/path", "./a/b", "a/b", "a/b@main"])
+@pytest.mark.parametrize(
+    "name",
+    ["/abs/path", "./a/b", "a", "a/b", "a/b@main", "a/b/c", "../a", "a/b@", "a/b\0", "-a/b", "a/b@v/../../x"],
+)
 def test_other_paths_are_never_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)

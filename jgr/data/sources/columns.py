@@ -95,7 +95,7 @@ class Splits:
             self._parts.append(np.fromiter(map(numbers.__getitem__, values), np.int64, size))
         except (KeyError, TypeError):
             known = set(map(str, SPLIT_OF))
-            wrong = next(i for i, value in enumerate(values) if value is not None and value not in known)
+            wrong = next(i for i, value in enumerate(values) if value is not None and str(value) not in known)
             raise BadCell(
                 wrong, self._column, f"must be train, valid or test, found {_shown(values[wrong])}"
             ) from None
@@ -123,6 +123,10 @@ class Scenarios:
                 wrong, self._column, f"expected a name or a number, found {_shown(cells[wrong])}"
             ) from None
         for value in list(self._numbered)[known:]:
+            if isinstance(value, str) and not value.isprintable():
+                raise BadCell(
+                    cells.index(value), self._column, f"a name must be printable, found {_shown(value)}"
+                )
             if not isinstance(value, str | int) or isinstance(value, bool):
                 raise BadCell(
                     cells.index(value),
@@ -143,7 +147,7 @@ class Scenarios:
         if not values:
             return np.zeros(len(codes), np.int32), []
         texts = list(map(str, values))
-        if all(text.isascii() and text.isdecimal() and int(text) < MAX_SCENARIOS for text in texts):
+        if all(t.isascii() and t.isdecimal() and len(t) < 100 and int(t) < MAX_SCENARIOS for t in texts):
             return np.array([-1, *map(int, texts)], np.int32)[codes], []
         names = sorted(set(texts))
         place = {name: at for at, name in enumerate(names)}

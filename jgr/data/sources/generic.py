@@ -133,6 +133,8 @@ class _Events:
             if table.types.get(name, "").endswith("_seq"):
                 self._listed.add(name)
                 continue
+            if not name.isprintable():
+                raise BadCell(0, repr(name[:80]), "the name of a column must be printable")
             numbers = table.types.get(name) == "float"
             self._feedback[name] = FeedbackColumn(name, self._wanted.get(name, ()), numbers)
             if self.total:  # rows before the first that has the column

@@ -17,6 +17,7 @@ import io
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +139,16 @@ def _reader(path: Path, delimiter: str, quoted: bool) -> Any:
     return csv.reader(_lines(path), delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
 
 
-def _header(path: Path, reader: Any, typed: bool) -> list[str]:
+def _header_cells(path: Path, reader: Any) -> list[str]:
     try:
         cells: list[str] = next(reader, [])
     except csv.Error as cause:
         raise DataError(f"{path}:1: {cause}") from None
+    return cells
+
+
+def _header(path: Path, reader: Any, typed: bool) -> list[str]:
+    cells = _header_cells(path, reader)
     names = [cell.rpartition(":")[0] if typed else cell for cell in cells]
     if not names or len(set(names)) != len(names):
         raise DataError(f"{path}:1: the header must name each column once")
@@ -151,8 +157,7 @@ def _header(path: Path, reader: Any, typed: bool) -> list[str]:
 
 def _atomic_types(path: Path) -> dict[str, str]:
     types = {}
-    cells: list[str] = next(_reader(path, "\t", False), [])
-    for cell in cells:
+    for cell in _header_cells(path, _reader(path, "\t", False)):
         name, _, type_ = cell.rpartition(":")
         if not name or type_ not in ATOMIC_TYPES:
             raise DataError(
@@ -235,6 +240,9 @@ def _parquet(path: Path) -> Table:
 
     with reading(path, DataError) as stream:
         columns = list(guarded(lambda: parquet.ParquetFile(stream)).schema_arrow)
+    names = [column.name for column in columns]
+    if len(set(names)) != len(names):
+        raise DataError(f"{path}: the schema must name each column once")
     kinds = arrow.types
     dated = [
         column.name for column in columns if kinds.is_timestamp(column.type) or kinds.is_date(column.type)
@@ -247,11 +255,16 @@ def _parquet(path: Path) -> Table:
             yield Block(0, 0, {name: [] for name in file.schema_arrow.names})
             start, batches = 0, file.iter_batches(batch_size=_ROWS)
             while (batch := guarded(lambda: next(batches, None))) is not None:
-                values = [_arrow_values(arrow, column) for column in batch.columns]
+                # A string that is no UTF-8 is found when it is read.
+                values = guarded(partial(_all_values, arrow, batch.columns))
                 yield Block(start, batch.num_rows, dict(zip(batch.schema.names, values, strict=True)))
                 start += batch.num_rows
 
     return Table(path, blocks, lambda row: row + 1, types)
+
+
+def _all_values(arrow: Any, columns: Any) -> list[list[Any]]:
+    return [_arrow_values(arrow, column) for column in columns]
 
 
 def _arrow_values(arrow: Any, column: Any) -> list[Any]:

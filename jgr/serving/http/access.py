@@ -13,6 +13,8 @@ from starlette.types import Scope
 
 from jgr.serving.errors import quoted
 
+MAX_PATH_CHARS = 1024
+
 _log = logging.getLogger("jgr.access")
 
 
@@ -22,7 +24,7 @@ def log_access(scope: Scope, status: int, size: int, took_ms: float, request_id:
     fields = {
         "client": client[0] if client else "",
         "method": method,
-        "path": path,
+        "path": path if len(path) <= MAX_PATH_CHARS else f"{path[: MAX_PATH_CHARS - 3]}...",
         "status": status,
         "bytes": size,
         "took_ms": round(took_ms, 3),

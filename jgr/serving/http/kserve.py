@@ -411,7 +411,8 @@ def _deadline_ms(parameters: Mapping[str, Any], own_ms: float | None) -> float |
         raise invalid(
             "parameters.timeout", "parameters.timeout: must be a whole number of microseconds, 0 or more"
         )
-    found = [ms for ms in (timeout_us / 1000 if timeout_us else None, own_ms) if ms is not None]
+    timeout_ms = min(timeout_us, MAX_DEADLINE_MS * 1000) / 1000  # JSON has integers beyond every float
+    found = [ms for ms in (timeout_ms or None, own_ms) if ms is not None]
     return min(*found, MAX_DEADLINE_MS) if found else None
 
 

@@ -11,6 +11,7 @@ names.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,12 +19,13 @@ from importlib.resources import files
 from pathlib import Path
 from random import getrandbits
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
 from jgr.config import ServerConfig, UserError
-from jgr.serving.api import Answer
+from jgr.serving.api import MAX_DEADLINE_MS, Answer
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.http import kserve
 from jgr.serving.http.keys import ANYBODY, Caller
@@ -66,8 +68,15 @@ CONTENTS = {
     "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
 }  # fmt: skip
 """The field of InferTensorContents for each datatype; FP16 comes raw only."""
+TRACED = "ModelInfer"
 MAX_METADATA_BYTES = 1 << 16
+MAX_MESSAGE_CHARS = 500
 IDLE_MS = 300_000
+AGE_MS = 600_000
+"""After which a connection takes no more calls: a client that never takes its answers would hold them for ever."""
+KEEPALIVE_MS = 60_000
+WATCH_S, ENDING_S = 0.2, 5.0
+_LOGGERS = ("asyncio", "grpc._cython.cygrpc")
 
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x20-\x7e]{1,128}")
@@ -90,23 +99,51 @@ Method = Callable[[Any, Call, float | None], Awaitable[Any]]
 
 
 class GrpcServer:
-    """The service on a port of its own. `start` and `stop` belong to the event loop; port: where it listens, then."""
+    """The service on a port of its own. `start` and `stop` belong to the event loop; port: where it listens, then.
 
-    def __init__(self, app: App, config: ServerConfig) -> None:
+    connections: the most at a time, and the most calls. read_timeout_s: in which a call's message must arrive.
+
+    A call whose path is no UTF-8 ends gRPC's own loop, which nothing here can keep from it. So it is watched, and begun
+    again on the same port; calls that run end in what is left of the old one.
+    """
+
+    def __init__(self, app: App, config: ServerConfig, connections: int, read_timeout_s: float) -> None:
         self._app, self._config, self._models = app, config, app.models
+        self._connections, self._read_timeout_s = connections, read_timeout_s
         self.port = 0
         self._server: grpc.aio.Server
+        self._watching: asyncio.Task[None]
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen. Raises UserError where the address cannot be used."""
-        config = self._config
-        self._server = grpc.aio.server(
-            maximum_concurrent_rpcs=config.max_connections,
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_is_of_no_client)
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        try:
+            self._server = self._made(f"{host}:{self._config.grpc_port or 0}")
+        except RuntimeError:
+            raise UserError(
+                f"server.host, server.grpc_port: cannot listen on {host}:{self._config.grpc_port}"
+            ) from None
+        await self._server.start()
+        self._watching = asyncio.create_task(self._watch(f"{host}:{self.port}"))
+        _log.info("gRPC: listening on %s:%d", host, self.port)
+
+    def _made(self, address: str) -> grpc.aio.Server:
+        """A server that listens, and does not serve yet. Raises RuntimeError where the address cannot be used."""
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=self._connections,
             options=[
                 ("grpc.so_reuseport", 0),  # two servers would share the port's calls
-                ("grpc.max_receive_message_length", config.max_body_bytes),
+                ("grpc.max_receive_message_length", self._config.max_body_bytes),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.max_allowed_incoming_connections", self._connections),
+                ("grpc.server_handshake_timeout_ms", int(self._read_timeout_s * 1000)),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
+                ("grpc.max_connection_age_ms", AGE_MS),
+                ("grpc.max_connection_age_grace_ms", MAX_DEADLINE_MS),
+                ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ],
         )
         methods: dict[str, Method] = {
@@ -118,45 +155,58 @@ class GrpcServer:
             "ModelInfer": self._infer,
         }
         handlers = {name: self._handler(name, method) for name, method in methods.items()}
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        try:
-            self.port = self._listen(f"{host}:{config.grpc_port or 0}")
-        except RuntimeError:
-            raise UserError(
-                f"server.host, server.grpc_port: cannot listen on {host}:{config.grpc_port}"
-            ) from None
-        await self._server.start()
-        _log.info("gRPC: listening on %s:%d", host, self.port)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        if self._config.tls_certificate:
+            paths = self._config.tls_key, self._config.tls_certificate
+            key, certificate = (Path(path).read_bytes() for path in paths)
+            self.port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
+        else:
+            self.port = server.add_insecure_port(address)
+        return server
 
-    def _listen(self, address: str) -> int:
-        if not self._config.tls_certificate:
-            return int(self._server.add_insecure_port(address))
-        pair = (Path(self._config.tls_key).read_bytes(), Path(self._config.tls_certificate).read_bytes())
-        return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+    async def _watch(self, address: str) -> None:
+        while True:
+            try:
+                while await self._server.wait_for_termination(WATCH_S):
+                    pass
+                return
+            except Exception as error:
+                _log.error("gRPC ended by itself, and is begun again: %s", error)
+            ending = asyncio.create_task(self._server.stop(ENDING_S))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            while True:
+                try:
+                    self._server = self._made(address)
+                    break
+                except (RuntimeError, OSError) as error:
+                    _log.error("gRPC cannot listen on %s: %s", address, error)
+                    await asyncio.sleep(WATCH_S)
+            await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls, and cancel those that have not ended after `grace_s` seconds."""
-        await self._server.stop(grace_s)
+        self._watching.cancel()
+        await asyncio.gather(self._server.stop(grace_s), *self._ending)
 
     def _handler(self, name: str, method: Method) -> Any:
         request_class, endpoint = message_class(f"{name}Request"), f"/{SERVICE}/{name}"
-        is_open = name in HEALTH and self._config.open_health
+        app = self._app
+        find = _anybody if name in HEALTH and self._config.open_health else app.keys.client
+        traces = app.traces if name == TRACED else None
 
-        async def handle(data: bytes, context: Any) -> bytes:
-            app, arrival_ns = self._app, self._app.clock()
-            key, request_id = _metadata(context.invocation_metadata())
-            status, failed = CLIENT_GONE, None
+        async def handle(messages: Any, context: Any) -> bytes:
+            arrival_ns, metadata = app.clock(), context.invocation_metadata() or ()
+            key, request_id = _metadata(metadata)
+            trace = None if traces is None else traces.begin(arrival_ns, _headers(metadata), endpoint)
+            status, failed, encoded = CLIENT_GONE, None, b""
             try:
-                caller = app.admit(_anybody if is_open else app.keys.client, key, arrival_ns)
-                try:
-                    given = request_class.FromString(data)
-                except message.DecodeError:
-                    raise RequestError("invalid_request", f"the message is no {name}Request") from None
-                call = Call(Departure(), request_id, arrival_ns, caller)
+                caller = app.admit(find, key, arrival_ns)  # before anything of the message is read
+                given = await self._message(request_class, context)
+                call = Call(Departure(), request_id, arrival_ns, caller, trace)
                 left_s = context.time_remaining()
                 answer = await method(given, call, None if left_s is None else max(left_s, 1e-6) * 1e3)
-                encoded: bytes = answer.SerializeToString()
+                encoded = answer.SerializeToString()
                 status = 200
             except RequestError as error:
                 failed = error.with_traceback(None)  # which leads to this frame, and so to itself
@@ -164,14 +214,43 @@ class GrpcServer:
                 _log.error("request %s failed", request_id, exc_info=error)
                 failed = RequestError("internal", "the server failed; see its log")
             finally:
-                app.count(endpoint, status if failed is None else STATUS[failed.type])
+                status = status if failed is None else STATUS[failed.type]
+                app.count(endpoint, status)
+                if app.access is not None:
+                    scope = {**_client(context), "method": "GRPC", "path": endpoint}
+                    app.access(scope, status, len(encoded), (app.clock() - arrival_ns) / 1e6, request_id)
+                if trace is not None:
+                    trace.end(status, request_id)
+            told = [("x-request-id", request_id)]
+            if trace is not None:
+                told.append(("traceresponse", trace.header().decode()))
             if failed is not None:
-                trailing = _trailing(failed, request_id)
-                await context.abort(CODES[failed.type], failed.message, trailing)
-            context.set_trailing_metadata((("x-request-id", request_id),))
+                message = failed.message[:MAX_MESSAGE_CHARS]  # it is a header, of which clients take 8 KiB
+                await context.abort(CODES[failed.type], message, (*told, *_trailing(failed)))
+            context.set_trailing_metadata(tuple(told))
             return encoded
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        # A call of one message looks the same as one of a stream; but here the key is known before it is read, and a
+        # client that does not send it is not waited for.
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    async def _message(self, request_class: Any, context: Any) -> Any:
+        """The message of a call. Raises RequestError where there is none, or another."""
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                data = await context.read()
+        except TimeoutError:
+            raise RequestError(
+                "invalid_http", f"the message did not arrive within {self._read_timeout_s:g} s"
+            ) from None
+        if data is grpc.aio.EOF:
+            raise RequestError("invalid_http", "the call has no message")
+        try:
+            return request_class.FromString(data)
+        except message.DecodeError:
+            raise RequestError(
+                "invalid_request", f"the message is no {request_class.DESCRIPTOR.name}"
+            ) from None
 
     async def _live(self, given: Any, call: Call, left_ms: float | None) -> Any:
         return message_class("ServerLiveResponse")(live=True)
@@ -303,8 +382,30 @@ def _metadata(given: Iterable[tuple[str, str | bytes]]) -> tuple[bytes, str]:
     return key, request_id or f"{getrandbits(128):032x}"
 
 
-def _trailing(error: RequestError, request_id: str) -> tuple[tuple[str, str], ...]:
-    found = {"x-request-id": request_id, "jgr-error": error.type}
+def _headers(given: Iterable[tuple[str, str | bytes]]) -> list[tuple[bytes, bytes]]:
+    """What of a call's metadata a trace reads."""
+    return [(name.encode(), value.encode()) for name, value in given if isinstance(value, str)]
+
+
+def _client(context: Any) -> dict[str, Any]:
+    """The client's address, as a scope of ASGI has it."""
+    found = re.fullmatch(r"ipv[46]:(.+):\d+", context.peer())
+    return {"client": (unquote(found[1]).strip("[]"),) if found else None}
+
+
+def _is_of_no_client(record: logging.LogRecord) -> bool:
+    """Whether what a library says is about more than a client that left, or sent bytes that are no text.
+
+    gRPC writes a traceback of its own code for each of these, and the bytes, which may hold a key.
+    """
+    error = (record.exc_info or (None, None))[1] or record.msg
+    if isinstance(error, UnicodeDecodeError):
+        return record.name == "asyncio" and not error.object.startswith(b"/")
+    return type(error).__name__ != "ExecuteBatchError"
+
+
+def _trailing(error: RequestError) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {"jgr-error": error.type}
     if error.field is not None and _REQUEST_ID.fullmatch(error.field):
         found["jgr-field"] = error.field
     if error.type in TRY_AGAIN:

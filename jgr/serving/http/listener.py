@@ -56,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 def bind(host: str, port: int) -> socket.socket:
     """Open a listening socket. Raises UserError if the address cannot be used."""
+    if not host.isprintable():
+        raise UserError(f"server.host: cannot listen on {host!a}: no host has such a name")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -91,10 +93,11 @@ class Listener(uvicorn.Server):
         check_tls(server)
         app = App(self.models, server)
         self._keys, self._traces = app.keys, app.traces
-        self.grpc = _grpc_server(app, server)
+        connections = connections_that_fit(server.max_connections, 1 if server.grpc_port is None else 2)
+        self.grpc = _grpc_server(app, server, connections, read_timeout_s)
         refused = self.models.deployments[0].metrics.refused["connections"]
         limits = Limits(
-            connections_that_fit(server.max_connections),
+            connections,
             app.may_upload,
             refused.inc,
             read_timeout_s,
@@ -243,7 +246,9 @@ class Listener(uvicorn.Server):
                 self._on_ready(self.url)
 
 
-def _grpc_server(app: App, config: ServerConfig) -> GrpcServer | None:
+def _grpc_server(
+    app: App, config: ServerConfig, connections: int, read_timeout_s: float
+) -> GrpcServer | None:
     """The gRPC service, which does not listen yet; None where it is off. Raises UserError where it cannot be."""
     if config.grpc_port is None:
         return None
@@ -251,13 +256,14 @@ def _grpc_server(app: App, config: ServerConfig) -> GrpcServer | None:
     from jgr.serving.http.kserve_grpc import GrpcServer
 
     bind(config.host, config.grpc_port).close()  # gRPC would say so after minutes of loading, and not why
-    return GrpcServer(app, config)
+    return GrpcServer(app, config, connections, read_timeout_s)
 
 
-def connections_that_fit(wanted: int) -> int:
-    """As many of the wanted connections as the process may have files for, after raising its limit where it can."""
+def connections_that_fit(wanted: int, ports: int = 1) -> int:
+    """As many of the wanted connections to each port as the process may have files for, after raising its limit where
+    it can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + OTHER_FILES
+    needed = ports * wanted + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     files = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -265,7 +271,7 @@ def connections_that_fit(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     if files == needed:
         return wanted
-    fit = max(1, files - OTHER_FILES)
+    fit = max(1, (files - OTHER_FILES) // ports)
     _log.warning(
         "server.max_connections: the process may open %d files, so it takes %d connections, not %d: raise ulimit -n",
         files,

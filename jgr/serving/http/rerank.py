@@ -170,11 +170,16 @@ class ScoreAnswer(Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Translated:
-    """A body as the engine takes it. encode: makes the answer's body. refused: an error in the body's own terms."""
+    """A body as the engine takes it. encode: makes the answer's body. refused: an error in the body's own terms.
+
+    require_fit: raises RequestError for more documents than so many; each is told in the answer, also those that come
+    twice, which the engine does not see.
+    """
 
     request: RankRequest
     encode: Callable[[Answer], bytes]
     refused: Callable[[RequestError], RequestError]
+    require_fit: Callable[[int], None]
 
 
 Translate = Callable[[bytes], Translated]
@@ -201,7 +206,7 @@ def rerank(body: bytes) -> Translated:
         return _encode(RerankAnswer(id=answer.id, model=answer.model, results=found, usage=_usage(answer)))
 
     top_k = min(given.top_n, len(asked.unique)) if given.top_n else None
-    return Translated(asked.request(top_k, given.include_metadata), encode, asked.refused)
+    return Translated(asked.request(top_k, given.include_metadata), encode, asked.refused, asked.require_fit)
 
 
 def score(body: bytes) -> Translated:
@@ -231,7 +236,7 @@ def score(body: bytes) -> Translated:
             )
         )
 
-    return Translated(asked.request(None, False), encode, asked.refused)
+    return Translated(asked.request(None, False), encode, asked.refused, asked.require_fit)
 
 
 class _Asked:
@@ -249,6 +254,7 @@ class _Asked:
         self._query = Query(history=query) if isinstance(query, list) else query
         self._history = user if isinstance(query, list) else f"{user}.history"
         self._at: dict[str, list[int]] = {}
+        self._count = len(documents)
         for index, document in enumerate(documents):
             self._at.setdefault(str(document), []).append(index)
         self.unique: list[str | int] = list(self._at)
@@ -257,6 +263,10 @@ class _Asked:
     def places(self, item_id: str) -> list[int]:
         """Where an item stands in the request."""
         return self._at[item_id]
+
+    def require_fit(self, limit: int) -> None:
+        if self._count > limit:
+            raise invalid(self._items, f"{self._items} has {self._count} items; the limit is {limit}")
 
     def request(self, top_k: int | None, include_metadata: bool) -> RankRequest:
         return RankRequest(

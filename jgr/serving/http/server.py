@@ -117,7 +117,7 @@ class App:
         self._refused = models.deployments[0].metrics.refused
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
-        self._access = log_access if config.access_log else None
+        self.access = log_access if config.access_log else None
         self.traces: Tracing | None = tracing(config, self.clock)
         rank = msgspec.json.Decoder(RankRequest)
         self._hot: dict[str, Hot] = {
@@ -173,9 +173,9 @@ class App:
             route = scope.get("route")
             endpoint = path if hot else route.path.replace(":path", "") if route else "other"
             self.count(endpoint, reply.status)
-            if self._access is not None:
+            if self.access is not None:
                 took_ms = (self.clock() - arrival_ns) / 1e6
-                self._access(scope, reply.status, reply.size, took_ms, reply.request_id)
+                self.access(scope, reply.status, reply.size, took_ms, reply.request_id)
             if trace is not None:
                 trace.end(reply.status, reply.request_id)
 
@@ -234,6 +234,7 @@ class App:
     async def _translated(self, kind: Kind, translate: Translate, body: bytes, call: Call) -> bytes:
         """The answer to a body of another shape, in that shape; errors name its fields."""
         given = translate(body)
+        given.require_fit(self.models.engine(given.request.model, kind).info.max_candidates)
         try:
             return await self.answer(
                 self.models.engine(given.request.model, kind), given.request, call, given.encode

@@ -25,6 +25,16 @@ LENGTH_BYTES = 4
 MAX_DIMENSIONS = 8
 
 
+def _limits(code: str) -> tuple[float, float]:
+    if code[1] == "f":
+        return float(np.finfo(code).min), float(np.finfo(code).max)
+    return int(np.iinfo(code).min), int(np.iinfo(code).max)
+
+
+_LIMITS = {name: _limits(code) for name, code in NUMBERS.items() if name != "BOOL"}
+"""The least and the largest element of each datatype of numbers; JSON has integers of any size."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One input. values: its elements in row-major order: text, int, float or bool."""
@@ -50,9 +60,15 @@ def from_json(name: str, datatype: str, shape: Sequence[int], data: list[Any]) -
         kinds = (bool,)
     elif datatype != TEXT:
         kinds = (int,) if is_integral(datatype) else (int, float)
-    for at, value in enumerate(data):
-        if type(value) not in kinds:
-            raise invalid(name, f"{name}[{at}]: an element of {datatype} cannot be a {type(value).__name__}")
+    if not set(map(type, data)) <= set(kinds):
+        at = next(at for at, value in enumerate(data) if type(value) not in kinds)
+        found = type(data[at]).__name__
+        raise invalid(name, f"{name}[{at}]: an element of {datatype} cannot be a {found}")
+    if limits := _LIMITS.get(datatype):
+        low, high = limits
+        if data and not (low <= min(data) and max(data) <= high):
+            at = next(at for at, value in enumerate(data) if not low <= value <= high)
+            raise invalid(name, f"{name}[{at}]: is beyond what an element of {datatype} can hold")
     return Tensor(name, datatype, data)
 
 
@@ -81,13 +97,16 @@ def to_bytes(datatype: str, values: Sequence[Any]) -> bytes:
 
 def _texts(name: str, data: memoryview) -> list[str]:
     values: list[str] = []
-    at = 0
-    while at < len(data):
-        start = at + LENGTH_BYTES
-        at = start + int.from_bytes(data[at:start], "little")
-        if start > len(data) or at > len(data):
-            raise invalid(name, f"{name}[{len(values)}]: its bytes end before the element does")
-        values.append(text(f"{name}[{len(values)}]", bytes(data[start:at])))
+    at, size = 0, len(data)
+    try:
+        while at < size:
+            start = at + LENGTH_BYTES
+            at = start + int.from_bytes(data[at:start], "little")
+            if start > size or at > size:
+                raise invalid(name, f"{name}[{len(values)}]: its bytes end before the element does")
+            values.append(str(data[start:at], "utf-8"))
+    except UnicodeDecodeError:
+        text(f"{name}[{len(values)}]", bytes(data[start:at]))  # says so
     return values
 
 

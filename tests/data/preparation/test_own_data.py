@@ -171,6 +171,20 @@ BAD = [
         '{"user_id": "u", "item_id": ["a"]}\n',
         r":1: item_id: an id must be text or a whole number, found \['a'\]",
     ),
+    ("x.inter", "user_id:token\ritem_id:token\nu\ta\n", ":1: new-line character"),
+    ("x.inter", f"user_id:token\t{'x' * 200_000}:token\nu\ta\n", ":1: field larger than field limit"),
+    (
+        "interactions.jsonl",
+        '{"user_id": 1, "item_id": 2, "split": ["train"]}\n',
+        r":1: split: .* found \['train'\]",
+    ),
+    ("interactions.csv", "user_id,item_id,\x1b[2J\nu,a,1\n", r":2: '.x1b\[2J': the name of a column must be"),
+    ("interactions.csv", 'user_id,item_id,"a\nb"\nu,a,1\n', r":3: 'a.nb': the name of a column must be"),
+    (
+        "interactions.csv",
+        "user_id,item_id,scenario\nu,a,\x1b[2J\n",
+        r":2: scenario: a name must be printable",
+    ),
     ("x.inter", "user_id:token\titem_id\nu\ta\n", ":1: 'item_id': the header must give a type"),
     ("x.inter", "user_id:token\titem_id:word\nu\ta\n", ":1: 'item_id:word': the header must give a type"),
     (
@@ -200,6 +214,27 @@ BAD = [
 def test_errors_name_file_line_and_column(tmp_path: Path, name: str, text: str, message: str) -> None:
     csv(tmp_path, text, name)
     with pytest.raises(DataError, match=f"{name}{message}"):
+        read(tmp_path)
+
+
+def test_a_scenario_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
+    found = read(csv(tmp_path, f"user_id,item_id,scenario,x\nu,a,{'1' * 5000},1\nu,b,2,0\n"))
+    assert found.scenario_names == ("1" * 5000, "2")
+
+
+def test_parquet_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "interactions.parquet"
+    ids = [arrow.array(["u1", "u2"]), arrow.array(["aaaa", "bbbb"])]
+    parquet.write_table(arrow.Table.from_arrays([*ids, ids[1]], ["user_id", "item_id", "item_id"]), path)
+    with pytest.raises(DataError, match=r"interactions\.parquet: the schema must name each column once"):
+        read(tmp_path)
+    plain = {"use_dictionary": False, "compression": "none", "write_statistics": False}
+    parquet.write_table(arrow.Table.from_arrays(ids, ["user_id", "item_id"]), path, **plain)
+    path.write_bytes(path.read_bytes().replace(b"aaaa", b"\xff\xfeaa"))
+    with pytest.raises(DataError, match=r"interactions\.parquet: .*utf-8.* codec can.t decode"):
         read(tmp_path)
 
 

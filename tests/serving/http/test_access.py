@@ -52,12 +52,14 @@ def test_each_request_gets_a_line_of_the_access_log_and_none_unless_that_is_set(
             server.call("/v1/rank", BODY)
             server.call("/v1/items/a%0Ab?user=me", **known)
             server.call("/health/live")
+            server.call(f"/{'x' * 5000}", **known)
     lines = [record for record in caplog.records if record.name == "jgr.access"]
     assert [(line.__dict__["path"], line.__dict__["status"]) for line in lines] == [
         ("/v1/recommend", 200),
         ("/v1/rank", 401),
         ("/v1/items/a\nb", 404),
         ("/health/live", 200),
+        (f"/{'x' * 1020}...", 404),
     ]
     assert lines[0].__dict__["request_id"] == "mine" and lines[0].__dict__["bytes"] == len(answer.body)
     assert 0 < lines[0].__dict__["took_ms"] < 60_000

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from jgr.config import ConfigError
+from jgr.config import ConfigError, UserError
 from jgr.serving.http import ui_page
 from jgr.serving.http.docs_page import PATHS, POLICY
 from jgr.serving.http.front import check_tls
+from jgr.serving.http.listener import bind
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 from tests.serving.http.test_http import ROOT
@@ -254,3 +255,10 @@ def test_a_port_of_plain_text_that_speaks_tls_is_left_alone(pems: dict[str, Path
             ssl.create_default_context(cafile=str(pems["authority"])).wrap_socket(
                 plain, server_hostname="127.0.0.1"
             )
+
+
+@pytest.mark.parametrize("host", ["\0", "\ud800"])
+def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
+    with pytest.raises(UserError, match="cannot listen on") as raised:
+        bind(host, 0)
+    assert str(raised.value).isprintable()

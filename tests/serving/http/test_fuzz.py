@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thousands of seeded requests, out of the server's own document and broken in every way, against real servers.
 
-What is drawn is in benchmarks/hostile_requests.py, which the long run (benchmarks/hostile.py) draws from too.
+What is drawn is in benchmarks/hostile_requests.py and hostile_tensors.py, which the long runs (benchmarks/hostile.py,
+hostile_doors.py) draw from too.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import grpc
 import pytest
 
-from benchmarks.hostile_requests import Document, raw
+from benchmarks.hostile_requests import Call, Document, raw
+from benchmarks.hostile_tensors import Value, broken_body, broken_message, infer, of_message
 from benchmarks.hostile_world import GOOD, RECOMMEND, Client, apart, drawn_call, http_of, scores, send_raw
+from jgr.serving.http.kserve_grpc import SERVICE
 from tests.serving.fakes import LiveServer
 from tests.serving.versions.test_shared_memory import Two
 
-REQUESTS, RAW, RELOADS = 4_000, 1_000, 3
+REQUESTS, RAW, RELOADS, TENSORS = 4_000, 1_000, 3, 800
+CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +124,54 @@ def test_answers_of_a_server_with_keys_are_those_that_the_document_has(
         with closing(Client(server.port, {"Authorization": "Bearer cl13nt-k3y"})) as client:
             seen = fuzz(client, 2, REQUESTS, good)
     assert {200, 400, 401, 404, 409, 413, 422} <= seen.keys(), seen
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_tensors_and_messages_are_refused_well_and_leave_the_scores_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rng, codes, statuses = random.Random(3), Counter[str](), Counter[int]()
+    history, top_k = Value("history", "BYTES", ["a"]), Value("top_k", "INT32", [1])
+    asked = (history, Value("candidates", "BYTES", ["b", "c"]), Value("deadline_ms", "FP64", [60_000.0]))
+    bodies = {"rank": asked, "recommend": (history, top_k)}
+    good = [infer(kind, values, "", raw) for kind, values in bodies.items() for raw in (True, False)]
+    with LiveServer("server.grpc_port=0") as server, caplog.at_level(logging.ERROR):
+        assert server.listener.grpc is not None
+        address = f"127.0.0.1:{server.listener.grpc.port}"
+        with closing(Client(server.port)) as client, grpc.insecure_channel(address) as channel:
+            document = Document(client.get("/openapi.json"))
+            for at in range(TENSORS):
+                kind = rng.choice(list(bodies))
+                body, headers = broken_body(bodies[kind], rng)
+                template = "/v2/models/{name}/infer"
+                call = Call("POST", template.replace("{name}", kind), template, body, headers)
+                status, told, answer = client.ask(call)
+                assert document.faults("POST", template, status, told["content-type"], answer) == [], (
+                    at,
+                    call,
+                )
+                late = b"deadline_ms" in body or b"timeout" in body
+                assert status < 500 or (status == 504 and late), (at, call, answer)
+                statuses[status] += 1
+                message = broken_message(good, rng)
+                method = channel.unary_unary(f"/{SERVICE}/{message.method}")
+                failed = method.future(message.data, metadata=message.metadata).exception(60)
+                code = "OK" if failed is None else failed.code().name
+                late = any(word in message.data for word in (b"deadline_ms", b"timeout")) or bool(
+                    message.metadata
+                )
+                assert code in CODES or (code == "DEADLINE_EXCEEDED" and late), (at, message, failed)
+                codes[code] += 1
+            assert scores(client.post("/v1/rank", {"history": ["a"], "candidates": ["b", "c"]})) == {
+                "b": -1,
+                "c": -2,
+            }
+            answer = channel.unary_unary(f"/{SERVICE}/ModelInfer")(good[1].SerializeToString())
+            assert of_message(answer) == {"b": -1, "c": -2}
+    assert {200, 400, 422} <= statuses.keys() and CODES - {"RESOURCE_EXHAUSTED"} <= codes.keys(), (
+        statuses,
+        codes,
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 

@@ -180,6 +180,10 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY, CANDIDATES, one("context", "BYTES", "{")], "context", "is not JSON"),
         ([HISTORY, CANDIDATES, one("context", "BYTES", "[" * 5000)], "context", "is not JSON"),
         ([HISTORY, CANDIDATES, {"name": "top_k", "datatype": "INT32", "shape": [1]}], "top_k", "neither data nor"),
+        ([HISTORY, CANDIDATES, one("deadline_ms", "FP64", 10**400)], "deadline_ms", "deadline_ms[0]: is beyond what"),
+        ([HISTORY, CANDIDATES, one("deadline_ms", "INT64", 10**400)], "deadline_ms", "an element of INT64 can hold"),
+        ([HISTORY, CANDIDATES, one("top_k", "INT32", 2**31)], "top_k", "top_k[0]: is beyond what"),
+        ([HISTORY, CANDIDATES, one("top_k", "UINT8", -1)], "top_k", "top_k[0]: is beyond what"),
         (
             [HISTORY, CANDIDATES, {**one("top_k", "INT32", 1), "parameters": {"binary_data_size": 4}}],
             "top_k",
@@ -213,6 +217,11 @@ def test_tensors_that_cannot_be_are_refused(
 )  # fmt: skip
 def test_what_a_request_says_besides_is_checked(server: LiveServer, more: dict[str, Any], field: str) -> None:
     assert told(server.call(INFER, {**RANK, **more})) == (422, "invalid_request", field)
+
+
+def test_a_timeout_beyond_every_float_is_a_long_one(server: LiveServer) -> None:
+    reply = server.call(INFER, {**RANK, "parameters": {"timeout": 10**400}})
+    assert outputs(reply)["item_ids"] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
