@@ -36,6 +36,7 @@ from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo
 from jgr.serving.engine import metrics
 from jgr.serving.http import openapi
+from jgr.serving.policies.jobs import Priority
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 HEAD = "<!-- written by python -m tools.reference_pages: change the code that it reads, not this page -->"
@@ -329,7 +330,7 @@ def python() -> str:
                     _python(_signature(member, function)),
                     paragraphs(function.__doc__ or ""),
                 ]
-    kinds = " or ".join(f"`{kind!r}`" for kind in get_args(recommender.Priority))
+    kinds = " or ".join(f"`{kind!r}`" for kind in get_args(Priority))
     blocks += [
         "## Calls",
         paragraphs(recommender.Recommender.__doc__ or ""),

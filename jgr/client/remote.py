@@ -220,7 +220,7 @@ class _Connection(HTTPConnection):
         self._answered = False
         super().connect()
 
-    def getresponse(self) -> HTTPResponse:
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
         try:
             response = super().getresponse()
         except ConnectionError as error:
