@@ -211,6 +211,7 @@ def test_the_description_has_the_widest_limits_and_the_model(server: LiveServer)
         if any((p["name"], p["in"]) == ("model", "query") for p in operation["parameters"])
     }
     assert named == {
+        ("get", "/v1/items"),
         ("get", "/v1/items/{item_id}"),
         ("get", "/v1/catalogs"),
         ("post", "/v1/catalogs"),
