@@ -29,6 +29,7 @@ MAX_LINES = 1000
 """Of a TOML file in which the line of a mistake is looked for, which takes a reading for each."""
 NO_PYYAML = "reading YAML needs pyyaml: pip install 'jgr[yaml]'; TOML and JSON need nothing"
 _NULLS = ("", "~", "null", "Null", "NULL")
+_JSON_TOKEN = re.compile(r'([{}\[\]])|("(?:[^"\\]|\\.)*")\s*(:)?')
 _TAGS = {
     f"tag:yaml.org,2002:{name}"
     for name in ("str", "int", "float", "bool", "null", "timestamp", "merge", "value", "seq", "map")
@@ -133,21 +134,37 @@ def _has(lines: list[str], key: str) -> bool | None:
 
 def _read_json(text: str, hints: Mapping[str, Any]) -> _Document:
     try:
-        sections = json.loads(text, object_pairs_hook=_unique)
+        sections = json.loads(text)
     except json.JSONDecodeError as error:
         raise _Unreadable(f"is not JSON: {error.msg}", error.lineno) from None
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"is not JSON: {one_line(error)}") from None
-    return _Document(sections, lambda key: None)
+    return _Document(sections, _json_lines(text).get)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _Unreadable(f"the name '{name}' stands twice in one place")
-        found[name] = value
-    return found
+def _json_lines(text: str) -> dict[str, int]:
+    """The lines of "section" and "section.field" in a text that is JSON, which its reader does not tell.
+
+    Raises _Unreadable for a name that stands twice in one object.
+    """
+    lines: dict[str, int] = {}
+    inside: list[set[str]] = []  # the names so far of each object, or list, that is open
+    line, at, section = 1, 0, ""
+    for token in _JSON_TOKEN.finditer(text):
+        bracket, quoted, is_name = token.groups()
+        if bracket:
+            inside.append(set()) if bracket in "{[" else inside.pop()
+        elif is_name:
+            line, at = line + text.count("\n", at, token.start()), token.start()
+            name = json.loads(quoted)
+            if name in inside[-1]:
+                raise _Unreadable(f"the name '{one_line(name, 80)}' stands twice in one place", line)
+            inside[-1].add(name)
+            if len(inside) == 1:
+                section, lines[name] = name, line
+            elif len(inside) == 2:
+                lines[f"{section}.{name}"] = line
+    return lines
 
 
 def _read_yaml(text: str, hints: Mapping[str, Any]) -> _Document:

@@ -220,7 +220,7 @@ class _Connection(HTTPConnection):
         self._answered = False
         super().connect()
 
-    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # urllib3's own, which is no http.client's
         try:
             response = super().getresponse()
         except ConnectionError as error:

@@ -154,6 +154,8 @@ def train_to_best(
 
         save(jax.device_get(state.params), write_beside)
         folder.finish()
+    kept_mb = sum(path.stat().st_size for path in running.rglob("*") if path.is_file()) / 1e6
+    _log.info("%s (%.1f MB) is for going on to more steps; without that, remove it", running, kept_mb)
     return Path(train.out)
 
 

@@ -310,6 +310,8 @@ def test_patience_that_ended_a_run_can_be_raised(tmp_path: Path, caplog: pytest.
     assert (
         len([path for path in (tmp_path / "ring.training" / "checkpoints").iterdir()]) == 2
     )  # the best, the last
+    kept = sum(path.stat().st_size for path in (tmp_path / "ring.training").rglob("*") if path.is_file())
+    assert f"ring.training ({kept / 1e6:.1f} MB) is for going on to more steps; without" in caplog.text
     train()
     assert "step 6 was the last, by train.patience: with a larger one it goes on" in caplog.text
     train("train.patience=4", "train.steps=10")
