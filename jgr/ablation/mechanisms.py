@@ -274,7 +274,7 @@ XGR = System(
             "always on; there is no form without it",
         ),
     ),
-    counts=("computed", "reused", "runs", "asked tokens", "padded tokens", "dead beams"),
+    counts=("computed", "reused", "runs", "asked tokens", "padded tokens"),
     concurrency=16,
 )
 
