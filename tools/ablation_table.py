@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of docs/ablations.md from jgr/ablation/mechanisms.py, the only place that knows it.
+"""Writes the tables of docs/ablations.md from jgr/ablation/mechanisms.py, the only place that knows them.
 
     python -m tools.ablation_table
 

@@ -31,7 +31,6 @@ COUNTS: Mapping[str, Count] = {
     "asked tokens": Count("jgr_real_tokens_total", {}, "token positions, beams too, that requests asked for"),
     "padded tokens": Count("jgr_padded_tokens_total", {}, "the same with the padding of the compiled shapes"),
     "runs": Count("jgr_batch_size_count", {}, "programs dispatched"),
-    "dead beams": Count("jgr_dead_beams_total", {}, "beams that ended without an item"),
     "user first": Count("jgr_layouts_total", {"layout": ("user_prefix",)}, "answers with the user first"),
     "items first": Count("jgr_layouts_total", {"layout": ("item_prefix",)}, "answers with the items first"),
     "evicted": Count(

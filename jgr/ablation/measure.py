@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.ablation import counts
-from jgr.ablation.mechanisms import ALL, NONE, System, Variant
+from jgr.ablation.system import ALL, NONE, System, Variant
 from jgr.ablation.traffic import Request
 from jgr.evaluation.bootstrap import interval, resampled_means
 from jgr.evaluation.machine import CpuTimes, cpu_times, is_quiet, others_seconds

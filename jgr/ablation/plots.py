@@ -9,7 +9,7 @@ from typing import Any
 
 from jgr.ablation.counts import COUNTS
 from jgr.ablation.measure import Found, Times
-from jgr.ablation.mechanisms import ALL, NONE
+from jgr.ablation.system import ALL, NONE
 from jgr.config import UserError
 from jgr.files import writing
 

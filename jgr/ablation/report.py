@@ -9,7 +9,8 @@ from typing import Any
 
 from jgr.ablation.counts import COUNTS
 from jgr.ablation.measure import TOLERANCE, Difference, Found, Times
-from jgr.ablation.mechanisms import ALL, NONE, SYSTEMS, Mechanism, System, variants
+from jgr.ablation.mechanisms import SYSTEMS
+from jgr.ablation.system import ALL, NONE, Mechanism, System, variants
 
 WIDTH = 110
 
@@ -159,7 +160,8 @@ def markdown(systems: Iterable[System] = tuple(SYSTEMS.values())) -> str:
     """The table of mechanisms for docs/ablations.md."""
     parts = []
     for system in systems:
-        parts += [f"## {system.title}", f"`jgr ablate {system.name}` runs {len(variants(system))} variants."]
+        told = f"`jgr ablate {system.name}` runs {len(variants(system))} variants. The shop's model is served with"
+        parts += [f"## {system.title}", f"{told} {' '.join(f'`{setting}`' for setting in system.base)}."]
         rows = [("variant", "mechanism", "what it does", "switch", "answers")]
         rows.append(("all on", "", "the whole system", _code(system.on), "the same"))
         rows += [

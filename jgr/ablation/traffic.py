@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jgr.ablation.mechanisms import System
+from jgr.ablation.system import System
 from jgr.config import UserError
 from jgr.data.datasets import Dataset
 

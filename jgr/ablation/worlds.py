@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import tokenizers
 
-from jgr.ablation.mechanisms import System
+from jgr.ablation.system import System
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, ConfigError, DataConfig, TrainConfig, override
 from jgr.data.datasets import Dataset, load_dataset
@@ -57,51 +57,6 @@ TINY = Size(60, 5, TrainConfig(hidden=16, layers=1, heads=2, kv_heads=1, head_di
 """For tests."""
 
 
-BASES: Mapping[str, tuple[str, ...]] = {
-    "bat": (
-        "prompt.item={title}{sid}",
-        "prompt.max_items=40",
-        "rank.method=item_token",
-        "rank.item={title}{sid}",
-        "rank.item_span=8",
-        "rank.requests=4",
-        "rank.tokens=256,1024",
-        "rank.context=1024",
-        "rank.candidates=128",
-        "batching.max_tokens=4096",
-        "beam.width=1",
-        "profiles.batch=1",
-        "profiles.tokens=1024",
-        "profiles.widths=1",
-        "profiles.candidates=1",
-        "cache.device_mb=1.5",
-        "cache.shadow=0",
-    ),
-    "xgr": (
-        "profiles.batch=1,8",
-        "profiles.tokens=48,128",
-        "prompt.max_items=40",
-        "beam.width=32",
-        "profiles.widths=32",
-        "profiles.candidates=1",
-        "rank.tokens=512",
-        "rank.context=512",
-        "cache.device_mb=8",
-        "cache.shadow=0",
-    ),
-    "flame": (
-        "executors.sizes=64,128,256",
-        # So that what is counted does not depend on how fast the machine is.
-        "features.ttl_s=3600",
-        "features.max_wait_ms=60000",
-        "features.timeout_ms=60000",
-        "cache.device_mb=4",
-        "cache.shadow=0",
-    ),
-}
-"""What the shop's models are served with, whatever the variant."""
-
-
 @dataclass(frozen=True)
 class World:
     """What is served. config: the base of all variants, which names the model's folder."""
@@ -112,7 +67,7 @@ class World:
 
 def made(system: System, folder: Path, size: Size = DEFAULT) -> World:
     """Write a model with drawn weights to `folder`, which is empty, over the items of a synthetic shop."""
-    return _MAKERS[system.name](folder, size)
+    return _MAKERS[system.shop](system, folder, size)
 
 
 def given(system: System, model: str, data: DataConfig | None = None) -> World:
@@ -122,14 +77,15 @@ def given(system: System, model: str, data: DataConfig | None = None) -> World:
     """
     config = folder_config(model)
     sort = "scorer" if is_scorer(Path(config.model.path)) else "decoder"
-    if sort != system.model:
-        raise ConfigError(f"--model: {model} is a {sort}; {system.name} takes a {system.model}")
+    wanted = "scorer" if system.shop == "scorer" else "decoder"
+    if sort != wanted:
+        raise ConfigError(f"--model: {model} is a {sort}; {system.name} takes a {wanted}")
     if data is not None:
         return World(config, load_dataset(data, learnt_catalog(config)))
     return World(config, load_dataset(config.data, learnt_catalog(config)))
 
 
-def _bat(folder: Path, size: Size) -> World:
+def _ranker(system: System, folder: Path, size: Size) -> World:
     """Items are words of their titles and a token of their own, which scores them (BAT-1)."""
     shop = make_shop(n_users=size.users, items_per_line=size.items_per_line)
     tokens = [(f"<i_{row}>",) for row in range(shop.catalog.n_items)]
@@ -138,23 +94,23 @@ def _bat(folder: Path, size: Size) -> World:
     config = override(
         Config(),
         f"model.path={folder}",
-        *BASES["bat"],
+        *system.base,
     )
     return World(config, Dataset(catalog, leave_one_out(shop.sequences, shop.names)))
 
 
-def _xgr(folder: Path, size: Size) -> World:
+def _generator(system: System, folder: Path, size: Size) -> World:
     shop = make_shop(n_users=size.users, items_per_line=size.items_per_line)
     _save_decoder(folder, size.model, shop.catalog, semantic_id_tokenizer(shop.catalog))
     config = override(
         Config(),
         f"model.path={folder}",
-        *BASES["xgr"],
+        *system.base,
     )
     return World(config, Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names)))
 
 
-def _flame(folder: Path, size: Size) -> World:
+def _scorer(system: System, folder: Path, size: Size) -> World:
     """A small Climber over the items' features, which lie in an SQLite store beside it."""
     shop = make_shop(n_users=size.users, items_per_line=size.items_per_line)
     catalog, train = shop.catalog, size.model
@@ -181,12 +137,16 @@ def _flame(folder: Path, size: Size) -> World:
         Config(),
         f"model.path={folder}",
         f"features.store={folder / STORE}",
-        *BASES["flame"],
+        *system.base,
     )
     return World(config, Dataset(catalog, leave_one_out(shop.sequences, shop.names)))
 
 
-_MAKERS: Mapping[str, Callable[[Path, Size], World]] = {"bat": _bat, "xgr": _xgr, "flame": _flame}
+_MAKERS: Mapping[str, Callable[[System, Path, Size], World]] = {
+    "ranker": _ranker,
+    "generator": _generator,
+    "scorer": _scorer,
+}
 
 
 def _title_tokenizer(catalog: Catalog) -> Tokenizer:

@@ -26,7 +26,7 @@ from jgr.config import Config, DataConfig, UserError, override
 
 if TYPE_CHECKING:
     from jgr.ablation.measure import Engine, Found
-    from jgr.ablation.mechanisms import System, Variant
+    from jgr.ablation.system import System, Variant
 
 HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count what changes"
 
@@ -117,7 +117,7 @@ def _candidates(values: flags.FlagValues, system: System) -> tuple[int, int]:
 
 def chosen(system: System, only: Sequence[str]) -> list[Variant]:
     """The variants that are run. only: names of mechanisms; empty: all. UserError for a name that none has."""
-    from jgr.ablation.mechanisms import variants
+    from jgr.ablation.system import variants
     from jgr.fields import nearest
 
     known = [one.name for one in system.mechanisms]
@@ -155,7 +155,7 @@ def _run(system: System, every: Sequence[Variant], values: flags.FlagValues, fol
         return Embedded(configs[variant.name])
 
     timed = False
-    if values.model and system.model == "scorer":
+    if values.model and system.shop == "scorer":
         with Embedded(configs[every[0].name]) as engine:
             timed = engine.info.timed
     requests = traffic.draw(system, world.dataset, amount, timed, values.seed)
@@ -169,7 +169,7 @@ def _configured(base: Config, variant: Variant, assignments: Sequence[str]) -> C
 
     Raises UserError where they set a field that tells variants apart.
     """
-    from jgr.ablation.mechanisms import LARGEST, configured
+    from jgr.ablation.system import LARGEST, configured
 
     own = {field for field, _, value in (s.partition("=") for s in variant.settings) if value != LARGEST}
     for assignment in assignments:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from jgr.ablation import counts
+from jgr.ablation.bat import BAT
 from jgr.ablation.measure import Found, Waves, difference, measure
-from jgr.ablation.mechanisms import ALL, BAT, NONE, XGR, System, Variant
 from jgr.ablation.report import lines, to_json
+from jgr.ablation.system import ALL, NONE, System, Variant
 from jgr.ablation.traffic import Request, waves
+from jgr.ablation.xgr import XGR
 from jgr.evaluation.machine import CpuTimes
 from jgr.serving.api import Answer, Item, Timing, Usage
 

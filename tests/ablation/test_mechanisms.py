@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jgr.ablation.counts import COUNTS
-from jgr.ablation.mechanisms import ALL, LARGEST, NONE, SYSTEMS, System, configured, find, variants
+from jgr.ablation.mechanisms import SYSTEMS, find
 from jgr.ablation.report import listing, markdown
-from jgr.ablation.worlds import BASES
+from jgr.ablation.system import ALL, LARGEST, NONE, System, configured, variants
 from jgr.config import Config, UserError, override
 from jgr.config_tree import field_types
 from jgr.serving.engine.metrics import documentation
@@ -22,7 +22,7 @@ SUFFIXES = re.compile(r"_(total|count)$")
 
 
 def base(system: System) -> Config:
-    return override(Config(), *BASES[system.name])
+    return override(Config(), *system.base)
 
 
 @EVERY

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from jgr.ablation import worlds
+from jgr.ablation.bat import BAT
 from jgr.ablation.measure import TOLERANCE, Found, measure
-from jgr.ablation.mechanisms import ALL, BAT, NONE, configured, variants
+from jgr.ablation.system import ALL, NONE, configured, variants
 from jgr.ablation.traffic import Request
 from jgr.client.embedded import Engine
 from jgr.config import override
@@ -135,7 +136,8 @@ def test_one_round_is_not_timed(found: Found) -> None:
 
 def test_other_systems_make_models_that_their_variants_can_load(tmp_path: Path) -> None:
     """Without compiling: the folder is written, and its configuration is one that can be loaded."""
-    from jgr.ablation.mechanisms import FLAME, XGR
+    from jgr.ablation.flame import FLAME
+    from jgr.ablation.xgr import XGR
     from jgr.serving.versions.loading import load_any
 
     for system in (XGR, FLAME):
