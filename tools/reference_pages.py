@@ -241,9 +241,10 @@ def _operation(operation: Mapping[str, Any]) -> str:
     ]
     if "requestBody" in operation:
         lines.append(f"- request: {_body(operation['requestBody'])}")
-    for status, response in sorted(operation["responses"].items()):
-        answered = _body(response) if status < "300" else text(response["description"])
-        lines.append(f"- {status}: {answered}")
+    responses = sorted(operation["responses"].items())
+    lines += [f"- {status}: {_body(response)}" for status, response in responses if status < "300"]
+    refused = [f"{status} {response['description']}" for status, response in responses if status >= "300"]
+    lines += [f"- refusals: {text(', '.join(refused))}"] if refused else []
     return "\n".join([lines[0], "", *lines[1:]])
 
 
