@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown as tools write it: paragraphs, tables and whole pages, of the words that stand in the code."""
+"""The forms of the pages that `tools.reference_pages` writes: paragraphs, tables, code, a page."""
 
 from __future__ import annotations
 
