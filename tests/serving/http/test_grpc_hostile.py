@@ -195,7 +195,7 @@ def test_calls_are_traced_and_logged_as_requests_over_http_are(caplog: pytest.Lo
 
 
 def test_rate_share_and_role_of_a_key_are_the_same_over_both_protocols(tmp_path: Path) -> None:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"name": "slow", "key": "slow-0123456789abcd", "role": "client", "rate": 0.001, "burst": 2},
         {"name": "half", "key": "half-0123456789abcd", "role": "client", "share": 0.1},
         {"name": "ops", "key": "ops-0123456789abcde", "role": "admin"},

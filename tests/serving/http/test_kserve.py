@@ -308,6 +308,20 @@ def test_keys_deadlines_quotas_and_metrics_are_those_of_rank() -> None:
         assert server.metric('jgr_requests_total{endpoint="/v2/models/{name}/infer",status="200"}') == 2
 
 
+def test_the_work_of_a_client_that_leaves_is_cancelled() -> None:
+    with LiveServer() as server:
+        server.executor.hold()
+        running = server.send(INFER, RANK)
+        server.executor.wait_entered()
+        queued = server.send(INFER, RANK)
+        server.wait_for("jgr_queue_depth", 1)
+        queued.abandon()
+        server.wait_for("jgr_cancelled_total", 1)
+        server.executor.release()
+        assert running.reply().status == 200
+        assert server.executor.batches == [1]
+
+
 def test_a_server_that_is_not_ready_says_so() -> None:
     with LiveServer(hold=True) as server:
         assert server.call("/v2/health/live").status == 200
