@@ -23,6 +23,8 @@ from absl import flags
 from jgr import extras
 from jgr.cli import console
 from jgr.config import Config, DataConfig, UserError, override
+from jgr.config_tree import secret_fields
+from jgr.fields import REDACTED
 
 if TYPE_CHECKING:
     from jgr.ablation.measure import Engine, Found
@@ -182,10 +184,25 @@ def _write(found: Found, values: flags.FlagValues) -> None:
     from jgr.ablation import report
     from jgr.files import writing
 
-    about = {**_about(), "load": {"seed": values.seed, "users": values.users, "rounds": values.rounds}}
+    load = {
+        "model": values.model,
+        "seed": values.seed,
+        "users": values.users,
+        "rounds": values.rounds,
+        "concurrency": values.concurrency or found.system.concurrency,
+        "candidates": _candidates(values, found.system),
+        "set": [_shown(assignment) for assignment in values.set],
+    }
+    about = {**_about(), "load": load}
     content = json.dumps(report.to_json(found, about), indent=1) + "\n"
     with writing(Path(values.out), UserError) as stream:
         stream.write(content.encode())
+
+
+def _shown(assignment: str) -> str:
+    """An assignment of --set as it may be written down: a key or a password is not."""
+    field = assignment.partition("=")[0].strip()
+    return f"{field}={REDACTED}" if field in secret_fields(Config) else assignment
 
 
 def _about() -> Mapping[str, Any]:

@@ -87,7 +87,7 @@ def test_it_runs_what_was_chosen_and_writes_all_of_it(
     out, picture = tmp_path / "found.json", tmp_path / "found.png"
     code = run(
         ["ablate", "bat", "--only=users-first,repair", "--requests=10", "--rounds=2", "--candidates=2,3",
-         "--set", "cache.device_mb=2", f"--out={out}", f"--plot={picture}"]
+         "--set", "cache.device_mb=2", "--set=server.api_key=hidden-0123", f"--out={out}", f"--plot={picture}"]
     )  # fmt: skip
     assert code == 0
     printed = capsys.readouterr().out
@@ -105,6 +105,11 @@ def test_it_runs_what_was_chosen_and_writes_all_of_it(
     assert {"machine", "versions", "commit", "date", "load", "untimed", "requests"} <= set(found)
     assert found["versions"]["jgr"] == jgr.__version__
     assert found["requests"] == 10
+    assert found["load"] == {
+        "model": None, "seed": 0, "users": 60, "rounds": 2, "concurrency": 4, "candidates": [2, 3],
+        "set": ["cache.device_mb=2", "server.api_key=***"],
+    }  # fmt: skip
+    assert "hidden-0123" not in out.read_text() + printed
     for name in names:
         assert f"\n{name} " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
