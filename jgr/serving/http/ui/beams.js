@@ -38,7 +38,7 @@ export function beamsView(levels) {
     make("h2", {}, "Beams"),
     make("p", { class: "hint" }, `${counted(placed.length, "level")}, ${counted(all.length, "beam")} drawn. ` +
       "Those that went no further are hollow."),
-    picture,
+    make("div", { class: "scroll" }, picture),
     told,
     levelTable(levels, placed),
   );

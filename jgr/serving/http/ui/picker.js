@@ -86,7 +86,7 @@ export class Picker {
     return make(
       "li",
       { title, class: metadata === null ? "unknown" : null },
-      name,
+      make("span", {}, name),
       make("button", { type: "button", "aria-label": `Remove ${name}`, click: () => this.#remove(at) }, "×"),
     );
   }
