@@ -310,6 +310,32 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hostile-unasked-5xx-or-hang-ups",
         "Server errors and broken connections under hostile requests, beyond those that were asked for",
     ),
+    (r"hostile-doors-requests", "Mutated requests over every endpoint, HTTP and gRPC"),
+    (
+        r"hostile-doors-unasked-5xx-internal-or-hang-ups",
+        "Server errors, gRPC's INTERNAL and broken connections under mutated requests, beyond those asked for",
+    ),
+    (
+        r"hostile-doors-answers-that-the-document-has-not",
+        "Answers to mutated requests with a status that /openapi.json does not name",
+    ),
+    (
+        r"hostile-doors-answers-without-the-right-key-or-origin",
+        "Mutated requests that were answered without the key, role or origin that they need",
+    ),
+    (
+        r"hostile-doors-keys-in-answers-log-metrics-or-ps",
+        "Places in answers, log, metrics and process list where a key was seen under mutated requests",
+    ),
+    (
+        r"hostile-doors-wrong-scores",
+        "Known requests that were answered with other scores between mutated ones",
+    ),
+    (r"hostile-doors-tracebacks-in-the-log", "Tracebacks in the server's log after mutated requests"),
+    (
+        r"hostile-doors-memory-growth-after-the-first-tenth",
+        "Growth of the server's memory under mutated requests after their first tenth",
+    ),
     (r"hostile-tracebacks-in-the-log", "Tracebacks in the server's log after hostile requests"),
     (r"hostile-wrong-scores", "Known requests that were answered with other scores between hostile ones"),
     (
