@@ -18,7 +18,7 @@ from jgr.prompt.tokens import PromptBuilder, semantic_id_tokenizer
 from jgr.serving.decoders.serve import decoder_engine
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
-from tests.serving.fakes import CATALOG, ITEMS, FakeExecutor, LiveServer, make_config
+from tests.serving.fakes import CATALOG, ITEMS, PATIENCE_S, FakeExecutor, LiveServer, make_config
 
 KEY, BASE = "s3cret-k3y", "/shop/jgr"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -48,7 +48,7 @@ class Visit:
     def __init__(self, browser: Any, server: LiveServer) -> None:
         self.server = server
         self.context = browser.new_context(reduced_motion="reduce")
-        self.context.set_default_timeout(10_000)
+        self.context.set_default_timeout(1000 * PATIENCE_S)
         self.page = self.context.new_page()
         self.refused: set[int] = set()
         self._faults: list[str] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.debian import CHROMIUM
-from tests.serving.fakes import LiveServer
+from tests.serving.fakes import PATIENCE_S, LiveServer
 from tests.serving.http.pages.browsing import BASE, KEY, Visit, other_model
 
 
@@ -27,10 +27,11 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
     from tools.ui_pictures import ARGUMENTS
 
+    expect.set_options(timeout=1000 * PATIENCE_S)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
