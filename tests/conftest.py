@@ -2,8 +2,8 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus` or `chromium` runs
-that program of Debian's. Where that is missing they are
-deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed one.
+that program of Debian's. Where that is missing they are deselected, not skipped, and the summary says how many ran: an
+absent check must not look like a passed one.
 """
 
 from __future__ import annotations

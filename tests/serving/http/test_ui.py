@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of /ui over HTTP: types, headers, no way out of their folder, who may have them. What they do is tested in
-test_ui_browser.py.
+pages/.
 """
 
 from __future__ import annotations
