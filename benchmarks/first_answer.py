@@ -97,7 +97,7 @@ def warm(folder: Path, ask: Ask, settings: Sequence[str], cache: Path) -> Start:
 
 
 def installed() -> Row:
-    """The size of what `pip install jgr` brings beside jax, in units of 1e6 bytes: other packages, and jgr itself."""
+    """The size of the install beside jax, in units of 1e6 bytes: other packages, and jgr's own files."""
     with (harness.ROOT / "pyproject.toml").open("rb") as file:
         asked = tomllib.load(file)["project"]["dependencies"]
     with_jax, jax = closure(*asked), closure("jax")

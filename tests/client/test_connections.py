@@ -182,3 +182,15 @@ def test_a_forked_process_has_connections_of_its_own(
             assert ids(client.recommend(["a"], top_k=3)) == ["c", "d", "7"]
         assert client._pool is not parents
         assert (client._pool.num_connections, parents.num_connections) == (1, 1)
+
+
+def test_a_users_name_is_one_part_of_the_path() -> None:
+    """Whatever it is made of, and as it was quoted."""
+    with (
+        scripted(BUSY) as (url, seen),
+        jgr.Client(f"{url}/shop%2Fa") as client,
+        pytest.raises(jgr.Overloaded),
+    ):
+        client.prefill(["x"], user_id="../a?b#c%2f ü")
+    line = b"POST /shop%2Fa/v1/users/..%2Fa%3Fb%23c%252f%20%C3%BC/prefill HTTP/1.1"
+    assert seen[0].splitlines()[0] == line
