@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test relies on: the process's settings, and which tests this machine can run.
 
-A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus` or `chromium` runs
-that program of Debian's. Where that is missing they are deselected, not skipped, and the summary says how many ran: an
-absent check must not look like a passed one.
+A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
+or `fish` runs that program of Debian's. Where that is missing they are deselected, not skipped, and the summary says
+how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.debian import CHROMIUM, PROMETHEUS
+from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
@@ -41,8 +41,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
-_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM}
+_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM, "zsh": ZSH, "fish": FISH}
 """Debian's programs that tests are marked with, by the packages' names: where they are, "" where they are not."""
+_LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
 _NEEDS = ("data", "gpu", *_PROGRAMS)
 _SELECTED = pytest.StashKey[Counter[str]]()
@@ -63,7 +64,10 @@ def dataset(request: pytest.FixtureRequest) -> Path:
 
 
 def _place(item: pytest.Item) -> int:
-    folder = item.path.parent.name
+    """Files with long tests come first, or one of two processes ends long after the other."""
+    name, folder = item.path.name, item.path.parent.name
+    if name in _LONGEST:
+        return _LONGEST.index(name) - len(_LONGEST)
     return _LONG.index(folder) if folder in _LONG else len(_LONG)
 
 
@@ -81,7 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_SELECTED] = Counter(need for i in items for need in _NEEDS if i.get_closest_marker(need))
     missing = [item for item in items if not _can_run(item)]
     config.hook.pytest_deselected(items=missing)
-    # Files with long tests first, or one of two processes ends long after the other.
     items[:] = sorted((item for item in items if _can_run(item)), key=_place)
 
 

@@ -16,3 +16,4 @@ def program(name: str) -> str:
 
 PROMETHEUS, PROMTOOL = program("prometheus"), program("promtool")
 CHROMIUM = program("chromium")
+ZSH, FISH = program("zsh"), program("fish")

@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -256,19 +255,19 @@ def test_the_tab_key_completes_in_a_real_bash(folder: Path) -> None:
         os.close(terminal)
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell",
+    ["bash", pytest.param("zsh", marks=pytest.mark.zsh), pytest.param("fish", marks=pytest.mark.fish)],
+)
 def test_a_shell_can_parse_its_script(tmp_path: Path, shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed: its script is unrun here")
     path = tmp_path / "script"
     path.write_text(SCRIPTS[shell])
     subprocess.run([shell, "-n", str(path)], check=True, capture_output=True)
 
 
+@pytest.mark.zsh
 def test_zsh_completes(folder: Path) -> None:
     """The function with `compadd` replaced by one that prints, since only its line editor may call that."""
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed: its script is unrun here")
     script = """
         compdef() { }
         compadd() { print -r -- "${(P@)@[-1]}" }
@@ -286,9 +285,8 @@ def test_zsh_completes(folder: Path) -> None:
     ]
 
 
+@pytest.mark.fish
 def test_fish_completes(folder: Path) -> None:
-    if shutil.which("fish") is None:
-        pytest.skip("fish is not installed: its script is unrun here")
     for line, expected in (
         ("jgr conf", ["config"]),
         ("jgr serve --set server.po", ["server.port="]),
