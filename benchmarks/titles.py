@@ -300,6 +300,17 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"answers-of-(?P<served>\w+)-that-are-in-time",
         "Share of the answers to accepted requests that come in time, over HTTP; {served}",
     ),
+    # first_answer
+    (
+        r"seconds-to-the-first-answer-cold-(?P<model>\w+)",
+        "Seconds from the start of the server's process to its first answer, nothing compiled before; {model}",
+    ),
+    (
+        r"seconds-to-the-first-answer-warm-(?P<model>\w+)",
+        "Seconds from the start of the server's process to its first answer, programs read from disk; {model}",
+    ),
+    (r"first-answer-after-ready", "Time from ready to the first answer"),
+    (r"serving-install-beside-jax", "Size of an install that serves, beside jax and what jax needs"),
     # h200_serving, hostile, hstu_attention, kernel_configuration
     (r"h200-score-difference-from-rank", "Largest difference of a search's score from ranking the same item; H200"),
     (
