@@ -315,7 +315,7 @@ def test_a_systems_researcher_counts_what_a_mechanism_of_each_system_does(
         return [one["counts"] for one in variants]
 
     ranker = ("prompt.max_items=8", "rank.tokens=256", "rank.context=256", "rank.candidates=8")
-    on, without, off = counts("bat", "users-first", *ranker, "profiles.tokens=256", argv=("--candidates=3",))
+    on, without, off = counts("bat", "users-first", *ranker, "profiles.tokens=256", argv=("--candidates=6",))
     assert off["reused"] == 0 and off["runs"] == 4
     assert [one["computed"] + one["reused"] for one in (on, without)] == [off["computed"]] * 2
     assert min(on["reused"], without["reused"]) > 0

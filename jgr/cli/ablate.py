@@ -34,7 +34,7 @@ HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count 
 
 def define_flags() -> None:
     flags.DEFINE_bool("list", False, "print which mechanism is which switch, and run nothing")
-    flags.DEFINE_bool("quick", False, "a tiny model and a tenth of the requests: counts within a minute or two")
+    flags.DEFINE_bool("quick", False, "a tiny model and a tenth of the requests: counts in a minute or two")
     flags.DEFINE_list("only", [], "mechanisms to switch off, by name; default: each of them")
     flags.DEFINE_string("model", None, "folder of a model to take apart; default: one with drawn weights")
     flags.DEFINE_string("data", None, "folder that jgr prepare wrote, whose users ask; default: the model's")
@@ -136,7 +136,11 @@ def chosen(system: System, only: Sequence[str]) -> list[Variant]:
 
 
 def _run(
-    system: System, every: Sequence[Variant], assignments: Sequence[str], values: flags.FlagValues, folder: Path
+    system: System,
+    every: Sequence[Variant],
+    assignments: Sequence[str],
+    values: flags.FlagValues,
+    folder: Path,
 ) -> Found:
     """assignments: of --set and the environment, which hold for all variants."""
     from jgr.ablation import traffic

@@ -119,7 +119,7 @@ def test_it_runs_what_was_chosen_and_writes_all_of_it(
 def test_quick_is_a_tiny_model_and_a_tenth_of_the_requests(
     fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = []
+    sizes = list[worlds.Size]()
     made = worlds.made
 
     def noted(system: Any, folder: Path, size: worlds.Size = worlds.DEFAULT) -> worlds.World:

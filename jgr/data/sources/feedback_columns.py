@@ -83,7 +83,8 @@ class FeedbackColumn:
             try:
                 new = set(cells) - self._numbered.keys()
                 self._many = len(self._numbered) - 2 + len(new) > MAX_VALUES
-                self._least_helps = all(_as_number(v) is not None for v in {*self._numbered, *new} - {None, ""})
+                found = {*self._numbered, *new} - {None, ""}
+                self._least_helps = all(_as_number(value) is not None for value in found)
             except TypeError:  # lists and objects are no feedback
                 self._many = True
             if self._many:
@@ -106,8 +107,9 @@ class FeedbackColumn:
         if self._least:
             return self._by_least()
         if self._many:
-            way = f" (--actions={self._name}:LEAST makes an action of these numbers)" if self._least_helps else ""
-            return f"left out, {self._filled} values: more than {MAX_VALUES} different ones{way}"
+            way = f" (--actions={self._name}:LEAST makes an action of these numbers)"
+            said = f"left out, {self._filled} values: more than {MAX_VALUES} different ones"
+            return said + way if self._least_helps else said
         codes = joined(self._parts, np.int32)
         values = list(self._numbered)[2:]
         if not values:
