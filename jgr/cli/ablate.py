@@ -22,7 +22,7 @@ from absl import flags
 
 from jgr import extras
 from jgr.cli import console
-from jgr.config import Config, DataConfig, UserError, override
+from jgr.config import DataConfig, UserError, override
 
 if TYPE_CHECKING:
     from jgr.ablation.measure import Engine, Found
