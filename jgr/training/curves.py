@@ -42,4 +42,7 @@ def smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     window = max(1, min(SMOOTHED, len(losses) // 20))
     if not len(losses):
         return losses
-    return np.lib.stride_tricks.sliding_window_view(losses, window, axis=0).mean(axis=-1)
+    found: npt.NDArray[np.float64] = np.lib.stride_tricks.sliding_window_view(losses, window, axis=0).mean(
+        axis=-1
+    )
+    return found
