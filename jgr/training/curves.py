@@ -42,7 +42,5 @@ def smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     window = max(1, min(SMOOTHED, len(losses) // 20))
     if not len(losses):
         return losses
-    found: npt.NDArray[np.float64] = np.lib.stride_tricks.sliding_window_view(losses, window, axis=0).mean(
-        axis=-1
-    )
-    return found
+    windows = np.lib.stride_tricks.sliding_window_view(losses, window, axis=0)
+    return np.asarray(windows.mean(axis=-1), np.float64)
