@@ -46,9 +46,13 @@ highlight_language = "text"
 # Shortened JSON, with dots in place of what is left out, is shown without colours.
 suppress_warnings = ["misc.highlighting_failure"]
 
+smartquotes = False  # it makes one dash of the two of a flag, as in --set
+
 myst_heading_anchors = 4  # as code hosts make them: links to #headings are checked
 
 html_theme = "furo"
+html_static_path = ["site"]
+html_css_files = ["names.css"]
 html_title = "jgr"
 html_copy_source = False
 html_show_sourcelink = False

@@ -2,16 +2,20 @@
 """What people do with jgr, from the wheel in an environment of its own, by the commands that they would type.
 
 A researcher comes with a log of ratings and leaves with a served model; a serving engineer comes with a model of
-somebody else's, and wants it behind https with keys. `training` has jgr[train], `serving` jgr alone.
+somebody else's, and wants it behind https with keys; a systems researcher takes mechanisms away and counts. `training`
+has jgr[train], `serving` jgr alone.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import ssl
 import subprocess
 import sys
+import urllib.error
+import urllib.parse
 import urllib.request
 from contextlib import closing
 from functools import partial
@@ -33,7 +37,7 @@ from tools.dashboards import BOARDS, families
 from tools.packages import closure
 
 pytestmark = pytest.mark.slow
-PAGES = {"/docs": b"swagger"}
+PAGES = {"/docs": b"swagger", "/ui": b'<button role="tab" id="tab-live"'}
 """Pages that a browser opens, and what stands in each."""
 TINY = (
     "train.steps=4", "train.batch=8", "train.warmup_steps=1", "train.hidden=16", "train.layers=1", "train.heads=2",
@@ -112,8 +116,7 @@ def test_a_researcher_from_a_log_of_ratings_to_served_models(
             assert [item.metadata for item in found] == [{"title": f"Item {item.item_id}"} for item in found]
             assert len(found) == 3 and not {"i0", "i2"} & {item.item_id for item in found}
         for path, word in PAGES.items():
-            with urllib.request.urlopen(url + path, timeout=PATIENCE_S) as page:
-                assert (page.status, word in page.read()) == (200, True)
+            assert word in looked_at(url + path)
 
         report = json.loads(run("evaluate", "runs/generator", f"--url={url}", "--k=1,5", "--resamples=20"))
         assert list(report["rows"]) == ["popularity", "item-kNN", "sequential rules", "generator"]
@@ -124,6 +127,21 @@ def test_a_researcher_from_a_log_of_ratings_to_served_models(
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
         report = json.loads(run("evaluate", "runs/scorer", "--feedback", f"--url={url}", "--resamples=0"))
         assert report["model"] == "scorer" and report["impressions"] > 0
+
+
+def looked_at(address: str, context: ssl.SSLContext | None = None) -> bytes:
+    """A page, without a key, as a browser opens it: with every script and style sheet that it names."""
+
+    def content(at: str) -> bytes:
+        with urllib.request.urlopen(at, timeout=PATIENCE_S, context=context) as reply:
+            assert reply.status == 200
+            found: bytes = reply.read()
+        return found
+
+    page = content(address)
+    named = re.findall(r'<(?:script|link)\b[^>]*? (?:src|href)="(?!data:)([^"]+)"', page.decode())
+    assert len(named) >= 2 and all(content(urllib.parse.urljoin(address, each)) for each in named)
+    return page
 
 
 KEYS = [
@@ -183,7 +201,7 @@ def test_a_serving_engineer_from_a_published_model_to_reloads_under_load(
     (tmp_path / "keys.json").chmod(0o600)
     settings = (
         "server.keys=keys.json", "server.tls_certificate=certificate.pem", "server.tls_key=key.pem",
-        "server.base_path=/jgr", "model.name=shop", "beam.width=3",
+        "server.base_path=/jgr", "server.open_ui=true", "model.name=shop", "beam.width=3",
         "profiles.batch=1", "profiles.widths=3", "profiles.candidates=3",
     )  # fmt: skip
     with serving.serve("models/now", *(f"--set={one}" for one in settings), cwd=tmp_path) as url:
@@ -194,6 +212,9 @@ def test_a_serving_engineer_from_a_published_model_to_reloads_under_load(
         with jgr.Client(server.url, "0" * 16, ca_file=server.ca_file) as stranger:
             with pytest.raises(jgr.Unauthorized):
                 stranger.recommend(["10"])
+        assert PAGES["/ui"] in looked_at(f"{server.url}/ui", server.context)
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # the page is open, and nothing else
+            looked_at(f"{server.url}/metrics", server.context)
         assert kserve(server) == best
         assert generated(server, tmp_path) == best
         under_load(server, serving, tmp_path)
@@ -276,3 +297,39 @@ def requests(server: Deployed) -> float:
     lines = server.call("/metrics", WATCH).decode().splitlines()
     series = 'jgr_requests_total{endpoint="/v1/recommend",status="200"} '
     return sum(float(line.removeprefix(series)) for line in lines if line.startswith(series))
+
+
+def test_a_systems_researcher_counts_what_a_mechanism_of_each_system_does(
+    training: Environment, tmp_path: Path
+) -> None:
+    def counts(
+        system: str, mechanism: str, *settings: str, argv: tuple[str, ...] = ()
+    ) -> list[dict[str, int]]:
+        """What was counted with all on, without the mechanism, and with all off."""
+        shape = ("--quick", "--requests=4", "--rounds=1", "--concurrency=1", "--users=2", *argv)
+        command = ("ablate", system, f"--only={mechanism}", *shape, f"--out={system}.json")
+        ran(training, tmp_path, *command, settings=settings)
+        variants = json.loads((tmp_path / f"{system}.json").read_text())["variants"]
+        assert [one["name"] for one in variants] == ["all on", f"without {mechanism}", "all off"]
+        assert all(one["answers"]["right"] for one in variants)
+        return [one["counts"] for one in variants]
+
+    ranker = ("prompt.max_items=8", "rank.tokens=256", "rank.context=256", "rank.candidates=8")
+    on, without, off = counts("bat", "users-first", *ranker, "profiles.tokens=256", argv=("--candidates=6",))
+    assert off["reused"] == 0 and off["runs"] == 4
+    assert [one["computed"] + one["reused"] for one in (on, without)] == [off["computed"]] * 2
+    assert min(on["reused"], without["reused"]) > 0
+    assert (without["user first"], without["items first"]) == (0, 4)
+    assert on["user first"] + on["items first"] == 4
+
+    searcher = ("prompt.max_items=8", "beam.width=4", "profiles.widths=4", "profiles.tokens=32,128")
+    on, without, off = counts("xgr", "lengths", *searcher, "rank.tokens=64", "rank.context=64")
+    assert on["asked tokens"] == without["asked tokens"] == off["asked tokens"]
+    assert on["asked tokens"] < on["padded tokens"] < without["padded tokens"] == off["padded tokens"]
+    assert on["runs"] == without["runs"] == off["runs"] == 4
+
+    on, without, off = counts("flame", "feature-cache", "executors.sizes=8", argv=("--candidates=8",))
+    assert [one["looked up"] for one in (on, without, off)] == [4 * 8] * 3
+    assert [one["missing"] for one in (on, without, off)] == [0] * 3
+    assert on["fetched"] < without["fetched"] == off["fetched"] == 4 * 8
+    assert on["store bytes"] * without["fetched"] == without["store bytes"] * on["fetched"] > 0

@@ -66,6 +66,11 @@ def test_every_page_is_in_the_sidebar(site: Path) -> None:
     assert len(names) > 20 and names - {"index.html"} <= set(home.linked)
 
 
+def test_flags_keep_their_two_dashes(site: Path) -> None:
+    commands = (site / "reference" / "cli.html").read_text()
+    assert "as in --set server.port=8001" in commands and "\u2013" not in commands
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     count = 0
     for path, loads in pages(site):
@@ -95,6 +100,7 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
     source = tmp_path / "docs"
     source.mkdir()
     shutil.copy(DOCS / "conf.py", source)
+    shutil.copytree(DOCS / "site", source / "site")
     (source / "index.md").write_text("# Home\n\n[there](new.md#here)\n")
     (source / "new.md").write_text("# A page that the navigation does not know\n\n## Here\n")
     assert build(source, tmp_path / "good").returncode == 0

@@ -24,12 +24,14 @@ TOP_K = 10
 
 @dataclass(frozen=True)
 class Request:
-    """A request to rank, or to recommend. history: item ids, oldest first. candidates: item ids; empty: recommend."""
+    """A request to rank, or to recommend. history: item ids, oldest first. candidates: item ids; empty: recommend
+    top_k items."""
 
     user: str
     history: list[str]
     candidates: list[str] = field(default_factory=list)
     times: list[int] | None = None
+    top_k: int = TOP_K
 
     def more(self) -> dict[str, Any]:
         """The fields beside the history."""
@@ -37,7 +39,7 @@ class Request:
         if self.candidates:
             fields["candidates"] = self.candidates
         else:
-            fields["top_k"] = TOP_K
+            fields["top_k"] = self.top_k
         if self.times is not None:
             fields |= {"history_times": self.times, "time": self.times[-1] + 60}
         return fields
@@ -46,12 +48,13 @@ class Request:
 @dataclass(frozen=True)
 class Amount:
     """How much is asked. requests: of each variant. users: how many may come. candidates: of a request to rank; (least,
-    most), each number between as likely. longest: items of a history."""
+    most), each number between as likely. longest: items of a history. top_k: items of a recommendation."""
 
     requests: int
     users: int
     candidates: tuple[int, int]
     longest: int = 4096
+    top_k: int = TOP_K
 
 
 def draw(
@@ -81,9 +84,8 @@ def draw(
             rows = _distinct(rng, items, int(rng.integers(least, most + 1)))
             candidates = [ids[row] for row in rows]
         times = examples.histories.times_of(at)[-amount.longest :].tolist() if timed else None
-        found.append(
-            Request(names[int(examples.users[at])], [ids[row] for row in history], candidates, times)
-        )
+        name, items_of = names[int(examples.users[at])], [ids[row] for row in history]
+        found.append(Request(name, items_of, candidates, times, min(amount.top_k, len(ids))))
     return found
 
 

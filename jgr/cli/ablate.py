@@ -29,12 +29,14 @@ from jgr.fields import REDACTED
 if TYPE_CHECKING:
     from jgr.ablation.measure import Engine, Found
     from jgr.ablation.system import System, Variant
+    from jgr.ablation.worlds import World
 
 HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count what changes"
 
 
 def define_flags() -> None:
     flags.DEFINE_bool("list", False, "print which mechanism is which switch, and run nothing")
+    flags.DEFINE_bool("quick", False, "a tiny model and a tenth of the requests: counts in a minute or two")
     flags.DEFINE_list("only", [], "mechanisms to switch off, by name; default: each of them")
     flags.DEFINE_string("model", None, "folder of a model to take apart; default: one with drawn weights")
     flags.DEFINE_string("data", None, "folder that jgr prepare wrote, whose users ask; default: the model's")
@@ -68,11 +70,13 @@ def main(argv: Sequence[str]) -> int:
     system = find(argv[0])
     _check(values)
     every = chosen(system, values.only)
+    assignments = (*console.environment(), *values.set)
+    refuse_switched(every, assignments)
     if values.log_level == "info":  # each variant's engine would tell all that a server's start tells
         logging.getLogger("jgr.serving").setLevel(logging.WARNING)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-ablate-"))
-        found = _run(system, every, values, Path(folder))
+        found = _run(system, every, assignments, values, Path(folder))
     from jgr.ablation import report
 
     print("\n".join(report.lines(found)))
@@ -101,6 +105,8 @@ def _check(values: flags.FlagValues) -> None:
         raise UserError("--config: jgr ablate takes a model's folder, --model, and single fields, --set")
     if not values.model:
         extras.require("train", "jgr ablate without --model")
+    if values.quick and values.model:
+        raise UserError("--quick draws a tiny model of its own: leave out --quick or --model")
     if values.data and not values.model:
         raise UserError("--data: the users of a dataset need a model of its items: name one with --model")
 
@@ -131,27 +137,34 @@ def chosen(system: System, only: Sequence[str]) -> list[Variant]:
     return [one for one in every if one.mechanism is None or not only or one.mechanism.name in only]
 
 
-def _run(system: System, every: Sequence[Variant], values: flags.FlagValues, folder: Path) -> Found:
-    from jgr.ablation import traffic, worlds
+def _run(
+    system: System,
+    every: Sequence[Variant],
+    assignments: Sequence[str],
+    values: flags.FlagValues,
+    folder: Path,
+) -> Found:
+    """assignments: of --set and the environment, which hold for all variants."""
+    from jgr.ablation import traffic
     from jgr.ablation.measure import measure
+    from jgr.ablation.system import configured
     from jgr.client.embedded import Engine as Embedded
 
     candidates = _candidates(values, system)
-    if values.model:
-        data = DataConfig(kind="prepared", path=values.data) if values.data else None
-        world = worlds.given(system, values.model, data)
-    else:
-        world = worlds.made(system, folder)
-    assignments = (*console.environment(), *values.set)
-    configs = {variant.name: _configured(world.config, variant, assignments) for variant in every}
+    world = _world(system, values, folder)
+    base = override(world.config, *assignments)
+    configs = {variant.name: configured(base, variant.settings) for variant in every}
     if system.orders and configs[every[0].name].rank.method == "likelihood":
         raise UserError(
             "rank.method: this model ranks by likelihood, without candidates in the prompt; see docs/cache.md for "
             "the others, as in --set rank.method=item_probe"
         )
-    amount = traffic.Amount(
-        values.requests, values.users, candidates, min(c.server.max_history for c in configs.values())
-    )
+    n_requests = values.requests
+    if values.quick and not values["requests"].present:
+        n_requests //= 10
+    longest = min(c.server.max_history for c in configs.values())
+    top_k = min(traffic.TOP_K, *(c.beam.width for c in configs.values()))
+    amount = traffic.Amount(n_requests, values.users, candidates, longest, top_k)
 
     def make(variant: Variant) -> Engine:
         return Embedded(configs[variant.name])
@@ -166,18 +179,24 @@ def _run(system: System, every: Sequence[Variant], values: flags.FlagValues, fol
         return measure(system, every, make, rounds, bar)
 
 
-def _configured(base: Config, variant: Variant, assignments: Sequence[str]) -> Config:
-    """The configuration of a variant. assignments: of --set and the environment, which hold for all variants.
+def _world(system: System, values: flags.FlagValues, folder: Path) -> World:
+    from jgr.ablation import worlds
 
-    Raises UserError where they set a field that tells variants apart.
-    """
-    from jgr.ablation.system import LARGEST, configured
+    if values.model:
+        data = DataConfig(kind="prepared", path=values.data) if values.data else None
+        return worlds.given(system, values.model, data)
+    return worlds.made(system, folder, worlds.TINY) if values.quick else worlds.made(system, folder)
 
-    own = {field for field, _, value in (s.partition("=") for s in variant.settings) if value != LARGEST}
+
+def refuse_switched(every: Sequence[Variant], assignments: Sequence[str]) -> None:
+    """Raise UserError where an assignment, which holds for all variants, sets a field that tells them apart."""
+    from jgr.ablation.system import LARGEST
+
+    settings = [setting.partition("=") for variant in every for setting in variant.settings]
+    own = {field for field, _, value in settings if value != LARGEST}
     for assignment in assignments:
         if assignment.partition("=")[0].strip() in own:
             raise UserError(f"--set {assignment}: the ablation itself sets this field; see jgr ablate --list")
-    return configured(override(base, *assignments), variant.settings)
 
 
 def _write(found: Found, values: flags.FlagValues) -> None:

@@ -170,24 +170,24 @@ class Teller:
     ) -> None:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
-        self._told_s = math.inf  # when the last line was written, or the first call came
+        self._told = (0, math.inf)  # the same of the last line, until then of the first call
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
         if self._begun is None:
-            self._begun, self._told_s = (done, now_s), now_s
-        ended = done >= total and self._told_s > self._begun[1]
-        if not ended and now_s - self._told_s < TELL_EVERY_S:
+            self._begun = self._told = (done, now_s)
+        ended = done >= total and self._told > self._begun
+        if not ended and now_s - self._told[1] < TELL_EVERY_S:
             return
-        self._told_s = now_s
-        self._tell(
-            f"{self._label}: {done} of {total}{self._pace(done, total, now_s)}{status and ', ' + status}"
-        )
+        # While it goes on, the pace since the last line: the first step compiles, and says nothing of the others.
+        pace = self._pace(self._begun if ended else self._told, done, total, now_s)
+        self._told = (done, now_s)
+        self._tell(f"{self._label}: {done} of {total}{pace}{status and ', ' + status}")
 
-    def _pace(self, done: int, total: int, now_s: float) -> str:
-        """The steps a second, and how long the rest takes at that pace."""
-        assert self._begun is not None
-        steps, seconds = done - self._begun[0], now_s - self._begun[1]
+    @staticmethod
+    def _pace(since: tuple[int, float], done: int, total: int, now_s: float) -> str:
+        """The steps a second since then (what was done, and when), and how long the rest takes at that pace."""
+        steps, seconds = done - since[0], now_s - since[1]
         if steps <= 0 or seconds <= 0:
             return ""
         rate = steps / seconds

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 SMOOTHED = 50
-"""The drawn loss is a running mean over this many steps."""
+"""The drawn loss is a running mean over at most this many steps, a twentieth of a short run."""
 
 
 def plot_curves(metrics: Path, picture: Path, metric: str) -> None:
@@ -23,10 +24,8 @@ def plot_curves(metrics: Path, picture: Path, metric: str) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    window = min(SMOOTHED, len(losses))
-    smooth = np.convolve(losses[:, 1], np.ones(window) / window, mode="valid")
-    axes.plot(losses[:, 0], losses[:, 1], color="tab:blue", alpha=0.2, linewidth=0.5)
-    axes.plot(losses[window - 1 :, 0], smooth, color="tab:blue")
+    axes.plot(*losses.T, color="tab:blue", alpha=0.3, linewidth=0.5)
+    axes.plot(*smoothed(losses).T, color="tab:blue")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss, nats per target", color="tab:blue")
     if len(found):
@@ -36,3 +35,12 @@ def plot_curves(metrics: Path, picture: Path, metric: str) -> None:
         if metric.startswith("recall"):
             right.set_ylim(bottom=0)
     figure.savefig(picture, dpi=120)
+
+
+def smoothed(losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The running mean of [n, 2] steps and losses. The steps' mean too: so each point lies amid those it is made of."""
+    window = max(1, min(SMOOTHED, len(losses) // 20))
+    if not len(losses):
+        return losses
+    windows = np.lib.stride_tricks.sliding_window_view(losses, window, axis=0)
+    return np.asarray(windows.mean(axis=-1), np.float64)

@@ -39,6 +39,7 @@ class FakeEngine:
     made: ClassVar[list[FakeEngine]] = []
     wrong = 0.0
     interrupted = False
+    top_k = 0
 
     def __init__(self, config: Config) -> None:
         self.config, self.asked, self.closed = config, 0, False
@@ -52,6 +53,10 @@ class FakeEngine:
         self.asked += len(history)
         first = "item_prefix" if self.config.cache.policy == "item" else "user_prefix"
         return [self._answer(one, of, first) for one, of in zip(history, candidates, strict=True)]
+
+    def recommend(self, history: Any, user_id: Any, top_k: int) -> Any:
+        FakeEngine.top_k = top_k
+        return self.rank(history, [["a"]] * len(history), user_id)
 
     def _answer(self, history: list[str], candidates: list[str], layout: Any) -> Answer:
         shift = FakeEngine.wrong if self.config.cache.policy == "item" else 0.0
@@ -74,7 +79,7 @@ class FakeEngine:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
-    """No engine is made, and the world is small."""
+    """No engine is made, and the world is small unless another size is asked for."""
     monkeypatch.setattr(embedded, "Engine", FakeEngine)
     monkeypatch.setattr(worlds.made, "__defaults__", (worlds.TINY,))
     monkeypatch.setattr(FakeEngine, "made", [])
@@ -114,6 +119,30 @@ def test_it_runs_what_was_chosen_and_writes_all_of_it(
         assert f"\n{name} " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not Path(fake.made[0].config.model.path).exists(), "the model is gone with the command"
+
+
+def test_quick_is_a_tiny_model_and_a_tenth_of_the_requests(
+    fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[worlds.Size]()
+    made = worlds.made
+
+    def noted(system: Any, folder: Path, size: worlds.Size = worlds.DEFAULT) -> worlds.World:
+        sizes.append(size)
+        return made(system, folder, size)
+
+    monkeypatch.setattr(worlds, "made", noted)
+    assert run(["ablate", "bat", "--quick", "--only=users-first"]) == 0
+    assert (sizes, {one.asked for one in fake.made}) == ([worlds.TINY], {48})
+
+
+@pytest.mark.parametrize(("width", "top_k"), [(4, 4), (16, 10)])
+def test_no_more_items_are_asked_for_than_there_are_beams(
+    fake: type[FakeEngine], width: int, top_k: int
+) -> None:
+    beams = ["--set", f"beam.width={width}", "--set", f"profiles.widths={width}"]
+    assert run(["ablate", "xgr", "--only=lengths", "--requests=2", "--rounds=1", *beams]) == 0
+    assert fake.top_k == top_k
 
 
 def test_answers_that_must_be_the_same_and_are_not_end_it_with_1(
@@ -164,6 +193,7 @@ def test_the_list_of_one_system(capsys: pytest.CaptureFixture[str]) -> None:
             ["bat", "--set", "cache.policy=user"],
             "--set cache.policy=user: the ablation itself sets this field",
         ),
+        (["bat", "--quick", "--model=x"], "--quick draws a tiny model of its own"),
         (["bat", "--plot=found.txt"], "--plot must name a file that ends in .png or .svg"),
         (["bat", "--out=/no/such/found.json"], "--out: there is no folder /no/such"),
         (["bat", "--config=shop"], "--config: jgr ablate takes a model's folder"),
@@ -179,6 +209,14 @@ def test_mistakes_are_one_line(
     assert printed.out == ""
     assert words in printed.err.splitlines()[-1]
     assert fake.made == []
+
+
+def test_a_field_that_the_ablation_sets_is_refused_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worlds, "made", None)  # a call of it would be a defect, and end with 1
+    assert run(["ablate", "xgr", "--only=lengths", "--set", "profiles.batch=1"]) == 2
+    assert "--set profiles.batch=1: the ablation itself sets this field" in capsys.readouterr().err
 
 
 def test_a_model_of_the_wrong_sort_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,8 +73,9 @@ def test_a_teller_tells_now_and_then_at_which_pace_and_how_long_it_takes() -> No
         teller(done, 1000, f"loss {done}")
     assert len(told) == 100 // 5 + 600 // 40
     assert told[0] == "training: 305 of 1000, 2 s each, 23:10 left, loss 305"
+    assert told[20] == "training: 440 of 1000, 4 a second, 2:20 left, loss 440"
     assert told[-2:] == [
-        "training: 960 of 1000, 1.94 a second, 0:21 left, loss 960",
+        "training: 960 of 1000, 4 a second, 0:10 left, loss 960",
         "training: 1000 of 1000, 2 a second, loss 1000",
     ]
 

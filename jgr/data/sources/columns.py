@@ -166,11 +166,12 @@ class FoundTimes:
 class Times:
     """A column of times: whole numbers, numbers with fractions, or ISO 8601 texts; one of these in the whole column.
 
-    unit: what numbers count, of UNITS_PER_SECOND; "" goes by their size, see UNIT_BELOW.
+    unit: what numbers count, of UNITS_PER_SECOND; "" goes by their size, see UNIT_BELOW. dated: the file itself says
+    that they are times in this unit, as Parquet does.
     """
 
-    def __init__(self, column: str, unit: str = "") -> None:
-        self._column, self._unit = column, unit
+    def __init__(self, column: str, unit: str = "", dated: bool = False) -> None:
+        self._column, self._unit, self._dated = column, unit, dated
         self._parts: list[npt.NDArray[Any]] = []
         self._iso, self._zoneless = False, False
         self.given, self.rows = 0, 0
@@ -243,7 +244,7 @@ class Times:
             return FoundTimes(times, unit, f"{self._column}: ISO 8601{zone}; {_span(times, unit)}")
         fractions = any(part.dtype.kind == "f" for part in self._parts)
         numbers = joined(self._parts, np.float64 if fractions else np.int64)
-        unit, how = self._unit, "as asked for"
+        unit, how = self._unit, "by the file's own type" if self._dated else "as asked for"
         if not unit:
             unit = next(name for name, limit in UNIT_BELOW.items() if float(numbers.max()) < limit)
             how = "by their size (--time_unit says otherwise)"

@@ -66,7 +66,7 @@ class FeedbackColumn:
         self._name, self._least, self._only_numbers = name, sorted(set(least)), only_numbers
         self._numbered = Numbered({None: 0, "": 0})
         self._parts: list[npt.NDArray[Any]] = []
-        self._filled, self._many = 0, False
+        self._filled, self._many, self._least_helps = 0, False, False
 
     def add(self, values: list[Any] | None, size: int) -> None:
         """Take a block's values; None where the block lacks the column."""
@@ -83,6 +83,8 @@ class FeedbackColumn:
             try:
                 new = set(cells) - self._numbered.keys()
                 self._many = len(self._numbered) - 2 + len(new) > MAX_VALUES
+                found = {*self._numbered, *new} - {None, ""}
+                self._least_helps = all(_as_number(value) is not None for value in found)
             except TypeError:  # lists and objects are no feedback
                 self._many = True
             if self._many:
@@ -105,10 +107,9 @@ class FeedbackColumn:
         if self._least:
             return self._by_least()
         if self._many:
-            return (
-                f"left out, {self._filled} values: more than {MAX_VALUES} different ones "
-                f"(of numbers, --actions={self._name}:LEAST makes an action)"
-            )
+            way = f" (--actions={self._name}:LEAST makes an action of these numbers)"
+            said = f"left out, {self._filled} values: more than {MAX_VALUES} different ones"
+            return said + way if self._least_helps else said
         codes = joined(self._parts, np.int32)
         values = list(self._numbered)[2:]
         if not values:

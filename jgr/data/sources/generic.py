@@ -127,7 +127,7 @@ class _Events:
         self._scenarios.add(columns.get("scenario"), size)
         if self._times is None:
             dated = table.types.get("timestamp") == MICROSECONDS
-            self._times = Times("timestamp", "us" if dated else self._unit)
+            self._times = Times("timestamp", "us" if dated else self._unit, dated)
         self._times.add(columns.get("timestamp"), size)
         for name in columns.keys() - self._feedback.keys() - set(_KNOWN):
             if table.types.get(name, "").endswith("_seq"):

@@ -129,6 +129,17 @@ def test_dates_of_parquet(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert found.time is not None and found.user_ids == ["1"]
     assert (found.time_unit, (found.time // 10**6).tolist()) == ("us", SECONDS[:2])
+    assert "whole numbers of us, by the file's own type; from 20" in found.notes[0]
+
+
+def test_a_least_value_is_proposed_for_numbers_and_not_for_texts(tmp_path: Path) -> None:
+    rows = "".join(f"u,i{at},{at * 1000},word {at}\n" for at in range(12))
+    csv(tmp_path, "user_id,item_id,watch_ms,review\n" + rows)
+    assert read(tmp_path).notes[1:] == (
+        "review: left out, 12 values: more than 10 different ones",
+        "watch_ms: left out, 12 values: more than 10 different ones "
+        "(--actions=watch_ms:LEAST makes an action of these numbers)",
+    )
 
 
 HEAD = "user_id,item_id,timestamp,rating\n"
