@@ -86,7 +86,21 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     from jgr.models.hub import located
     from jgr.models.manifest import folder_config
 
-    return located(load(values, folder_config(argv[0]) if argv else None))
+    config = located(load(values, folder_config(argv[0]) if argv else None))
+    for path in values.config:
+        warn_of_prompt(config, path)
+    return config
+
+
+def warn_of_prompt(config: Config, path: str) -> None:
+    """Warn where a configuration file takes the place of what the model's folder says of the prompt it has learnt."""
+    from jgr.models.manifest import NAME, told_otherwise
+
+    if fields := told_otherwise(config):
+        _log.warning(
+            "%s: %s: not what %s/%s says, which a file takes the place of; jgr config %s prints that",
+            path, ", ".join(fields), config.model.path, NAME, config.model.path,
+        )  # fmt: skip
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
@@ -174,7 +188,7 @@ class Teller:
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
-        if self._begun is None:
+        if self._begun is None or not done:  # with nothing done other work begins, as another model's compiling
             self._begun, self._told_s = (done, now_s), now_s
         ended = done >= total and self._told_s > self._begun[1]
         if not ended and now_s - self._told_s < TELL_EVERY_S:
