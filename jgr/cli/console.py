@@ -185,11 +185,13 @@ class Teller:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
         self._told_s = math.inf  # when the last line was written, or the first call came
+        self._done = 0
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
-        if self._begun is None or not done:  # with nothing done other work begins, as another model's compiling
+        if self._begun is None or done < self._done:  # other work begins, such as compiling another model
             self._begun, self._told_s = (done, now_s), now_s
+        self._done = done
         ended = done >= total and self._told_s > self._begun[1]
         if not ended and now_s - self._told_s < TELL_EVERY_S:
             return

@@ -100,8 +100,8 @@ def test_a_file_that_takes_the_place_of_a_folders_prompt_is_warned_of(
     assert caplog.messages == []
     console.warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")
     assert caplog.messages == [
-        f"own.toml: prompt.template: not what {tmp_path}/serving.json says, which a file takes the place of; jgr config "
-        f"{tmp_path} prints that"
+        f"own.toml: prompt.template: not what {tmp_path}/serving.json says, which a file takes the place of; "
+        f"jgr config {tmp_path} prints that"
     ]
 
 
