@@ -91,7 +91,9 @@ def test_a_file_that_takes_the_place_of_a_folders_prompt_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learnt = Config(model=ModelConfig(path=str(tmp_path)), prompt=PromptConfig(template="Of {history}: "))
-    console.warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")  # there is no serving.json
+    console.warn_of_prompt(
+        Config(model=ModelConfig(path=str(tmp_path))), "own.toml"
+    )  # there is no serving.json
     settings = to_json(learnt) | {"model": {"name": "jgr"}}
     settings = {name: settings[name] for name in ("model", "prompt")}
     manifest = {"settings": settings, "catalog": {"version": "1"}, "schema": 1}
