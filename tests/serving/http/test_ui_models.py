@@ -56,6 +56,7 @@ def told_at_first(page: Any, **fields: str) -> None:
 
 
 def ask(page: Any, history: str) -> None:
+    page.get_by_label("Items to return").fill("2")
     field = page.get_by_role("combobox", name="History, oldest first")
     field.fill(history)
     field.press("Enter")
