@@ -23,7 +23,7 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
 USER 10001
 ENV HOME=/home/jgr
 EXPOSE 8000
-# 503 until every program is compiled, and while it drains. Who sets server.port sets this too.
+# 503 until every program is compiled, and while it drains. Who sets server.port, TLS or server.open_health sets this too.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health/ready', timeout=4)"]
 # jgr listens on 127.0.0.1 unless told otherwise; inside the container that would reach nobody outside it. Who reaches it

@@ -320,7 +320,7 @@ class ServerConfig:
     open_docs: bool = False  # whether /docs, with /openapi.json, is answered without a key
     open_ui: bool = False  # whether the page /ui needs no key; what it asks of the API does
     grpc_port: int | None = (
-        None  # port of KServe's gRPC service, 0 for any free one; None: it is off. Needs jgr[grpc]
+        None  # port of KServe's gRPC service, 0 for any free one; none: it is off. Needs jgr[grpc]
     )
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from jgr.serving.engine import tracing
 from jgr.serving.http import listener
 from jgr.serving.http.keys import read_keys
 from jgr.serving.http.operations import OPERATIONS, open_paths
+from tools.dashboards import BOARDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
@@ -173,6 +174,16 @@ def test_prometheus_and_grafana_find_what_they_read() -> None:
     (source,) = read(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     host, port = source["url"].removeprefix("http://").split(":")
     assert f"127.0.0.1:{port}:{port}" in services[host]["ports"]
+    mounts = {}
+    for name in ("prometheus", "grafana"):
+        for volume in services[name]["volumes"]:
+            place, inside, *_ = volume.split(":")
+            mounts[inside] = place
+    (rules,) = read(DEPLOY / "prometheus" / "prometheus.yml")["rule_files"]
+    assert (DEPLOY / mounts[f"/etc/prometheus/{rules}"]).samefile(DEPLOY / "prometheus" / "alerts.yml")
+    (boards,) = read(DEPLOY / "grafana/provisioning/dashboards/jgr.yaml")["providers"]
+    found = sorted(path.name for path in (DEPLOY / mounts[boards["options"]["path"]]).glob("*.json"))
+    assert found == sorted(f"{board.name}.json" for board in BOARDS)
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
@@ -200,6 +211,12 @@ def test_the_probes_ask_what_the_server_answers_without_a_key() -> None:
     # A server that is busy or drains is not ready, and lives.
     assert paths["livenessProbe"] == "/health/live"
     assert paths["readinessProbe"] == paths["startupProbe"] == "/health/ready"
+
+
+def test_a_rollout_has_the_time_to_compile() -> None:
+    spec = manifest("deployment")["spec"]
+    probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
 
 
 def test_a_pod_has_the_time_to_drain() -> None:

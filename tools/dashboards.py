@@ -273,7 +273,7 @@ ALERTS = (
     Alert(
         "JgrManyRefusals",
         "sum(rate(jgr_rejected_total[5m])) > 0.05 * "
-        'sum(rate(jgr_requests_total{endpoint=~"/v1/(rank|recommend)"}[5m]))',
+        '(sum(rate(jgr_rejected_total[5m])) + sum(rate(jgr_stage_seconds_count{stage="total"}[5m])))',
         "5m",
         "warning",
         "More than 5 % of the requests are refused for want of time or room: the load is above the capacity.",

@@ -86,7 +86,21 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     from jgr.models.hub import located
     from jgr.models.manifest import folder_config
 
-    return located(load(values, folder_config(argv[0]) if argv else None))
+    config = located(load(values, folder_config(argv[0]) if argv else None))
+    for path in values.config:
+        warn_of_prompt(config, path)
+    return config
+
+
+def warn_of_prompt(config: Config, path: str) -> None:
+    """Warn where a configuration file takes the place of what the model's folder says of the prompt it has learnt."""
+    from jgr.models.manifest import NAME, told_otherwise
+
+    if fields := told_otherwise(config):
+        _log.warning(
+            "%s: %s: not what %s/%s says, which a file takes the place of; jgr config %s prints that",
+            path, ", ".join(fields), config.model.path, NAME, config.model.path,
+        )  # fmt: skip
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:
@@ -171,11 +185,13 @@ class Teller:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
         self._told = (0, math.inf)  # the same of the last line, until then of the first call
+        self._done = 0
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
-        if self._begun is None:
+        if self._begun is None or done < self._done:  # other work begins, such as compiling another model
             self._begun = self._told = (done, now_s)
+        self._done = done
         ended = done >= total and self._told > self._begun
         if not ended and now_s - self._told[1] < TELL_EVERY_S:
             return

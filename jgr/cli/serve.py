@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     }
     own = [f"{key}={value}" for key, value in given.items() if value is not None]
     assignments = [*console.environment(), *flags.FLAGS.set, *own]
-    configs = configurations(flags.FLAGS.config, assignments, argv)
+    configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
     read_keys(configs[0].server)  # before minutes of loading
     require_opentelemetry(configs[0].server)
     check_tls(configs[0].server)
@@ -87,14 +87,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def configurations(
-    paths: Sequence[str], assignments: Sequence[str], folders: Sequence[str] = ()
+    paths: Sequence[str], assignments: Sequence[str], folders: Sequence[str] = (), loaded: bool = False
 ) -> list[Config]:
     """The configuration of each model, the folders' first: what the folder or file says, or the defaults if there is
     neither, with the assignments applied.
 
     An assignment `section.field=value` is for all models, `name:section.field=value` for the one whose file calls its
     model `name`. The first configuration's section `server` is used for all. Raises ConfigError for an unknown or
-    repeated name.
+    repeated name, and if models are `loaded` for a file that names none.
     """
     from jgr.models.manifest import folder_config
 
@@ -113,11 +113,25 @@ def configurations(
         for model in [name] if addressed else own:
             own[model].append(f"{field}{equals}{value}")
     configs = [override(file, *own[name]) for file, name in zip(files, names, strict=True)]
+    if loaded:
+        _check_files(paths, configs[len(folders) :], folders)
     distinct("model.name", [config.model.name for config in configs])
     for file in files[1:]:
         if file.server not in (ServerConfig(), files[0].server):
             _log.warning("model %s: its section server is not used, the first's is", file.model.name)
     return [dataclasses.replace(config, server=configs[0].server) for config in configs]
+
+
+def _check_files(paths: Sequence[str], configs: Sequence[Config], folders: Sequence[str]) -> None:
+    """Raise ConfigError for a configuration file that names no model; see also console.warn_of_prompt."""
+    for path, config in zip(paths, configs, strict=False):
+        if not config.model.path:
+            folder = folders[0] if folders else "FOLDER"
+            raise ConfigError(
+                f"{path}: model.path is not set, and each --config is a model of its own: jgr config {folder} "
+                "--format=toml writes one file of both, or give single fields by --set"
+            )
+        console.warn_of_prompt(config, path)
 
 
 def _load_again(

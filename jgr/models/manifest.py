@@ -41,6 +41,10 @@ _OF_THE_MACHINE = {
     "catalog": {"path", "max_versions", "max_upload_bytes"},
     "features": {"store"},
 }
+_LEARNT = (
+    ("prompt", "template"), ("prompt", "item"), ("prompt", "separator"),
+    ("rank", "method"), ("rank", "item"), ("rank", "instruction"),
+)  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -151,6 +155,19 @@ def folder_config(folder: str | Path) -> Config:
             f"{place / NAME}: settings: {one_line(error)}; correct the file, or train or convert again with this jgr"
         ) from None
     return replace(config, model=replace(config.model, path=str(place)))
+
+
+def told_otherwise(config: Config) -> list[str]:
+    """The fields of a model's prompt in which a configuration is not what the manifest of config.model.path says; none
+    where there is no manifest. ConfigError for one that cannot be used."""
+    if not config.model.path or read(Path(config.model.path)) is None:  # one of the hub has none
+        return []
+    own = folder_config(config.model.path)
+    return [
+        f"{section}.{field}"
+        for section, field in _LEARNT
+        if getattr(getattr(config, section), field) != getattr(getattr(own, section), field)
+    ]
 
 
 def own_catalog(folder: Path) -> Catalog:

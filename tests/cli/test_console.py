@@ -80,6 +80,22 @@ def test_a_teller_tells_now_and_then_at_which_pace_and_how_long_it_takes() -> No
     ]
 
 
+def test_a_teller_counts_the_pace_of_each_work_from_its_own_beginning() -> None:
+    now_s, told = 0.0, list[str]()
+    teller = Teller("compiling", told.append, lambda: now_s)
+    for model, seconds in (("a", 60.0), ("b", 20.0)):
+        teller(0, 2, "")
+        for done in (1, 2):
+            now_s += seconds
+            teller(done, 2, model)
+    assert told == [
+        "compiling: 1 of 2, 60 s each, 1:00 left, a",
+        "compiling: 2 of 2, 60 s each, a",
+        "compiling: 1 of 2, 20 s each, 0:20 left, b",
+        "compiling: 2 of 2, 20 s each, b",
+    ]
+
+
 def test_progress_bar_shows_done_total_and_note_on_a_terminal() -> None:
     code = (
         "import io, sys\n"

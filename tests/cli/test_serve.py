@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jgr.cli import console
 from jgr.cli.serve import configurations
-from jgr.config import BeamConfig, Config, ConfigError, ModelConfig, ServerConfig
+from jgr.config import BeamConfig, Config, ConfigError, ModelConfig, PromptConfig, ServerConfig, to_json
 
 PATIENCE_S = 60.0
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
@@ -73,6 +74,37 @@ def test_what_cannot_be_told_apart_or_found_is_refused(tmp_path: Path) -> None:
         configurations([one, other], ["c:beam.width=8"])
     with pytest.raises(ConfigError, match=r"the nearest is 'beam\.width'"):
         configurations([one, other], ["b:beam.widht=8"])
+
+
+def test_a_file_without_a_model_is_refused_at_once_and_told_how_to_go_with_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[server]\nport = 1\n")
+    command = [sys.executable, "-c", RUN, "serve", ".", "--config=own.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "jgr: own.toml: model.path is not set, and each --config is a model of its own: jgr config . --format=toml "
+        "writes one file of both, or give single fields by --set"
+    )
+
+
+def test_a_file_that_takes_the_place_of_a_folders_prompt_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learnt = Config(model=ModelConfig(path=str(tmp_path)), prompt=PromptConfig(template="Of {history}: "))
+    console.warn_of_prompt(
+        Config(model=ModelConfig(path=str(tmp_path))), "own.toml"
+    )  # there is no serving.json
+    settings = to_json(learnt) | {"model": {"name": "jgr"}}
+    settings = {name: settings[name] for name in ("model", "prompt")}
+    manifest = {"settings": settings, "catalog": {"version": "1"}, "schema": 1}
+    (tmp_path / "serving.json").write_text(json.dumps(manifest))
+    console.warn_of_prompt(learnt, "own.toml")
+    assert caplog.messages == []
+    console.warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")
+    assert caplog.messages == [
+        f"own.toml: prompt.template: not what {tmp_path}/serving.json says, which a file takes the place of; "
+        f"jgr config {tmp_path} prints that"
+    ]
 
 
 def test_two_models_are_served_by_one_process(tmp_path: Path) -> None:

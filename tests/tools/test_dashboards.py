@@ -145,6 +145,33 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.prometheus
+@pytest.mark.parametrize(("refused", "fires"), [(4, False), (6, True)])
+def test_refusals_alert_whatever_endpoint_was_asked(tmp_path: Path, refused: int, fires: bool) -> None:
+    """Of 100 requests a second that come by gRPC alone, some are refused."""
+    answered = 'jgr_stage_seconds_count{kind="rank", stage="total"}'
+    grpc = 'jgr_requests_total{endpoint="/inference.GRPCInferenceService/ModelInfer", status="200"}'
+    alert = next(alert for alert in ALERTS if alert.name == "JgrManyRefusals")
+    expected = [{"exp_labels": {"severity": "warning"}, "exp_annotations": {"summary": alert.summary}}]
+    case = {
+        "interval": "1s",
+        "input_series": [
+            {"series": 'jgr_rejected_total{reason="too_late"}', "values": f"0+{refused}x1200"},
+            {"series": answered, "values": f"0+{100 - refused}x1200"},
+            {"series": grpc, "values": "0+100x1200"},
+        ],
+        "alert_rule_test": [
+            {"eval_time": "15m", "alertname": alert.name, "exp_alerts": expected if fires else []}
+        ],
+    }
+    suite = {"rule_files": [str(DEPLOY / "prometheus" / "alerts.yml")], "tests": [case]}
+    (tmp_path / "suite.yml").write_text(json.dumps(suite))
+    done = subprocess.run(
+        [PROMTOOL, "test", "rules", tmp_path / "suite.yml"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.prometheus
 def test_the_alert_rules_are_rules() -> None:
     done = subprocess.run(
         [PROMTOOL, "check", "rules", DEPLOY / "prometheus" / "alerts.yml"],

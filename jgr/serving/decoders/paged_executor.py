@@ -258,6 +258,7 @@ class DecoderExecutors:
     def warm_up(self, progress: Progress) -> None:
         """See jgr.serving.engine.contract.Executors."""
         before, total = 0, len(self.profiles)
+        progress(0, total, "")  # the first program may take a minute, in which nothing else is told
         for executor in self._all:
 
             def step(done: int, _: int, label: str, before: int = before) -> None:

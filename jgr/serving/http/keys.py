@@ -138,7 +138,7 @@ class Keys:
             return ANYBODY
         caller = self.find(header)
         if caller is None or caller.role != "client":
-            raise _unauthorized("API key")
+            raise _unauthorized("API key", header)
         return caller
 
     def admin(self, header: bytes) -> Caller:
@@ -149,7 +149,7 @@ class Keys:
             )
         caller = self.find(header)
         if caller is None or caller.role != "admin":
-            raise _unauthorized("admin key")
+            raise _unauthorized("admin key", header)
         return caller
 
     def either(self, header: bytes) -> Caller:
@@ -231,5 +231,6 @@ def _read_file(path: Path) -> list[KeyEntry]:
     return entries
 
 
-def _unauthorized(name: str) -> RequestError:
-    return RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'")
+def _unauthorized(name: str, header: bytes) -> RequestError:
+    came = f"; the one that came holds no {name}" if header else ""
+    return RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'{came}")

@@ -419,6 +419,7 @@ class ScorerExecutors:
         views["rows"][:] = np.arange(len(views["rows"])) % items
         if self.states is not None:
             self.states.compile()
+        progress(0, len(programs.layouts), "")
         for done, size in enumerate(programs.layouts, 1):
             programs.compile(size)
             own = [Executor(programs, size, self.states) for each in self.sizes if each == size]

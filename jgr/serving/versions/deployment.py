@@ -124,7 +124,7 @@ class Deployment:
         """Compile the first engine; `progress` is called in its worker thread. Raises what its warm-up raises."""
 
         def told(done: int, total: int, label: str) -> None:
-            self.warming = f"{done} of {total} programs are ready"
+            self.warming = f"{done} of {total} shapes are compiled"
             progress(done, total, label)
 
         await self.engine.start(told)
@@ -232,7 +232,7 @@ class Deployment:
         new: AnyEngine | None = None
 
         def compiling(done: int, total: int, label: str) -> None:
-            change.doing = f"{done} of {total} programs are ready"
+            change.doing = f"{done} of {total} shapes are compiled"
 
         try:
             change.doing = "its files are being read"

@@ -53,7 +53,7 @@ class Models:
 
     @property
     def waiting(self) -> str:
-        """Why the server is not ready, as in "starting: 3 of 12 programs are ready"; "" where it is."""
+        """Why the server is not ready, as in "starting: 3 of 12 shapes are compiled"; "" where it is."""
         late = next((d for d in self.deployments if d.status != "ready"), None)
         if late is None:
             return ""

@@ -37,7 +37,13 @@ class Served:
         self.config, self.ca_file = config, ca_file
         self.engine: Engine = load_engine(config)
         self._ready = threading.Event()
-        listener = Listener(self.engine, config, on_ready=lambda url: self._ready.set())
+        self.told: list[tuple[int, int]] = []
+        listener = Listener(
+            self.engine,
+            config,
+            on_progress=lambda done, total, label: self.told.append((done, total)),
+            on_ready=lambda url: self._ready.set(),
+        )
         self._listener, self._thread = listener, threading.Thread(target=listener.serve_until_stopped)
         self._thread.start()
         assert self._ready.wait(300)
@@ -159,6 +165,11 @@ def compilations(served: Served, phase: str) -> float:
         lines = response.read().decode().splitlines()
     line = next(line for line in lines if line.startswith(f'jgr_compilations_total{{phase="{phase}"}}'))
     return float(line.split()[-1])
+
+
+def test_the_warm_up_tells_how_many_shapes_there_are_before_the_first_is_compiled(served: Served) -> None:
+    shapes = len(served.engine.served.executors.profiles)
+    assert served.told == [(done, shapes) for done in range(shapes + 1)]
 
 
 def test_nothing_compiles_after_warm_up(served: Served) -> None:

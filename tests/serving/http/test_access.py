@@ -12,7 +12,7 @@ from tests.serving.fakes import LiveServer
 BODY = {"history": ["a"], "top_k": 1}
 
 
-def test_readiness_says_how_many_programs_are_compiled() -> None:
+def test_readiness_says_how_many_shapes_are_compiled() -> None:
     with LiveServer(hold=True) as server:
         server.executor.wait_entered()
         first = server.call("/health/ready")
@@ -20,7 +20,7 @@ def test_readiness_says_how_many_programs_are_compiled() -> None:
         server.engine.served.executors.progress(3, 12, "recommend 8x64")  # type: ignore[attr-defined]
         assert (
             server.call("/health/ready").error["message"]
-            == "the server is starting: 3 of 12 programs are ready"
+            == "the server is starting: 3 of 12 shapes are compiled"
         )
         server.executor.release()
 

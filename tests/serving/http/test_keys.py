@@ -82,6 +82,18 @@ def test_each_key_opens_what_its_role_may_do_and_those_of_the_settings_go_on(tmp
         assert schemes["responses"]["429"]["description"] == "overloaded or quota_exceeded"
 
 
+def test_a_refusal_tells_whether_a_key_was_missing_or_no_key_for_this(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys", entry("ada", ADA), entry("root", ROOT, "admin"))
+    with LiveServer(keys) as server:
+        needs = "needs the header 'Authorization: Bearer <API key>'"
+        assert server.call("/v1/recommend", BODY).error["message"] == needs
+        for key in (ROOT, "nobodys"):
+            said = server.call("/v1/recommend", BODY, **bearer(key)).error["message"]
+            assert said == f"{needs}; the one that came holds no API key"
+        said = server.call(RELOAD, method="POST", **bearer(ADA)).error["message"]
+        assert said.endswith("<admin key>'; the one that came holds no admin key")
+
+
 def test_a_file_alone_closes_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LiveServer(write(tmp_path / "keys", entry("ada", ADA)), "server.host=0.0.0.0") as server:
         assert told(server.call("/v1/recommend", BODY)) == (401, "unauthorized")

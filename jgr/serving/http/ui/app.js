@@ -11,6 +11,7 @@ import { Live } from "./live.js";
 import { Question } from "./question.js";
 
 const VIEWS = ["ask", "compare", "live"];
+const AGAIN_MS = 2000; // between two questions whether a model has started
 const SWITCH_ON = "jgr serve FOLDER --set server.explain=true";
 
 const find = (id) => document.getElementById(id);
@@ -28,6 +29,8 @@ let view = "ask";
 let asked = 0; // the last question's number: an older one's answer is dropped
 let items = []; // of the answer that is shown
 let explains = true; // until the server says that it does not
+let versions = []; // of the models, as they were told
+let again = 0; // the timer for asking after models that start
 
 function show(name) {
   view = name;
@@ -54,10 +57,12 @@ function adapt() {
 
 async function loadModels() {
   const state = find("server");
+  clearTimeout(again);
   try {
     const { data } = await api.get("v1/models");
     question.know(data);
-    explains = true;
+    versions = data.map((info) => info.version);
+    if (data.some((info) => info.state === "starting")) again = setTimeout(loadModels, AGAIN_MS);
     const served = data.map((info) => `${info.version} (${info.state})`);
     state.replaceChildren(served.join(", "));
   } catch (error) {
@@ -91,6 +96,7 @@ async function ask() {
     const { answer, levels, spans } = await explained(kind, body);
     if (number !== asked) return;
     question.remember();
+    if (!versions.includes(answer.model)) loadModels(); // it was loaded anew since the page asked
     items = answer.items.map((item) => item.item_id);
     for (const item of answer.items) catalog.learn(item);
     places[0].replaceChildren(make("section", { class: "card" }, costs(answer), itemTable(answer.items, viewed)));
@@ -148,6 +154,7 @@ question.form.addEventListener("change", (event) => {
 find("take").addEventListener("click", () => question.pickers.candidates.set(items));
 find("key").addEventListener("change", (event) => {
   api.setKey(event.target.value);
+  explains = true;
   loadModels();
   live.retry();
 });
