@@ -60,6 +60,8 @@ T = TypeVar("T")
 class Client(Recommender):
     """A server, asked from any thread, and from a forked process too.
 
+    It is asked directly, whatever proxy the environment names, and is not followed elsewhere: a key is for it alone.
+
     url: such as "http://127.0.0.1:8000" or "https://shop.example/jgr", with the path under which a gateway shows the
     server. key: the server's API key, if it has one. model: the name of the model to ask; None: the first that serves
     what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent

@@ -16,6 +16,7 @@ from absl import flags
 import jgr
 from jgr.ablation import worlds
 from jgr.ablation.mechanisms import SYSTEMS
+from jgr.cli import ablate
 from jgr.cli.main import run
 from jgr.client import embedded
 from jgr.config import Config
@@ -161,6 +162,8 @@ def test_the_list_of_one_system(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["bat", "--plot=found.txt"], "--plot must name a file that ends in .png or .svg"),
         (["bat", "--out=/no/such/found.json"], "--out: there is no folder /no/such"),
+        (["bat", "--out=/tmp"], "--out: /tmp is a folder"),
+        (["bat", "--rounds=1001"], "rounds"),
         (["bat", "--config=shop"], "--config: jgr ablate takes a model's folder"),
         (["bat", "--data=x"], "--data: the users of a dataset need a model"),
         (["bat", "--model=/no/such"], "there is no model folder /no/such"),
@@ -173,6 +176,16 @@ def test_mistakes_are_one_line(
     printed = capsys.readouterr()
     assert printed.out == ""
     assert words in printed.err.splitlines()[-1]
+    assert fake.made == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    fake: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablate.os, "access", lambda path, how: False)
+    for flag, name in (("--out", "found.json"), ("--plot", "found.png")):
+        assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
+        assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
     assert fake.made == []
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_a_server_that_is_not_trusted_is_told_nothing(server: LiveServer, pems: 
     elsewhere = server_context(authority.issue_cert("elsewhere.example"))
     with authority.cert_pem.tempfile() as ca_file, scripted(ANSWER, tls=elsewhere) as (url, seen):
         with jgr.Client(url, ca_file=ca_file) as client, pytest.raises(jgr.Unavailable, match="mismatch"):
+            client.recommend(["x"])
+        assert seen == []
+    expired = server_context(authority.issue_cert("127.0.0.1", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
+    with authority.cert_pem.tempfile() as ca_file, scripted(ANSWER, tls=expired) as (url, seen):
+        with jgr.Client(url, ca_file=ca_file) as client, pytest.raises(jgr.Unavailable, match="expired"):
             client.recommend(["x"])
         assert seen == []
 
