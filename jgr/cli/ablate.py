@@ -41,7 +41,9 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "concurrency", None, "requests that are asked together; default: the system's", lower_bound=1, upper_bound=256
     )  # fmt: skip
-    flags.DEFINE_integer("rounds", 6, "turns that the variants take; the first is not timed", lower_bound=1, upper_bound=1000)
+    flags.DEFINE_integer(
+        "rounds", 6, "turns that the variants take; the first is not timed", lower_bound=1, upper_bound=1000
+    )
     flags.DEFINE_integer("users", 60, "users who ask, the first the most often", lower_bound=1)
     flags.DEFINE_list(
         "candidates", None, "candidates of a request to rank: a number, or LEAST,MOST; default: the system's"
