@@ -58,8 +58,16 @@ def odd(rng: random.Random) -> Call:
     )
     known = rng.choice(
         (
-            "/v1/rerank", "/v1/explain/rank", "/v1/items", "/v2/models/rank/infer", "/metrics", "/docs", "/ui",
-            "/openapi.json", "/v2", "/health/live",
+            "/v1/rerank",
+            "/v1/explain/rank",
+            "/v1/items",
+            "/v2/models/rank/infer",
+            "/metrics",
+            "/docs",
+            "/ui",
+            "/openapi.json",
+            "/v2",
+            "/health/live",
         )  # fmt: skip
     )
     path = rng.choice((*PATHS, known, known))

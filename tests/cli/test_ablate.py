@@ -180,7 +180,10 @@ def test_mistakes_are_one_line(
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
-    fake: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    fake: type[FakeEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ablate.os, "access", lambda path, how: False)
     for flag, name in (("--out", "found.json"), ("--plot", "found.png")):
