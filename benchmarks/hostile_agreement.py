@@ -52,6 +52,9 @@ def agreement(client: Client, channel: grpc.Channel) -> Iterator[tuple[str, Scor
     jgr = [scores(client.post("/v1/rank", {**of_jgr, "layout": x})) for x in ("user_prefix", "item_prefix")]
     asked = {"model": "jgr", "history": HISTORY, "top_k": 2, "user_id": "u"}
     recommend = [scores(client.post("/v1/recommend", asked))]
+    yield "explain tiny", scores(client.post("/v1/explain/rank", rank)["answer"]), tiny
+    yield "explain jgr", scores(client.post("/v1/explain/rank", of_jgr)["answer"]), jgr
+    yield "explain recommend", scores(client.post("/v1/explain/recommend", asked)["answer"]), recommend
     user = {"history": HISTORY, "user_id": "u"}
     for model, query, documents, right in (
         ("tiny", SCORED_USER, ITEMS, tiny),

@@ -256,7 +256,7 @@ def filled(template: str, rng: random.Random, known: Sequence[str]) -> str:
     path = re.sub(r"{\w+}", fill, template)
     if rng.random() < 0.6:
         name = rng.choice(known if rng.random() < 0.8 else NAMES).encode("utf-8", "surrogatepass")
-        path += f"?{rng.choice(('model', 'model', 'tenant', 'x'))}={quote(name)}"
+        path += f"?{rng.choice(('model', 'model', 'tenant', 'query', 'limit', 'x'))}={quote(name)}"
     return path
 
 

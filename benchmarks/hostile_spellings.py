@@ -22,6 +22,12 @@ PATHS = (
     "/docs/../metrics", "/docs/%2e%2e/openapi.json", "/docs/swagger-ui-bundle.js.LICENSE.txt",
     "/docs/swagger-ui.css%00", "/docs/start.js", "/jgr/docs", "/metrics/", "/metrics?x=1", "/health/live/../../metrics",
     "/health/live/%2e%2e/%2e%2e/metrics",
+    "/ui/", "/ui/../metrics", "/ui/%2e%2e/ui_page.py", "/ui/app.js%00", "/ui/..%5cpages.py", "/jgr/ui/app.js", "//ui",
+    "/v1/items?query=%ff%00%0a", "/v1/items?query=(a%2b)%2b%24&limit=100",
+    "/v1/items?query=%f0%9f%98%80&query=i&limit=1",
+    "/v1/items?limit=-0", "/v1/items?limit=%d9%a1", "/v1/items?limit=1e1", "/v1/items?query=" + "%C3%9F" * 256,
+    "/v1/items?query=" + "x" * 5_000, "/v1/items?model=tiny&tenant=mail&query=B", "/v1/items/", "/v1/items/%2e%2e",
+    "/v1/explain/recommend/", "/v1/explain/", "/v1/explain/rerank", "/V1/explain/rank",
     "/v2/health/live%0a", "/v2/health/live;/v2", "/v2/models/rank/versions/jgr", "/v2/models/rank/versions//infer",
     "/v2/models/rank/versions/a%2fb/infer", "/v2/models/rank/ready?x", "http://x/metrics", "/%ff%fe", "/v1/score#x",
     "*",
@@ -51,7 +57,18 @@ def odd(rng: random.Random) -> Call:
         ("GET", "GET", "GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "get")
     )
     known = rng.choice(
-        ("/v1/rerank", "/v2/models/rank/infer", "/metrics", "/docs", "/openapi.json", "/v2", "/health/live")
+        (
+            "/v1/rerank",
+            "/v1/explain/rank",
+            "/v1/items",
+            "/v2/models/rank/infer",
+            "/metrics",
+            "/docs",
+            "/ui",
+            "/openapi.json",
+            "/v2",
+            "/health/live",
+        )  # fmt: skip
     )
     path = rng.choice((*PATHS, known, known))
     call = Call(method, path, "", rng.choice((None, None, b"", b"{}", b"x" * 10_000)))

@@ -46,7 +46,7 @@ DECODER = (
     "rank.item=<sid>{sid}", "rank.item_span=4", "rank.requests=4", "rank.tokens=64", "rank.context=64",
     "rank.candidates=16", "profiles.widths=4", "profiles.batch=1,4", "beam.width=4", "cache.policy=hotness",
     "cache.device_mb=0.2", "cache.page_kb=2", "cache.item_share=0.125", "cache.cell_tokens=2", "cache.share=3",
-    "cache.shadow=0", "server.port=0", f"server.admin_key={ADMIN_KEY}",
+    "cache.shadow=0", "server.port=0", "server.explain=true", f"server.admin_key={ADMIN_KEY}",
 )  # fmt: skip
 SCORER = (
     "model.name=tiny", "executors.sizes=4,8", "executors.share_user=cache", "cache.device_mb=0.2", "cache.page_kb=2",
@@ -68,12 +68,13 @@ RANK: dict[str, Any] = {
 SCORE: dict[str, Any] = {
     "model": "tiny", "candidates": ["B005", "B006", "B007", "B008"], "task_weights": {"like": 1}, **SCORED_USER,
 }  # fmt: skip
+_RECOMMENDS = (RECOMMEND, {**RECOMMEND, "filters": {"deny": ["i7"], "exclude": [8]}, "priority": "batch"})
+_RANKS = (RANK, {**RANK, "model": "tiny", "history": ["B001"]}, SCORE)
 GOOD: Mapping[str, Sequence[dict[str, Any]]] = {
-    "/v1/recommend": (
-        RECOMMEND,
-        {**RECOMMEND, "filters": {"deny": ["i7"], "exclude": [8]}, "priority": "batch"},
-    ),
-    "/v1/rank": (RANK, {**RANK, "model": "tiny", "history": ["B001"]}, SCORE),
+    "/v1/recommend": _RECOMMENDS,
+    "/v1/rank": _RANKS,
+    "/v1/explain/recommend": _RECOMMENDS,
+    "/v1/explain/rank": _RANKS,
     "/v1/rerank": (
         {"model": "jgr", "query": HISTORY, "documents": ["i4", "i5", "i4"], "top_n": 2, "include_metadata": True},
         {"model": "tiny", "query": SCORED_USER, "documents": ["B005", "B006"], "return_documents": False},
@@ -93,7 +94,7 @@ GOOD: Mapping[str, Sequence[dict[str, Any]]] = {
         ], "id": "mine", "parameters": {"timeout": 60_000_000, "priority": 2}},
     ),
 }  # fmt: skip
-"""Requests that the world answers, but the second for /v1/rank, by endpoint."""
+"""Requests that the world answers, but the second of a ranking, by endpoint."""
 KNOWN = ("i1", "jgr", "jgr", "tiny", "u", "rank", "recommend")
 """Names that a path may have, of items, models and users."""
 

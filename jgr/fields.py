@@ -138,9 +138,14 @@ def distinct(name: str, given: Sequence[str]) -> None:
 
 
 def one_line(text: object, most: int = 500) -> str:
-    """A text that may come from a damaged file, on one line of bounded length."""
-    line = " ".join(str(text).split())
+    """A text that may come from a damaged file, on one line of bounded length, fit for a terminal."""
+    line = printable(" ".join(str(text).split()))
     return line if len(line) <= most else line[: most - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal would obey."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
 
 
 def require(holds: bool, message: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -44,7 +45,9 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "concurrency", None, "requests that are asked together; default: the system's", lower_bound=1, upper_bound=256
     )  # fmt: skip
-    flags.DEFINE_integer("rounds", 6, "turns that the variants take; the first is not timed", lower_bound=1)
+    flags.DEFINE_integer(
+        "rounds", 6, "turns that the variants take; the first is not timed", lower_bound=1, upper_bound=1000
+    )
     flags.DEFINE_integer("users", 60, "users who ask, the first the most often", lower_bound=1)
     flags.DEFINE_list(
         "candidates", None, "candidates of a request to rank: a number, or LEAST,MOST; default: the system's"
@@ -101,6 +104,11 @@ def _check(values: flags.FlagValues) -> None:
         check(Path(values.plot))
     if values.out and not Path(values.out).parent.is_dir():
         raise UserError(f"--out: there is no folder {Path(values.out).parent}")
+    for flag, given in (("--out", values.out), ("--plot", values.plot)):
+        if given and Path(given).is_dir():
+            raise UserError(f"{flag}: {given} is a folder, and no file")
+        if given and not os.access(Path(given).parent, os.W_OK):
+            raise UserError(f"{flag}: nothing can be written to the folder {Path(given).parent}")
     if values.config:
         raise UserError("--config: jgr ablate takes a model's folder, --model, and single fields, --set")
     if not values.model:

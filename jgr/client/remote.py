@@ -41,7 +41,7 @@ from jgr.client.errors import (
     failure,
 )
 from jgr.client.recommender import Kind, Recommender
-from jgr.fields import UserError, one_line
+from jgr.fields import UserError, one_line, printable
 from jgr.serving.api import Answer, ModelInfo, ModelList
 from jgr.serving.errors import STATUS, ErrorAnswer, ErrorType
 from jgr.serving.prefill import Prefilled
@@ -59,6 +59,8 @@ T = TypeVar("T")
 
 class Client(Recommender):
     """A server, asked from any thread, and from a forked process too.
+
+    It is asked directly, whatever proxy the environment names, and is not followed elsewhere: a key is for it alone.
 
     url: such as "http://127.0.0.1:8000" or "https://shop.example/jgr", with the path under which a gateway shows the
     server. key: the server's API key, if it has one. model: the name of the model to ask; None: the first that serves
@@ -173,7 +175,8 @@ class Client(Recommender):
         """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
         if self._process != os.getpid() and not self._closed:
             # The parent asks over these connections too, and each would read the other's answers.
-            self._process, self._pool = os.getpid(), self._make_pool()
+            self._pool = self._make_pool()  # before other threads may take it for this process's own
+            self._process = os.getpid()
         try:
             response = self._send(method, self._address.path + path, body)
             content = response.read(MAX_ANSWER_BYTES + 1, decode_content=False)
@@ -183,6 +186,8 @@ class Client(Recommender):
             raise Unavailable("the client is closed", "unavailable") from None
         except HTTPError as error:
             raise Unavailable(f"{self._url}: {self._reason(error)}", "unavailable") from None
+        except ValueError as error:  # http.client's, for a chunk of less than no bytes
+            raise Unavailable(f"{self._url}: {one_line(error)}", "unavailable") from None
         if len(content) > MAX_ANSWER_BYTES:
             response.close()
             raise InternalError(f"{self._url}: the answer has more than {MAX_ANSWER_BYTES} bytes")
@@ -274,7 +279,8 @@ def _failure(url: str, response: BaseHTTPResponse, content: bytes) -> RequestFai
         error = msgspec.json.decode(content, type=ErrorAnswer).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         types: dict[int, ErrorType] = {status: type for type, status in STATUS.items()}
-        message = f"{url}: HTTP {response.status} {response.reason}"
+        message = f"{url}: HTTP {response.status} {one_line(response.reason)}"
         return failure(types.get(response.status, "internal"), message, retry_after=retry_after)
     field = error.field if isinstance(error.field, str) else None
-    return failure(error.type, error.message, field, error.request_id, retry_after)
+    told = printable(error.message), field and printable(field), printable(error.request_id)
+    return failure(error.type, *told, retry_after)

@@ -16,6 +16,7 @@ from absl import flags
 import jgr
 from jgr.ablation import worlds
 from jgr.ablation.mechanisms import SYSTEMS
+from jgr.cli import ablate
 from jgr.cli.main import run
 from jgr.client import embedded
 from jgr.config import Config
@@ -196,6 +197,8 @@ def test_the_list_of_one_system(capsys: pytest.CaptureFixture[str]) -> None:
         (["bat", "--quick", "--model=x"], "--quick draws a tiny model of its own"),
         (["bat", "--plot=found.txt"], "--plot must name a file that ends in .png or .svg"),
         (["bat", "--out=/no/such/found.json"], "--out: there is no folder /no/such"),
+        (["bat", "--out=/tmp"], "--out: /tmp is a folder"),
+        (["bat", "--rounds=1001"], "rounds"),
         (["bat", "--config=shop"], "--config: jgr ablate takes a model's folder"),
         (["bat", "--data=x"], "--data: the users of a dataset need a model"),
         (["bat", "--model=/no/such"], "there is no model folder /no/such"),
@@ -217,6 +220,19 @@ def test_a_field_that_the_ablation_sets_is_refused_before_anything_is_made(
     monkeypatch.setattr(worlds, "made", None)  # a call of it would be a defect, and end with 1
     assert run(["ablate", "xgr", "--only=lengths", "--set", "profiles.batch=1"]) == 2
     assert "--set profiles.batch=1: the ablation itself sets this field" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    fake: type[FakeEngine],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ablate.os, "access", lambda path, how: False)
+    for flag, name in (("--out", "found.json"), ("--plot", "found.png")):
+        assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
+        assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
+    assert fake.made == []
 
 
 def test_a_model_of_the_wrong_sort_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

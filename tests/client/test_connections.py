@@ -6,6 +6,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def test_a_server_that_is_not_trusted_is_told_nothing(server: LiveServer, pems: 
     elsewhere = server_context(authority.issue_cert("elsewhere.example"))
     with authority.cert_pem.tempfile() as ca_file, scripted(ANSWER, tls=elsewhere) as (url, seen):
         with jgr.Client(url, ca_file=ca_file) as client, pytest.raises(jgr.Unavailable, match="mismatch"):
+            client.recommend(["x"])
+        assert seen == []
+    expired = server_context(authority.issue_cert("127.0.0.1", not_after=datetime(2020, 1, 1, tzinfo=UTC)))
+    with authority.cert_pem.tempfile() as ca_file, scripted(ANSWER, tls=expired) as (url, seen):
+        with jgr.Client(url, ca_file=ca_file) as client, pytest.raises(jgr.Unavailable, match="expired"):
             client.recommend(["x"])
         assert seen == []
 
@@ -138,6 +144,36 @@ def test_what_is_too_large_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatc
             assert client.recommend(["x"]).id == "r2"
 
 
+def test_a_damaged_answer_is_an_error_of_the_client() -> None:
+    less_than_nothing = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}\r\n"
+    with scripted(less_than_nothing, ANSWER) as (url, _), jgr.Client(url, retries=1) as client:
+        assert client.recommend(["x"]).id == "r2"
+
+
+def test_what_a_server_says_does_not_command_a_terminal() -> None:
+    clear = "\x1b[2J\x07"
+    error = {"type": "invalid_request", "message": f"{clear}bad  id", "request_id": clear, "field": clear}
+    refused = reply("422 Unprocessable Content", {"error": error})
+    with scripted(refused, reply(f"500 {clear}", b"")) as (url, _), jgr.Client(url) as client:
+        with pytest.raises(jgr.InvalidRequest, match="bad  id$") as caught:
+            client.recommend(["x"])
+        told = caught.value
+        assert all(text.isprintable() for text in (str(told), told.request_id or "", told.field or ""))
+        with pytest.raises(jgr.InternalError, match="HTTP 500") as caught:
+            client.recommend(["x"])
+        assert str(caught.value).isprintable()
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read the key, which is for the server of the URL alone."""
+    with scripted() as (proxy, told), scripted(ANSWER) as (url, seen):
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy)
+        with jgr.Client(url, "secret") as client:
+            assert client.recommend(["x"]).id == "r2"
+        assert (len(seen), told) == (1, [])
+
+
 def test_a_redirect_is_not_followed() -> None:
     """Whoever sends one could learn the key, and a POST would become a GET."""
     moved = reply("301 Moved Permanently", b"", "Location: https://elsewhere.example/v1/recommend")
@@ -181,6 +217,15 @@ def test_a_forked_process_has_connections_of_its_own(
         for _ in range(2):
             assert ids(client.recommend(["a"], top_k=3)) == ["c", "d", "7"]
         assert client._pool is not parents
+        made = client._make_pool
+
+        def owned_meanwhile() -> object:
+            assert client._process != remote.os.getpid(), "another thread would take the parent's connections"
+            return made()
+
+        monkeypatch.setattr(remote.os, "getpid", lambda: -2)
+        monkeypatch.setattr(client, "_make_pool", owned_meanwhile)
+        client.recommend(["a"], top_k=3)
         assert (client._pool.num_connections, parents.num_connections) == (1, 1)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -64,6 +65,7 @@ class Cold:
         self._base_path = config.base_path
         self._catalogs = {deployment.name: Catalogs(deployment) for deployment in models.deployments}
         self._hints = msgspec.json.Decoder(PrefillRequest)
+        self._searching = asyncio.Lock()
         self._explains = config.explain
         self._explained_recommend = msgspec.json.Decoder(ExplainRecommend)
         self._explained_rank = msgspec.json.Decoder(ExplainRank)
@@ -221,7 +223,8 @@ class Cold:
     async def _find_items(self, request: HttpRequest) -> Response:
         query, limit = asked(request.query_params)
         catalog = self._models.choose(request.query_params.get("model")).engine.catalog
-        return _json(await find_items(catalog, query, limit))
+        departure = request.scope["jgr.departure"]
+        return _json(await find_items(catalog, query, limit, self._searching, lambda: departure.happened))
 
     async def _kserve_server(self, request: HttpRequest) -> Response:
         return _json(kserve.server_metadata())

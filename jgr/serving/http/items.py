@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds items of a catalog by their ids or by words, for people who look for one.
 
-The one idea: there is no index. Items are looked at in turns of the event loop, so that no request waits behind a
-search, and at most so many of them; an id that is given whole is looked up, in a catalog of any size.
+The one idea: there is no index. Items are looked at in turns of the event loop, one search after the other, so that no
+request waits behind searches, and at most so many of them; an id that is given whole is looked up, in a catalog of any
+size.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from time import monotonic_ns
 from typing import Any
 
 from starlette.datastructures import QueryParams
 
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import MAX_SEARCHED, CatalogItem, ItemList
+from jgr.serving.engine.engine import ClientGone
 from jgr.serving.errors import invalid, quoted
 
 LISTED, MAX_LISTED = 20, 100
 """How many items a listing has, by default and at most."""
 MAX_QUERY_CHARS = 256
-_TURN = 128
-"""Items that are looked at in a turn of the event loop: they take less than a millisecond."""
+_TURN_NS = 500_000
+"""For so long, and for one item at least, all searches together look at items in a turn of the event loop."""
 
 
 def catalog_item(catalog: Catalog, row: int) -> CatalogItem:
@@ -45,17 +48,27 @@ def asked(parameters: QueryParams) -> tuple[str, int]:
     return query, int(limit)
 
 
-async def find_items(catalog: Catalog, query: str, limit: int) -> ItemList:
-    """The item whose id the query is, then those that fit it among the first MAX_SEARCHED, in the catalog's order."""
+async def find_items(
+    catalog: Catalog, query: str, limit: int, turn: asyncio.Lock, left: Callable[[], bool]
+) -> ItemList:
+    """The item whose id the query is, then those that fit it among the first MAX_SEARCHED, in the catalog's order.
+
+    turn: the lock that all searches of an event loop share. Raises ClientGone when `left` says so of the client.
+    """
     exact = catalog.row(query)
     rows = [] if exact is None else [exact]
     wanted, end, row = query.casefold(), min(catalog.n_items, MAX_SEARCHED), 0
     while row < end and len(rows) < limit:
-        if row % _TURN == 0:
+        async with turn:
             await asyncio.sleep(0)
-        if row != exact and fits(wanted, catalog.item_ids[row], catalog.metadata[row]):
-            rows.append(row)
-        row += 1
+            if left():
+                raise ClientGone
+            end_ns, more = monotonic_ns() + _TURN_NS, True
+            while more:
+                if row != exact and fits(wanted, catalog.item_ids[row], catalog.metadata[row]):
+                    rows.append(row)
+                row += 1
+                more = row < end and len(rows) < limit and monotonic_ns() < end_ns
     return ItemList(data=[catalog_item(catalog, row) for row in rows], searched=row)
 
 

@@ -32,7 +32,7 @@ CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAU
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     """A decoder that caches, and a scorer that keeps users."""
-    server = Two(tmp_path_factory.mktemp("two"))
+    server = Two(tmp_path_factory.mktemp("two"), "server.explain=true")
     yield server
     server.stop()
 
@@ -107,9 +107,13 @@ def test_answers_are_those_that_the_document_has(client: Client, caplog: pytest.
 def test_answers_of_a_server_with_keys_are_those_that_the_document_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    recommend = ({"history": ["a"], "top_k": 2},)
+    rank = ({"history": ["a", 7], "candidates": ["b", "c"], "user_id": 3},)
     good: dict[str, Sequence[dict[str, Any]]] = {
-        "/v1/recommend": ({"history": ["a"], "top_k": 2},),
-        "/v1/rank": ({"history": ["a", 7], "candidates": ["b", "c"], "user_id": 3},),
+        "/v1/recommend": recommend,
+        "/v1/rank": rank,
+        "/v1/explain/recommend": recommend,
+        "/v1/explain/rank": rank,
         "/v1/rerank": ({"query": ["a", 7], "documents": ["b", "c", "b"], "top_n": 1},),
         "/v1/score": ({"text_1": {"history": ["a"]}, "text_2": ["b", 7]},),
         "/v2/models/{name}/infer": (

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -13,8 +18,10 @@ from hypothesis import strategies as st
 from jgr.catalog.catalog import Catalog
 from jgr.serving.api import MAX_SEARCHED
 from jgr.serving.decoders.null import null_catalog
+from jgr.serving.engine.engine import ClientGone
+from jgr.serving.http import cold, items
 from jgr.serving.http.items import find_items
-from tests.serving.fakes import CATALOG, ITEMS, LiveServer
+from tests.serving.fakes import CATALOG, ITEMS, PATIENCE_S, LiveServer
 
 LETTERS = st.text(alphabet="abAB ", max_size=3)
 
@@ -90,7 +97,7 @@ def test_a_search_lets_others_have_their_turn_and_looks_only_so_far() -> None:
                 await asyncio.sleep(0)
 
         waiting = asyncio.create_task(others())
-        listing = await find_items(catalog, query, 10)
+        listing = await find_items(catalog, query, 10, asyncio.Lock(), lambda: False)
         done = True
         await waiting
         return [item.item_id for item in listing.data], listing.searched, turns
@@ -98,9 +105,78 @@ def test_a_search_lets_others_have_their_turn_and_looks_only_so_far() -> None:
     last = str(catalog.n_items - 1)
     ids, searched, turns = asyncio.run(search(f"item {last}"))
     assert (ids, searched) == ([], MAX_SEARCHED)
-    assert turns >= MAX_SEARCHED // 1000, "others wait for a thousand items at most"
+    assert turns > 10, "others have their turn meanwhile"
     ids, _, _ = asyncio.run(search(last))
     assert ids == [last], "a whole id is known wherever its item stands"
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item takes as long as a turn of the loop may."""
+    monkeypatch.setattr(items, "monotonic_ns", itertools.count(step=items._TURN_NS).__next__)
+
+
+@pytest.mark.usefixtures("slow")
+def test_searches_take_turns() -> None:
+    """However many there are and however long the texts are, a turn of the loop has one search's items of one turn."""
+    looked: list[int] = []
+    turns: list[int] = []
+
+    class Looked(list[dict[str, str]]):
+        def __init__(self, number: int) -> None:
+            super().__init__([{"title": "x"}] * 3)
+            self.number = number
+
+        def __getitem__(self, row: Any) -> Any:
+            looked.append(self.number)
+            return super().__getitem__(row)
+
+    async def search_all() -> None:
+        lock = asyncio.Lock()
+        catalogs = [
+            SimpleNamespace(n_items=3, item_ids="abc", metadata=Looked(number), row=lambda query: None)
+            for number in range(5)
+        ]
+        searches = asyncio.gather(
+            *(find_items(cast(Any, each), "nothing", 10, lock, lambda: False) for each in catalogs)
+        )
+        while not searches.done():
+            turns.append(len(looked))
+            await asyncio.sleep(0)
+        assert [listing.searched for listing in await searches] == [3] * 5
+
+    asyncio.run(search_all())
+    assert looked == [0, 1, 2, 3, 4] * 3
+    assert max(b - a for a, b in itertools.pairwise(turns)) == 1
+
+
+@pytest.mark.usefixtures("slow")
+def test_the_search_of_a_client_that_left_ends() -> None:
+    async def search() -> bool:
+        lock, turns = asyncio.Lock(), iter([False, False, True])
+        with pytest.raises(ClientGone):
+            await find_items(CATALOG, "nothing", 10, lock, lambda: next(turns))
+        return lock.locked()
+
+    assert not asyncio.run(search())
+
+
+def test_a_search_is_told_that_its_client_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, told = threading.Event(), threading.Event()
+
+    async def search(*arguments: Any) -> None:
+        began.set()
+        while not arguments[-1]():
+            await asyncio.sleep(0)
+        told.set()
+        raise ClientGone
+
+    monkeypatch.setattr(cold, "find_items", search)
+    with LiveServer() as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as asking:
+            asking.sendall(b"GET /v1/items HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert began.wait(PATIENCE_S)
+        assert told.wait(PATIENCE_S)
 
 
 @given(st.dictionaries(LETTERS.filter(bool), LETTERS, min_size=1, max_size=5), LETTERS, st.integers(1, 3))
@@ -115,5 +191,5 @@ def test_what_is_found_is_what_fits(titles: dict[str, str], query: str, limit: i
         if item.lower().startswith(query.lower()) or query.lower() in title.lower()
     ]
     fitting.sort(key=lambda item: item != query)
-    listing = asyncio.run(find_items(catalog, query, limit))
+    listing = asyncio.run(find_items(catalog, query, limit, asyncio.Lock(), lambda: False))
     assert [item.item_id for item in listing.data] == fitting[:limit]

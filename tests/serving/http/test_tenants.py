@@ -30,7 +30,7 @@ Ask = Callable[..., Reply]
 def settings(folder: Path) -> tuple[str, ...]:
     entries = [{"name": name, "key": KEYS[name], "role": role} for name, role in ROLES.items()]
     (folder / "keys.json").write_text(json.dumps({"keys": entries}))
-    return f"server.keys={folder}/keys.json", f"server.api_key={KEYS['eve']}"
+    return f"server.keys={folder}/keys.json", f"server.api_key={KEYS['eve']}", "server.explain=true"
 
 
 def asking(port: int) -> Ask:
@@ -63,14 +63,16 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     return found
 
 
-def cached(ask: Ask, who: str, user: str | None) -> bool:
-    """Whether anything of the user's part came from the cache, for one that never changes."""
+def to_rank(ask: Ask, user: str | None) -> dict[str, Any]:
     (model,) = ask("eve", "/v1/models").json["data"]
     if model["timed"]:
-        body = scorers.body(HSTU, user_id=user)
-    else:
-        body = {"history": decoders.ids(*range(12)), "candidates": decoders.ids(20, 21, 22), "user_id": user}
-    reply = ask(who, "/v1/rank", {**body, "explain": True})
+        return scorers.body(HSTU, user_id=user)
+    return {"history": decoders.ids(*range(12)), "candidates": decoders.ids(20, 21, 22), "user_id": user}
+
+
+def cached(ask: Ask, who: str, user: str | None) -> bool:
+    """Whether anything of the user's part came from the cache, for one that never changes."""
+    reply = ask(who, "/v1/rank", {**to_rank(ask, user), "explain": True})
     assert reply.status == 200, reply.body
     (part,) = [part for part in reply.json["explain"] if part["segment"] == "user"]
     usage = reply.json["usage"]
@@ -96,6 +98,17 @@ def test_a_recommendation_is_kept_apart_as_well(decoder: Ask) -> None:
     for who in ("ada", "bob"):
         tokens = [decoder(who, "/v1/recommend", body).json["usage"]["cached_tokens"] for _ in range(2)]
         assert tokens[0] == 0 < tokens[1]
+
+
+@pytest.mark.parametrize("user", ["explained", None])
+def test_an_explanation_tells_nothing_of_another_keys_users(ask: Ask, user: str | None) -> None:
+    body = to_rank(ask, user)
+    body["history"] = body["history"][::-1]  # which no other test asks with
+    for who in ("ada", "bob"):
+        for source in ("computed", "device"):
+            reply = ask(who, "/v1/explain/rank", body)
+            assert reply.status == 200, reply.body
+            assert {span["source"] for span in reply.json["spans"] if span["kind"] == "user"} == {source}, who
 
 
 def test_a_hint_is_for_the_key_that_gave_it(ask: Ask) -> None:

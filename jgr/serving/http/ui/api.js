@@ -17,6 +17,8 @@ const TITLES = {
   internal: "The server failed",
 };
 
+const LATE = "The server does not answer in time.";
+
 /** A refusal, or a server out of reach. type: the error's stable name, "" where there was no answer. */
 export class ApiError extends Error {
   constructor(message, { type = "", status = 0, field, predicted_ms, request_id, wait } = {}) {
@@ -44,6 +46,12 @@ export class ApiError extends Error {
   }
 }
 
+/** Any error in words. */
+export function inWords(error) {
+  if (error instanceof ApiError) return error.show();
+  return make("div", { class: "error", role: "alert" }, make("p", {}, error.message));
+}
+
 export class Api {
   #key = "";
 
@@ -53,30 +61,48 @@ export class Api {
 
   /** The JSON at a path, which has no slash in front. Throws ApiError, as the others do. */
   async get(path, query = {}) {
-    return (await this.#call(path, { query })).json();
+    return readJson(await this.#call(path, { query }));
   }
 
-  async text(path) {
-    return (await this.#call(path, {})).text();
+  /** The text at a path, if all of it is there within so many milliseconds. */
+  async text(path, timeoutMs) {
+    return read(await this.#call(path, { signal: AbortSignal.timeout(timeoutMs) }));
   }
 
-  async post(path, body) {
-    return (await this.#call(path, { method: "POST", body: JSON.stringify(body) })).json();
+  async post(path, body, signal) {
+    return readJson(await this.#call(path, { method: "POST", body: JSON.stringify(body), signal }));
   }
 
-  async #call(path, { method = "GET", query = {}, body }) {
+  async #call(path, { method = "GET", query = {}, body, signal }) {
     const url = new URL(path, document.baseURI); // below whatever base path the page has
     for (const [name, value] of Object.entries(query)) if (value !== "") url.searchParams.set(name, value);
     const headers = body ? { "Content-Type": "application/json" } : {};
     if (this.#key) headers.Authorization = `Bearer ${this.#key}`;
     let response;
     try {
-      response = await fetch(url, { method, headers, body, cache: "no-store" });
-    } catch {
-      throw new ApiError("The server cannot be reached.");
+      response = await fetch(url, { method, headers, body, signal, cache: "no-store" });
+    } catch (error) {
+      throw new ApiError(error.name === "TimeoutError" ? LATE : "The server cannot be reached.");
     }
     if (!response.ok) throw await refusal(response);
     return response;
+  }
+}
+
+async function read(response) {
+  try {
+    return await response.text();
+  } catch (error) {
+    throw new ApiError(error.name === "TimeoutError" ? LATE : "The answer was cut off.");
+  }
+}
+
+async function readJson(response) {
+  const text = await read(response);
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new ApiError("What came is not the answer of a jgr server.");
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page: its views, the key, the models, and what happens when somebody asks.
 
-import { Api, ApiError } from "./api.js";
+import { Api, inWords } from "./api.js";
 import { costs, itemTable, reuseView, reused } from "./answer.js";
 import { beamsView } from "./beams.js";
 import { Comparison } from "./compare.js";
@@ -27,6 +27,7 @@ const live = new Live(api, {
 });
 let view = "ask";
 let asked = 0; // the last question's number: an older one's answer is dropped
+let asking = new AbortController(); // gives the last question up
 let items = []; // of the answer that is shown
 let explains = true; // until the server says that it does not
 let versions = []; // of the models, as they were told
@@ -66,34 +67,35 @@ async function loadModels() {
     const served = data.map((info) => `${info.version} (${info.state})`);
     state.replaceChildren(served.join(", "));
   } catch (error) {
-    if (!(error instanceof ApiError)) throw error;
     question.know([]);
-    state.replaceChildren(error.show());
+    state.replaceChildren(inWords(error));
   }
   adapt();
 }
 
 /** The answer, with the levels and spans where the server explains. levels: null: it does not. */
-async function explained(kind, body) {
+async function explained(kind, body, signal) {
   try {
-    if (explains) return await api.post(`v1/explain/${kind}`, body);
+    if (explains) return await api.post(`v1/explain/${kind}`, body, signal);
   } catch (error) {
     // Off, the path is not there. A model that is not there names its field.
     if (error.type !== "not_found" || error.field) throw error;
     explains = false;
   }
-  const answer = await api.post(`v1/${kind}`, body);
+  const answer = await api.post(`v1/${kind}`, body, signal);
   return { answer, levels: null, spans: reused(answer) };
 }
 
 async function ask() {
   const number = (asked += 1);
+  asking.abort();
+  asking = new AbortController();
   const { kind, model } = question;
   const places = ["answer", "reuse", "beams"].map(find);
   places[0].replaceChildren(make("p", { class: "hint" }, "asked …"));
   try {
     const body = question.body(model);
-    const { answer, levels, spans } = await explained(kind, body);
+    const { answer, levels, spans } = await explained(kind, body, asking.signal);
     if (number !== asked) return;
     question.remember();
     if (!versions.includes(answer.model)) loadModels(); // it was loaded anew since the page asked
@@ -136,11 +138,6 @@ function viewed(item) {
     },
     "+ history",
   );
-}
-
-function inWords(error) {
-  if (error instanceof ApiError) return error.show();
-  return make("div", { class: "error", role: "alert" }, make("p", {}, error.message));
 }
 
 question.form.addEventListener("submit", (event) => {

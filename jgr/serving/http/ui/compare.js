@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One request to two models, or to two layouts of the prompt, side by side.
 
-import { ApiError } from "./api.js";
+import { inWords } from "./api.js";
 import { costs, itemTable } from "./answer.js";
 import { make, setOptions, shown } from "./dom.js";
 import { LAYOUT_OPTIONS } from "./question.js";
 
 export class Comparison {
+  #asked = 0; // the last question's number: an older one's answers are dropped
+
   /** root: where the two sides go. told: where what they have in common is said. */
   constructor(root, told, api, question) {
     Object.assign(this, { told, api, question });
@@ -35,23 +37,24 @@ export class Comparison {
   }
 
   async ask() {
+    const number = (this.#asked += 1);
     this.told.textContent = "";
     for (const { answer } of this.sides) answer.replaceChildren(make("p", { class: "hint" }, "asked …"));
-    const answers = await Promise.all(this.sides.map((side) => this.#askOne(side)));
+    const answers = await Promise.all(this.sides.map((side) => this.#askOne(side, number)));
+    if (number !== this.#asked) return;
     const [first, second] = answers.map((answer) => answer?.items ?? []);
     this.#show(0, answers[0], second);
     this.#show(1, answers[1], first);
     if (answers.every(Boolean)) this.told.textContent = common(first, second);
   }
 
-  async #askOne({ model, layout, answer }) {
+  async #askOne({ model, layout, answer }, number) {
     const { question } = this;
     const info = question.infos.find(({ id }) => id === model.value);
     try {
       return await this.api.post(`v1/${question.kind}`, question.body(info, layout.value));
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      answer.replaceChildren(error.show());
+      if (number === this.#asked) answer.replaceChildren(inWords(error));
       return null;
     }
   }

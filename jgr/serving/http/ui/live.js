@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A live view of the server, from its /metrics: a tile for each figure, with its course over the last minutes.
 
-import { ApiError } from "./api.js";
+import { inWords } from "./api.js";
 import { counted, draw, make, setOptions, shown } from "./dom.js";
 import { Window, grouped, parse, select } from "./prometheus.js";
 
 const EVERY_MS = 2000;
+const TIMEOUT_MS = 10_000;
 const KEPT = 150; // readings: five minutes
 const WINDOW = 15; // readings that a figure is taken over: half a minute
 const LEAST = 30; // readings that a course has room for
@@ -155,6 +156,7 @@ export class Live {
   #timer = 0;
   #asking = false;
   #open = false;
+  #another = false; // a key came while a reading was asked for
 
   constructor(api, { watched, told, trouble, tiles }) {
     Object.assign(this, { api, watched, told, trouble });
@@ -172,6 +174,7 @@ export class Live {
 
   /** Another key, and so perhaps another answer. */
   retry() {
+    this.#another = true;
     if (this.#open) this.#schedule();
   }
 
@@ -183,17 +186,17 @@ export class Live {
   async #read() {
     if (this.#asking) return;
     this.#asking = true;
+    this.#another = false;
     let again = true;
     try {
-      const series = parse(await this.api.text("metrics"));
+      const series = parse(await this.api.text("metrics", TIMEOUT_MS));
       this.#readings.push({ time: performance.now() / 1000, series });
       this.#readings.splice(0, this.#readings.length - KEPT);
       this.trouble.replaceChildren();
       this.#show();
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      again = error.type !== "unauthorized"; // until there is another key
-      this.trouble.replaceChildren(error.show());
+      again = this.#another || error.type !== "unauthorized"; // until there is another key
+      this.trouble.replaceChildren(inWords(error));
     } finally {
       this.#asking = false;
     }

@@ -229,3 +229,57 @@ def test_a_live_view_without_a_key_says_so_and_stops_asking(visit: Visit) -> Non
     page.get_by_text("Figures of the last 0 s").wait_for()
     assert len(asked) == 2
     expect(page.locator("#trouble")).to_be_empty()
+
+
+CUT_OFF = """{
+  const {text} = Response.prototype;
+  Response.prototype.text = function () {
+    return this.url.endsWith("/metrics") && window.cuts ? Promise.reject(new TypeError()) : text.call(this);
+  };
+}"""
+
+
+def test_answers_that_cannot_be_read_are_told_and_asked_for_again(visit: Visit) -> None:
+    """A gateway's page in place of the models, readings that break off, and one that does not come."""
+    from playwright.sync_api import expect
+
+    page = visit.page
+    page.add_init_script(CUT_OFF)
+    page.clock.install(time=0)
+    page.route("**/v1/models", lambda route: route.fulfill(body="<html>Please log in</html>"))
+    visit.open()
+    expect(page.locator("#server")).to_contain_text("What came is not the answer of a jgr server.")
+    page.evaluate("window.cuts = true")
+    page.clock.pause_at(60_000)
+    page.get_by_role("tab", name="Live").click()
+    page.clock.run_for(1)
+    trouble = page.locator("#trouble")
+    expect(trouble).to_contain_text("The answer was cut off.")
+    page.evaluate("window.cuts = false")
+    page.clock.run_for(2000)
+    page.get_by_text("Figures of the last 0 s").wait_for()
+    expect(trouble).to_be_empty()
+    page.evaluate("AbortSignal.timeout = () => AbortSignal.abort(new DOMException('', 'TimeoutError'))")
+    page.clock.run_for(2000)
+    expect(trouble).to_contain_text("The server does not answer in time.")
+
+
+def test_a_key_that_comes_while_the_other_is_refused_is_tried(visit: Visit) -> None:
+    from playwright.sync_api import expect
+
+    page, held = visit.page, []
+    page.clock.install(time=0)
+    visit.open(key="")
+    visit.refused.add(401)
+    page.clock.pause_at(60_000)
+    page.route("**/metrics", lambda route: route.continue_() if held else held.append(route))
+    with page.expect_request("**/metrics"):
+        page.get_by_role("tab", name="Live").click()
+        page.clock.run_for(1)
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_label("API key").press("Tab")
+    page.clock.run_for(1)
+    held[0].continue_()
+    expect(page.locator("#trouble")).to_contain_text("The API key is missing or wrong")
+    page.clock.run_for(2000)
+    page.get_by_text("Figures of the last 0 s").wait_for()

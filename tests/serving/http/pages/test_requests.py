@@ -400,3 +400,21 @@ def test_the_docs_page_authorizes_and_executes(visit: Visit) -> None:
     answer = json.loads(live.locator(".response-col_description pre").first.inner_text())
     expected = visit.server.call("/v1/recommend", body, **BEARER).json
     assert answer["items"] == expected["items"] and answer["model"] == "jgr"
+
+
+def test_only_the_last_question_is_asked_and_shown(visit: Visit) -> None:
+    """Enter that is held down asks many times a second."""
+    page, held = visit.open(), list[Any]()
+    visit.refused.add(404)  # /v1/explain, which is off
+    page.route("**/v1/explain/recommend", lambda route: held.append(route))
+    fill(page, "History, oldest first", "a")
+    page.get_by_label("Items to return").fill("4")
+    given_up: list[str] = []
+    page.on("requestfailed", lambda request: given_up.append(request.url))
+    ask = page.get_by_role("button", name="Ask", exact=True)
+    for _ in range(3):
+        with page.expect_request("**/v1/explain/recommend"):
+            ask.click()
+    held[-1].continue_()
+    assert len(rows(page.locator("#answer"))) == 4
+    assert len(given_up) == 2
