@@ -769,10 +769,11 @@ def test_a_key_that_comes_while_the_other_is_refused_is_tried(visit: Visit) -> N
 
 def test_only_the_last_question_is_asked_and_shown(visit: Visit) -> None:
     """Enter that is held down asks many times a second."""
-    page, held = visit.open(), []
+    page, held = visit.open(), list[Any]()
     visit.refused.add(404)  # /v1/explain, which is off
-    page.route("**/v1/explain/recommend", held.append)
+    page.route("**/v1/explain/recommend", lambda route: held.append(route))
     fill(page, "History, oldest first", "a")
+    page.get_by_label("Items to return").fill("4")
     given_up: list[str] = []
     page.on("requestfailed", lambda request: given_up.append(request.url))
     ask = page.get_by_role("button", name="Ask", exact=True)
