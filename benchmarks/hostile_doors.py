@@ -5,8 +5,8 @@ The server is a process over two small models (benchmarks/hostile_world.py), wit
 log. Between the broken requests good ones are asked in every shape, and their scores are compared with /v1/rank's. The
 phases:
 
-    http      /v1/rerank, /v1/score, /v1/explain, /v1/items, /v2 (JSON and binary tensors), /docs, /ui; paths, origins and
-              keys of odd spelling
+    http      /v1/rerank, /v1/score, /v1/explain, /v1/items, /v2 (JSON and binary tensors), /docs, /ui; paths, origins
+              and keys of odd spelling
     grpc      messages with fields, bytes and keys changed; calls that are cancelled, or have no time
     frames    HTTP/2 by hand: messages that never come, windows that never open, floods, a path that is no text
     tenants   one key's users through one door, and another key's through another
@@ -72,7 +72,8 @@ MAX_APART = 1e-4
 MAX_CONNECTIONS = 200
 GROWTH_BOUND = 0.10
 DOORS = (
-    "/v1/rerank", "/v1/score", "/v1/explain", "/v1/items", "/ui", "/v2", "/docs", "/openapi.json", "/metrics", "/health",
+    "/v1/rerank", "/v1/score", "/v1/explain", "/v1/items", "/ui", "/v2", "/docs", "/openapi.json", "/metrics",
+    "/health",
 )  # fmt: skip
 OPEN = ("/health/", "/v2/health/")
 CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}

@@ -68,7 +68,7 @@ def odd(rng: random.Random) -> Call:
             "/openapi.json",
             "/v2",
             "/health/live",
-        )  # fmt: skip
+        )
     )
     path = rng.choice((*PATHS, known, known))
     call = Call(method, path, "", rng.choice((None, None, b"", b"{}", b"x" * 10_000)))

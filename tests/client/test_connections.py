@@ -155,7 +155,7 @@ def test_what_a_server_says_does_not_command_a_terminal() -> None:
     error = {"type": "invalid_request", "message": f"{clear}bad  id", "request_id": clear, "field": clear}
     refused = reply("422 Unprocessable Content", {"error": error})
     with scripted(refused, reply(f"500 {clear}", b"")) as (url, _), jgr.Client(url) as client:
-        with pytest.raises(jgr.InvalidRequest, match="bad  id$") as caught:
+        with pytest.raises(jgr.InvalidRequest, match=r"bad  id$") as caught:
             client.recommend(["x"])
         told = caught.value
         assert all(text.isprintable() for text in (str(told), told.request_id or "", told.field or ""))
