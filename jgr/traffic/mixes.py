@@ -174,7 +174,8 @@ def _numbers(each: RequestClass, n_items: int, rng: np.random.Generator) -> dict
     else:
         laws["candidates"] = Law("0", 0, 0, lambda rng, n: np.zeros(n, np.int64))
     if "beam_width" in laws and laws["beam_width"].least < laws["top_k"].most:
-        raise LoadError(f"{each.name}: a beam_width of {laws['beam_width'].least} is below a top_k")
+        least, most = laws["beam_width"].least, laws["top_k"].most
+        raise LoadError(f"{each.name}: a beam_width of {least} is below a top_k of {most}")
     written = {"user_id", "history", "history_times", "time", *RequestClass.__struct_fields__}
     if taken := sorted(written & set(each.fields)):
         raise LoadError(f"{each.name}: fields cannot hold {taken[0]}, which the mix writes itself")

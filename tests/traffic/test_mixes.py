@@ -123,7 +123,7 @@ def test_classes_are_drawn_by_their_weights() -> None:
         ({"kind": "rank", "candidates": 31}, "c: 31 candidates were asked for; the catalog has 30 items"),
         ({"kind": "rank", "candidates": "uniform:1:31"}, "c: 31 candidates"),
         ({"kind": "rank", "candidates": 5, "beam_width": 5}, "c: rank has no beam_width"),
-        ({"top_k": 9, "beam_width": "oneof:8:16"}, "c: a beam_width of 8 is below a top_k"),
+        ({"top_k": 9, "beam_width": "oneof:8:16"}, "c: a beam_width of 8 is below a top_k of 9"),
         ({"history_length": 100_000}, "at most 20000000 are made"),
         ({"history_length": "some"}, "c: history_length 'some' must be a number"),
         ({"fields": {"history": []}}, "c: fields cannot hold history"),
