@@ -222,16 +222,18 @@ def test_a_field_that_the_ablation_sets_is_refused_before_anything_is_made(
     assert "--set profiles.batch=1: the ablation itself sets this field" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--out", "found.json"), ("--plot", "found.png")])
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
     fake: type[FakeEngine],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    name: str,
 ) -> None:
     monkeypatch.setattr(ablate.os, "access", lambda path, how: False)
-    for flag, name in (("--out", "found.json"), ("--plot", "found.png")):
-        assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
-        assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
+    assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
+    assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
     assert fake.made == []
 
 
