@@ -16,7 +16,6 @@ from absl import flags
 import jgr
 from jgr.ablation import worlds
 from jgr.ablation.mechanisms import SYSTEMS
-from jgr.cli import ablate
 from jgr.cli.main import run
 from jgr.client import embedded
 from jgr.config import Config
@@ -179,16 +178,18 @@ def test_mistakes_are_one_line(
     assert fake.made == []
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--out", "found.json"), ("--plot", "found.png")])
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
     fake: type[FakeEngine],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    flag: str,
+    name: str,
 ) -> None:
-    monkeypatch.setattr(ablate.os, "access", lambda path, how: False)
-    for flag, name in (("--out", "found.json"), ("--plot", "found.png")):
-        assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
-        assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda path, how: False)
+    assert run(["ablate", "bat", f"{flag}={tmp_path / name}"]) == 2
+    assert f"{flag}: nothing can be written to the folder {tmp_path}" in capsys.readouterr().err
     assert fake.made == []
 
 
