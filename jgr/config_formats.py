@@ -26,7 +26,7 @@ FORMATS = ("json", "toml", "yaml")
 SUFFIXES = {".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 MAX_BYTES = 1 << 20
 MAX_LINES = 1000
-"""Of a TOML file in which the line of a mistake is looked for, which takes a reading for each."""
+"""Most lines of a TOML file in which the line of a mistake is looked for: each line costs a reading of the file."""
 NO_PYYAML = "reading YAML needs pyyaml: pip install 'jgr[yaml]'; TOML and JSON need nothing"
 _NULLS = ("", "~", "null", "Null", "NULL")
 _JSON_TOKEN = re.compile(r'([{}\[\]])|("(?:[^"\\]|\\.)*")\s*(:)?')

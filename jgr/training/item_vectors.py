@@ -38,7 +38,7 @@ UNPLACED_LENGTH = 0.3
 _NEGLIGIBLE = 1e-3
 _PAIRS_PER_BATCH = 1 << 22
 FEW = 512
-"""Of so few items all eigenvalues are found; Lanczos's method is for some of many."""
+"""Up to so many items, all eigenvalues are found; for more, Lanczos's method finds the largest ones."""
 
 
 class VectorError(UserError):

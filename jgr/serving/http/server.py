@@ -234,13 +234,14 @@ class App:
     async def _translated(self, kind: Kind, translate: Translate, body: bytes, call: Call) -> bytes:
         """The answer to a body of another shape, in that shape; errors name its fields."""
         given = translate(body)
-        given.require_fit(self.models.engine(given.request.model, kind).info.max_candidates)
+        engine = self.models.engine(given.request.model, kind)
+        given.require_fit(engine.info.max_candidates)
         try:
-            return await self.answer(
-                self.models.engine(given.request.model, kind), given.request, call, given.encode
-            )
+            return await self.answer(engine, given.request, call, given.encode)
         except RequestError as error:
             raise given.refused(error) from None
+        finally:
+            del engine  # see _computed
 
     async def answer_to(
         self, scope: Scope, engine: AnyEngine, request: Asked, encode: Callable[[Any], T]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shows an answer: its items, what it cost, and what of its prompt came from the cache.
 
-import { counted, draw, make, score, shown } from "./dom.js";
+import { bar, counted, make, score, shown } from "./dom.js";
 import { describe } from "./items.js";
 
 const LISTED_SPANS = 60;
@@ -151,25 +151,6 @@ function spanTable(spans) {
     ),
     more > 0 ? make("p", { class: "hint" }, `and ${shown(more)} more`) : null,
   );
-}
-
-/** A bar of parts side by side. Each has a name, which is its colour, and a size. ends: a line stands behind it. */
-function bar(parts) {
-  const all = parts.reduce((sum, part) => sum + part.size, 0) || 1;
-  const picture = draw("svg", {
-    class: "bar-picture",
-    viewBox: "0 0 1000 16",
-    preserveAspectRatio: "none",
-    "aria-hidden": "true",
-  });
-  let x = 0;
-  for (const { name, size, title, ends } of parts) {
-    const width = (1000 * size) / all;
-    picture.append(draw("rect", { class: `part-${name}`, x, y: 0, width, height: 16 }, draw("title", {}, title ?? name)));
-    x += width;
-    if (ends) picture.append(draw("line", { class: "gap", x1: x, x2: x, y1: 0, y2: 16 }));
-  }
-  return picture;
 }
 
 function key(name, text) {

@@ -23,6 +23,25 @@ function filled(element, attributes, children) {
   return element;
 }
 
+/** A bar of parts side by side. Each has a name, and a size. colour: default its name. ends: a line stands behind it. */
+export function bar(parts) {
+  const all = parts.reduce((sum, part) => sum + part.size, 0) || 1;
+  const picture = draw("svg", {
+    class: "bar-picture",
+    viewBox: "0 0 1000 16",
+    preserveAspectRatio: "none",
+    "aria-hidden": "true",
+  });
+  let x = 0;
+  for (const { name, size, colour = name, title = name, ends } of parts) {
+    const width = (1000 * size) / all;
+    picture.append(draw("rect", { class: `part-${colour}`, x, y: 0, width, height: 16 }, draw("title", {}, title)));
+    x += width;
+    if (ends) picture.append(draw("line", { class: "gap", x1: x, x2: x, y1: 0, y2: 16 }));
+  }
+  return picture;
+}
+
 /** The options of a <select>. entries: pairs of a value and its text. The choice stays, where it is still there. */
 export function setOptions(select, entries) {
   const chosen = select.value;

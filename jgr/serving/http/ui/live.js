@@ -2,7 +2,7 @@
 // A live view of the server, from its /metrics: a tile for each figure, with its course over the last minutes.
 
 import { inWords } from "./api.js";
-import { counted, draw, make, setOptions, shown } from "./dom.js";
+import { bar, counted, draw, make, setOptions, shown } from "./dom.js";
 import { Window, grouped, parse, select } from "./prometheus.js";
 
 const EVERY_MS = 2000;
@@ -264,27 +264,16 @@ class Tile {
       .filter(([, value]) => value)
       .sort(([a], [b]) => (a === "free") - (b === "free") || (a < b ? -1 : 1));
     if (!all) return this.parts.replaceChildren();
-    const picture = draw("svg", {
-      class: "bar-picture",
-      viewBox: "0 0 1000 16",
-      preserveAspectRatio: "none",
-      "aria-hidden": "true",
-    });
-    let x = 0;
-    entries.forEach(([name, value], at) => {
-      const width = (1000 * value) / all;
-      picture.append(draw("rect", { class: colour(name, at), x, y: 0, width, height: 16 }, draw("title", {}, name)));
-      x += width;
-    });
+    const picture = bar(entries.map(([name, size], at) => ({ name, size, colour: colour(name, at) })));
     const keys = entries.map(([name, value], at) =>
-      make("span", { class: `key ${colour(name, at)}` }, `${name} ${shown(value, 6)}`),
+      make("span", { class: `key part-${colour(name, at)}` }, `${name} ${shown(value, 6)}`),
     );
     this.parts.replaceChildren(picture, make("p", {}, keys));
   }
 }
 
 function colour(name, at) {
-  return name === "free" ? "part-free" : `part-${at % COLOURS}`;
+  return name === "free" ? "free" : at % COLOURS;
 }
 
 /** A line through the values, the newest on the right; it is broken where there is none. */

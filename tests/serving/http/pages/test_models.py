@@ -9,25 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.debian import CHROMIUM
 from tests.serving.fakes import PATIENCE_S, LiveServer
 
 pytestmark = pytest.mark.chromium
 
 RIGHT_TO_LEFT = "\u0644\u0639\u0628\u0629 7"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import expect, sync_playwright
-
-    from tools.ui_pictures import ARGUMENTS
-
-    expect.set_options(timeout=1000 * PATIENCE_S)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
