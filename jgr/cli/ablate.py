@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jgr.ablation.system import System, Variant
     from jgr.ablation.worlds import World
 
+_engines = logging.getLogger("jgr.serving")
 HELP = "switch each mechanism of a paper (bat, xgr, flame) off alone, and count what changes"
 
 
@@ -75,9 +76,10 @@ def main(argv: Sequence[str]) -> int:
     every = chosen(system, values.only)
     assignments = (*console.environment(), *values.set)
     refuse_switched(every, assignments)
-    if values.log_level == "info":  # each variant's engine would tell all that a server's start tells
-        logging.getLogger("jgr.serving").setLevel(logging.WARNING)
     with ExitStack() as stack:
+        if values.log_level == "info":  # each variant's engine would tell all that a server's start tells
+            stack.callback(_engines.setLevel, _engines.level)
+            _engines.setLevel(logging.WARNING)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-ablate-"))
         found = _run(system, every, assignments, values, Path(folder))
     from jgr.ablation import report

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,11 +92,13 @@ def test_it_runs_what_was_chosen_and_writes_all_of_it(
     fake: type[FakeEngine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, picture = tmp_path / "found.json", tmp_path / "found.png"
+    level = logging.getLogger("jgr.serving").level
     code = run(
         ["ablate", "bat", "--only=users-first,repair", "--requests=10", "--rounds=2", "--candidates=2,3",
          "--set", "cache.device_mb=2", "--set=server.api_key=hidden-0123", f"--out={out}", f"--plot={picture}"]
     )  # fmt: skip
     assert code == 0
+    assert logging.getLogger("jgr.serving").level == level, "others in this process log as before"
     printed = capsys.readouterr().out
     found = json.loads(out.read_text())
     names = ["all on", "without users-first", "with repair", "all off"]
