@@ -181,6 +181,7 @@ class Engine(Generic[S]):
     async def enter(self, request: Asked, arrival_ns: int) -> None:
         """Wait for the request's turn on the event loop; `submit` follows at once. RequestError for one that is known
         to be refused."""
+        self._lanes.reap()  # those that are refused never come to `submit`
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))

@@ -51,6 +51,39 @@ class Limits:
     base_path: str = ""
 
 
+class OneWrite:
+    """The transport of one response, of which head and body leave in one write.
+
+    uvloop writes at once, so that two writes are two calls of the system, and each may wake the client's process: under
+    load that was a quarter of the event loop's time. The head waits for the first part of the body, or for the end.
+    """
+
+    def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
+        self._transport, self._cycle = transport, cycle
+        self._head: bytes | None = None
+        self._began = False
+
+    def write(self, data: bytes) -> None:
+        if self._cycle.response_started and not self._began:  # "100 Continue" comes before
+            self._began, self._head = True, data
+        elif self._head is None:
+            self._transport.write(data)
+        else:
+            self._head, head = None, self._head
+            self._transport.write(head + data)
+
+    def flush(self) -> None:
+        if self._head is not None:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, with limits.
 
@@ -204,7 +237,12 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = self._writes = OneWrite(self.transport, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        self._writes.flush()  # the answer to HEAD has no body
+        super().on_response_complete()
 
     def _start_timer(self, timeout_s: float | None = None) -> None:
         delay_s = self._limits.read_timeout_s if timeout_s is None else max(0.0, timeout_s)

@@ -182,3 +182,24 @@ def test_those_that_wait_for_their_turn_count_against_the_bound_of_the_queue() -
         assert engine.join(10)
 
     asyncio.run(run())
+
+
+def test_a_request_that_comes_sees_to_it_that_what_has_ended_is_answered() -> None:
+    """Whatever becomes of it: one that is refused is never submitted."""
+
+    async def run() -> None:
+        engine = make_engine(make_config())
+        await engine.start()
+        request = RecommendRequest(history=["a"], top_k=1)
+        ticket = engine.submit(request)
+        await asyncio.sleep(0)  # the run starts
+        until_s = time.monotonic() + PATIENCE_S
+        while not engine._lanes._ended:  # the loop stands still
+            assert time.monotonic() < until_s
+        assert not ticket.answer.done()
+        await engine.enter(request, engine.clock())
+        assert ticket.answer.done()
+        await engine.drain(None)
+        assert engine.join(10)
+
+    asyncio.run(run())

@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import pytest
 
 from jgr.config import ConfigError
 from jgr.fields import COMPARED_CHARS
-from jgr.serving.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES
+from jgr.serving.http.connection import MAX_FRAMING_BYTES, MAX_HEAD_BYTES, OneWrite
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,6 +96,42 @@ def test_pipelined_requests_are_answered_in_order(server: LiveServer) -> None:
         replies = read_replies(connection)
     found = [body["items"][0]["item_id"] for _, _, body in replies if isinstance(body, dict)]
     assert found == ["c", "d"] * 20 + ["c"]
+
+
+def test_head_and_body_of_a_response_leave_in_one_write() -> None:
+    transport, cycle = Mock(), Mock(response_started=False)
+    writes = OneWrite(transport, cycle)
+    writes.write(b"100 Continue")
+    cycle.response_started = True
+    for part in (b"head;", b"first", b"second"):
+        writes.write(part)
+    writes.close()
+    written = [call.args[0] for call in transport.write.call_args_list]
+    assert written == [b"100 Continue", b"head;first", b"second"]
+    transport.close.assert_called_once()
+
+
+def test_a_head_without_a_body_leaves_and_the_connection_goes_on(server: LiveServer) -> None:
+    with server.connect() as connection:
+        head = b"%b /health/live HTTP/1.1\r\nhost: x\r\n%b\r\n"
+        connection.sendall(head % (b"HEAD", b""))
+        connection.settimeout(PATIENCE_S)
+        assert connection.recv(65536).partition(b"\r\n\r\n")[::2] == (ANY, b"")
+        connection.sendall(head % (b"GET", b"connection: close\r\n"))
+        ((status, _, _),) = read_replies(connection)
+    assert status == 200
+
+
+def test_a_client_that_waits_to_be_told_to_continue_is_told(server: LiveServer) -> None:
+    asked = request("/v1/recommend", {"history": ["a"], "top_k": 1}, expect="100-continue", connection="close")
+    head, _, body = asked.partition(b"\r\n\r\n")
+    with server.connect() as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        connection.settimeout(PATIENCE_S)
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        ((status, _, answer),) = read_replies(connection)
+    assert status == 200 and isinstance(answer, dict) and answer["items"][0]["item_id"] == "c"
 
 
 def test_bytes_that_are_no_http_get_a_refusal_in_the_common_shape(server: LiveServer) -> None:
