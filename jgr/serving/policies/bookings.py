@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work that a router has sent to each node and that has not ended: exact, and known at once, unlike reports.
+
+Work is in tokens to compute. A booking has its request's id, so that an attempt that a node refuses, whose end is told
+as any other's, or an end that is told twice, changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+LOST_NS = 120 * 1_000_000_000
+"""After so long a booking is forgotten: nobody will tell its end any more."""
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    slot: int
+    work: float
+    at_ns: int
+
+
+class Bookings:
+    """work: [slots] float64, tokens in flight; running: [slots] float64, requests in flight. Slots only grow."""
+
+    def __init__(self) -> None:
+        self.work: Float64 = np.zeros(0)
+        self.running: Float64 = np.zeros(0)
+        self._by_id: OrderedDict[str, Booking] = OrderedDict()  # the oldest first
+
+    def grow(self, slots: int) -> None:
+        more = (0, max(0, slots - len(self.work)))
+        self.work, self.running = np.pad(self.work, more), np.pad(self.running, more)
+
+    def book(self, request_id: str, slot: int, work: float, now_ns: int) -> None:
+        """The request is on its way to that node, and no longer to another."""
+        self.end(request_id)
+        self._by_id[request_id] = Booking(slot, work, now_ns)
+        self.work[slot] += work
+        self.running[slot] += 1
+
+    def end(self, request_id: str, slot: int | None = None) -> None:
+        """The request has ended, at any node or, where one is named, at that one; a booking elsewhere stays."""
+        booking = self._by_id.get(request_id)
+        if booking is None or slot not in (None, booking.slot):
+            return
+        del self._by_id[request_id]
+        self._less(booking)
+
+    def forget(self, slot: int) -> None:
+        """The node has gone, with what it was sent."""
+        for request_id in [key for key, booking in self._by_id.items() if booking.slot == slot]:
+            del self._by_id[request_id]
+        self.work[slot] = self.running[slot] = 0.0
+
+    def expire(self, now_ns: int) -> None:
+        """Forget what was booked too long ago."""
+        while self._by_id:
+            request_id, booking = next(iter(self._by_id.items()))
+            if now_ns - booking.at_ns < LOST_NS:
+                return
+            self.end(request_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def _less(self, booking: Booking) -> None:
+        self.running[booking.slot] -= 1
+        # Sums of floats do not come back to 0 by themselves.
+        idle = self.running[booking.slot] == 0
+        self.work[booking.slot] = 0.0 if idle else max(0.0, self.work[booking.slot] - booking.work)
+
+    def check(self) -> None:
+        """Audit: the sums are those of the bookings. AssertionError where they are not."""
+        work, running = np.zeros(len(self.work)), np.zeros(len(self.running))
+        for booking in self._by_id.values():
+            work[booking.slot] += booking.work
+            running[booking.slot] += 1
+        assert np.array_equal(running, self.running), f"{self.running} running, {running} booked"
+        assert np.allclose(work, self.work), f"{self.work} tokens in flight, {work} booked"
