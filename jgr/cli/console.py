@@ -84,23 +84,12 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     if argv and values.config:
         raise UserError(f"a model is given by its folder, {argv[0]}, or by --config: leave out one of them")
     from jgr.models.hub import located
-    from jgr.models.manifest import folder_config
+    from jgr.models.manifest import folder_config, warn_of_prompt
 
     config = located(load(values, folder_config(argv[0]) if argv else None))
     for path in values.config:
         warn_of_prompt(config, path)
     return config
-
-
-def warn_of_prompt(config: Config, path: str) -> None:
-    """Warn where a configuration file takes the place of what the model's folder says of the prompt it has learnt."""
-    from jgr.models.manifest import NAME, told_otherwise
-
-    if fields := told_otherwise(config):
-        _log.warning(
-            "%s: %s: not what %s/%s says, which a file takes the place of; jgr config %s prints that",
-            path, ", ".join(fields), config.model.path, NAME, config.model.path,
-        )  # fmt: skip
 
 
 def refuse_arguments(argv: Sequence[str]) -> None:

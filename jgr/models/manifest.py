@@ -240,3 +240,12 @@ def _reference(data: DataConfig) -> DatasetReference:
     return DatasetReference(
         kind=data.kind, path="" if path is None else str(path), catalog=data.catalog, version=version
     )
+
+
+def warn_of_prompt(config: Config, path: str) -> None:
+    """Warn where a configuration file takes the place of what the model's folder says of the prompt it has learnt."""
+    if fields := told_otherwise(config):
+        _log.warning(
+            "%s: %s: not what %s/%s says, which a file takes the place of; jgr config %s prints that",
+            path, ", ".join(fields), config.model.path, NAME, config.model.path,
+        )  # fmt: skip

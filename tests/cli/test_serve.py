@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from jgr.cli import console
-from jgr.cli.serve import configurations
 from jgr.config import BeamConfig, Config, ConfigError, ModelConfig, PromptConfig, ServerConfig, to_json
+from jgr.models.manifest import warn_of_prompt
+from jgr.serving.versions.sources import configurations
 
 PATIENCE_S = 60.0
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
@@ -91,16 +91,14 @@ def test_a_file_that_takes_the_place_of_a_folders_prompt_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learnt = Config(model=ModelConfig(path=str(tmp_path)), prompt=PromptConfig(template="Of {history}: "))
-    console.warn_of_prompt(
-        Config(model=ModelConfig(path=str(tmp_path))), "own.toml"
-    )  # there is no serving.json
+    warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")  # there is no serving.json
     settings = to_json(learnt) | {"model": {"name": "jgr"}}
     settings = {name: settings[name] for name in ("model", "prompt")}
     manifest = {"settings": settings, "catalog": {"version": "1"}, "schema": 1}
     (tmp_path / "serving.json").write_text(json.dumps(manifest))
-    console.warn_of_prompt(learnt, "own.toml")
+    warn_of_prompt(learnt, "own.toml")
     assert caplog.messages == []
-    console.warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")
+    warn_of_prompt(Config(model=ModelConfig(path=str(tmp_path))), "own.toml")
     assert caplog.messages == [
         f"own.toml: prompt.template: not what {tmp_path}/serving.json says, which a file takes the place of; "
         f"jgr config {tmp_path} prints that"

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from jgr.catalog.catalog import Catalog, save_catalog
-from jgr.cli.serve import _load_again, configurations
 from jgr.config import Config, ConfigError, DataConfig, ModelConfig, ServerConfig, TrainConfig, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
 from jgr.models import manifest
 from jgr.serving.engine.opening import counting_metrics, read_catalog
+from jgr.serving.versions.sources import _load_again, configurations
 from jgr.training.generator import train_generator
 from jgr.training.retriever import train_retriever
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder, shuffled_catalog

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from jgr.cache.memory import Memory
-from jgr.cli.serve import make_engine
 from jgr.config import Config, ConfigError, override
 from jgr.serving.engine.engine import AnyEngine, Engine
 from jgr.serving.engine.journal import Journal, Line, Opened, journal_at, read, replay
 from jgr.serving.policies.jobs import Accepted, Candidates, Plan, Profile, Request, Start, User
+from jgr.serving.versions.sources import make_engine
 from tests.serving.decoders.test_cached_server import ids
 from tests.serving.fakes import PATIENCE_S, Pending
 from tests.serving.scorer_fakes import ITEMS, MONDAY, ScorerServer, fake_engine

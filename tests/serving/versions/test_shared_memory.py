@@ -15,13 +15,13 @@ import jax
 import pytest
 
 from jgr.cache.memory import Memory, caches
-from jgr.cli.serve import make_engine
 from jgr.config import override
 from jgr.models import checkpoint, decoder, params
 from jgr.serving.engine.engine import Engine
 from jgr.serving.http.listener import Listener
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import own_settings
+from jgr.serving.versions.sources import make_engine
 from tests.serving.decoders.test_cached_server import ids, make_config, scores
 from tests.serving.fakes import PATIENCE_S, Pending
 from tests.serving.scorer_fakes import ITEMS, MONDAY, STU, make_folder
