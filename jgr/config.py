@@ -362,6 +362,32 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class FleetConfig:
+    """Replicas of the server on Ray Serve, `jgr cluster`, and how requests find one. See docs/fleet.md."""
+
+    replicas: int = 2  # replicas, each with all of the models; one device is for one replica
+    # How a replica is chosen. joint: by what its caches save of the prompt, less how much more it has to do than the
+    # mean. The others are baselines. hit: by its caches alone; load: by tokens in flight; least: by requests in flight;
+    # hash: by the user's name, unless it has too much to do.
+    routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"] = "joint"
+    report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
+    digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
+    load: float = 1.0  # weight of the load in the joint score
+    affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
+    attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
+    cpus: float = 1.0  # cores that Ray keeps for a replica
+    gpus: float = 0.0  # GPUs that Ray keeps for a replica; each replica sees no other
+    health_s: float = 2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
+
+    def __post_init__(self) -> None:
+        check(self, replicas=1, report_s=0.05, digest_bits=10, load=0, affinity=0, attempts=1, cpus=0, gpus=0)
+        check(self, health_s=0.5)
+        require(self.replicas <= 1000, f"fleet.replicas must be at most 1000, not {self.replicas}")
+        require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
+        require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")
+
+
+@dataclass(frozen=True)
 class Config:
     """The whole configuration. Each part of jgr is given only the sections that it reads."""
 
@@ -376,6 +402,7 @@ class Config:
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)

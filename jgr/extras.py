@@ -13,6 +13,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),
     "otel": ("opentelemetry",),
+    "cluster": ("ray",),
 }
 """The modules of each extra."""
 

@@ -255,6 +255,10 @@ class CacheMeta:
         """The number of entries of a kind on the device."""
         return len(self._entries[kind])
 
+    def names(self, kind: str) -> Iterator[Name]:
+        """The names of the entries on the device that hold anything, the last used first."""
+        return (name for name, entry in reversed(self._entries[kind].items()) if entry.tokens)
+
     def fragmentation(self, kind: str) -> float:
         """Share of the kind's pages that nothing valid fills: ends of cells and of pages, and cells that are free."""
         room = self.used(kind) * self.pages.page_bytes

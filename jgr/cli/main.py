@@ -35,6 +35,7 @@ COMMANDS = {
     "train": "jgr.cli.train",
     "retrieve": "jgr.cli.retrieve",
     "serve": "jgr.cli.serve",
+    "cluster": "jgr.cli.cluster",
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",
     "profile": "jgr.cli.profile",

@@ -132,7 +132,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._cold(scope, receive, send)
-        arrival_ns = self.clock()
+        arrival_ns = self.clock() - scope.get("jgr.waited_ns", 0)  # where it has come from another process
         departure = scope.setdefault("jgr.departure", Departure())
         path, key, request_id = scope["path"], b"", ""
         for name, value in scope["headers"]:

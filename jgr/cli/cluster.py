@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr cluster`: serves one or several models by replicas on Ray Serve, until SIGTERM or Ctrl-C.
+
+Models are given as for `jgr serve`. Without --address Ray is started on this machine and ends with the command; with it
+the application is deployed on a cluster that is there, and stays. The URL is printed to stdout once a replica serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+from absl import flags
+
+from jgr import extras
+from jgr.cli import console
+
+HELP = "serve by several replicas on Ray Serve; needs jgr[cluster]"
+
+START_S = 1800.0
+
+_log = logging.getLogger(__name__)
+
+
+def define_flags() -> None:
+    flags.DEFINE_integer("replicas", None, "replicas; sets fleet.replicas", lower_bound=1)
+    flags.DEFINE_integer("port", None, "port to listen on; sets server.port")
+    flags.DEFINE_string("address", None, "address of a Ray cluster, or auto; default: Ray is started here")
+    flags.DEFINE_bool("null", False, "serve numbered items without a model, to measure the fleet alone")
+
+
+def main(argv: Sequence[str]) -> int:
+    values = flags.FLAGS
+    extras.require("cluster", "jgr cluster")
+    given = {"fleet.replicas": values.replicas, "server.port": values.port}
+    own = [f"{key}={value}" for key, value in given.items() if value is not None]
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell others of this cluster
+
+    from jgr.serving.cluster.replica import Source
+
+    source = Source(
+        tuple(map(os.path.abspath, argv)),
+        tuple(values.config),
+        (*console.environment(), *values.set, *own),
+        values.null,
+    )
+    config = source.configs()[0]  # before seconds of starting Ray
+    port = config.server.port or free_port(config.server.host)
+    ended = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        _log.info("%s: no more requests are taken, what was accepted is finished", signal.Signals(number).name)
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return _serve(source, config.server.host, port, values.address, ended)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now: Ray's proxies must be told one."""
+    with socket.create_server((host, 0)) as found:
+        port: int = found.getsockname()[1]
+    return port
+
+
+def _serve(source: object, host: str, port: int, address: str | None, ended: threading.Event) -> int:
+    import ray
+    from ray import serve
+
+    from jgr.serving.cluster.application import NAME, application
+
+    ray.init(address=address, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
+    try:
+        serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
+        serve.run(application(source), name=NAME, blocking=False)  # type: ignore[arg-type]
+        print(f"http://{host}:{port}", flush=True)
+        ended.wait()
+    finally:
+        if address is None:
+            serve.shutdown()
+        ray.shutdown()
+    _log.info("ended")
+    return 0

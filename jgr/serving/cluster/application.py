@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The application of Ray Serve: what is deployed, and how Ray runs it.
+
+`fleet` is the import path for `serve build`, `serve run` and KubeRay: jgr.serving.cluster.application:fleet, whose
+arguments are `models`, `configs` and `settings`, each a list as for `jgr serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from jgr.config import UserError
+from jgr.serving.cluster.front import Front
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.cluster.rollout import Rollouts
+
+NAME = "jgr"
+SPARE = 256
+"""Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
+ABOUT_S = 10.0
+
+
+class _Replicas:
+    """The replicas behind their handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def names(self) -> list[str]:
+        return sorted(self._found(await self._all()))
+
+    async def ask(self, name: str, asked: Asked) -> Answered:
+        return Answered(*await self._handle.answer.remote(Hint(to=name), asked))
+
+    async def about(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self._found(await self._all())[name]
+        return found
+
+    async def _all(self) -> list[Any]:
+        found: list[Any] = await self._handle.broadcast("about").results_async(
+            timeout_s=ABOUT_S, return_exceptions=True
+        )
+        return found
+
+    def _found(self, all: list[Any]) -> dict[str, Any]:
+        return {each["name"]: each for each in all if isinstance(each, dict) and each["status"] == "ready"}
+
+
+class Coordinator:
+    """The deployment of one replica through which every change of the fleet goes."""
+
+    def __init__(self, replicas: DeploymentHandle) -> None:
+        self._rollouts = Rollouts(_Replicas(replicas))
+
+    async def roll(self, path: str, asked: Asked) -> Answered:
+        return await self._rollouts.roll(path, asked)
+
+    async def state(self) -> dict[str, Any]:
+        return self._rollouts.state
+
+
+def application(source: Source) -> Application:
+    """The application that serves `source`. Raises ConfigError for what cannot be served."""
+    configs = source.configs()
+    first, fleet = configs[0], configs[0].fleet
+    queue = sum(config.batching.max_queue for config in configs)
+    replica = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=fleet.replicas,
+        max_ongoing_requests=queue + SPARE,
+        user_config={},
+        graceful_shutdown_timeout_s=first.server.drain_timeout_s + 10,
+        health_check_period_s=fleet.health_s,
+        health_check_timeout_s=fleet.health_s,
+        ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="jgr.serving.cluster.router.FleetRouter",
+            request_router_kwargs={
+                "rule": fleet.routing,
+                "bits": fleet.digest_bits,
+                "load": fleet.load,
+                "affinity": fleet.affinity,
+            },
+            request_routing_stats_period_s=fleet.report_s,
+        ),
+    )
+    many = fleet.replicas * (queue + SPARE)
+    light = {"num_cpus": 0}
+    replicas = replica.bind(source)
+    coordinator = serve.deployment(
+        Coordinator, name="Coordinator", num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
+    )
+    front = serve.deployment(
+        Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
+    )
+    built: Application = front.bind(first, replicas, coordinator.bind(replicas))
+    return built
+
+
+def fleet(arguments: Mapping[str, Any]) -> Application:
+    """The application by the arguments of a Serve configuration file. Raises UserError for what is not one."""
+    known = {"models": "folders", "configs": "files", "settings": "assignments"}
+    unknown = sorted(arguments.keys() - known.keys())
+    if unknown:
+        raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    lists = {known[name]: tuple(map(str, given)) for name, given in arguments.items()}
+    return application(Source(**lists))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router knows of a request: a glance at its body. The replica that gets it reads and checks it whole."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Struct
+
+from jgr.serving.known_items import user_entry
+
+WORK = ("/v1/recommend", "/v1/rank", "/v1/rerank", "/v1/score", "/v1/explain/recommend", "/v1/explain/rank")
+USERS, PREFILL = "/v1/users/", "/prefill"
+
+
+class Hint(NamedTuple):
+    """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
+    left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
+    replica that is meant; "": any. sender: the router's name.
+    """
+
+    user: str = ""
+    events: int = 0
+    items: tuple[str, ...] = ()
+    left_ms: float | None = None
+    waited_ms: float = 0.0
+    to: str = ""
+    sender: str = ""
+
+
+class _Glance(Struct):
+    """The fields that matter here, of any request; `documents` are the candidates of a rerank."""
+
+    user_id: Any = None
+    history: list[msgspec.Raw] = []
+    candidates: Any = ()
+    documents: Any = ()
+    deadline_ms: Any = None
+
+
+_decode = msgspec.json.Decoder(_Glance).decode
+
+
+def glance(path: str, body: bytes, tenant: str = "") -> Hint:
+    """The hint of a request for a model's work; of one that cannot be read, and of others, an empty one."""
+    hinted = path.startswith(USERS) and path.endswith(PREFILL)
+    if path not in WORK and not hinted:
+        return Hint()
+    try:
+        seen = _decode(body)
+    except msgspec.MsgspecError:
+        return Hint()
+    user: Any = unquote(path[len(USERS) : -len(PREFILL)]) if hinted else seen.user_id
+    items = seen.candidates or seen.documents
+    deadline = seen.deadline_ms
+    return Hint(
+        user=user_entry(user, tenant) if isinstance(user, str) and user else "",
+        events=len(seen.history),
+        items=tuple(str(item) for item in items) if isinstance(items, list) else (),
+        left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,
+    )

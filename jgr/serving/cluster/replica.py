@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica: the models and the HTTP application of `jgr serve`, asked by Ray in place of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from jgr.config import Config
+from jgr.serving.api import RankRequest, RecommendRequest
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Answered, Asked, ask
+from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.errors import RequestError
+from jgr.serving.http.server import App
+from jgr.serving.policies.digests import digest
+from jgr.serving.policies.routing import Report
+from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.served_models import Models, serves
+from jgr.serving.versions.sources import configurations, load_all
+
+_log = logging.getLogger(__name__)
+
+FILL = 8
+"""A digest names at most one entry for so many bits: the entries that were used last."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is served, as for `jgr serve`: folders, configuration files, and single fields."""
+
+    folders: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    assignments: tuple[str, ...] = ()
+    null: bool = False
+
+    def configs(self) -> list[Config]:
+        """Raises ConfigError for what cannot be served."""
+        return configurations(self.files, self.assignments, self.folders, loaded=not self.null)
+
+
+class Replica:
+    """The deployment that Ray starts several times. name: this replica's own, as routers know it."""
+
+    def __init__(self, source: Source, name: str = "") -> None:
+        configs = source.configs()
+        loaded = load_all(source.folders, source.assignments, configs, source.null)
+        self._config = configs[0]
+        self.name = name or _own_name()
+        self.models = Models([Deployment(engine, config.catalog, load) for engine, load, config in loaded])
+        self._app = App(self.models, self._config.server)
+        self._starting: asyncio.Task[None] | None = None
+        self._work = Work()
+        self._shape: dict[str, float] = {}
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Ray calls it before the first request: the replica is there once its programs are compiled."""
+        await self.start()
+
+    async def start(self) -> None:
+        """Compile. Raises what a warm-up raises."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        await self.models.start(lambda done, total, label: None)
+        self._shape = shape(self.models)
+
+    async def answer(self, hint: Hint, asked: Asked) -> Answered:
+        """The answer of the HTTP application."""
+        tokens = self._tokens(hint)
+        self._work.begin(hint.sender, tokens, self._now_ns())
+        try:
+            return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
+        finally:
+            self._work.end(hint.sender, tokens, self._now_ns())
+
+    async def about(self) -> dict[str, Any]:
+        """Name, status and versions: what a rollout and the whole view ask for."""
+        return {
+            "name": self.name,
+            "status": self.models.status,
+            "waiting": self.models.waiting,
+            "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
+            "metrics": self.models.render_metrics().decode(),
+        }
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What routers are told; Ray asks for it every so often."""
+        bits = self._config.fleet.digest_bits
+        most = (1 << bits) // FILL
+        return {
+            "users": digest(islice(self._held("user"), most), bits),
+            "items": digest(islice(self._held("item"), most), bits),
+            "sent": self._work.mean(self._now_ns()),
+            **self._shape,
+        }
+
+    async def check_health(self) -> None:
+        """Raises where Ray is to replace this replica."""
+        if self.models.status == "failed":
+            raise RuntimeError(f"a model of replica {self.name} failed")
+
+    async def __del__(self) -> None:
+        """Ray calls it, and waits for it, when the requests that it has sent are answered."""
+        await self.models.drain(self._config.server.drain_timeout_s)
+        self.models.join(1.0)
+
+    def _held(self, kind: str) -> Iterator[str]:
+        """The names of what is cached, of all models, the last used first."""
+        for deployment in self.models.deployments:
+            meta, catalog = deployment.engine.meta, deployment.engine.served.catalog
+            if meta is None or kind not in meta.kinds:
+                continue
+            for name in meta.names(kind):
+                yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
+
+    def _tokens(self, hint: Hint) -> float:
+        of = self._shape
+        return (
+            of.get("other_tokens", 1.0)
+            + of.get("event_tokens", 1.0) * hint.events
+            + of.get("item_tokens", 1.0) * len(hint.items)
+        )
+
+    def _now_ns(self) -> int:
+        return self.models.deployments[0].engine.clock()
+
+
+class Work:
+    """Tokens in flight by who has sent them, and their mean over time."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = {}
+        self._sum: dict[str, float] = {}  # token-ns since `_since_ns`
+        self._at_ns: int | None = None
+        self._since_ns = 0
+
+    def begin(self, sender: str, tokens: float, now_ns: int) -> None:
+        self._go_on(now_ns)
+        self._now[sender] = self._now.get(sender, 0.0) + tokens
+
+    def end(self, sender: str, tokens: float, now_ns: int) -> None:
+        self._go_on(now_ns)
+        left = self._now[sender] - tokens
+        if left > 0.5:
+            self._now[sender] = left
+        else:
+            del self._now[sender]
+
+    def mean(self, now_ns: int) -> Mapping[str, float]:
+        """The means since the last call."""
+        self._go_on(now_ns)
+        took = max(1, now_ns - self._since_ns)
+        found = {sender: total / took for sender, total in self._sum.items() if total}
+        self._sum, self._since_ns = {}, now_ns
+        return found
+
+    def _go_on(self, now_ns: int) -> None:
+        if self._at_ns is None:
+            self._at_ns = self._since_ns = now_ns
+        for sender, tokens in self._now.items():
+            self._sum[sender] = self._sum.get(sender, 0.0) + tokens * (now_ns - self._at_ns)
+        self._at_ns = now_ns
+
+
+def report(stats: Mapping[str, Any]) -> Report:
+    """A replica's stats as the routing policy takes them."""
+    return Report(users=stats.get("users", b""), items=stats.get("items", b""), sent=stats.get("sent", {}))
+
+
+def shape(models: Models) -> dict[str, float]:
+    """Tokens of a prompt: of an event of the history, of a candidate, and of all else. Of the first model that ranks,
+    else of the first, by its first items, which stand for the others."""
+    engines: list[AnyEngine] = [deployment.engine for deployment in models.deployments]
+    engine = next((one for one in engines if serves(one.info, "rank")), engines[0])
+    ids = list(islice(engine.served.catalog.item_ids, 8))
+
+    def tokens(events: int, candidates: int) -> int:
+        if serves(engine.info, "rank"):
+            request = RankRequest(history=ids[:events], candidates=ids[:candidates])
+        else:
+            request = RecommendRequest(history=ids[:events], top_k=1)
+        return int(engine.served.prepare(request, "").usage.prompt_tokens)
+
+    some = len(ids)
+    if some < 2:
+        return {}
+    try:
+        one = tokens(1, 1)
+        event, item = (tokens(some, 1) - one) / (some - 1), (tokens(1, some) - one) / (some - 1)
+    except RequestError:  # it needs more of a request, such as times
+        return {}
+    return {"event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item)}
+
+
+def _own_name() -> str:
+    from ray import serve
+
+    name: str = serve.get_replica_context().replica_id.unique_id
+    return name

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing policy as the request router of Ray Serve, which calls it in each process that sends to replicas.
+
+What Ray tells of requests' ends is told for refused attempts too, and not in order, so bookings go by Ray's id of the
+request, and by the replica. It keeps no score, so each replica is a rank of its own. It may ask for no request at all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.replica import report
+from jgr.serving.policies.routing import Ask, Router
+
+NAME = f"{socket.gethostname()}:{os.getpid()}"
+"""This process, as replicas name it in their reports."""
+TRIES = 3
+"""So many of the best replicas are tried before all are ranked anew."""
+
+
+class FleetRouter(RequestRouter):  # type: ignore[misc]
+    """All is called on one event loop, that of Ray's router."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        self._policy = Router(NAME, **settings)
+        self._heard: dict[str, Any] = {}  # the last stats of each replica
+        self._shape: dict[str, float] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._policy.become(by_name)
+        self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
+        for name, replica in by_name.items():
+            stats = replica.routing_stats
+            if stats and self._heard.get(name) is not stats:
+                self._heard[name] = stats
+                self._policy.heard(name, report(stats))
+                self._shape = stats
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._policy.become(name for name in self._policy.nodes if name != replica_id.unique_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        hint = _hint(pending_request)
+        if pending_request is None or (hint.to and hint.to not in by_name):
+            return [[replica] for replica in candidate_replicas]
+        if hint.to:
+            return [[by_name[hint.to]]]
+        if by_name.keys() != set(self._policy.nodes):
+            self._policy.become(by_name)
+        now_ns = time.monotonic_ns()
+        ask = self._ask(hint, pending_request)
+        best = self._policy.rank(ask, now_ns)[:TRIES]
+        # Before it has arrived: what is chosen until then must know of it.
+        self._policy.sent(ask, best[0], now_ns)
+        return [[by_name[name]] for name in best]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        ask = self._ask(_hint(pending_request), pending_request)
+        self._policy.sent(ask, replica_id.unique_id, time.monotonic_ns())
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._policy.ended(internal_request_id, replica_id.unique_id)
+
+    def _ask(self, hint: Hint, pending: PendingRequest) -> Ask:
+        of = self._shape
+        return Ask(
+            id=pending.metadata.internal_request_id,
+            user=hint.user,
+            user_tokens=of.get("event_tokens", 1.0) * hint.events,
+            items=hint.items,
+            item_tokens=of.get("item_tokens", 1.0),
+            other_tokens=of.get("other_tokens", 1.0),
+            left_ns=None if hint.left_ms is None else round((hint.left_ms - hint.waited_ms) * 1e6),
+        )
+
+
+def _hint(pending: PendingRequest | None) -> Hint:
+    """The hint that a Front has put before the request."""
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Hint) else Hint()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fleet says of itself, made of what its replicas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from jgr.serving.api import Erased
+from jgr.serving.cluster.relay import Answered, Headers
+from jgr.serving.engine.metrics import CONTENT_TYPE
+from jgr.serving.errors import RequestError
+
+NODE = "replica"
+"""The label of each series: the replica that it is of."""
+
+
+class _Found:
+    """Families of series as a registry takes them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def merged(texts: Mapping[str, str]) -> bytes:
+    """The series of each replica, by its name, as one text; each has the replica as a label more."""
+    families: dict[str, Metric] = {}
+    for name, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [sample._replace(labels={**sample.labels, NODE: name}) for sample in family.samples]
+    registry = CollectorRegistry()
+    registry.register(_Found(families.values()))
+    return generate_latest(registry)
+
+
+def merged_metrics(first: Answered, about: Sequence[Mapping[str, Any]]) -> Answered:
+    """/metrics of the fleet; `first` is one replica's answer."""
+    body = merged({each["name"]: each["metrics"] for each in about})
+    return Answered(200, _headers(first, body, CONTENT_TYPE), body)
+
+
+def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) -> Answered:
+    """/health/ready of the fleet, which serves where one replica does. Raises RequestError where none does."""
+    if first.status in (401, 403):
+        return first
+    ready = sum(each["status"] == "ready" for each in about)
+    if not ready:
+        waiting = next((each["waiting"] for each in about if each["waiting"]), "starting")
+        raise RequestError("unavailable", f"the server is {waiting}")
+    body = msgspec.json.encode({"status": "ready", "replicas": ready, "of": wanted})
+    return Answered(200, _headers(first, body, "application/json"), body)
+
+
+def erased(found: Sequence[Answered | Exception], wanted: int) -> Answered:
+    """The answer to an erasure, which every replica must have done. Raises RequestError where one has not."""
+    answers = [each for each in found if isinstance(each, Answered)]
+    refused = next((each for each in answers if each.status != 200), None)
+    if refused is not None:
+        return refused
+    if len(answers) < max(1, len(found)):
+        lost = len(found) - len(answers)
+        raise RequestError("unavailable", f"{lost} of {len(found)} replicas did not answer; ask again")
+    entries = sum(msgspec.json.decode(each.body, type=Erased).entries for each in answers)
+    body = msgspec.json.encode(Erased(entries=entries))
+    return Answered(200, _headers(answers[0], body, "application/json"), body)
+
+
+def _headers(first: Answered, body: bytes, content_type: str) -> Headers:
+    own = {b"content-type": content_type.encode(), b"content-length": b"%d" % len(body)}
+    return [*((name, value) for name, value in first.headers if name.lower() not in own), *own.items()]
