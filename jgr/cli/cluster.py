@@ -12,17 +12,28 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from jgr import extras
 from jgr.cli import console
 
+if TYPE_CHECKING:
+    from jgr.serving.cluster.replica import Source
+
 HELP = "serve by several replicas on Ray Serve; needs jgr[cluster]"
 
-START_S = 1800.0
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it would tell others of this cluster
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
+}
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+"""Of Ray's part of each process; `server.access_log` is the servers' own."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     extras.require("cluster", "jgr cluster")
     given = {"fleet.replicas": values.replicas, "server.port": values.port}
     own = [f"{key}={value}" for key, value in given.items() if value is not None]
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell others of this cluster
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
     from jgr.serving.cluster.replica import Source
 
@@ -57,9 +69,7 @@ def main(argv: Sequence[str]) -> int:
         _log.info("%s: no more requests are taken, what was accepted is finished", signal.Signals(number).name)
         ended.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return _serve(source, config.server.host, port, values.address, ended)
+    return _serve(source, config.server.host, port, values.address, ended, stop)
 
 
 def free_port(host: str) -> int:
@@ -69,16 +79,25 @@ def free_port(host: str) -> int:
     return port
 
 
-def _serve(source: object, host: str, port: int, address: str | None, ended: threading.Event) -> int:
+def _serve(
+    source: Source,
+    host: str,
+    port: int,
+    address: str | None,
+    ended: threading.Event,
+    stop: Callable[[int, FrameType | None], None],
+) -> int:
     import ray
     from ray import serve
 
     from jgr.serving.cluster.application import NAME, application
 
-    ray.init(address=address, include_dashboard=False, log_to_driver=True, logging_level=logging.WARNING)
+    ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
+        signal.signal(number, stop)
     try:
         serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
-        serve.run(application(source), name=NAME, blocking=False)  # type: ignore[arg-type]
+        serve.run(application(source), name=NAME, logging_config=LOGGING)
         print(f"http://{host}:{port}", flush=True)
         ended.wait()
     finally:

@@ -75,7 +75,8 @@ class Front:
             return
         except RequestError as error:
             answered = _refusal(error, request_id, path)
-        await reply(send, answered)
+        own = [each for each in answered.headers if each[0].lower() != b"x-request-id"]  # Ray's proxy sends it
+        await reply(send, answered._replace(headers=own))
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float) -> Answered:
         if asked.method == "POST" and path.startswith(ADMIN_PATHS):

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router is told of a request, of good bodies and of any others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jgr.serving.cluster.hints import WORK, Hint, glance
+from jgr.serving.known_items import user_entry
+
+
+def test_a_ranking_names_its_user_candidates_events_and_deadline() -> None:
+    body = {"user_id": "ada", "history": ["a", 7, "c"], "candidates": ["x", 12], "deadline_ms": 80, "top_k": 3}
+    found = glance("/v1/rank", json.dumps(body).encode(), tenant="shop/")
+    assert found == Hint(user=user_entry("ada", "shop/"), events=3, items=("x", "12"), left_ms=80.0)
+
+
+def test_the_documents_of_a_rerank_are_its_candidates() -> None:
+    body = b'{"history": ["a"], "documents": ["x", "y"]}'
+    assert glance("/v1/rerank", body) == Hint(events=1, items=("x", "y"))
+
+
+def test_a_hint_to_compute_a_user_is_for_that_user() -> None:
+    assert glance("/v1/users/a%2Fb/prefill", b'{"history": []}').user == user_entry("a/b")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/rank", b"no json"),
+        ("/v1/rank", b"[]"),
+        ("/v1/rank", b'{"history": 3}'),
+        ("/v1/models", b'{"user_id": "ada"}'),
+        ("/v1/users/ada/cache", b'{"user_id": "ada"}'),
+    ],
+)
+def test_others_have_an_empty_one(path: str, body: bytes) -> None:
+    assert glance(path, body) == Hint()
+
+
+def test_fields_of_other_types_are_left_to_the_replica() -> None:
+    body = b'{"user_id": 5, "history": [{}], "candidates": "all", "deadline_ms": "soon"}'
+    assert glance("/v1/rank", body) == Hint(events=1)
+    assert glance("/v1/rank", b'{"deadline_ms": -1, "user_id": ""}') == Hint()
+
+
+_anything = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=8) | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_fields = st.sampled_from(["user_id", "history", "candidates", "documents", "deadline_ms", "other"])
+
+
+@given(st.sampled_from(WORK), st.dictionaries(_fields, _anything) | _anything)
+def test_no_body_breaks_it(path: str, body: object) -> None:
+    found = glance(path, json.dumps(body).encode())
+    assert isinstance(found.user, str) and found.events >= 0
+    assert all(isinstance(item, str) for item in found.items)
+    assert found.left_ms is None or found.left_ms > 0

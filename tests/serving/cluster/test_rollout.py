@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a fleet, one replica after the other, and where they stop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.rollout import Rollouts
+from jgr.serving.errors import RequestError
+
+RELOAD = Asked("POST", "/v1/models/m/reload", b"", [], b"")
+
+
+class Replicas:
+    """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. slow: looks that a
+    change takes."""
+
+    def __init__(self, *names: str, bad: tuple[str, ...] = (), refuses: tuple[str, ...] = (), slow: int = 2) -> None:
+        self.versions = dict.fromkeys(names, 1)
+        self.bad, self.refuses, self.slow = bad, refuses, slow
+        self.asked: list[tuple[str, str]] = []
+        self.left: dict[str, int] = {}
+        self.states: dict[str, tuple[str, str | None]] = dict.fromkeys(names, ("never", None))
+        self.most_changing = 0
+
+    async def names(self) -> list[str]:
+        return sorted(self.versions)
+
+    async def ask(self, name: str, asked: Asked) -> Answered:
+        self.asked.append((name, asked.path.rpartition("/")[2]))
+        if name in self.refuses:
+            return Answered(409, [], b"not now")
+        self.left[name] = self.slow
+        self.states[name] = ("running", None)
+        self.most_changing = max(self.most_changing, sum(state == "running" for state, _ in self.states.values()))
+        if asked.path.endswith("rollback"):
+            self.versions[name] -= 1
+            self.states[name] = ("done", None)
+        return Answered(202, [], b"{}")
+
+    async def about(self, name: str) -> dict[str, Any]:
+        self.left[name] -= 1
+        if self.left[name] <= 0 and self.states[name][0] == "running":
+            if name in self.bad:
+                self.states[name] = ("failed", "the probe failed")
+            else:
+                self.versions[name] += 1
+                self.states[name] = ("done", None)
+        return {"models": {"m": (f"m@{self.versions[name]}", *self.states[name])}}
+
+
+async def _at_once(seconds: float) -> None:
+    await asyncio.sleep(0)
+
+
+def rolled(replicas: Replicas) -> tuple[Answered, dict[str, Any]]:
+    async def run() -> tuple[Answered, dict[str, Any]]:
+        rollouts = Rollouts(replicas, _at_once)
+        answered = await rollouts.roll(RELOAD.path, RELOAD)
+        await rollouts.settled()
+        return answered, rollouts.state
+
+    return asyncio.run(run())
+
+
+def test_one_replica_changes_after_the_other() -> None:
+    replicas = Replicas("a", "b", "c")
+    answered, state = rolled(replicas)
+    assert (answered.status, state["state"], state["done"]) == (202, "done", ["a", "b", "c"])
+    assert replicas.versions == {"a": 2, "b": 2, "c": 2}
+    assert replicas.asked == [("a", "reload"), ("b", "reload"), ("c", "reload")]
+    assert replicas.most_changing == 1
+
+
+def test_where_the_first_ones_probe_fails_no_other_is_asked() -> None:
+    replicas = Replicas("a", "b", "c", bad=("a",))
+    _, state = rolled(replicas)
+    assert (state["state"], state["replica"], state["done"]) == ("failed", "a", [])
+    assert "the probe failed" in state["error"]
+    assert replicas.asked == [("a", "reload")] and set(replicas.versions.values()) == {1}
+
+
+def test_where_a_later_one_fails_those_before_go_back() -> None:
+    replicas = Replicas("a", "b", "c", bad=("c",))
+    _, state = rolled(replicas)
+    assert (state["state"], state["replica"], state["back"]) == ("failed", "c", ["a", "b"])
+    assert replicas.versions == {"a": 1, "b": 1, "c": 1}
+
+
+def test_where_a_later_one_refuses_those_before_go_back() -> None:
+    replicas = Replicas("a", "b", refuses=("b",))
+    _, state = rolled(replicas)
+    assert "answered 409: not now" in state["error"]
+    assert replicas.versions == {"a": 1, "b": 1}
+
+
+def test_what_the_first_refuses_is_refused_and_changes_nothing() -> None:
+    replicas = Replicas("a", "b", refuses=("a",))
+    answered, state = rolled(replicas)
+    assert (answered.status, state) == (409, {"state": "never"})
+    assert replicas.asked == [("a", "reload")]
+
+
+def test_one_change_at_a_time_and_none_without_replicas() -> None:
+    async def run() -> None:
+        rollouts = Rollouts(Replicas("a", slow=5), _at_once)
+        await rollouts.roll(RELOAD.path, RELOAD)
+        with pytest.raises(RequestError, match="another change") as refused:
+            await rollouts.roll(RELOAD.path, RELOAD)
+        assert refused.value.type == "conflict"
+        await rollouts.settled()
+        assert (await rollouts.roll(RELOAD.path, RELOAD)).status == 202
+        await rollouts.settled()
+        with pytest.raises(RequestError, match="no replica"):
+            await Rollouts(Replicas(), _at_once).roll(RELOAD.path, RELOAD)
+
+    asyncio.run(run())

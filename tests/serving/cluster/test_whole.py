@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fleet says of itself, from what its replicas say; requests and answers as plain data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
+
+from jgr.serving.cluster.relay import Answered, Asked, ask, read
+from jgr.serving.cluster.replica import Work
+from jgr.serving.cluster.whole import erased, merged, readiness
+from jgr.serving.errors import RequestError
+from jgr.serving.http.server import App
+from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.served_models import Models
+from tests.serving.fakes import make_config, make_engine
+
+
+def text(requests: int, seconds: float) -> str:
+    registry = CollectorRegistry()
+    Counter("jgr_requests", "Requests.", ["status"], registry=registry).labels("200").inc(requests)
+    Histogram("jgr_seconds", "Seconds.", buckets=(1.0, 2.0), registry=registry).observe(seconds)
+    return generate_latest(registry).decode()
+
+
+def test_every_series_of_every_replica_is_there_once_with_the_replicas_name() -> None:
+    whole = merged({"a": text(3, 0.5), "b": text(5, 1.5)}).decode()
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(whole)
+        for sample in family.samples
+    }
+    assert found[("jgr_requests_total", ("replica", "a"), ("status", "200"))] == 3
+    assert found[("jgr_requests_total", ("replica", "b"), ("status", "200"))] == 5
+    assert found[("jgr_seconds_bucket", ("le", "1.0"), ("replica", "a"))] == 1
+    assert found[("jgr_seconds_bucket", ("le", "1.0"), ("replica", "b"))] == 0
+    assert found[("jgr_seconds_sum", ("replica", "b"))] == 1.5
+    assert whole.count("# TYPE jgr_requests_total counter") == 1
+
+
+def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
+    done = Answered(200, [(b"content-type", b"application/json")], b'{"entries": 2}')
+    assert json.loads(erased([done, done], 2).body) == {"entries": 4}
+    with pytest.raises(RequestError, match="1 of 2 replicas did not answer") as refused:
+        erased([done, TimeoutError()], 2)
+    assert refused.value.type == "unavailable"
+    forbidden = Answered(403, [], b"{}")
+    assert erased([done, forbidden], 2) is forbidden
+
+
+def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
+    well = Answered(200, [], b"")
+    about = [{"status": "ready", "waiting": ""}, {"status": "starting", "waiting": "starting: 1 of 2"}]
+    assert json.loads(readiness(well, about, 2).body) == {"status": "ready", "replicas": 1, "of": 2}
+    with pytest.raises(RequestError, match="starting: 1 of 2"):
+        readiness(well, about[1:], 2)
+    assert readiness(Answered(401, [], b""), about, 2).status == 401
+
+
+def test_the_work_of_a_router_is_its_mean_over_time() -> None:
+    work = Work()
+    work.begin("r", 100.0, 0)
+    work.begin("s", 40.0, 0)
+    work.end("s", 40.0, 250)
+    work.begin("r", 50.0, 500)
+    assert work.mean(1000) == {"r": 125.0, "s": 10.0}
+    work.end("r", 100.0, 1000)
+    work.end("r", 50.0, 1500)
+    assert work.mean(2000) == {"r": 25.0}
+    assert work.mean(3000) == {}
+
+
+def test_a_request_without_a_socket_is_answered_as_over_one() -> None:
+    async def run() -> None:
+        config = make_config()
+        engine = make_engine(config)
+        models = Models([Deployment(engine, config.catalog)])
+        await models.start(lambda *_: None)
+        app = App(models, config.server)
+        body = json.dumps({"history": ["a"], "top_k": 2}).encode()
+        answered = await ask(app, Asked("POST", "/v1/recommend", b"", [(b"x-request-id", b"mine")], body))
+        assert answered.status == 200
+        assert [item["item_id"] for item in json.loads(answered.body)["items"]] == ["c", "d"]
+        assert dict(answered.headers)[b"x-request-id"] == b"mine"
+        late = await ask(
+            app,
+            Asked("POST", "/v1/recommend", b"", [], b'{"history": ["a"], "top_k": 1, "deadline_ms": 50}'),
+            **{"jgr.waited_ns": 60_000_000},
+        )
+        assert late.status in (429, 504), "its time was over before it came here"
+        missing = await ask(app, Asked("GET", "/v1/items/%C3%A4%2F", b"", [], b""))
+        assert missing.status == 404 and "ä/" in missing.body.decode()
+        assert await models.drain(5.0)
+        assert models.join(10)
+
+    asyncio.run(run())
+
+
+def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
+    async def run() -> None:
+        messages: list[Message] = [
+            {"type": "http.request", "body": b"ab", "more_body": True},
+            {"type": "http.request", "body": b"cd"},
+        ]
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        scope = {"method": "POST", "path": "/ä", "raw_path": b"/%C3%A4", "query_string": b"q=1", "headers": []}
+        saved = list(messages)
+        assert await read(scope, receive, 4) == Asked("POST", "/%C3%A4", b"q=1", [], b"abcd")
+        messages = list(saved)
+        with pytest.raises(RequestError) as refused:
+            await read(scope, receive, 3)
+        assert refused.value.type == "body_too_large"
+        messages = [saved[0], {"type": "http.disconnect"}]
+        with pytest.raises(ConnectionError):
+            await read(scope, receive, 4)
+
+    asyncio.run(run())
