@@ -2,8 +2,8 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's. Where that is missing they are deselected, not skipped, and the summary says
-how many ran: an absent check must not look like a passed one.
+or `fish` runs that program of Debian's, and one marked `ray` the package. Where that is missing they are deselected, not
+skipped, and the summary says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections import Counter
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
-_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM, "zsh": ZSH, "fish": FISH}
-"""Debian's programs that tests are marked with, by the packages' names: where they are, "" where they are not."""
+_RAY = getattr(find_spec("ray"), "origin", "")
+_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM, "zsh": ZSH, "fish": FISH, "ray": _RAY}
+"""What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
 _LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
 _NEEDS = ("data", "gpu", *_PROGRAMS)

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jgr cluster` as its clients meet it: two replicas on a real Ray, over HTTP, through a kill and a reload.
+
+Ray is started once for the file, and its tests go on from one to the next: the last ones change the fleet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import urllib3
+from prometheus_client.parser import text_string_to_metric_families
+
+import jgr
+from jgr.catalog.catalog import load_catalog
+from jgr.models import manifest
+from tests.serving.decoders.test_cached_server import make_config as make_ranker
+from tests.serving.fakes import PATIENCE_S
+from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
+
+pytestmark = pytest.mark.ray
+
+LONG_S = 300.0
+"""A replica that starts compiles."""
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
+ROOT = Path(__file__).resolve().parents[3]
+IDS = [f"B{row:03}" for row in range(N_ITEMS)]
+HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
+CANDIDATES = ["i1", "i2", "i3"]
+KEPT = [[f"i{(start + event) % 30}" for event in range(12)] for start in range(12)]
+"""Histories of users whom the ranker keeps."""
+
+
+@dataclass
+class Fleet:
+    """A fleet that runs. folder: of its model, which a reload reads again."""
+
+    url: str
+    folder: Path
+    process: subprocess.Popen[str]
+
+    def client(self, **options: Any) -> jgr.Client:
+        return jgr.Client(self.url, timeout_s=PATIENCE_S, **options)
+
+    def series(self, name: str) -> dict[tuple[str, ...], float]:
+        """The values of a series, by its labels' values."""
+        text = self.get("/metrics").decode()
+        return {
+            tuple(value for _, value in sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    def get(self, path: str) -> bytes:
+        status, body = self.ask("GET", path)
+        assert status == 200, body
+        return body
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+        answer = urllib3.request(
+            method,
+            self.url + path,
+            body=None if body is None else json.dumps(body),
+            headers=headers,
+            timeout=PATIENCE_S,
+            retries=False,
+        )
+        return answer.status, answer.data
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    manifest.write(folder, make_folder(folder), make_catalog())
+    ranker = folder.parent / "ranker"
+    manifest.write(ranker, make_ranker(ranker, "model.name=ranker"), load_catalog(ranker / "catalog.jsonl"))
+    settings = [f"--set={setting}" for setting in ("server.admin_key=4dm1n", "fleet.health_s=1")]
+    log = tmp_path_factory.mktemp("log") / "stderr"
+    with log.open("w") as errors:
+        command = ["cluster", str(folder), str(ranker), "--replicas=2", "--port=0", *settings]
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, *command],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"RAY_TMPDIR": str(tmp_path_factory.mktemp("r"))},
+        )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert url, log.read_text()
+    yield Fleet(url, folder, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0, log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def alone(fleet: Fleet) -> Iterator[jgr.Engine]:
+    """The same model in this process."""
+    engine = jgr.Engine(str(fleet.folder))
+    yield engine
+    engine.close()
+
+
+def scores(answer: jgr.Answer) -> dict[str, float]:
+    return {item.item_id: item.score for item in answer.items}
+
+
+def test_answers_are_those_of_one_engine(fleet: Fleet, alone: jgr.Engine) -> None:
+    with fleet.client() as client:
+        for of in (
+            lambda one: one.recommend(HISTORIES, top_k=5),
+            lambda one: one.rank(HISTORIES, [IDS[:6]] * len(HISTORIES)),
+        ):
+            for ours, theirs in zip(of(client), of(alone), strict=True):
+                assert scores(ours) == pytest.approx(scores(theirs), abs=1e-4)
+    asked = {name: count for (path, name, _), count in fleet.series("jgr_requests_total").items() if "rank" in path}
+    assert sum(asked.values()) == len(HISTORIES)
+    assert len(asked) == 2, "both were asked"
+
+
+def test_a_user_comes_back_to_the_replica_that_has_them(fleet: Fleet) -> None:
+    users = [f"user-{number}" for number in range(len(KEPT))]
+    with fleet.client(model="ranker") as client:
+        for round in range(3):
+            for user, history in zip(users, KEPT, strict=True):
+                answer = client.rank(history, CANDIDATES, user_id=user, layout="user_prefix")
+                assert (answer.usage.cached_tokens > 0) == (round > 0), (user, round)
+
+
+def test_an_erasure_reaches_the_replica_that_has_the_user(fleet: Fleet) -> None:
+    with fleet.client(model="ranker") as client:
+        client.rank(KEPT[0], CANDIDATES, user_id="gone", layout="user_prefix")
+    assert json.loads(fleet.ask("DELETE", "/v1/users/gone/cache")[1]) == {"entries": 1}
+    assert json.loads(fleet.ask("DELETE", "/v1/users/gone/cache")[1]) == {"entries": 0}
+
+
+def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
+    status, body = fleet.ask("POST", "/v1/recommend", {"history": ["B000"], "topk": 1}, **{"X-Request-Id": "mine"})
+    error = json.loads(body)["error"]
+    assert (status, error["field"], error["request_id"]) == (422, "topk", "mine")
+    assert fleet.ask("GET", "/v1/rank")[0] == 405
+    assert fleet.ask("GET", "/v1/nothing")[0] == 404
+    assert fleet.ask("POST", "/v1/models/tiny/reload")[0] == 401
+    large = fleet.ask("POST", "/v1/recommend", {"history": ["B000"] * 300_000})
+    assert (large[0], json.loads(large[1])["error"]["type"]) == (413, "body_too_large")
+
+
+def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
+    assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 2, "of": 2}
+    assert len(names(fleet)) == 2
+    assert json.loads(fleet.get("/v1/models"))["data"][0]["id"] == "tiny"
+
+
+@dataclass
+class Load:
+    """Clients that ask on and on, and what they got."""
+
+    fleet: Fleet
+    expected: Sequence[dict[str, float]]
+    statuses: Counter[str] = field(default_factory=Counter)
+    wrong: list[Any] = field(default_factory=list)
+    versions: Counter[str] = field(default_factory=Counter)
+
+    def __enter__(self) -> Load:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._go, args=(number,)) for number in range(6)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _go(self, number: int) -> None:
+        at = number
+        while not self._stop.is_set():
+            at = (at + 5) % len(HISTORIES)
+            status, body = self.fleet.ask("POST", "/v1/recommend", {"history": HISTORIES[at], "top_k": 5})
+            self.statuses[str(status)] += 1
+            answer = json.loads(body)
+            if status != 200:
+                self.wrong.append(answer)
+                continue
+            self.versions[answer["model"]] += 1
+            found = {item["item_id"]: item["score"] for item in answer["items"]}
+            if self.expected and found != pytest.approx(self.expected[at], abs=1e-4):
+                self.wrong.append((at, found))
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Go on until it holds, and some requests more."""
+        ends_s = time.monotonic() + LONG_S
+        while not holds():
+            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
+        enough = sum(self.statuses.values()) + 60
+        while sum(self.statuses.values()) < enough:
+            assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
+
+
+def test_a_replica_that_is_killed_loses_no_request_and_is_replaced(fleet: Fleet, alone: jgr.Engine) -> None:
+    expected = [scores(answer) for answer in alone.recommend(HISTORIES, top_k=5)]
+    before = names(fleet)
+    victim = pids()[0]
+    with Load(fleet, expected) as load:
+        load.until(lambda: load.statuses["200"] > 30)
+        os.kill(victim, signal.SIGKILL)
+        load.until(lambda: ready(fleet) == 2 and names(fleet) != before)
+    assert (dict(load.statuses).keys(), load.wrong) == ({"200"}, [])
+
+
+def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fleet) -> None:
+    old = json.loads(fleet.get("/v1/models"))["data"][0]["version"]
+    manifest.write(fleet.folder, make_folder(fleet.folder, seed=2), make_catalog())
+    with Load(fleet, ()) as load:
+        status, body = fleet.ask("POST", "/v1/models/tiny/reload", authorization="Bearer 4dm1n")
+        assert status == 202, body
+        seen: list[str] = []
+
+        def changed() -> bool:
+            seen.append(json.loads(fleet.get("/v1/models"))["data"][0]["version"])
+            return len(seen) > 12 and old not in seen[-12:]
+
+        load.until(changed)
+    assert (dict(load.statuses).keys(), load.wrong) == ({"200"}, [])
+    assert old in load.versions and len(load.versions) == 2
+
+
+def pids() -> list[int]:
+    """The processes of the fleet's replicas."""
+    found = subprocess.run(
+        ["pgrep", "-f", "^ray::ServeReplica:jgr:Replica"], capture_output=True, text=True, check=True
+    )
+    return [int(line) for line in found.stdout.split()]
+
+
+def ready(fleet: Fleet) -> int:
+    return int(json.loads(fleet.get("/health/ready"))["replicas"])
+
+
+def names(fleet: Fleet) -> set[str]:
+    """The names of the replicas that serve."""
+    return {name for (name,) in fleet.series("process_cpu_seconds_total")}
