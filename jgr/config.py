@@ -377,7 +377,9 @@ class FleetConfig:
     attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
     cpus: float = 1.0  # cores that Ray keeps for a replica
     gpus: float = 0.0  # GPUs that Ray keeps for a replica; each replica sees no other
-    health_s: float = 2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
+    health_s: float = (
+        2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
+    )
 
     def __post_init__(self) -> None:
         check(self, replicas=1, report_s=0.05, digest_bits=10, load=0, affinity=0, attempts=1, cpus=0, gpus=0)

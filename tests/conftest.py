@@ -2,7 +2,7 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's, and one marked `ray` the package. Where that is missing they are deselected, not
+or `fish` runs that program of Debian's, and one marked `ray` runs Ray. Where that is missing they are deselected, not
 skipped, and the summary says how many ran: an absent check must not look like a passed one.
 """
 

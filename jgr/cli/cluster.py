@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -66,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
     ended = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        _log.info("%s: no more requests are taken, what was accepted is finished", signal.Signals(number).name)
+        _log.info(
+            "%s: no more requests are taken, what was accepted is finished", signal.Signals(number).name
+        )
         ended.set()
 
     return _serve(source, config.server.host, port, values.address, ended, stop)

@@ -26,6 +26,7 @@ NAME = "jgr"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
 ABOUT_S = 10.0
+ARGUMENTS = ("models", "configs", "settings")
 
 
 class _Replicas:
@@ -108,9 +109,8 @@ def application(source: Source) -> Application:
 
 def fleet(arguments: Mapping[str, Any]) -> Application:
     """The application by the arguments of a Serve configuration file. Raises UserError for what is not one."""
-    known = {"models": "folders", "configs": "files", "settings": "assignments"}
-    unknown = sorted(arguments.keys() - known.keys())
+    unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:
-        raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(known)}")
-    lists = {known[name]: tuple(map(str, given)) for name, given in arguments.items()}
-    return application(Source(**lists))
+        raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(ARGUMENTS)}")
+    models, configs, settings = (tuple(map(str, arguments.get(name, ()))) for name in ARGUMENTS)
+    return application(Source(models, configs, settings))

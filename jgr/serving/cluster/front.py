@@ -75,7 +75,9 @@ class Front:
             return
         except RequestError as error:
             answered = _refusal(error, request_id, path)
-        own = [each for each in answered.headers if each[0].lower() != b"x-request-id"]  # Ray's proxy sends it
+        own = [
+            each for each in answered.headers if each[0].lower() != b"x-request-id"
+        ]  # Ray's proxy sends it
         await reply(send, answered._replace(headers=own))
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float) -> Answered:
@@ -87,7 +89,11 @@ class Front:
             first = await self._ask_one(path, asked, arrival_s)  # which knows who may ask
             if path == "/metrics" and first.status == 200:
                 return merged_metrics(first, await self._about())
-            return readiness(first, await self._about(), self._config.fleet.replicas) if path != "/metrics" else first
+            return (
+                readiness(first, await self._about(), self._config.fleet.replicas)
+                if path != "/metrics"
+                else first
+            )
         return await self._ask_one(path, asked, arrival_s)
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float) -> Answered:
@@ -109,9 +115,9 @@ class Front:
 
     async def _ask_all(self, asked: Asked) -> list[Answered | Exception]:
         """Every replica's answer, or why there is none."""
-        found: Sequence[Any] = await self._replicas.broadcast("answer", Hint(sender=NAME), asked).results_async(
-            timeout_s=ALL_S, return_exceptions=True
-        )
+        found: Sequence[Any] = await self._replicas.broadcast(
+            "answer", Hint(sender=NAME), asked
+        ).results_async(timeout_s=ALL_S, return_exceptions=True)
         return [each if isinstance(each, Exception) else Answered(*each) for each in found]
 
     async def _about(self) -> list[dict[str, Any]]:

@@ -51,7 +51,12 @@ async def read(scope: Scope, receive: Receive, most: int) -> Asked:
     client = scope.get("client")
     headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
     return Asked(
-        scope["method"], path, scope["query_string"], headers, b"".join(parts), tuple(client) if client else None
+        scope["method"],
+        path,
+        scope["query_string"],
+        headers,
+        b"".join(parts),
+        tuple(client) if client else None,
     )
 
 
@@ -97,7 +102,5 @@ async def ask(application: ASGIApp, asked: Asked, **own: Any) -> Answered:
 
 async def reply(send: Send, answered: Answered) -> None:
     """Send an answer on."""
-    await send(
-        {"type": "http.response.start", "status": answered.status, "headers": answered.headers}
-    )
+    await send({"type": "http.response.start", "status": answered.status, "headers": answered.headers})
     await send({"type": "http.response.body", "body": answered.body})

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from jgr.config import Config
-from jgr.serving.api import RankRequest, RecommendRequest
+from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.engine.engine import AnyEngine
@@ -182,10 +182,9 @@ def shape(models: Models) -> dict[str, float]:
     ids = list(islice(engine.served.catalog.item_ids, 8))
 
     def tokens(events: int, candidates: int) -> int:
+        request: Request = RecommendRequest(history=ids[:events], top_k=1)
         if serves(engine.info, "rank"):
             request = RankRequest(history=ids[:events], candidates=ids[:candidates])
-        else:
-            request = RecommendRequest(history=ids[:events], top_k=1)
         return int(engine.served.prepare(request, "").usage.prompt_tokens)
 
     some = len(ids)

@@ -43,7 +43,9 @@ class Rollouts:
         """The first replica's answer; the change of the others goes on in the background. Raises RequestError where
         another change is going on, or no replica is there."""
         if self._going_on is not None and not self._going_on.done():
-            raise RequestError("conflict", "another change of the fleet is going on; ask again when it is over")
+            raise RequestError(
+                "conflict", "another change of the fleet is going on; ask again when it is over"
+            )
         names = await self._fleet.names()
         if not names:
             raise RequestError("unavailable", "no replica is ready")
@@ -64,7 +66,9 @@ class Rollouts:
         try:
             for name in (first, *others):
                 if name != first and (answered := await self._fleet.ask(name, asked)).status >= 300:
-                    raise Failed(name, f"answered {answered.status}: {answered.body.decode(errors='replace')[:500]}")
+                    raise Failed(
+                        name, f"answered {answered.status}: {answered.body.decode(errors='replace')[:500]}"
+                    )
                 await self._done(name)
                 done.append(name)
                 self.state |= {"done": list(done)}

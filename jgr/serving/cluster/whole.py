@@ -36,7 +36,9 @@ def merged(texts: Mapping[str, str]) -> bytes:
     for name, text in texts.items():
         for family in text_string_to_metric_families(text):
             whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            whole.samples += [sample._replace(labels={**sample.labels, NODE: name}) for sample in family.samples]
+            whole.samples += [
+                sample._replace(labels={**sample.labels, NODE: name}) for sample in family.samples
+            ]
     registry = CollectorRegistry()
     registry.register(_Found(families.values()))
     return generate_latest(registry)

@@ -14,7 +14,13 @@ from jgr.serving.known_items import user_entry
 
 
 def test_a_ranking_names_its_user_candidates_events_and_deadline() -> None:
-    body = {"user_id": "ada", "history": ["a", 7, "c"], "candidates": ["x", 12], "deadline_ms": 80, "top_k": 3}
+    body = {
+        "user_id": "ada",
+        "history": ["a", 7, "c"],
+        "candidates": ["x", 12],
+        "deadline_ms": 80,
+        "top_k": 3,
+    }
     found = glance("/v1/rank", json.dumps(body).encode(), tenant="shop/")
     assert found == Hint(user=user_entry("ada", "shop/"), events=3, items=("x", "12"), left_ms=80.0)
 

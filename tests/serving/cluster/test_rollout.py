@@ -19,7 +19,9 @@ class Replicas:
     """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. slow: looks that a
     change takes."""
 
-    def __init__(self, *names: str, bad: tuple[str, ...] = (), refuses: tuple[str, ...] = (), slow: int = 2) -> None:
+    def __init__(
+        self, *names: str, bad: tuple[str, ...] = (), refuses: tuple[str, ...] = (), slow: int = 2
+    ) -> None:
         self.versions = dict.fromkeys(names, 1)
         self.bad, self.refuses, self.slow = bad, refuses, slow
         self.asked: list[tuple[str, str]] = []
@@ -36,7 +38,9 @@ class Replicas:
             return Answered(409, [], b"not now")
         self.left[name] = self.slow
         self.states[name] = ("running", None)
-        self.most_changing = max(self.most_changing, sum(state == "running" for state, _ in self.states.values()))
+        self.most_changing = max(
+            self.most_changing, sum(state == "running" for state, _ in self.states.values())
+        )
         if asked.path.endswith("rollback"):
             self.versions[name] -= 1
             self.states[name] = ("done", None)

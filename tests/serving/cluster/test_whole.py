@@ -111,7 +111,13 @@ def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
         async def receive() -> Message:
             return messages.pop(0)
 
-        scope = {"method": "POST", "path": "/ä", "raw_path": b"/%C3%A4", "query_string": b"q=1", "headers": []}
+        scope = {
+            "method": "POST",
+            "path": "/ä",
+            "raw_path": b"/%C3%A4",
+            "query_string": b"q=1",
+            "headers": [],
+        }
         saved = list(messages)
         assert await read(scope, receive, 4) == Asked("POST", "/%C3%A4", b"q=1", [], b"abcd")
         messages = list(saved)
