@@ -25,6 +25,7 @@ NAVIGATION = {
         "ranking",
         "features",
         "load",
+        "fleet",
     ),
     "Reference": (
         "configuration",

@@ -118,7 +118,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")
     for name, path in _PROGRAMS.items():
         if selected[name]:
-            found = path or f"not found; apt-get install {name}"
+            get = "pip install 'jgr[cluster]'" if name == "ray" else f"apt-get install {name}"
+            found = path or f"not found; {get}"
             terminalreporter.write_line(
                 f"{name} tests: {ran[name]} of {selected[name]} ran ({name}: {found})"
             )
