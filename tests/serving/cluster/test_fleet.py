@@ -100,12 +100,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             cwd=ROOT,
             env=os.environ | {"RAY_TMPDIR": str(tmp_path_factory.mktemp("r"))},
         )
-    assert process.stdout is not None
-    url = process.stdout.readline().strip()
-    assert url, log.read_text()
-    yield Fleet(url, folder, process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 0, log.read_text()
+    with process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url, log.read_text()
+        yield Fleet(url, folder, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
     assert "Traceback" not in log.read_text()
 
 
