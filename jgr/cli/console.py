@@ -185,7 +185,9 @@ class Teller:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
         self._told = (0, math.inf)  # the same of the last line, until then of the first call
-        self._since: tuple[int, float] | None = None  # the same of the last line, until then of the first step's end
+        self._since: tuple[int, float] | None = (
+            None  # the same of the last line, until then of the first step's end
+        )
         self._done = 0
 
     def __call__(self, done: int, total: int, status: str) -> None:

@@ -81,11 +81,13 @@ def compiled(
 
 @contextlib.contextmanager
 def telling() -> Iterator[None]:
-    """A context that logs at its end how many programs this thread compiled in it; the others that it runs were there."""
+    """A context that logs at its end how many programs this thread compiled in it; others that it runs were there."""
     before = getattr(_thread, "compiled", 0)
     yield
     count = getattr(_thread, "compiled", 0) - before
-    _log.info("%s compiled or read from disk", "1 program was" if count == 1 else f"{count or 'no'} programs were")
+    _log.info(
+        "%s compiled or read from disk", "1 program was" if count == 1 else f"{count or 'no'} programs were"
+    )
 
 
 def check_scores(program: str, scores: npt.ArrayLike) -> None:

@@ -39,7 +39,7 @@ def catalog_item(catalog: Catalog, row: int) -> CatalogItem:
 
 
 def asked_ids(parameters: QueryParams) -> list[str]:
-    """The ids of the items that are wanted; empty: it is to be searched. Raises RequestError, which names the parameter."""
+    """The ids of the items to list; empty: a search is wanted. Raises RequestError, which names the parameter."""
     ids = parameters.getlist("item_id")
     if len(ids) > MAX_LISTED:
         raise invalid("item_id", f"item_id: must be there at most {MAX_LISTED} times, not {len(ids)}")

@@ -319,8 +319,7 @@ OPERATIONS = (
         parameters=(
             Parameter(
                 "item_id",
-                "An item to list; it may be given several times, without a query. Items that the catalog lacks are left "
-                "out.",
+                "An item to list; it may be given several times, without a query. What the catalog lacks is left out.",
                 {"type": "array", "items": {"type": "string"}, "maxItems": items.MAX_LISTED},
             ),
             Parameter(
