@@ -49,7 +49,7 @@ def asked_ids(parameters: QueryParams) -> list[str]:
 
 
 def items_of(catalog: Catalog, ids: Sequence[str]) -> ItemList:
-    """Those of these items that the catalog has, once each and in their order."""
+    """The items of these ids that the catalog has, once each and in the order of the ids."""
     rows = [row for item_id in dict.fromkeys(ids) if (row := catalog.row(item_id)) is not None]
     return ItemList(data=[catalog_item(catalog, row) for row in rows], searched=0)
 
