@@ -75,7 +75,19 @@ def compiled(
         fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
         lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
         program = _programs[whole] = lowered.compile()
+        _thread.compiled = getattr(_thread, "compiled", 0) + 1
     return program
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """A context that logs at its end how many programs this thread compiled in it; others that it runs were there."""
+    before = getattr(_thread, "compiled", 0)
+    yield
+    count = getattr(_thread, "compiled", 0) - before
+    _log.info(
+        "%s compiled or read from disk", "1 program was" if count == 1 else f"{count or 'no'} programs were"
+    )
 
 
 def check_scores(program: str, scores: npt.ArrayLike) -> None:
