@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,21 @@ def test_parquet_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"aaaa", b"\xff\xfeaa"))
     with pytest.raises(DataError, match=r"interactions\.parquet: .*utf-8.* codec can.t decode"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["interactions.csv", "items.csv", "users.csv"])
+def test_what_is_no_file_is_refused_and_not_waited_for_or_left_out(tmp_path: Path, name: str) -> None:
+    """A pipe has no end until somebody writes to it. An items.csv that leads nowhere is not the same as none."""
+    folder = csv(tmp_path / "raw", "user_id,item_id\nu,a\nu,b\nu,c\n")
+    path = folder / name
+    makers = (lambda: os.mkfifo(path), path.mkdir, lambda: path.symlink_to(path), lambda: path.symlink_to("gone"))
+    for at, make in enumerate(makers):
+        if name == "interactions.csv":
+            path.unlink(missing_ok=True)
+        make()
+        with pytest.raises(DataError, match=f"{name}: cannot be read: |has no {name[:6]}"):
+            prepare(Options("generic", folder, tmp_path / f"out{at}"))
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_a_later_block_is_named_by_its_line(tmp_path: Path) -> None:
