@@ -155,7 +155,7 @@ def find(folder: Path, *names: str) -> Path:
 
 
 def find_optional(folder: Path, *names: str) -> Path | None:
-    """The same, or None. What stands there and is no file is found too: to read it is an error, and not to is silent."""
+    """The same, or None. What stands there and is no file is found too, so that reading it tells of it."""
     paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
     return next((path for path in paths if os.path.lexists(path)), None)
 
