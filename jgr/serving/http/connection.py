@@ -72,7 +72,7 @@ class OneWrite:
         elif self._head is None:
             self._transport.write(data)
         else:
-            self._head, head = None, self._head
+            head, self._head = self._head, None
             self._transport.writelines([head, data])
 
     def flush(self) -> None:
