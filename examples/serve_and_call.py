@@ -44,6 +44,8 @@ def server(model: Path, settings: list[str]) -> Iterator[str]:
     """`jgr serve MODEL` in a process of its own. Yields its URL, and stops it at the end."""
     # --port=0 is any free port. The URL is all that the server prints to stdout, once it answers.
     command = [*JGR, "serve", str(model), "--port=0", *(f"--set={setting}" for setting in settings)]
+    # A script that is told to end would end at once, and leave the server running. This way it comes to the `finally`.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = process.stdout.readline().strip()

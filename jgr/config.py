@@ -298,7 +298,8 @@ class ServerConfig:
     default_deadline_ms: float | None = None
     # How long a request without a deadline waits before it is as urgent as one whose deadline is now, in milliseconds.
     patience_ms: float = 1000.0
-    access_log: bool = False  # whether each request gets a line in the log
+    # Whether each request gets a line in the log; /health, /v2/health and /metrics get one only when not answered 200.
+    access_log: bool = False
     # File to which every call of a policy is written, with what requests say of users; empty: none.
     journal: str = ""
     # Whether /v1/explain/recommend and /v1/explain/rank show how an answer came about. Each program that recommends

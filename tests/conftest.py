@@ -8,9 +8,11 @@ skipped, and the summary says how many ran: an absent check must not look like a
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +59,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.installed import build_wheel
 
     return build_wheel(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """A command that is run in this process sets the levels of its log; the next test finds them as they were."""
+    loggers = [logging.getLogger(name) for name in ("", "jgr", "jgr.serving")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -168,3 +168,35 @@ def _check_reuse(terminal: Terminal, page: Path, request: str) -> None:
     assert usage["cached_tokens"] > 0
     for cached, computed in re.findall(r'"cached_tokens": (\d+), "computed_tokens": (\d+)', page.read_text()):
         assert (usage["cached_tokens"], usage["computed_tokens"]) == (int(cached), int(computed))
+
+
+STOPPED_SCRIPT = """
+import pathlib, sys
+sys.path.insert(0, "examples")
+import serve_and_call
+serve_and_call.JGR = [sys.executable, "-c", '''
+import pathlib, signal, sys
+def stop(*_):
+    pathlib.Path(sys.argv[2]).write_text("stopped")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("http://nowhere", flush=True)
+signal.pause()
+''']
+with serve_and_call.server(pathlib.Path(sys.argv[1]), []) as url:
+    print(url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_example_that_is_told_to_end_stops_its_server(tmp_path: Path) -> None:
+    """The server is a process that writes down that it was stopped; its model's path says where."""
+    stopped = tmp_path / "stopped"
+    command = [sys.executable, "-c", STOPPED_SCRIPT, str(stopped)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=env, **pipes) as script:
+        assert script.stdout is not None and script.stdout.readline() == "http://nowhere\n"
+        script.send_signal(signal.SIGTERM)
+        assert script.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    assert stopped.read_text() == "stopped"

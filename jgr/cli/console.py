@@ -174,24 +174,31 @@ class Teller:
         self._label, self._tell, self._clock = label, tell, clock
         self._begun: tuple[int, float] | None = None  # what was done at the first call, and when that was
         self._told = (0, math.inf)  # the same of the last line, until then of the first call
+        self._since: tuple[int, float] | None = (
+            None  # the same of the last line, until then of the first step's end
+        )
         self._done = 0
 
     def __call__(self, done: int, total: int, status: str) -> None:
         now_s = self._clock()
         if self._begun is None or done < self._done:  # other work begins, such as compiling another model
-            self._begun = self._told = (done, now_s)
+            self._begun, self._told, self._since = (done, now_s), (done, now_s), None
+        elif self._since is None and done > self._begun[0]:
+            self._since = (done, now_s)  # the first step compiles, and says nothing of the others
         self._done = done
         ended = done >= total and self._told > self._begun
         if not ended and now_s - self._told[1] < TELL_EVERY_S:
             return
-        # While it goes on, the pace since the last line: the first step compiles, and says nothing of the others.
-        pace = self._pace(self._begun if ended else self._told, done, total, now_s)
+        pace = self._pace(self._begun if done >= total else self._since, done, total, now_s)
         self._told = (done, now_s)
+        self._since = self._since and self._told
         self._tell(f"{self._label}: {done} of {total}{pace}{status and ', ' + status}")
 
     @staticmethod
-    def _pace(since: tuple[int, float], done: int, total: int, now_s: float) -> str:
+    def _pace(since: tuple[int, float] | None, done: int, total: int, now_s: float) -> str:
         """The steps a second since then (what was done, and when), and how long the rest takes at that pace."""
+        if since is None:
+            return ""
         steps, seconds = done - since[0], now_s - since[1]
         if steps <= 0 or seconds <= 0:
             return ""

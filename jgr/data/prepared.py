@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.data.interactions import DataError, Examples, Interactions, Ragged
-from jgr.files import read_lines, read_whole, reading
+from jgr.files import read_lines, read_whole, reading, require_regular
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -254,6 +254,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def record(path: Path) -> dict[str, Any]:
     """The size and sha256 of a file, not decompressed. Raises DataError if it cannot be read."""
+    require_regular(path, DataError)
     try:
         with open(path, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -76,7 +76,11 @@ def local(name: str, field: str = "model.path") -> Path:
             f"{missing}, and {repo} on the Hugging Face hub needs a token that may read it"
         ) from None
     except Exception as error:  # the HTTP client's own errors, a full disk, a damaged cache
-        words = one_line(error).split(". ")[0][:200]
+        found_none = isinstance(
+            error, errors.LocalEntryNotFoundError
+        )  # says at length that nothing is here either
+        why = (error.__cause__ or error.__context__ or error) if found_none else error
+        words = one_line(why).split(". ")[0][:200]
         raise ConfigError(f"{missing}, and the Hugging Face hub could not be asked: {words}") from None
     if not (folder / "config.json").exists():
         raise ConfigError(f"{missing}, and {repo} on the Hugging Face hub has no config.json")

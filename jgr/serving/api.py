@@ -441,7 +441,8 @@ class ItemList(Struct, kw_only=True):
     data: Annotated[
         list[CatalogItem],
         Meta(
-            description="The item whose id was given, if there is one; then the others, in the catalog's order."
+            description="The item whose id is the query, if there is one; then the others, in the catalog's order. Of "
+            "item_id: the items that are there, in the order of the request."
         ),
     ]
     searched: Annotated[

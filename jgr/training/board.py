@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a run's losses and validations for TensorBoard, which reads them while the run goes on (train.tensorboard)."""
+"""Writes a run's losses and validations for TensorBoard, which reads them while the run goes on (train.tensorboard).
+
+The one idea: metrics.jsonl is what a run knows, and a board is its picture. A run that goes on draws all of it again: a
+process that was killed may have lost the end of what it drew, and another folder may have been given meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from jgr.config import ConfigError
 class Board:
     """The event files of one run, in a folder; "": there are none. Use as a context manager.
 
-    step: the step that the run goes on from; what an earlier, killed one wrote of later steps is not shown. ConfigError
-    where the package is missing.
+    before: the lines of metrics.jsonl so far; they are shown in place of all that the folder has. ConfigError where the
+    package is missing.
     """
 
-    def __init__(self, folder: str, step: int = 0) -> None:
+    def __init__(self, folder: str, before: Iterable[Mapping[str, float]] = ()) -> None:
         self._writer: Any = None
         if folder:
             try:
@@ -26,7 +30,8 @@ class Board:
                 raise ConfigError(
                     "train.tensorboard needs a package that is not installed: pip install 'jgr[tensorboard]'"
                 ) from None
-            self._writer = SummaryWriter(folder, purge_step=step + 1)
+            self._writer = SummaryWriter(folder, purge_step=1)
+            self.write(before)
 
     def write(self, lines: Iterable[Mapping[str, float]]) -> None:
         """Write lines of metrics.jsonl: each has a step, and other figures by their names."""

@@ -114,8 +114,11 @@ class RunFolder:
 
     def validations(self) -> list[tuple[int, float]]:
         """(step, value of the metric) of every validation so far, in order."""
-        lines = map(json.loads, self.metrics.read_text(encoding="utf-8").splitlines())
-        return [(line["step"], line[self._metric]) for line in lines if self._metric in line]
+        return [(int(line["step"]), line[self._metric]) for line in self.lines() if self._metric in line]
+
+    def lines(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl so far: each has a step, and other figures by their names."""
+        return [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
 
     def record(self, step: int, loss: jax.Array) -> None:
         """Remember a step's loss, which the next `save` fetches and writes."""

@@ -136,7 +136,7 @@ def train_to_best(
             )
         elif int(state.step) < train.steps:
             progress(int(state.step), train.steps, "compiling the step")
-            with Board(train.tensorboard, int(state.step)) as board:
+            with Board(train.tensorboard, folder.lines()) as board:
                 state = fit(trainer, state, windows.batches(int(state.step)), on_step)
         reached = {"steps": float(state.step)}
         if validated:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
+import pytest
+
 from jgr.cli.console import Teller
 
 SETUP = "import logging; from jgr.cli import console; log = logging.getLogger('jgr.x')\n"
@@ -80,6 +82,23 @@ def test_a_teller_tells_now_and_then_at_which_pace_and_how_long_it_takes() -> No
     ]
 
 
+@pytest.mark.parametrize("compiled_s", [8.0, 30.0])
+def test_a_teller_leaves_the_first_step_out_of_the_time_that_is_left(compiled_s: float) -> None:
+    """It compiles."""
+    now_s, told = 0.0, list[str]()
+    teller = Teller("training", told.append, lambda: now_s)
+    teller(0, 101, "compiling the step")
+    for done in range(1, 102):
+        now_s += compiled_s if done == 1 else 0.5
+        teller(done, 101, "")
+    first = ["training: 1 of 101"] if compiled_s > 10 else []
+    later = 21 if first else 5
+    assert told[: len(first) + 1] == [
+        *first,
+        f"training: {later} of 101, 2 a second, 0:{(101 - later) // 2} left",
+    ]
+
+
 def test_a_teller_counts_the_pace_of_each_work_from_its_own_beginning() -> None:
     now_s, told = 0.0, list[str]()
     teller = Teller("compiling", told.append, lambda: now_s)
@@ -89,9 +108,9 @@ def test_a_teller_counts_the_pace_of_each_work_from_its_own_beginning() -> None:
             now_s += seconds
             teller(done, 2, model)
     assert told == [
-        "compiling: 1 of 2, 60 s each, 1:00 left, a",
+        "compiling: 1 of 2, a",
         "compiling: 2 of 2, 60 s each, a",
-        "compiling: 1 of 2, 20 s each, 0:20 left, b",
+        "compiling: 1 of 2, b",
         "compiling: 2 of 2, 20 s each, b",
     ]
 

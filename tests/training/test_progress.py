@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ KILLED = """
 import os, signal, sys
 from jgr.config import override
 from jgr.training import generator, run
+from collections.abc import Iterator
 from pathlib import Path
 from tests.training.test_trainer import rule_config, rule_dataset
 
@@ -235,9 +237,12 @@ def test_what_tensorboard_reads_is_what_the_metrics_file_holds(tmp_path: Path) -
         train_generator(config, rule_dataset(), stop, fixed)
     moved = override(config, f"train.tensorboard={tmp_path / 'other'}")
     train_generator(moved, rule_dataset(), validate=fixed)  # the folder does not make it another run
+    assert scalars(tmp_path / "board"), "of the steps until the last checkpoint"
     lines = [json.loads(line) for line in (tmp_path / "ring" / "metrics.jsonl").read_text().splitlines()]
-    found = {**scalars(tmp_path / "board"), **scalars(tmp_path / "other")}
-    assert found == {
+    (path,) = (tmp_path / "other").iterdir()
+    starts = [event for event in events(path) if event.HasField("session_log")]
+    assert [(each.session_log.status, each.step) for each in starts] == [(event_pb2.SessionLog.START, 1)]
+    assert scalars(tmp_path / "other") == {
         (name.replace("@", "_at_"), line["step"]): pytest.approx(value, rel=1e-6)
         for line in lines
         for name, value in line.items()
@@ -245,17 +250,23 @@ def test_what_tensorboard_reads_is_what_the_metrics_file_holds(tmp_path: Path) -
     }
 
 
+def events(path: Path) -> Iterator[Any]:
+    """The events of a file. Records: length (8 bytes), its checksum (4), data, its checksum (4)."""
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        yield event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+        at += 16 + size
+
+
 def scalars(folder: Path) -> dict[tuple[str, int], float]:
-    """What event files hold, by name and step. Records: length (8 bytes), its checksum (4), data, its checksum (4)."""
-    found = {}
-    for path in folder.iterdir():
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            size = int.from_bytes(data[at : at + 8], "little")
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-            at += 16 + size
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
-    return found
+    """What event files hold, by name and step."""
+    return {
+        (value.tag, event.step): value.simple_value
+        for path in folder.iterdir()
+        for event in events(path)
+        for value in event.summary.value
+    }
 
 
 def test_a_run_that_has_ended_goes_on_to_more_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ the file and the line.
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +155,9 @@ def find(folder: Path, *names: str) -> Path:
 
 
 def find_optional(folder: Path, *names: str) -> Path | None:
+    """The same, or None. What stands there and is no file is found too, so that reading it tells of it."""
     paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.lexists(path)), None)
 
 
 def find_all(folder: Path, *patterns: str) -> list[Path]:

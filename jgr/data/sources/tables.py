@@ -275,6 +275,8 @@ def _arrow_values(arrow: Any, column: Any) -> list[Any]:
         column = column.cast(arrow.timestamp("us", tz=zone), safe=False).cast(arrow.int64())
     if kinds.is_dictionary(column.type):
         column = column.dictionary_decode()
+    if kinds.is_floating(column.type):  # NaN says that there is no number
+        column = importlib.import_module("pyarrow.compute").if_else(column.is_nan(), None, column)
     plain = kinds.is_integer(column.type) or kinds.is_floating(column.type) or kinds.is_boolean(column.type)
     if plain and not column.null_count:
         values: list[Any] = column.to_numpy(zero_copy_only=False).tolist()

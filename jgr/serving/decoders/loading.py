@@ -117,7 +117,7 @@ def make_engine(
     else:
         executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens, memory)
     _log.info(
-        "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d programs to compile",
+        "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d shapes",
         config.model.name,
         model.revision,
         model.cfg.family,
@@ -126,7 +126,7 @@ def make_engine(
         jax.devices()[0].device_kind,
         catalog.version,
         catalog.n_items,
-        executor.to_compile,
+        len(executor.profiles),
     )
     paged, caching = executor.paged, None
     if paged is not None:

@@ -39,7 +39,7 @@ from jgr.serving.decoders.row_executor import (
     recommend_outcomes,
 )
 from jgr.serving.decoders.work import Outcome, Pending, RankOutcome, SegmentsWork, Work
-from jgr.serving.engine.compilation import check_scores, compiled, preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing, telling
 from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile, Start
 from jgr.serving.policies.sources import NO_REPAIR, Compute, PlannedPrompt, PlannedSegment, Repair
@@ -255,6 +255,7 @@ class DecoderExecutors:
         plain = self.plain.over(tables, segment_rows)
         return DecoderExecutors(plain, paged, lanes=self.lanes, in_flight=self.in_flight)
 
+    @telling()
     def warm_up(self, progress: Progress) -> None:
         """See jgr.serving.engine.contract.Executors."""
         before, total = 0, len(self.profiles)

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,19 @@ def compiled(
         fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
         lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
         program = _programs[whole] = lowered.compile()
+        _thread.compiled = getattr(_thread, "compiled", 0) + 1
     return program
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """A context that logs at its end how many programs this thread compiled in it; others that it runs were there."""
+    before = getattr(_thread, "compiled", 0)
+    yield
+    count = getattr(_thread, "compiled", 0) - before
+    _log.info(
+        "%s compiled or read from disk", "1 program was" if count == 1 else f"{count or 'no'} programs were"
+    )
 
 
 def check_scores(program: str, scores: npt.ArrayLike) -> None:
@@ -123,7 +136,41 @@ def use_compilation_cache(folder: Path) -> None:
     except OSError as error:
         _log.warning("no compilation cache: %s: %s (model.compilation_cache)", folder, error.strerror)
         return
+    with contextlib.suppress(
+        OSError
+    ):  # one that cannot be written to, or another process's look at the same time
+        _drop_torn(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # or a folder that was used before would stay in use
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _drop_torn(folder: Path) -> None:
+    """Delete the programs that a kill or a full disk cut short. Only those written since the last look are read.
+
+    JAX does not write to a file that is there: it would compile the program at every start, for ever. Files that are
+    not packed by zlib, as where zstandard is installed, are left alone unless they are empty.
+    """
+    looking, looked = folder / ".looking", folder / ".looked"
+    since_ns = looked.stat().st_mtime_ns if looked.exists() else 0
+    looking.touch()
+    torn = [
+        path
+        for path in folder.glob("*-cache")
+        if path.stat().st_mtime_ns >= since_ns and not _is_whole(path.read_bytes())
+    ]
+    for path in torn:
+        path.unlink(missing_ok=True)
+    looking.replace(looked)
+    if torn:
+        _log.warning("model.compilation_cache: %d programs were cut short, and are compiled again", len(torn))
+
+
+def _is_whole(entry: bytes) -> bool:
+    if entry[:1] == b"\x78":
+        try:
+            zlib.decompress(entry)
+        except zlib.error:
+            return False
+    return bool(entry)

@@ -150,7 +150,6 @@ class Engine(Generic[S]):
         tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
         so that no two tenants share an entry; "": nobody's.
         """
-        self._lanes.reap()
         now_ns = self.clock()
         arrival_ns = now_ns if arrival_ns is None else arrival_ns
         deadline_ns = self._refuse_early(request, arrival_ns)
@@ -181,7 +180,6 @@ class Engine(Generic[S]):
     async def enter(self, request: Asked, arrival_ns: int) -> None:
         """Wait for the request's turn on the event loop; `submit` follows at once. RequestError for one that is known
         to be refused."""
-        self._lanes.reap()  # those that are refused never come to `submit`
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
@@ -211,6 +209,7 @@ class Engine(Generic[S]):
         """Raise RequestError for a request that is known to be refused, before it is translated, which takes long.
         ahead: requests of its sort that wait for their turn; wait_ns: how long it would. Returns when its last run must
         end; None: it has no deadline."""
+        self._lanes.reap()  # here, since those that are refused go no further
         if self.status != "ready":
             raise RequestError("unavailable", f"the server is {self.status}")
         hint, policy, sort = isinstance(request, Prefill), self._policy, self._sort(request)

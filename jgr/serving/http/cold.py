@@ -26,7 +26,7 @@ from jgr.serving.errors import RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http import docs_page, kserve, openapi, ui_page
 from jgr.serving.http.decoding import UNREADABLE, decode, refusal
-from jgr.serving.http.items import asked, catalog_item, find_items
+from jgr.serving.http.items import asked, asked_ids, catalog_item, find_items, items_of
 from jgr.serving.http.keys import TENANT, Caller, Keys, tenant
 from jgr.serving.http.operations import opened
 from jgr.serving.http.refusals import refuse
@@ -221,8 +221,10 @@ class Cold:
         return _json(catalog_item(catalog, row))
 
     async def _find_items(self, request: HttpRequest) -> Response:
-        query, limit = asked(request.query_params)
+        ids, (query, limit) = asked_ids(request.query_params), asked(request.query_params)
         catalog = self._models.choose(request.query_params.get("model")).engine.catalog
+        if ids:
+            return _json(items_of(catalog, ids))
         departure = request.scope["jgr.departure"]
         return _json(await find_items(catalog, query, limit, self._searching, lambda: departure.happened))
 

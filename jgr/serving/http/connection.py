@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +57,12 @@ class OneWrite:
 
     uvloop writes at once, so that two writes are two calls of the system, and each may wake the client's process: under
     load that was a quarter of the event loop's time. The head waits for the first part of the body, or for the end.
+    A body is not copied behind its head: many clients may be slow to read the same page.
     """
 
     def __init__(self, transport: asyncio.Transport, cycle: RequestResponseCycle) -> None:
-        self._transport, self._cycle = transport, cycle
+        # The cycle holds this transport: left alone, all of a request would wait for the garbage collector.
+        self._transport, self._cycle = transport, weakref.proxy(cycle)
         self._head: bytes | None = None
         self._began = False
 
@@ -70,7 +73,7 @@ class OneWrite:
             self._transport.write(data)
         else:
             head, self._head = self._head, None
-            self._transport.write(head + data)
+            self._transport.writelines([head, data])
 
     def flush(self) -> None:
         if self._head is not None:

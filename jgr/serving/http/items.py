@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds items of a catalog by their ids or by words, for people who look for one.
+"""Finds items of a catalog by their ids or by words, for people who look for some.
 
 The one idea: there is no index. Items are looked at in turns of the event loop, one search after the other, so that no
 request waits behind searches, and at most so many of them; an id that is given whole is looked up, in a catalog of any
@@ -9,7 +9,7 @@ size.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
@@ -36,6 +36,22 @@ def catalog_item(catalog: Catalog, row: int) -> CatalogItem:
         metadata=catalog.metadata[row],
         catalog_version=catalog.version,
     )
+
+
+def asked_ids(parameters: QueryParams) -> list[str]:
+    """The ids of the items to list; empty: a search is wanted. Raises RequestError, which names the parameter."""
+    ids = parameters.getlist("item_id")
+    if len(ids) > MAX_LISTED:
+        raise invalid("item_id", f"item_id: must be there at most {MAX_LISTED} times, not {len(ids)}")
+    if ids and "query" in parameters:
+        raise invalid("query", "query: leave it out beside item_id, which searches nothing")
+    return ids
+
+
+def items_of(catalog: Catalog, ids: Sequence[str]) -> ItemList:
+    """The items of these ids that the catalog has, once each and in the order of the ids."""
+    rows = [row for item_id in dict.fromkeys(ids) if (row := catalog.row(item_id)) is not None]
+    return ItemList(data=[catalog_item(catalog, row) for row in rows], searched=0)
 
 
 def asked(parameters: QueryParams) -> tuple[str, int]:

@@ -216,7 +216,7 @@ class GrpcServer:
             finally:
                 status = status if failed is None else STATUS[failed.type]
                 app.count(endpoint, status)
-                if app.access is not None:
+                if app.access is not None and not (name in HEALTH and status == 200):
                     scope = {**_client(context), "method": "GRPC", "path": endpoint}
                     app.access(scope, status, len(encoded), (app.clock() - arrival_ns) / 1e6, request_id)
                 if trace is not None:

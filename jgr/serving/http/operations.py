@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ class Parameter:
 
     name: str
     description: str
-    schema: Mapping[str, str | int]
+    schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -312,11 +312,16 @@ OPERATIONS = (
         "/v1/items",
         "find_items",
         "catalogs",
-        "Find items of the catalog by their ids or by words of their metadata",
+        "Find items of the catalog by their ids or by words of their metadata, or list given ones",
         api.ItemList,
         errors=_NAMED,
         of_model=True,
         parameters=(
+            Parameter(
+                "item_id",
+                "An item to list; it may be given several times, without a query. What the catalog lacks is left out.",
+                {"type": "array", "items": {"type": "string"}, "maxItems": items.MAX_LISTED},
+            ),
             Parameter(
                 "query",
                 "What an item's id begins with, or a text of its metadata has in it, whatever the case. Left out: any "

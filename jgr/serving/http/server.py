@@ -128,6 +128,7 @@ class App:
         }
         self._open = open_paths(config)
         self._cold = Cold(models, config, self.keys, self).application
+        self._explaining = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -281,8 +282,11 @@ class App:
         try:
             answer = await ticket.answer
             if isinstance(request, ExplainRecommend | ExplainRank):
-                answer = engine.served.explanation(ticket.task, answer)
-            encoded = encode(answer)
+                explain = partial(engine.served.explanation, ticket.task, answer)
+                encoded = await self._explained(explain, encode, departure)
+                del explain
+            else:
+                encoded = encode(answer)
             engine.encoded(ticket)
             return encoded
         except asyncio.CancelledError:
@@ -293,6 +297,17 @@ class App:
             # An error's traceback holds this frame, and the ticket holds the error. Left alone, this cycle would keep
             # the engine and its device memory until the garbage collector runs.
             del engine, ticket
+
+    async def _explained(
+        self, explain: Callable[[], Any], encode: Callable[[Any], T], departure: Departure
+    ) -> T:
+        """An explanation, encoded, in a turn of the event loop of its own: it takes milliseconds, and the answers of a
+        batch come all at once."""
+        async with self._explaining:
+            await asyncio.sleep(0)
+            if departure.happened:
+                raise ClientGone
+            return encode(explain())
 
     async def read_body(self, receive: Receive) -> bytes:
         """Read the whole body. Raises RequestError if it exceeds the limit, ClientGone if the client leaves."""

@@ -40,7 +40,7 @@ from jgr.models import scorers
 from jgr.models.climber_layers import Build
 from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
-from jgr.serving.engine.compilation import check_scores, compiled, preparing
+from jgr.serving.engine.compilation import check_scores, compiled, preparing, telling
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
 from jgr.serving.policies.orchestration import USER_PART
@@ -157,11 +157,6 @@ class Programs:
         self._grow: Program
         self.renew: Program | None = None
         """renew(words, params, kept) -> state, compiled with USER_PART; takes `kept` for good. None: state is kept."""
-
-    @property
-    def to_compile(self) -> int:
-        """The number of sizes that have no program yet."""
-        return len(self.layouts) - len(self._compiled)
 
     def __getitem__(self, size: int) -> Program:
         """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
@@ -405,6 +400,7 @@ class ScorerExecutors:
             numa.bind_thread()
 
     @preparing()
+    @telling()
     def warm_up(self, progress: Progress) -> None:
         """Compile every size, make the executors with their buffers, run each, and time the sizes.
 

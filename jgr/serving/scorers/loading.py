@@ -143,14 +143,14 @@ def _make_engine(
         cache = UserCache(lease.meta, growth)
     executors = ScorerExecutors(programs, settings.number, states, bind=config.features.bind_threads)
     _log.info(
-        "model %s@%s: %s of %d items, on %s; catalog %s; %d programs to compile",
+        "model %s@%s: %s of %d items, on %s; catalog %s; %d shapes",
         config.model.name,
         model.revision,
         type(model.cfg).__name__.removesuffix("Config"),
         catalog.n_items,
         jax.devices()[0].device_kind,
         catalog.version,
-        programs.to_compile,
+        len(programs.layouts),
     )
     translator = ScorerTranslator(
         config.model.name, catalog, needs, programs.user, config, revision=model.revision

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,22 @@ def test_dates_of_parquet(tmp_path: Path) -> None:
     assert "whole numbers of us, by the file's own type; from 20" in found.notes[0]
 
 
+def test_a_number_that_is_none_is_an_empty_cell_of_parquet(tmp_path: Path) -> None:
+    """Many writers have no other word for a missing rating; each NaN was a value of its own, so all were left out."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    found = []
+    for name, missing in (("null", None), ("nan", float("nan"))):
+        rated = [missing if at % 2 else float(at) for at in range(24)]
+        columns = {"user_id": ["u"] * 24, "item_id": list(range(24)), "rating": [*rated[:8], *rated[:16]]}
+        (tmp_path / name).mkdir()
+        parquet.write_table(arrow.table(columns), tmp_path / name / "interactions.parquet")
+        found.append(read(tmp_path / name))
+    assert found[0].notes == found[1].notes and "rating_from_2" in found[0].action_names
+    np.testing.assert_array_equal(found[0].actions, found[1].actions)
+
+
 def test_a_least_value_is_proposed_for_numbers_and_not_for_texts(tmp_path: Path) -> None:
     rows = "".join(f"u,i{at},{at * 1000},word {at}\n" for at in range(12))
     csv(tmp_path, "user_id,item_id,watch_ms,review\n" + rows)
@@ -247,6 +264,26 @@ def test_parquet_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"aaaa", b"\xff\xfeaa"))
     with pytest.raises(DataError, match=r"interactions\.parquet: .*utf-8.* codec can.t decode"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["interactions.csv", "items.csv", "users.csv"])
+def test_what_is_no_file_is_refused_and_not_waited_for_or_left_out(tmp_path: Path, name: str) -> None:
+    """A pipe has no end until somebody writes to it. An items.csv that leads nowhere is not the same as none."""
+    folder = csv(tmp_path / "raw", "user_id,item_id\nu,a\nu,b\nu,c\n")
+    path = folder / name
+    makers = (
+        lambda: os.mkfifo(path),
+        path.mkdir,
+        lambda: path.symlink_to(path),
+        lambda: path.symlink_to("gone"),
+    )
+    for at, make in enumerate(makers):
+        if name == "interactions.csv":
+            path.unlink(missing_ok=True)
+        make()
+        with pytest.raises(DataError, match=f"{name}: cannot be read: |has no {name[:6]}"):
+            prepare(Options("generic", folder, tmp_path / f"out{at}"))
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_a_later_block_is_named_by_its_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -260,6 +261,39 @@ def test_keys_and_quotas_are_those_of_the_plain_endpoints(tmp_path: Path) -> Non
         assert check_spans(found) == [("history", 3, "computed"), ("instruction", 1, "computed")]
         assert server.call(RANK, {"history": ["a"], "candidates": ["b"]}, **bearer(ADA)).status == 200
         assert told(server.call(RECOMMEND, given, **bearer(ADA))) == (429, "quota_exceeded")
+
+
+def test_each_explanation_of_a_batch_has_a_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes milliseconds, in which nobody else is served."""
+    turns, told_in = 0, list[int]()
+    with LiveServer("server.explain=true") as server:
+        explanation = server.engine.served.explanation
+
+        def explain(task: Any, answer: Any) -> Any:
+            if not told_in:
+                asyncio.get_running_loop().call_soon(turn)
+            told_in.append(turns)
+            return explanation(task, answer)
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            if len(told_in) < 4:
+                asyncio.get_running_loop().call_soon(turn)
+
+        server.executor.hold()
+        running = server.send("/v1/recommend", {"history": ["a"], "top_k": 1})
+        server.executor.wait_entered()
+        monkeypatch.setattr(server.engine.served, "explanation", explain)
+        batch = [server.send(RECOMMEND, {"history": [item], "top_k": 1}) for item in "abcd"]
+        server.wait_for("jgr_queue_depth", 4)
+        server.executor.release()
+        found = [each.reply().json["answer"]["items"] for each in batch]
+        assert running.reply().status == 200 and server.executor.batches == [1, 4]
+        for item, items in zip("abcd", found, strict=True):
+            alone = server.call("/v1/recommend", {"history": [item], "top_k": 1})
+            assert items == alone.json["items"], "each has its own answer"
+    assert len(told_in) == 4 and all(a < b for a, b in pairwise(told_in)), told_in
 
 
 def test_spans_name_the_device_and_the_host(paged: Served) -> None:

@@ -184,7 +184,7 @@ def test_those_that_wait_for_their_turn_count_against_the_bound_of_the_queue() -
     asyncio.run(run())
 
 
-def test_a_request_that_comes_sees_to_it_that_what_has_ended_is_answered() -> None:
+def test_a_request_that_comes_under_load_sees_to_it_that_what_has_ended_is_answered() -> None:
     """Whatever becomes of it: one that is refused is never submitted."""
 
     async def run() -> None:
@@ -197,8 +197,12 @@ def test_a_request_that_comes_sees_to_it_that_what_has_ended_is_answered() -> No
         while not engine._lanes._ended:  # the loop stands still
             assert time.monotonic() < until_s
         assert not ticket.answer.done()
-        await engine.enter(request, engine.clock())
+        engine._host.turns.waiting = 1
+        entering = engine.enter(request, engine.clock())
+        entering.send(None)  # it waits for its turn
         assert ticket.answer.done()
+        entering.close()
+        engine._host.turns.waiting = 0
         await engine.drain(None)
         assert engine.join(10)
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from tests.serving.fakes import LiveServer
+from tests.serving.fakes import PATIENCE_S, LiveServer
 
 BODY = {"history": ["a"], "top_k": 1}
 
@@ -51,14 +51,12 @@ def test_each_request_gets_a_line_of_the_access_log_and_none_unless_that_is_set(
             answer = server.call("/v1/recommend", BODY, **known)
             server.call("/v1/rank", BODY)
             server.call("/v1/items/a%0Ab?user=me", **known)
-            server.call("/health/live")
             server.call(f"/{'x' * 5000}", **known)
     lines = [record for record in caplog.records if record.name == "jgr.access"]
     assert [(line.__dict__["path"], line.__dict__["status"]) for line in lines] == [
         ("/v1/recommend", 200),
         ("/v1/rank", 401),
         ("/v1/items/a\nb", 404),
-        ("/health/live", 200),
         (f"/{'x' * 1020}...", 404),
     ]
     assert lines[0].__dict__["request_id"] == "mine" and lines[0].__dict__["bytes"] == len(answer.body)
@@ -67,3 +65,27 @@ def test_each_request_gets_a_line_of_the_access_log_and_none_unless_that_is_set(
     assert texts[0].startswith("127.0.0.1 POST /v1/recommend 200, ")
     assert "'/v1/items/a\\nb'" in texts[2] and not any("\n" in text for text in texts)
     assert not any(secret in text for text in texts for secret in ("s3cret", "user=me"))
+
+
+def test_probes_get_a_line_only_where_they_are_refused_or_fail(caplog: pytest.LogCaptureFixture) -> None:
+    """Machines ask them every few seconds."""
+    known = {"authorization": "Bearer s3cret"}
+    probes = ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready", "/metrics")
+    settings = ("server.access_log=true", "server.api_key=s3cret", "server.base_path=/shop")
+    with caplog.at_level(logging.INFO, "jgr.access"), LiveServer(*settings, hold=True) as server:
+        server.executor.wait_entered()
+        assert server.call("/health/ready").status == 503
+        server.executor.release()
+        assert server.ready.wait(PATIENCE_S)
+        assert [server.call(path, **known).status for path in probes] == [200] * 5
+        assert server.call("/shop/health/live").status == 200
+        assert server.call("/metrics").status == 401
+        assert server.call("/health/live", {}).status == 405
+        assert server.call("/v1/models", **known).status == 200
+    lines = [record.__dict__ for record in caplog.records if record.name == "jgr.access"]
+    assert [(line["path"], line["status"]) for line in lines] == [
+        ("/health/ready", 503),
+        ("/metrics", 401),
+        ("/health/live", 405),
+        ("/v1/models", 200),
+    ]

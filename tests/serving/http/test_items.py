@@ -46,9 +46,14 @@ def found(server: LiveServer, query: str) -> list[str]:
         ("?query=7&limit=1", ["7"]),
         ("?query=nothing", []),
         ("?model=jgr&query=d", ["d"]),
+        ("?item_id=d", ["d"]),
+        ("?item_id=d&item_id=none&item_id=a&item_id=d&item_id=A&model=jgr", ["d", "a"]),
+        ("?item_id=none", []),
+        ("?item_id=", []),
+        (f"?{'&'.join(['item_id=c'] * 100)}", ["c"]),
     ],
 )
-def test_items_are_found_by_the_beginning_of_their_id_or_by_words(
+def test_items_are_found_by_their_ids_or_the_beginning_of_them_or_by_words(
     server: LiveServer, query: str, items: list[str]
 ) -> None:
     assert found(server, query) == items
@@ -57,6 +62,7 @@ def test_items_are_found_by_the_beginning_of_their_id_or_by_words(
 def test_an_item_that_is_found_looks_as_if_it_had_been_asked_for(server: LiveServer) -> None:
     reply = server.call("/v1/items?query=b2&limit=1").json
     assert reply == {"data": [server.call("/v1/items/b2").json], "searched": 0}
+    assert server.call("/v1/items?item_id=none&item_id=b2").json == reply
     assert server.call("/v1/items?query=of").json["searched"] == len(ITEMS)
 
 
@@ -71,6 +77,9 @@ def test_an_item_that_is_found_looks_as_if_it_had_been_asked_for(server: LiveSer
         (f"?limit={'9' * 5000}", "limit"),
         ("?limit=" + quote("\uff11"), "limit"),
         (f"?query={'x' * 257}", "query"),
+        ("?item_id=a&query=a", "query"),
+        ("?item_id=a&limit=0", "limit"),
+        (f"?{'&'.join(['item_id=a'] * 101)}", "item_id"),
     ],
 )
 def test_bad_parameters_are_named(server: LiveServer, query: str, field: str) -> None:

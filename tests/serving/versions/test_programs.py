@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,17 @@ def test_a_program_is_shared_while_somebody_holds_it() -> None:
     assert len(compilation._programs) == held
 
 
-def test_catalogs_of_ever_new_sizes_leave_no_programs(tmp_path: Path) -> None:
+def test_catalogs_of_ever_new_sizes_leave_no_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = override(
         make_folder(tmp_path / "m"), "profiles.batch=2", "profiles.tokens=32", "profiles.widths=8"
     )
     held = len(compilation._programs)
-    engine = warm(load_engine(override(config, "model.compilation_cache=")))
+    with caplog.at_level(logging.INFO, "jgr.serving"):
+        engine = warm(load_engine(override(config, "model.compilation_cache=")))
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].endswith(" items; 2 shapes") and said[-1] == "2 programs were compiled or read from disk"
     own = len(compilation._programs) - held
     live = len(jax.devices()[0].client.live_executables())
     assert own == 2, "recommend and rank"
@@ -84,7 +90,9 @@ def test_catalogs_of_ever_new_sizes_leave_no_programs(tmp_path: Path) -> None:
     assert len(compilation._programs) == held
 
 
-def test_a_reload_of_a_scorer_of_the_same_shapes_compiles_nothing(tmp_path: Path) -> None:
+def test_a_reload_of_a_scorer_of_the_same_shapes_compiles_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     catalog = catalog_of(12)
     cfg = sasrec.SasrecConfig(12, 8, 16, 1, 1, 16, items_digest(catalog.item_ids))
     for seed in (1, 2):
@@ -93,8 +101,11 @@ def test_a_reload_of_a_scorer_of_the_same_shapes_compiles_nothing(tmp_path: Path
     config = override(Config(), "executors.sizes=4,8", "model.compilation_cache=", "server.port=0")
     first = warm(load_scorer_engine(override(config, f"model.path={tmp_path / '1'}")))
     counter = CompilationCounter()
-    second = warm(load_scorer_engine(override(config, f"model.path={tmp_path / '2'}")))
+    with caplog.at_level(logging.INFO, "jgr.serving"):
+        second = warm(load_scorer_engine(override(config, f"model.path={tmp_path / '2'}")))
     assert compilations(counter) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].endswith("; 3 shapes") and said[-1] == "no programs were compiled or read from disk"
     one, other = (engine.served.executors.programs for engine in (first, second))
     assert one[4] is other[4] and one.params is not other.params
     held = len(compilation._programs)

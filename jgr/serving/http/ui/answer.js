@@ -89,7 +89,7 @@ export function reuseView(usage, spans) {
   });
   const names = parts.some(({ name }) => name === "host") ? ["cached", "host", "computed"] : ["cached", "computed"];
   const text = `${shown(cached, 6)} of ${counted(all, "token")} came from the cache, ` +
-    `${shown(usage.computed_tokens, 6)} were computed. `;
+    `${shown(usage.computed_tokens, 6)} ${usage.computed_tokens === 1 ? "was" : "were"} computed. `;
   return make(
     "section",
     { class: "card" },

@@ -18,6 +18,7 @@ const TITLES = {
 };
 
 const LATE = "The server does not answer in time.";
+const ASKS_A_KEY = "The server asks for an API key that it knows: see the top of the page.";
 
 /** A refusal, or a server out of reach. type: the error's stable name, "" where there was no answer. */
 export class ApiError extends Error {
@@ -46,20 +47,28 @@ export class ApiError extends Error {
   }
 }
 
-/** Any error in words. */
+/** Any error in words. What is wrong with the key is told in full beside the key alone; see Api.refused. */
 export function inWords(error) {
+  if (error.type === "unauthorized") return make("p", { class: "hint" }, ASKS_A_KEY);
   if (error instanceof ApiError) return error.show();
   return make("div", { class: "error", role: "alert" }, make("p", {}, error.message));
 }
 
 export class Api {
   #key = "";
+  #refused;
+
+  /** refused: called with the error whenever the key that is set is missing or wrong. */
+  constructor(refused) {
+    this.#refused = refused;
+  }
 
   setKey(key) {
     this.#key = key.trim();
   }
 
-  /** The JSON at a path, which has no slash in front. Throws ApiError, as the others do. */
+  /** The JSON at a path, which has no slash in front. query: a list is several values. Throws ApiError, as the others
+   * do. */
   async get(path, query = {}) {
     return readJson(await this.#call(path, { query }));
   }
@@ -75,17 +84,22 @@ export class Api {
 
   async #call(path, { method = "GET", query = {}, body, signal }) {
     const url = new URL(path, document.baseURI); // below whatever base path the page has
-    for (const [name, value] of Object.entries(query)) if (value !== "") url.searchParams.set(name, value);
+    for (const [name, values] of Object.entries(query)) {
+      for (const value of [values].flat()) if (value !== "") url.searchParams.append(name, value);
+    }
     const headers = body ? { "Content-Type": "application/json" } : {};
-    if (this.#key) headers.Authorization = `Bearer ${this.#key}`;
+    const key = this.#key;
+    if (key) headers.Authorization = `Bearer ${key}`;
     let response;
     try {
       response = await fetch(url, { method, headers, body, signal, cache: "no-store" });
     } catch (error) {
       throw new ApiError(error.name === "TimeoutError" ? LATE : "The server cannot be reached.");
     }
-    if (!response.ok) throw await refusal(response);
-    return response;
+    if (response.ok) return response;
+    const error = await refusal(response);
+    if (error.type === "unauthorized" && key === this.#key) this.#refused(error);
+    throw error;
   }
 }
 

@@ -15,7 +15,7 @@ const AGAIN_MS = 2000; // between two questions whether a model has started
 const SWITCH_ON = "jgr serve FOLDER --set server.explain=true";
 
 const find = (id) => document.getElementById(id);
-const api = new Api();
+const api = new Api((error) => find("server").replaceChildren(error.show()));
 const catalog = new Catalog(api);
 const question = new Question(find("question"), catalog);
 const comparison = new Comparison(find("sides"), find("overlap"), api, question);
@@ -68,7 +68,7 @@ async function loadModels() {
     state.replaceChildren(served.join(", "));
   } catch (error) {
     question.know([]);
-    state.replaceChildren(inWords(error));
+    if (error.type !== "unauthorized") state.replaceChildren(inWords(error)); // that is told already
   }
   adapt();
 }

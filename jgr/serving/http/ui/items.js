@@ -40,15 +40,20 @@ export class Catalog {
     return this.#known.get(id);
   }
 
-  /** Ask for one item, once. Nothing is thrown: what is not known is shown as an id. */
-  async look(id) {
-    if (this.#known.has(id) || this.#asked.has(id)) return;
-    this.#asked.add(id);
+  /** Ask for items, 100 at most: each once, and all of them in one call. Nothing is thrown: what is not known is shown
+   * as an id. */
+  async look(ids) {
+    const { model } = this;
+    const fresh = ids.filter((id) => !this.#known.has(id) && !this.#asked.has(id));
+    if (!fresh.length) return;
+    for (const id of fresh) this.#asked.add(id);
     try {
-      const { data } = await this.api.get("v1/items", { query: id, limit: 1, model: this.model });
-      this.#known.set(id, data[0]?.item_id === id ? data[0].metadata : null);
+      const { data } = await this.api.get("v1/items", { item_id: fresh, model });
+      if (model !== this.model) return; // another catalog was chosen meanwhile
+      for (const id of fresh) this.#known.set(id, null);
+      for (const item of data) this.learn(item);
     } catch {
-      this.#asked.delete(id);
+      if (model === this.model) for (const id of fresh) this.#asked.delete(id);
     }
   }
 }

@@ -13,6 +13,7 @@ const LEAST = 30; // readings that a course has room for
 const HEIGHT = 36;
 const WORK = /^\/v1\/((explain\/)?(recommend|rank)|rerank|score|users\/.*\/prefill)$|\/infer$|ModelInfer$/;
 const COLOURS = 6;
+const NONE = "none in this time";
 
 const asked = { endpoint: (endpoint) => WORK.test(endpoint) };
 const totals = (of) => ({ ...of, stage: "total" });
@@ -32,7 +33,7 @@ const FIGURES = [
     value: (w) => w.rate("jgr_requests_total", { ...asked, status: "200" }),
     note: (w) => {
       const share = w.ratio(["jgr_requests_total", { ...asked, status: "200" }], ["jgr_requests_total", asked]);
-      return share === null ? "answered in time" : `${shown(100 * share)} % answered in time`;
+      return share === null ? NONE : `${shown(100 * share)} % answered in time`;
     },
   },
   {
@@ -139,7 +140,7 @@ function growth(w, name, label, of) {
 
 function byStatus(w) {
   const counts = growth(w, "jgr_requests_total", "status", asked);
-  return listed(counts) || "none in this time";
+  return listed(counts) || NONE;
 }
 
 function scaled(values, factor) {

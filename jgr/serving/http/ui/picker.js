@@ -5,6 +5,7 @@ import { make } from "./dom.js";
 import { describe, nameOf } from "./items.js";
 
 const WAIT_MS = 150;
+const SEARCHED_CHARS = 256; // as many as the server takes; what is longer is a pasted list
 const LOOKED_UP = 64; // titles are asked for so many of a list's items, the last ones
 let made = 0;
 
@@ -76,7 +77,7 @@ export class Picker {
     this.clear.hidden = !this.#ids.length;
     this.list.hidden = !this.#ids.length;
     this.list.replaceChildren(...this.#ids.map((id, at) => this.#chip(id, at)));
-    for (const id of new Set(this.#ids.slice(-LOOKED_UP))) this.#name(id);
+    this.#name(new Set(this.#ids.slice(-LOOKED_UP)));
   }
 
   #chip(id, at) {
@@ -91,11 +92,11 @@ export class Picker {
     );
   }
 
-  async #name(id) {
-    if (this.catalog.of(id) !== undefined) return;
-    await this.catalog.look(id);
-    if (this.catalog.of(id) === undefined) return;
-    this.#ids.forEach((other, at) => other === id && this.list.children[at].replaceWith(this.#chip(id, at)));
+  async #name(ids) {
+    const nameless = [...ids].filter((id) => this.catalog.of(id) === undefined);
+    await this.catalog.look(nameless);
+    const named = new Set(nameless.filter((id) => this.catalog.of(id) !== undefined));
+    this.#ids.forEach((id, at) => named.has(id) && this.list.children[at].replaceWith(this.#chip(id, at)));
   }
 
   #typed() {
@@ -107,7 +108,7 @@ export class Picker {
     const asked = (this.#asked += 1);
     let found = [];
     try {
-      found = await this.catalog.find(text);
+      if (text.length <= SEARCHED_CHARS) found = await this.catalog.find(text);
     } catch {
       // Ids can be typed all the same; what is wrong is told when they are asked with.
     }

@@ -31,6 +31,7 @@ from tests.serving.http.pages.browsing import (
 pytestmark = pytest.mark.chromium
 
 WIDE = 128
+HINT = "The server asks for an API key that it knows: see the top of the page."
 
 
 def test_recommended_items_are_those_of_the_api_and_markup_stays_text(visit: Visit) -> None:
@@ -173,6 +174,58 @@ def test_what_is_refused_is_said_in_words(visit: Visit) -> None:
     page.get_by_role("button", name="Ask", exact=True).click()
     expect(error).to_contain_text("The server cannot be reached.")
     visit._faults[:] = [text for text in visit._faults if "ERR_FAILED" not in text]
+
+
+def test_a_key_that_is_wrong_is_told_once_wherever_it_was_noticed(visit: Visit) -> None:
+    from playwright.sync_api import expect
+
+    page, sentence = visit.open(key="wrong-key"), "The API key is missing or wrong"
+    expect(page.locator("#server")).to_contain_text(sentence)
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#answer")).to_have_text(HINT)
+    expect(page.get_by_text(sentence)).to_have_count(1)
+    page.get_by_role("tab", name="Compare").click()
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.get_by_role("region", name="Second")).to_contain_text(HINT)
+    page.get_by_role("tab", name="Live").click()
+    expect(page.locator("#trouble")).to_have_text(HINT)
+    expect(page.get_by_text(sentence)).to_have_count(1)
+
+    # The models are known, and then the key is taken away: the place beside it says so.
+    page.get_by_label("API key").fill(KEY)
+    page.get_by_label("API key").press("Tab")
+    expect(page.locator("#server")).to_have_text("jgr (ready), other (ready)")
+    refusal = {"error": {"type": "unauthorized", "message": "gone", "request_id": "r"}}
+    page.route("**/v1/recommend", lambda route: route.fulfill(status=401, json=refusal))
+    page.get_by_role("tab", name="Compare").click()
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#server")).to_contain_text(sentence)
+    expect(page.get_by_text(sentence)).to_have_count(1)
+
+
+def test_a_pasted_list_is_looked_up_in_one_call(visit: Visit) -> None:
+    from playwright.sync_api import expect
+
+    visit.page.clock.install()
+    page, asked = visit.open(), list[str]()
+    expect(page.locator("#server")).to_have_text("jgr (ready), other (ready)")
+    page.on("request", lambda request: "/v1/items?" in request.url and asked.append(request.url))
+    history = page.get_by_role("list", name="History, oldest first").locator("li")
+    pasted = ["b", *(f"none{at}" for at in range(200)), "a", "b"]
+    field = page.get_by_role("combobox", name="History, oldest first")
+    field.fill(" ".join(pasted))
+    page.clock.run_for(1000)  # what rests in the field is searched for, but not a list
+    field.press("Enter")
+    expect(page.locator(".chips .unknown")).to_have_count(62)  # of the last 64
+    expect(history.last).to_have_text(f"title of b{REMOVE}")
+    assert history.all_text_contents()[:3] == [f"{name}{REMOVE}" for name in ("title of b", "none0", "none1")]
+    (named,) = (url for url in asked if "item_id=" in url)
+    assert named.count("item_id=") == 64
+    fill(page, "History, oldest first", "none199 a")
+    expect(history).to_have_count(205)
+    expect(history.last).to_have_text(f"title of a{REMOVE}")
+    assert sum("item_id=none199" in url for url in asked) == 1, "what is known is not asked again"
+    assert not any("query=b" in url for url in asked)
 
 
 def test_two_models_stand_side_by_side(visit: Visit) -> None:
