@@ -24,7 +24,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 UInt8 = npt.NDArray[np.uint8]
 Keys = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.unsignedinteger]
+Float64 = npt.NDArray[np.float64]
 
 
 def keys(names: Iterable[str]) -> Keys:
@@ -88,14 +88,14 @@ class Digests:
         self.replace(len(self) - 1, self._empty)
         del self._filters[-1]
 
-    def count(self, of: Keys) -> Counts:
-        """How many of the n keys each node holds, as far as is known, [slots]."""
+    def count(self, of: Keys) -> Float64:
+        """How many of the n keys each node holds, as far as is known, [slots] float64."""
         first, second = positions(of, self._bits)
         packed = self._table.take(first, axis=0) & self._table.take(second, axis=0)
         found = np.unpackbits(packed).reshape(len(of), 8 * packed.shape[1])
         # Bytes are added faster than larger integers.
         held = np.add.reduce(found, axis=0, dtype=np.uint8 if len(of) < 256 else np.uint32)
-        return held[: len(self)]
+        return held[: len(self)].astype(np.float64)
 
     def check(self) -> None:
         """Audit: the table has the bits of the filters, and no other. AssertionError where it has not."""
