@@ -379,7 +379,5 @@ def capacity(world: World, seconds: float, seed: int = 0) -> float:
     mean_ns = world.fixed_ns + world.token_ns * (world.user_tokens + world.candidates * world.item_tokens) / 2
     arrivals = traffic(calm, 0.5 * world.nodes * SECOND / mean_ns, seconds, seed)
     warm = arrivals[: len(arrivals) // 2]
-    runs = [
-        simulate(calm, [Router("0", "round_robin")], part, 1 << 62) for part in (warm, arrivals)
-    ]
+    runs = [simulate(calm, [Router("0", "round_robin")], part, 1 << 62) for part in (warm, arrivals)]
     return world.nodes * SECOND * (len(arrivals) - len(warm)) / (runs[1].busy_ns - runs[0].busy_ns)

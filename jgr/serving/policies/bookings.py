@@ -16,6 +16,9 @@ import numpy.typing as npt
 LOST_NS = 120 * 1_000_000_000
 """After so long a booking is forgotten: nobody will tell its end any more."""
 
+MEMORY = 32
+"""A node's bookings of late are about so many: with each of the fleet's bookings, older ones weigh less."""
+
 Float64 = npt.NDArray[np.float64]
 
 
@@ -39,17 +42,20 @@ class Booking:
 class Bookings:
     """The bookings at the nodes in slots 0, 1, ...
 
-    work: [slots] float64, tokens in flight; running: [slots] float64, requests in flight.
+    work: [slots] float64, tokens in flight; running: [slots] float64, requests in flight; recent: [slots] float64,
+    tokens booked of late, whether they have ended or not.
     """
 
     def __init__(self) -> None:
         self.work: Float64 = np.zeros(0)
         self.running: Float64 = np.zeros(0)
+        self.recent: Float64 = np.zeros(0)
         self._by_id: OrderedDict[str, Booking] = OrderedDict()  # the oldest first
 
     def add(self) -> None:
         """There is one more slot; nothing is booked there."""
         self.work, self.running = np.append(self.work, 0.0), np.append(self.running, 0.0)
+        self.recent = np.append(self.recent, 0.0)
 
     def remove(self, slot: int) -> None:
         """The node in `slot` has left, with what it was sent; that of the last slot stands there from now on."""
@@ -60,6 +66,7 @@ class Bookings:
             else:
                 booking.slot = slot
         self.work, self.running = without(self.work, slot), without(self.running, slot)
+        self.recent = without(self.recent, slot)
 
     def book(self, request_id: str, slot: int, work: int, now_ns: int) -> None:
         """The request is on its way to that node, and no longer to another."""
@@ -67,6 +74,8 @@ class Bookings:
         self._by_id[request_id] = Booking(slot, work, now_ns)
         self.work[slot] += work
         self.running[slot] += 1
+        self.recent *= 1 - 1 / (MEMORY * len(self.recent))
+        self.recent[slot] += work
 
     def end(self, request_id: str, slot: int | None = None) -> None:
         """The request has ended, at any node or, where one is named, at that one; a booking elsewhere stays."""

@@ -27,12 +27,13 @@ from jgr.serving.policies.digests import Digests, Keys, keys
 
 Float64 = npt.NDArray[np.float64]
 Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
-"""joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least: requests
-in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
+"""joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
+requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 LOAD = 1.0
 """The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
+SHARE = 0.1
 AFFINITY = 0.05
 BOUND = 1.25
 """A node takes at most so many times the mean number of requests under the rule `hash`, rounded up."""
@@ -104,11 +105,17 @@ class View(NamedTuple):
     reused: Float64
     load: Float64
     running: Float64
+    recent: Float64
     pace: Float64
     ns: Float64
     last: int | None
     tokens: float
     left_ns: float
+
+    @property
+    def computed(self) -> Float64:
+        """Tokens that each node would compute."""
+        return self.tokens - self.reused
 
 
 class Term(Protocol):
@@ -149,6 +156,17 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Share:
+    """How much less work than the mean node a node was sent of late, ended or not: a share of that mean."""
+
+    weight: float = SHARE
+
+    def __call__(self, view: View) -> Float64:
+        total = float(np.add.reduce(view.recent))
+        return self.weight - view.recent * (self.weight * len(view.recent) / max(1.0, total))
+
+
+@dataclass(frozen=True)
 class Running:
     """How many requests fewer than the mean node a node has, this one counted: a share of that mean."""
 
@@ -179,15 +197,15 @@ class Late:
     penalty: float = LATE
 
     def __call__(self, view: View) -> Float64:
-        end_ns = (view.load + (view.tokens - view.reused)) * view.ns
+        end_ns = (view.load + view.computed) * view.ns
         return (end_ns > view.left_ns) * -self.penalty
 
 
-def terms_of(rule: Rule, load: float = LOAD, affinity: float = AFFINITY) -> tuple[Term, ...]:
+def terms_of(rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float=SHARE) -> tuple[Term, ...]:
     """The terms of a rule; empty where it has no score."""
     reuse = (UserEntries(), ItemEntries(), Affinity(affinity))
     by_rule: Mapping[Rule, tuple[Term, ...]] = {
-        "joint": (*reuse, Load(load), Late()),
+        "joint": (*reuse, Load(load), Share(share), Late()),
         "hit": reuse,
         "load": (Load(),),
         "least": (Running(),),
@@ -211,8 +229,9 @@ class Router:
         bits: int = 16,
         load: float = LOAD,
         affinity: float = AFFINITY,
+        share: float=SHARE,
     ) -> None:
-        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity)
+        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity,share)
         self._names: list[str] = []  # by slot
         self._slots: dict[str, int] = {}
         self._hashes: Keys = keys(())
@@ -229,7 +248,7 @@ class Router:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes' names, in no particular order."""
+        """The nodes' names, in the order of their slots."""
         return tuple(self._names)
 
     def become(self, names: Iterable[str]) -> None:
@@ -291,7 +310,7 @@ class Router:
         self._now_ns = max(self._now_ns, now_ns)
         computed = self._unsent.pop(ask.id, None)
         if computed is None:
-            computed = self._computed(self._view(ask))
+            computed = self.view(ask).computed
         work = max(1, round(float(computed[slot])))
         self._bookings.book(ask.id, slot, work, now_ns)
         if ask.user:
@@ -307,6 +326,27 @@ class Router:
             self._bookings.end(request_id)
         elif name in self._slots:
             self._bookings.end(request_id, self._slots[name])
+
+    def view(self, ask: Ask) -> View:
+        """What is known of the request and of `nodes`, in their order."""
+        of = keys((ask.user, *ask.items))
+        items = self._items.count(of[1:]) * ask.item_tokens
+        user, last = np.zeros(len(self._names)), None
+        if ask.user:
+            user = self._users.count(of[:1]) * ask.user_tokens
+            last = self._slots.get(self._last.get(ask.user, ""))
+        return View(
+            user,
+            np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
+            self._bookings.work + self._others,
+            self._bookings.running,
+            self._bookings.recent,
+            self._pace,
+            self._ns,
+            last,
+            ask.tokens,
+            math.inf if ask.left_ns is None else ask.left_ns,
+        )
 
     def check(self) -> None:
         """Audit; AssertionError."""
@@ -352,31 +392,9 @@ class Router:
             self._swept_ns = now_ns
             self._others[now_ns - self._heard_ns >= SILENT_NS] = 0.0
 
-    def _view(self, ask: Ask) -> View:
-        of = keys((ask.user, *ask.items))
-        items = self._items.count(of[1:]) * ask.item_tokens
-        user, last = np.zeros(len(self._names)), None
-        if ask.user:
-            user = self._users.count(of[:1]) * ask.user_tokens
-            last = self._slots.get(self._last.get(ask.user, ""))
-        return View(
-            user,
-            np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
-            self._bookings.work + self._others,
-            self._bookings.running,
-            self._pace,
-            self._ns,
-            last,
-            ask.tokens,
-            math.inf if ask.left_ns is None else ask.left_ns,
-        )
-
-    def _computed(self, view: View) -> Float64:
-        return view.tokens - view.reused
-
     def _by_score(self, ask: Ask) -> list[int]:
-        view = self._view(ask)
-        self._unsent[ask.id] = self._computed(view)
+        view = self.view(ask)
+        self._unsent[ask.id] = view.computed
         if len(self._unsent) > UNSENT:
             self._unsent.popitem(last=False)
         # Of equal nodes, each has the same chance.
