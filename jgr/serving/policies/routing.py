@@ -31,7 +31,7 @@ Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
 requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
-LOAD = 1.0
+LOAD = 0.5
 """The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
 SHARE = 0.1
 AFFINITY = 0.05
@@ -201,7 +201,9 @@ class Late:
         return (end_ns > view.left_ns) * -self.penalty
 
 
-def terms_of(rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float=SHARE) -> tuple[Term, ...]:
+def terms_of(
+    rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float = SHARE
+) -> tuple[Term, ...]:
     """The terms of a rule; empty where it has no score."""
     reuse = (UserEntries(), ItemEntries(), Affinity(affinity))
     by_rule: Mapping[Rule, tuple[Term, ...]] = {
@@ -229,9 +231,9 @@ class Router:
         bits: int = 16,
         load: float = LOAD,
         affinity: float = AFFINITY,
-        share: float=SHARE,
+        share: float = SHARE,
     ) -> None:
-        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity,share)
+        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity, share)
         self._names: list[str] = []  # by slot
         self._slots: dict[str, int] = {}
         self._hashes: Keys = keys(())

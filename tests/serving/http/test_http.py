@@ -123,7 +123,9 @@ def test_a_head_without_a_body_leaves_and_the_connection_goes_on(server: LiveSer
 
 
 def test_a_client_that_waits_to_be_told_to_continue_is_told(server: LiveServer) -> None:
-    asked = request("/v1/recommend", {"history": ["a"], "top_k": 1}, expect="100-continue", connection="close")
+    asked = request(
+        "/v1/recommend", {"history": ["a"], "top_k": 1}, expect="100-continue", connection="close"
+    )
     head, _, body = asked.partition(b"\r\n\r\n")
     with server.connect() as connection:
         connection.sendall(head + b"\r\n\r\n")

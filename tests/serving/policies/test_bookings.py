@@ -57,8 +57,12 @@ def test_what_nobody_ends_is_forgotten_and_what_was_sent_again_is_not() -> None:
     assert at(bookings) == [(0, 0)] * 3 and len(bookings) == 0
 
 
-@pytest.mark.parametrize(("gone", "left"), [(0, [(4, 1), (2, 1)]), (1, [(1, 1), (4, 1)]), (2, [(1, 1), (2, 1)])])
-def test_a_node_leaves_with_its_bookings_and_the_last_one_takes_its_slot(gone: int, left: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("gone", "left"), [(0, [(4, 1), (2, 1)]), (1, [(1, 1), (4, 1)]), (2, [(1, 1), (2, 1)])]
+)
+def test_a_node_leaves_with_its_bookings_and_the_last_one_takes_its_slot(
+    gone: int, left: list[object]
+) -> None:
     bookings = booked()
     for slot, request in enumerate("abc"):
         bookings.book(request, slot, 2**slot, 0)

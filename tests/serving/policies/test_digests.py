@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgr.serving.policies.digests import Digests, digest, keys
@@ -42,6 +42,7 @@ def test_a_filter_has_the_bits_of_its_names_and_no_other() -> None:
     assert digest([], BITS) == bytes(128)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.sets(st.text(max_size=4), max_size=30), min_size=1, max_size=20),
     st.lists(st.text(max_size=4), max_size=8),
