@@ -3,9 +3,10 @@
 
 The routers are the objects that a live fleet uses (SIM-7), and they are told what they would be told: `heard` some time
 after a node has reported, `ended` when the answer or the refusal is back. What stands for the world is a node: it runs
-one request after another, for a fixed time and a time for each token that it computes, and keeps the users and the items
-that it computed, the least recently used ones go first. It refuses what it could not answer in time; the router then
-asks another one. A request is sent through one of the routers by chance.
+one request after another, for a fixed time and a time for each token that it computes, and keeps the users and the
+items that it computed; the least recently used ones go first. It refuses what it could not answer in time, and the
+router then asks another one; what it accepted and cannot answer in time after all expires. Each request is sent by one
+of the routers, by chance.
 
 All times are ns of virtual time. The same seed gives the same run.
 """

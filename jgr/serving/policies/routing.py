@@ -35,6 +35,10 @@ LOAD = 0.5
 """The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
 SHARE = 0.1
 AFFINITY = 0.05
+BELIEF = 0.7
+"""How likely a user who was sent to a node is kept there until a report tells."""
+REPORTED_NS = 1_000_000_000
+"""So long after it was sent a request may be in no report yet."""
 BOUND = 1.25
 """A node takes at most so many times the mean number of requests under the rule `hash`, rounded up."""
 SLOW = 1.5
@@ -55,8 +59,8 @@ class Ask:
     """A request, as far as routing needs to know it. Tokens are estimates.
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
-    other_tokens: those that no cache holds. left_ns: until its deadline; None: it has none. tried: nodes that have
-    refused or failed it, which come last whatever the rule.
+    other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
+    none. tried: nodes that have refused or failed it, which come last whatever the rule.
     """
 
     id: str
@@ -98,7 +102,8 @@ class View(NamedTuple):
 
     user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
     running: requests in flight. pace: times the median time of a token, 1 where it is near it; ns: of a token, 0 where
-    that is not known. last: where the user was last. tokens: of the whole prompt. left_ns: until the deadline, or inf.
+    that is not known. last: where the user was last; expected: tokens of the user that should be kept there, 0 where
+    a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf.
     """
 
     user: Float64
@@ -109,6 +114,7 @@ class View(NamedTuple):
     pace: Float64
     ns: Float64
     last: int | None
+    expected: float
     tokens: float
     left_ns: float
 
@@ -179,15 +185,18 @@ class Running:
 
 @dataclass(frozen=True)
 class Affinity:
-    """The node that had the user last: it may hold what no report says yet."""
+    """The node that had the user last gets a bonus, and so much of the share of the prompt that it should save by now,
+    though no report says so yet."""
 
     bonus: float = AFFINITY
+    belief: float = BELIEF
 
     def __call__(self, view: View) -> Float64:
-        bonus = np.zeros(len(view.user))
+        score = np.zeros(len(view.user))
         if view.last is not None:
-            bonus[view.last] = self.bonus
-        return bonus
+            unreported = max(0.0, view.expected - float(view.reused[view.last]))
+            score[view.last] = self.bonus + self.belief * unreported / view.tokens
+        return score
 
 
 @dataclass(frozen=True)
@@ -243,7 +252,9 @@ class Router:
         self._heard_ns: Float64 = np.zeros(0)  # [slots] when that was reported
         self._ns: Float64 = np.zeros(0)  # [slots] of a token
         self._pace: Float64 = np.zeros(0)  # [slots] see View
-        self._last: OrderedDict[str, str] = OrderedDict()  # the node of each user, the longest ago first
+        self._last: OrderedDict[str, tuple[str, int]] = (
+            OrderedDict()
+        )  # each user's node and when, the oldest first
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
         self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
         self._now_ns = self._swept_ns = 0
@@ -268,7 +279,7 @@ class Router:
         self._compare()
         self._unsent.clear()
         if gone:
-            self._last = OrderedDict(item for item in self._last.items() if item[1] not in gone)
+            self._last = OrderedDict(item for item in self._last.items() if item[1][0] not in gone)
 
     def heard(self, name: str, report: Report) -> None:
         """A node has reported. Does nothing for one that is not there (any more). ValueError for a digest of another
@@ -316,7 +327,7 @@ class Router:
         work = max(1, round(float(computed[slot])))
         self._bookings.book(ask.id, slot, work, now_ns)
         if ask.user:
-            self._last[ask.user] = name
+            self._last[ask.user] = name, now_ns
             self._last.move_to_end(ask.user)
             if len(self._last) > REMEMBERED_USERS:
                 self._last.popitem(last=False)
@@ -333,10 +344,14 @@ class Router:
         """What is known of the request and of `nodes`, in their order."""
         of = keys((ask.user, *ask.items))
         items = self._items.count(of[1:]) * ask.item_tokens
-        user, last = np.zeros(len(self._names)), None
+        user, last, expected = np.zeros(len(self._names)), None, 0.0
         if ask.user:
             user = self._users.count(of[:1]) * ask.user_tokens
-            last = self._slots.get(self._last.get(ask.user, ""))
+            if ask.user in self._last:
+                name, sent_ns = self._last[ask.user]
+                last = self._slots[name]
+                if sent_ns + REPORTED_NS >= self._heard_ns[last]:
+                    expected = float(ask.user_tokens)
         return View(
             user,
             np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
@@ -346,6 +361,7 @@ class Router:
             self._pace,
             self._ns,
             last,
+            expected,
             ask.tokens,
             math.inf if ask.left_ns is None else ask.left_ns,
         )
@@ -360,7 +376,9 @@ class Router:
         )
         assert len(self._users) == len(self._items) == slots, "there are not as many filters as nodes"
         assert len(self._last) <= REMEMBERED_USERS and len(self._unsent) <= UNSENT, "too much is remembered"
-        assert set(self._last.values()) <= self._slots.keys(), "a node that has left is remembered"
+        assert {name for name, _ in self._last.values()} <= self._slots.keys(), (
+            "a node that has left is remembered"
+        )
         self._bookings.check()
         self._users.check()
         self._items.check()

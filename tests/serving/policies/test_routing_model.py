@@ -23,8 +23,10 @@ from jgr.serving.policies.bookings import LOST_NS, MEMORY
 from jgr.serving.policies.digests import digest
 from jgr.serving.policies.routing import (
     AFFINITY,
+    BELIEF,
     LATE,
     LOAD,
+    REPORTED_NS,
     SHARE,
     SILENT_NS,
     SLOW,
@@ -70,7 +72,7 @@ class Model(RuleBasedStateMachine):
         self.router = Router("me", self.kind, BITS)
         self.nodes: dict[str, Node] = {}
         self.booked: dict[str, tuple[str, int, int]] = {}
-        self.last: dict[str, str] = {}
+        self.last: dict[str, tuple[str, int]] = {}
         self.now_ns, self.swept_ns, self.count = 0, 0, 0
 
     @initialize(names=st.sets(st.sampled_from(NODES), min_size=2))
@@ -82,7 +84,7 @@ class Model(RuleBasedStateMachine):
         self.router.become(sorted(names))
         self.nodes = {name: self.nodes.get(name, Node()) for name in names}
         self.booked = {id: booking for id, booking in self.booked.items() if booking[0] in names}
-        self.last = {user: name for user, name in self.last.items() if name in names}
+        self.last = {user: last for user, last in self.last.items() if last[0] in names}
 
     @rule(
         name=st.sampled_from(NODES),
@@ -143,7 +145,7 @@ class Model(RuleBasedStateMachine):
             node.recent *= 1 - 1 / (MEMORY * len(self.nodes))
         self.nodes[name].recent += work
         if ask.user:
-            self.last[ask.user] = name
+            self.last[ask.user] = name, self.now_ns
 
     @rule(number=st.integers(0, 30), name=st.none() | st.sampled_from(NODES))
     def end(self, number: int, name: str | None) -> None:
@@ -190,12 +192,22 @@ class Model(RuleBasedStateMachine):
             end_ns = (self.load(name) + ask.tokens - self.reused(ask, name)) * node.ns
             found[name] = (
                 self.reused(ask, name) / ask.tokens
-                + AFFINITY * (self.last.get(ask.user) == name)
+                + self.affinity(ask, name)
                 + LOAD * (1 - ahead[name] / mean)
                 + SHARE * (1 - node.recent / recent)
                 - LATE * (end_ns > (math.inf if ask.left_ns is None else ask.left_ns))
             )
         return found
+
+    def expected(self, user: str) -> bool:
+        name, sent_ns = self.last[user]
+        return sent_ns + REPORTED_NS >= self.nodes[name].heard_ns
+
+    def affinity(self, ask: Ask, name: str) -> float:
+        if self.last.get(ask.user, ("",))[0] != name:
+            return 0.0
+        unreported = max(0.0, ask.user_tokens * self.expected(ask.user) - self.reused(ask, name))
+        return AFFINITY + BELIEF * unreported / ask.tokens
 
     def compare(self, ask: Ask) -> None:
         if not self.nodes:
@@ -209,7 +221,11 @@ class Model(RuleBasedStateMachine):
         np.testing.assert_allclose(view.recent, [self.nodes[name].recent for name in names])
         assert view.ns.tolist() == [self.nodes[name].ns for name in names]
         assert view.pace.tolist() == pytest.approx([self.pace(name) for name in names])
-        assert (None if view.last is None else names[view.last]) == self.last.get(ask.user)
+        if ask.user in self.last:
+            assert view.last is not None and names[view.last] == self.last[ask.user][0]
+            assert view.expected == ask.user_tokens * self.expected(ask.user)
+        else:
+            assert view.last is None and view.expected == 0
 
     @invariant()
     def audit(self) -> None:
@@ -223,5 +239,5 @@ class Loaded(Model):
 
 TestJoint = Model.TestCase
 TestLoad = Loaded.TestCase
-TestJoint.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestJoint.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestLoad.settings = settings(max_examples=10, stateful_step_count=40, deadline=None)
