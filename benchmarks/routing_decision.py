@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,8 +118,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     """Claims on the joint score's median and 99th percentile; rows of all rules, and of a report."""
     rounds, requests = (1, 1000) if quick else (5, 5000)
     given = world(NODES, requests)
-    variants = {rule: lambda rule=rule: decisions(rule, given) for rule in RULES}
-    found = harness.interleave({**variants, "report": lambda: hearings(given)}, rounds, quiet)
+    variants: dict[str, Callable[[], list[float]]] = {rule: partial(decisions, rule, given) for rule in RULES}
+    variants["report"] = partial(hearings, given)
+    found = harness.interleave(variants, rounds, quiet)
     rows: list[Row] = [
         {"of": name, "nodes": NODES, "candidates": CANDIDATES, **quantiles(runs)}
         for name, runs in found.items()

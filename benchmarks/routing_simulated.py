@@ -60,7 +60,7 @@ def row(name: str, rule: str, load: float, period_s: float, routers: int, out: O
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Of the joint score, the worst of all runs."""
+    """The worst of all runs with the joint score."""
     at = {(r["rule"], r["traffic"], r["load"], r["report_s"], r["routers"]): r for r in rows}
     joint = {key[1:]: found for key, found in at.items() if key[0] == "joint"}
     tokens = [

@@ -94,7 +94,7 @@ class Digests:
         packed = self._table.take(first, axis=0) & self._table.take(second, axis=0)
         found = np.unpackbits(packed).reshape(len(of), 8 * packed.shape[1])
         # Bytes are added faster than larger integers.
-        held = np.add.reduce(found, axis=0, dtype=np.uint8 if len(of) < 256 else np.uint32)
+        held: Float64 = np.add.reduce(found, axis=0, dtype=np.uint8 if len(of) < 256 else np.uint32)
         return held[: len(self)].astype(np.float64)
 
     def check(self) -> None:

@@ -207,7 +207,7 @@ class Late:
 
     def __call__(self, view: View) -> Float64:
         end_ns = (view.load + view.computed) * view.ns
-        return (end_ns > view.left_ns) * -self.penalty
+        return (end_ns > view.left_ns).astype(np.float64) * -self.penalty
 
 
 def terms_of(
@@ -265,7 +265,7 @@ class Router:
         return tuple(self._names)
 
     def become(self, names: Iterable[str]) -> None:
-        """These are the nodes now. What is known of those that stay is kept; of others, nothing is remembered."""
+        """Route to these nodes from now on. What is known of those that stay is kept; of others, nothing is remembered."""
         now = dict.fromkeys(names)
         gone = self._slots.keys() - now
         new = [name for name in now if name not in self._slots]
