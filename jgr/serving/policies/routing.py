@@ -265,7 +265,8 @@ class Router:
         return tuple(self._names)
 
     def become(self, names: Iterable[str]) -> None:
-        """Route to these nodes from now on. What is known of those that stay is kept; of others, nothing is remembered."""
+        """Route to these nodes from now on. What is known of those that stay is kept; of others, nothing is
+        remembered."""
         now = dict.fromkeys(names)
         gone = self._slots.keys() - now
         new = [name for name in now if name not in self._slots]
