@@ -321,7 +321,7 @@ class Router:
         slot = self._slots.get(name)
         if slot is None:
             return 0
-        self._now_ns = max(self._now_ns, now_ns)
+        self._forget(now_ns)
         computed = self._unsent.pop(ask.id, None)
         if computed is None:
             computed = self.view(ask).computed
@@ -407,6 +407,8 @@ class Router:
         self._pace[self._pace < SLOW] = 1.0
 
     def _forget(self, now_ns: int) -> None:
+        if not self._now_ns:
+            self._heard_ns[:] = now_ns  # the clock begins: reports bring no time of their own
         self._now_ns = max(self._now_ns, now_ns)
         self._bookings.expire(now_ns)
         if now_ns - self._swept_ns >= 1_000_000_000:

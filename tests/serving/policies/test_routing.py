@@ -216,6 +216,14 @@ def test_what_other_routers_sent_is_avoided_until_reports_cease() -> None:
     assert of.view(ASK).load.tolist() == [0, 0, 0]
 
 
+def test_a_report_before_the_first_request_is_no_older_than_it() -> None:
+    of = router("load")
+    of.heard("a", report(other=500.0))
+    assert of.rank(ASK, 10**18)[-1] == "a"
+    of.rank(ASK, 10**18 + SILENT_NS)
+    assert of.view(ASK).load.tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_nodes_that_refused_a_request_come_last(rule: Rule) -> None:
     of = router(rule)

@@ -73,7 +73,8 @@ class Model(RuleBasedStateMachine):
         self.nodes: dict[str, Node] = {}
         self.booked: dict[str, tuple[str, int, int]] = {}
         self.last: dict[str, tuple[str, int]] = {}
-        self.now_ns, self.swept_ns, self.count = 0, 0, 0
+        self.now_ns, self.swept_ns, self.count = 10**15, 10**15, 0
+        self.router.rank(Ask("first", "", 0, (), 0, 0), self.now_ns)  # the clock begins
 
     @initialize(names=st.sets(st.sampled_from(NODES), min_size=2))
     def begin(self, names: set[str]) -> None:
