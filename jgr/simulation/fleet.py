@@ -5,8 +5,8 @@ The routers are the objects that a live fleet uses (SIM-7), and they are told wh
 after a node has reported, `ended` when the answer or the refusal is back. What stands for the world is a node: it runs
 one request after another, for a fixed time and a time for each token that it computes, and keeps the users and the
 items that it computed; the least recently used ones go first. It refuses what it could not answer in time, and the
-router then asks another one; what it accepted and cannot answer in time after all expires. Each request is sent by one
-of the routers, by chance.
+router then asks another one, as it does where a node is lost; what a node accepted and cannot answer in time after all
+expires. Each request is sent by one of the routers, by chance.
 
 All times are ns of virtual time. The same seed gives the same run.
 """
@@ -80,8 +80,8 @@ class Arrival(NamedTuple):
 class Outcomes:
     """What came of the requests that came after the warm-up. Every answer is in time; latencies are in ns.
 
-    computed, prompt: tokens of the answers. work: [nodes] token ns, the integral of the work that the routers believed
-    to be in flight there.
+    computed, prompt: tokens of the answers. work: by node, in token ns: the integral of the work that the routers
+    believed to be in flight there.
     """
 
     arrived: int = 0
@@ -93,7 +93,7 @@ class Outcomes:
     prompt: int = 0
     busy_ns: int = 0
     latency_ns: list[int] = field(default_factory=list)
-    work: list[int] = field(default_factory=list)
+    work: dict[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -113,7 +113,8 @@ class Outcomes:
     @property
     def imbalance(self) -> float:
         """The largest over the mean of the nodes' time-averaged predicted work in flight."""
-        return max(self.work) / max(1.0, sum(self.work) / len(self.work))
+        work = self.work.values()
+        return max(work) / max(1.0, sum(work) / len(work))
 
     def quantile_ms(self, q: float) -> float:
         """A quantile of the answers' latency."""
@@ -168,7 +169,7 @@ class _Sent(NamedTuple):
 
     ask: Ask
     router: int
-    node: int
+    node: str
     arrival_ns: int
     sent_ns: int
     due_ns: int
@@ -228,6 +229,10 @@ class _Node:
         self._flow(sent.router, -sent.work, now_ns)
         return sent
 
+    def lost(self) -> list[_Sent]:
+        """What it had accepted and not answered."""
+        return [sent for sent in (self.running, *(sent for sent, _ in self._queue)) if sent is not None]
+
     def report(self, routers: Sequence[str], bits: int, period_ns: int, now_ns: int) -> Report:
         mean: dict[str, float] = {}
         for router in list(self._flight):
@@ -258,6 +263,16 @@ class _Node:
         flight[2] = now_ns
 
 
+class Loss(NamedTuple):
+    """A node is lost with all that it has. told_ns: when the routers know. back_ns: when another one, which keeps
+    nothing yet, stands in its place."""
+
+    node: str
+    at_ns: int
+    told_ns: int
+    back_ns: int
+
+
 class Fleet:
     """One run; see `simulate`."""
 
@@ -266,20 +281,20 @@ class Fleet:
     ) -> None:
         self.world, self.routers, self.warm_ns, self._bits = world, routers, warm_ns, bits
         self._period_ns = period_ns
-        self.nodes = [_Node(world) for _ in range(world.nodes)]
-        self.out = Outcomes(work=[0] * world.nodes)
+        self.out = Outcomes()
+        self._nodes: dict[str, _Node] = {}
         self._events: list[tuple[int, int, Any, tuple[Any, ...]]] = []
         self._count = itertools.count()
-        self._numbers = {name: number for number, name in enumerate(world.names)}
-        for router in routers:
-            router.become(world.names)
         phases = np.random.default_rng(seed).random(world.nodes)
-        for number, phase in enumerate(phases):
-            self._at(int(phase * period_ns), self._report, number)
+        for name, phase in zip(world.names, phases, strict=True):
+            self._join(round(float(phase) * period_ns), name)
+        self._tell(0)
 
-    def run(self, arrivals: Sequence[Arrival]) -> Outcomes:
+    def run(self, arrivals: Sequence[Arrival], losses: Sequence[Loss]) -> Outcomes:
         for arrival in arrivals:
             self._at(arrival.at_ns, self._arrive, arrival)
+        for loss in losses:
+            self._at(loss.at_ns, self._lose, loss)
         end_ns = arrivals[-1].at_ns if arrivals else 0
         while self._events:
             now_ns, _, act, given = heapq.heappop(self._events)
@@ -299,29 +314,30 @@ class Fleet:
         due_ns = arrival_ns + self.world.left_ns - self.world.way_ns
         name = router.rank(replace(ask, left_ns=due_ns - self.world.way_ns - now_ns), now_ns)[0]
         work = router.sent(ask, name, now_ns)
-        sent = _Sent(ask, number, self._numbers[name], arrival_ns, now_ns, due_ns, work)
+        sent = _Sent(ask, number, name, arrival_ns, now_ns, due_ns, work)
         self.out.attempts += arrival_ns >= self.warm_ns
         self._at(now_ns + self.world.way_ns, self._reach, sent)
 
     def _reach(self, now_ns: int, sent: _Sent) -> None:
-        node = self.nodes[sent.node]
-        if not node.accepts(sent, now_ns):
+        node = self._nodes.get(sent.node)
+        if node is None or not node.accepts(sent, now_ns):
             self._at(now_ns + self.world.way_ns, self._refused, sent)
         elif node.running is None:
             self._begin(now_ns, sent.node)
 
-    def _begin(self, now_ns: int, number: int) -> None:
-        node = self.nodes[number]
+    def _begin(self, now_ns: int, name: str) -> None:
+        node = self._nodes[name]
         expired, computed, end_ns = node.begin(now_ns)
         for sent in expired:
             self._at(now_ns + self.world.way_ns, self._expired, sent)
         if node.running is not None:
             self.out.busy_ns += end_ns - now_ns
-            self._at(end_ns, self._end, number, computed)
+            self._at(end_ns, self._end, name, computed)
 
-    def _end(self, now_ns: int, number: int, computed: int) -> None:
-        self._at(now_ns + self.world.way_ns, self._answered, self.nodes[number].end(now_ns), computed)
-        self._begin(now_ns, number)
+    def _end(self, now_ns: int, name: str, computed: int) -> None:
+        if name in self._nodes:
+            self._at(now_ns + self.world.way_ns, self._answered, self._nodes[name].end(now_ns), computed)
+            self._begin(now_ns, name)
 
     def _answered(self, now_ns: int, sent: _Sent, computed: int) -> None:
         self._over(now_ns, sent)
@@ -337,7 +353,7 @@ class Fleet:
 
     def _refused(self, now_ns: int, sent: _Sent) -> None:
         self._over(now_ns, sent)
-        tried = (*sent.ask.tried, self.world.names[sent.node])
+        tried = (*sent.ask.tried, sent.node)
         if len(tried) < min(ATTEMPTS, self.world.nodes):
             self._send(now_ns, replace(sent.ask, tried=tried), sent.router, sent.arrival_ns)
         else:
@@ -345,18 +361,39 @@ class Fleet:
 
     def _over(self, now_ns: int, sent: _Sent) -> None:
         """The attempt has ended, as far as its router knows."""
-        self.routers[sent.router].ended(sent.ask.id, self.world.names[sent.node])
+        self.routers[sent.router].ended(sent.ask.id, sent.node)
         self.out.work[sent.node] += sent.work * max(0, now_ns - max(sent.sent_ns, self.warm_ns))
 
-    def _report(self, now_ns: int, number: int) -> None:
-        names = [str(router) for router in range(len(self.routers))]
-        report = self.nodes[number].report(names, self._bits, self._period_ns, now_ns)
-        self._at(now_ns + self.world.late_ns, self._heard, number, report)
-        self._at(now_ns + self._period_ns, self._report, number)
+    def _join(self, report_ns: int, name: str) -> None:
+        self._nodes[name] = _Node(self.world)
+        self.out.work.setdefault(name, 0)
+        self._at(report_ns, self._report, name)
 
-    def _heard(self, now_ns: int, number: int, report: Report) -> None:
+    def _lose(self, now_ns: int, loss: Loss) -> None:
+        node = self._nodes.pop(loss.node)
+        for sent in node.lost():
+            self._at(now_ns + self.world.way_ns, self._refused, sent)
+        self._at(loss.told_ns, self._tell)
+        self._at(loss.back_ns, self._back, f"{loss.node}'")
+
+    def _back(self, now_ns: int, name: str) -> None:
+        self._join(now_ns, name)
+        self._tell(now_ns)
+
+    def _tell(self, now_ns: int) -> None:
         for router in self.routers:
-            router.heard(self.world.names[number], report)
+            router.become(self._nodes)
+
+    def _report(self, now_ns: int, name: str) -> None:
+        if name in self._nodes:
+            routers = [str(router) for router in range(len(self.routers))]
+            report = self._nodes[name].report(routers, self._bits, self._period_ns, now_ns)
+            self._at(now_ns + self.world.late_ns, self._heard, name, report)
+            self._at(now_ns + self._period_ns, self._report, name)
+
+    def _heard(self, now_ns: int, name: str, report: Report) -> None:
+        for router in self.routers:
+            router.heard(name, report)
 
 
 def simulate(
@@ -367,11 +404,13 @@ def simulate(
     warm_ns: int = 0,
     seed: int = 0,
     bits: int = 16,
+    losses: Sequence[Loss] = (),
 ) -> Outcomes:
     """Serve the arrivals, in order of time. routers: new ones, named "0", "1", ...; their digests have 2^bits bits.
     period_ns: between two reports of a node, whose phases are drawn. warm_ns: requests before that time do not count.
+    losses: of nodes that are there then.
     """
-    return Fleet(world, routers, period_ns, warm_ns, seed, bits).run(arrivals)
+    return Fleet(world, routers, period_ns, warm_ns, seed, bits).run(arrivals, losses)
 
 
 def capacity(world: World, seconds: float, seed: int = 0) -> float:

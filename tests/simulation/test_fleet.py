@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from jgr.serving.policies.routing import RULES, Ask, Router, Rule
-from jgr.simulation.fleet import MS, SECOND, Arrival, Outcomes, World, capacity, simulate, traffic
+from jgr.simulation.fleet import MS, SECOND, Arrival, Loss, Outcomes, World, capacity, simulate, traffic
 
 WORLD = World(
     nodes=4,
@@ -46,6 +46,7 @@ def fresh(
     left_ms: int = 500,
     seconds: int = 16,
     seed: int = 0,
+    losses: Sequence[Loss] = (),
 ) -> Outcomes:
     """The last two thirds of a run."""
     world = replace(WORLD, left_ns=left_ms * MS)
@@ -57,6 +58,7 @@ def fresh(
         round(period_s * SECOND),
         warm_ns=seconds * SECOND // 3,
         seed=seed,
+        losses=losses,
     )
     for router in made:
         router.check()
@@ -77,7 +79,7 @@ def test_times_by_hand() -> None:
     assert out.latency_ns == [2 * MS + 2000, 3.5 * MS + 2000], "one after the other"
     assert (out.computed, out.prompt, out.busy_ns) == (1500, 1500, 3.5 * MS)
     # Until the answer is back, the router believes 1000 tokens to be in flight, or 500.
-    assert out.work == [1000 * (2 * MS + 2000) + 500 * (3.5 * MS + 2000)]
+    assert out.work == {"node-0": 1000 * (2 * MS + 2000) + 500 * (3.5 * MS + 2000)}
 
 
 def test_a_users_tokens_are_computed_once_where_they_are_kept() -> None:
@@ -141,3 +143,25 @@ def test_without_reports_the_load_is_known_all_the_same() -> None:
     assert run("joint", 0.85).tokens < out.tokens < 0.85 * run("load", 0.85).tokens, (
         "users go where they were"
     )
+
+
+@pytest.mark.parametrize("rule", ["joint", "hash"])
+def test_nothing_is_lost_with_a_node_and_the_next_one_is_used(rule: Rule) -> None:
+    """The routers learn it after 300 ms; a new node comes after two seconds."""
+    loss = Loss("node-1", 6 * SECOND, 6 * SECOND + 300 * MS, 8 * SECOND)
+    out = fresh(rule, 0.6, 2, losses=[loss])
+    assert out.answered + out.refused + out.expired == out.arrived == run(rule, 0.6, 2).arrived
+    assert out.goodput > 0.995 and out.attempts > out.arrived
+    assert set(out.work) == {*WORLD.names, "node-1'"}
+    assert out.work["node-1'"] > 0.5 * out.work["node-0"] > 0
+
+
+def test_a_node_that_dies_by_hand() -> None:
+    world = replace(WORLD, nodes=2, fixed_ns=MS, token_ns=1000, way_ns=1000, left_ns=SECOND)
+    loss = Loss("node-0", MS, 5 * MS, 50 * MS)
+    for rule in ("round_robin", "joint"):
+        out = simulate(world, [Router("0", rule)], asks(1000, 1000, 500), NEVER, losses=[loss])
+        # Two are at one node and one at the other; all end at node-1, one after the other.
+        assert (out.answered, out.work["node-0'"]) == (3, 0)
+        assert max(out.latency_ns) == 5.5 * MS + 2000
+        assert 4 <= out.attempts <= 5
