@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from jgr.serving.policies import routing
 from jgr.serving.policies.routing import RULES, Ask, Router, Rule
 from jgr.simulation.fleet import MS, SECOND, Arrival, Loss, Outcomes, World, capacity, simulate, traffic
 
@@ -165,3 +166,11 @@ def test_a_node_that_dies_by_hand() -> None:
         assert (out.answered, out.work["node-0'"]) == (3, 0)
         assert max(out.latency_ns) == 5.5 * MS + 2000
         assert 4 <= out.attempts <= 5
+
+
+def test_routers_that_hear_the_same_old_reports_do_not_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    damped = run("load", 0.85, 2, 7.0)
+    monkeypatch.setattr(routing, "TRUST", 1.0)
+    assert damped.quantile_ms(0.99) < 0.85 * fresh("load", 0.85, 2, 7.0).quantile_ms(0.99)

@@ -49,6 +49,9 @@ REMEMBERED_USERS = 65_536
 """So many users' last nodes a router remembers."""
 UNSENT = 1024
 """Of so many requests that were ranked and not sent yet, a router remembers what they would compute."""
+TRUST = 0.25
+"""So much of a difference between nodes counts where others have sent it. It is old when it is heard, and others act on
+it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
 SILENT_NS = 30 * 1_000_000_000
 """After so long without a report, what others have sent to a node is taken for done."""
 _TIE = 1e-9 / 2**64  # smaller than any difference that is one
@@ -249,6 +252,7 @@ class Router:
         self._users, self._items = Digests(bits), Digests(bits)
         self._bookings = Bookings()
         self._others: Float64 = np.zeros(0)  # [slots] tokens in flight that other routers have sent
+        self._elsewhere: Float64 = np.zeros(0)  # [slots] what of it counts
         self._heard_ns: Float64 = np.zeros(0)  # [slots] when that was reported
         self._ns: Float64 = np.zeros(0)  # [slots] of a token
         self._pace: Float64 = np.zeros(0)  # [slots] see View
@@ -293,9 +297,8 @@ class Router:
         self._items.replace(slot, items)
         self._others[slot] = sum(work for sender, work in report.sent.items() if sender != self._name)
         self._heard_ns[slot] = self._now_ns
-        if report.ns_per_token != self._ns[slot]:
-            self._ns[slot] = report.ns_per_token
-            self._compare()
+        self._ns[slot] = report.ns_per_token
+        self._compare()
 
     def rank(self, ask: Ask, now_ns: int) -> list[str]:
         """The nodes, the best first; empty where there is none."""
@@ -356,7 +359,7 @@ class Router:
         return View(
             user,
             np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
-            self._bookings.work + self._others,
+            self._bookings.work + self._elsewhere,
             self._bookings.running,
             self._bookings.recent,
             self._pace,
@@ -371,7 +374,15 @@ class Router:
         """Audit; AssertionError."""
         slots = len(self._names)
         assert {name: slot for slot, name in enumerate(self._names)} == self._slots, "names and slots differ"
-        arrays = (self._hashes, self._others, self._heard_ns, self._ns, self._pace, self._bookings.work)
+        arrays = (
+            self._hashes,
+            self._others,
+            self._elsewhere,
+            self._heard_ns,
+            self._ns,
+            self._pace,
+            self._bookings.work,
+        )
         assert [len(array) for array in arrays] == [slots] * len(arrays), (
             "there are not as many slots as nodes"
         )
@@ -402,6 +413,9 @@ class Router:
         self._heard_ns = without(self._heard_ns, slot)
 
     def _compare(self) -> None:
+        """What depends on the reports of all nodes."""
+        mean = self._others.mean() if len(self._others) else 0.0
+        self._elsewhere = mean + TRUST * (self._others - mean)
         known = self._ns[self._ns > 0]
         self._pace = self._ns / (np.median(known) if len(known) else 1.0)
         self._pace[self._pace < SLOW] = 1.0
@@ -413,7 +427,10 @@ class Router:
         self._bookings.expire(now_ns)
         if now_ns - self._swept_ns >= 1_000_000_000:
             self._swept_ns = now_ns
-            self._others[now_ns - self._heard_ns >= SILENT_NS] = 0.0
+            silent = now_ns - self._heard_ns >= SILENT_NS
+            if self._others[silent].any():
+                self._others[silent] = 0.0
+                self._compare()
 
     def _by_score(self, ask: Ask) -> list[int]:
         view = self.view(ask)

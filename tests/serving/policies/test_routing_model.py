@@ -30,6 +30,7 @@ from jgr.serving.policies.routing import (
     SHARE,
     SILENT_NS,
     SLOW,
+    TRUST,
     Ask,
     Report,
     Router,
@@ -172,7 +173,9 @@ class Model(RuleBasedStateMachine):
         return max(user, ask.item_tokens * sum(held(item, node.items) for item in ask.items))
 
     def load(self, name: str) -> float:
-        return self.nodes[name].others + sum(work for node, work, _ in self.booked.values() if node == name)
+        mean = statistics.fmean(node.others for node in self.nodes.values())
+        elsewhere = mean + TRUST * (self.nodes[name].others - mean)
+        return elsewhere + sum(work for node, work, _ in self.booked.values() if node == name)
 
     def pace(self, name: str) -> float:
         known = [node.ns for node in self.nodes.values() if node.ns]
@@ -217,7 +220,7 @@ class Model(RuleBasedStateMachine):
         names = self.router.nodes
         running = [sum(node == name for node, _, _ in self.booked.values()) for name in names]
         assert view.reused.tolist() == [self.reused(ask, name) for name in names]
-        assert view.load.tolist() == [self.load(name) for name in names]
+        assert view.load.tolist() == pytest.approx([self.load(name) for name in names])
         assert view.running.tolist() == running
         np.testing.assert_allclose(view.recent, [self.nodes[name].recent for name in names])
         assert view.ns.tolist() == [self.nodes[name].ns for name in names]
