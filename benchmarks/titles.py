@@ -25,6 +25,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "a": "BAT's choice of the prefix alone",
         "none": "caching users only",
     },
+    "quantile": {"p50": "Median", "p99": "99th percentile"},
     "items": {"280k": "280,000", "1m": "a million"},
     "users": {"all": "all users", "returning": "users who come back"},
     "placement": {
@@ -391,6 +392,23 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"kuairand-(?P<task>\w+)-test-auc-over-http-against-logistic",
         "AUC of Climber's prediction of {task} on KuaiRand (target: a logistic regression)",
+    ),
+    # routing_decision, routing_simulated
+    (
+        r"routing-decision-(?P<quantile>p50|p99)",
+        "{quantile} of the time in which a router chooses among 100 nodes for a request of 100 candidates",
+    ),
+    (
+        r"routing-simulated-tokens-over-hit-only",
+        "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",
+    ),
+    (
+        r"routing-simulated-p99-over-load-only",
+        "99th percentile of latency by a router's whole score over that by load alone; worst case, simulated",
+    ),
+    (
+        r"routing-simulated-imbalance",
+        "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
     # server_overhead, soak, streams, xgr_throughput
     (

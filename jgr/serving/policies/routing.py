@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which node of a fleet answers a request (RCLLM-8, HLEM-13; BAT-13's least outstanding tokens).
 
-The score of a node is a sum of terms: what its caches save of the prompt, less how much more it has to do than the
-mean, in units of this very request, so that no term has a unit and no threshold fits one fleet alone. A node is judged
-by its own load: one that is full loses what its cache is worth, and no other does.
+The score of a node is a sum of terms: what its caches save of the prompt, less how much later than at the mean node the
+request would end there. Both are shares, so that no term has a unit and no threshold fits one fleet alone. A node is
+judged by its own load: one that is full loses what its cache is worth, and no other does.
 
 What a node holds and what others have sent to it is known from its reports, which are seconds old; what this router
 has sent is known from its own bookings. So a router that reports reach late, or never, still spreads its requests.
@@ -13,29 +13,48 @@ Pure: time is an argument, in ns. A router is of one process; others route besid
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from jgr.serving.policies.bookings import Bookings
-from jgr.serving.policies.digests import Bool, Digests, Keys, keys
+from jgr.serving.policies.bookings import Bookings, without
+from jgr.serving.policies.digests import Digests, Keys, keys
 
 Float64 = npt.NDArray[np.float64]
 Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
-"""joint: reuse, load and affinity; hit: reuse alone; load: tokens in flight alone; least: requests in flight alone;
-hash: the user's node by a rendezvous hash, unless it has too much to do."""
+"""joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
+requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
+LOAD = 0.5
+"""The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
+SHARE = 0.1
+AFFINITY = 0.05
+BELIEF = 0.7
+"""How likely a user who was sent to a node is kept there until a report tells."""
+REPORTED_NS = 1_000_000_000
+"""So long after it was sent a request may be in no report yet."""
+BOUND = 1.25
+"""A node takes at most so many times the mean number of requests under the rule `hash`, rounded up."""
+SLOW = 1.5
+"""A node counts as slow from so many times the median time of a token on; by less, estimates differ themselves."""
+LATE = 1e6
+"""What a node's score lacks that would be late: more than any sum of other terms."""
 REMEMBERED_USERS = 65_536
 """So many users' last nodes a router remembers."""
-BOUND = 1.25
-"""A node takes at most so many times the mean number of requests under the rule `hash`."""
-LATE = 1e6
-"""What a node's score lacks that would be late: more than any sum of terms."""
+UNSENT = 1024
+"""Of so many requests that were ranked and not sent yet, a router remembers what they would compute."""
+TRUST = 0.25
+"""So much of a difference between nodes counts where others have sent it. It is old when it is heard, and others act on
+it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
+SILENT_NS = 30 * 1_000_000_000
+"""After so long without a report, what others have sent to a node is taken for done."""
+_TIE = 1e-9 / 2**64  # smaller than any difference that is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +62,8 @@ class Ask:
     """A request, as far as routing needs to know it. Tokens are estimates.
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
-    other_tokens: those that no cache holds. left_ns: until its deadline; None: it has none.
+    other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
+    none. tried: nodes that have refused or failed it, which come last whatever the rule.
     """
 
     id: str
@@ -53,46 +73,62 @@ class Ask:
     item_tokens: float
     other_tokens: float
     left_ns: int | None = None
+    tried: Collection[str] = ()
 
     @property
     def tokens(self) -> float:
+        """Tokens of the whole prompt, at least 1."""
         return max(1.0, self.user_tokens + self.item_tokens * len(self.items) + self.other_tokens)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a node says of itself. users, items: see `digests.digest`; "" where it holds none. ns_per_token: what a
-    computed token takes, 0 where that is not known. sent: tokens in flight since the last report, in the mean, by the
-    router that sent them."""
+    """What a node says of itself. ValueError for numbers that are negative or not finite.
+
+    users, items: see `digests.digest`; b"" where it holds none. ns_per_token: what a computed token takes, 0 where that
+    is not known. sent: tokens in flight since the last report, in the mean, by the router that sent them.
+    """
 
     users: bytes = b""
     items: bytes = b""
     ns_per_token: float = 0.0
     sent: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, value in (("ns_per_token", self.ns_per_token), *self.sent.items()):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}: must be finite and not negative, got {value}")
+
 
 class View(NamedTuple):
-    """What the terms see: arrays over the n nodes, all float64, in tokens but for `running` and `last`.
+    """What the terms see of a request and the n nodes; arrays are [n] float64.
 
-    user, items: what the user's and the candidates' entries would save. load: tokens in flight. last: 1 at the node
-    that had the user last, 0 elsewhere. tokens: the whole prompt.
+    user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
+    running: requests in flight. pace: times the median time of a token, 1 where it is near it; ns: of a token, 0 where
+    that is not known. last: where the user was last; expected: tokens of the user that should be kept there, 0 where
+    a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf.
     """
 
     user: Float64
-    items: Float64
+    reused: Float64
     load: Float64
     running: Float64
-    last: Float64
+    recent: Float64
+    pace: Float64
+    ns: Float64
+    last: int | None
+    expected: float
     tokens: float
+    left_ns: float
 
     @property
-    def reused(self) -> Float64:
-        """A prompt begins with its user or with its items, so it reuses the larger of the two (BAT-10)."""
-        return np.maximum(self.user, self.items)
+    def computed(self) -> Float64:
+        """Tokens that each node would compute."""
+        return self.tokens - self.reused
 
 
 class Term(Protocol):
-    """A part of the score of each node, [n] float64; more is better."""
+    """A part of the score of each node, [n] float64, an array of its own; more is better."""
 
     def __call__(self, view: View) -> Float64: ...
 
@@ -104,7 +140,7 @@ class UserEntries:
     weight: float = 1.0
 
     def __call__(self, view: View) -> Float64:
-        return self.weight / view.tokens * view.user
+        return view.user * (self.weight / view.tokens)
 
 
 @dataclass(frozen=True)
@@ -114,48 +150,76 @@ class ItemEntries:
     weight: float = 1.0
 
     def __call__(self, view: View) -> Float64:
-        return self.weight / view.tokens * np.maximum(0.0, view.items - view.user)
+        return (view.reused - view.user) * (self.weight / view.tokens)
 
 
 @dataclass(frozen=True)
 class Load:
-    """How many requests like this one a node has in flight more than the mean node, over that mean, or over one where
-    the mean is less."""
+    """How much earlier than at the mean node the request would end, if none held any of it: a share of that time."""
 
-    weight: float = 1.0
+    weight: float = LOAD
 
     def __call__(self, view: View) -> Float64:
-        load = view.load / view.tokens
-        mean = float(load.mean())
-        return (mean - load) * (self.weight / max(1.0, mean))
+        ahead = (view.load + view.tokens) * view.pace
+        return self.weight - ahead * (self.weight * len(ahead) / float(np.add.reduce(ahead)))
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much less work than the mean node a node was sent of late, ended or not: a share of that mean."""
+
+    weight: float = SHARE
+
+    def __call__(self, view: View) -> Float64:
+        total = float(np.add.reduce(view.recent))
+        return self.weight - view.recent * (self.weight * len(view.recent) / max(1.0, total))
 
 
 @dataclass(frozen=True)
 class Running:
-    """The same of requests in flight, whatever they cost."""
+    """How many requests fewer than the mean node a node has, this one counted: a share of that mean."""
 
     weight: float = 1.0
 
     def __call__(self, view: View) -> Float64:
-        mean = float(view.running.mean())
-        return (mean - view.running) * (self.weight / max(1.0, mean))
+        running = view.running + 1
+        return self.weight - running * (self.weight * len(running) / float(np.add.reduce(running)))
 
 
 @dataclass(frozen=True)
 class Affinity:
-    """The node that had the user last: it may hold what no report says yet."""
+    """The node that had the user last gets a bonus, and so much of the share of the prompt that it should save by now,
+    though no report says so yet."""
 
-    bonus: float = 0.05
+    bonus: float = AFFINITY
+    belief: float = BELIEF
 
     def __call__(self, view: View) -> Float64:
-        return self.bonus * view.last
+        score = np.zeros(len(view.user))
+        if view.last is not None:
+            unreported = max(0.0, view.expected - float(view.reused[view.last]))
+            score[view.last] = self.bonus + self.belief * unreported / view.tokens
+        return score
 
 
-def terms_of(rule: Rule, load: float = 1.0, affinity: float = 0.05) -> tuple[Term, ...]:
+@dataclass(frozen=True)
+class Late:
+    """A node that would miss the deadline comes after all that would not."""
+
+    penalty: float = LATE
+
+    def __call__(self, view: View) -> Float64:
+        end_ns = (view.load + view.computed) * view.ns
+        return (end_ns > view.left_ns).astype(np.float64) * -self.penalty
+
+
+def terms_of(
+    rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float = SHARE
+) -> tuple[Term, ...]:
     """The terms of a rule; empty where it has no score."""
     reuse = (UserEntries(), ItemEntries(), Affinity(affinity))
     by_rule: Mapping[Rule, tuple[Term, ...]] = {
-        "joint": (*reuse, Load(load)),
+        "joint": (*reuse, Load(load), Share(share), Late()),
         "hit": reuse,
         "load": (Load(),),
         "least": (Running(),),
@@ -164,152 +228,233 @@ def terms_of(rule: Rule, load: float = 1.0, affinity: float = 0.05) -> tuple[Ter
 
 
 class Router:
-    """Ranks the nodes for each request. name: this router's own, by which nodes report what it has sent; no two routers
-    of a fleet have the same. bits: of the nodes' digests, as a power of two. seed: of the rule `random`."""
+    """Ranks the nodes for each request.
+
+    name: this router's own, by which nodes report what it has sent; no two routers of a fleet have the same. bits: of
+    the nodes' digests, as a power of two. load, affinity: weights of the rule `joint`.
+
+    The nodes stand side by side in slots 0, 1, ...; the last one takes the place of one that leaves.
+    """
 
     def __init__(
-        self, name: str, rule: Rule = "joint", bits: int = 16, load: float = 1.0, affinity: float = 0.05, seed: int = 0
+        self,
+        name: str,
+        rule: Rule = "joint",
+        bits: int = 16,
+        load: float = LOAD,
+        affinity: float = AFFINITY,
+        share: float = SHARE,
     ) -> None:
-        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity)
-        self._users, self._items = Digests(bits), Digests(bits)
+        self._name, self._rule, self._terms = name, rule, terms_of(rule, load, affinity, share)
+        self._names: list[str] = []  # by slot
         self._slots: dict[str, int] = {}
-        self._free: list[int] = []
+        self._hashes: Keys = keys(())
+        self._users, self._items = Digests(bits), Digests(bits)
         self._bookings = Bookings()
         self._others: Float64 = np.zeros(0)  # [slots] tokens in flight that other routers have sent
-        self._ns: Float64 = np.zeros(0)  # [slots] ns a token
-        self._last: OrderedDict[str, str] = OrderedDict()  # the node of each user, the longest ago first
-        self._names: list[str] = []
-        self._here = np.zeros(0, np.intp)  # the slots of those nodes
-        self._hashes: Keys = np.zeros(0, np.uint64)
-        self._turn = seed
+        self._elsewhere: Float64 = np.zeros(0)  # [slots] what of it counts
+        self._heard_ns: Float64 = np.zeros(0)  # [slots] when that was reported
+        self._ns: Float64 = np.zeros(0)  # [slots] of a token
+        self._pace: Float64 = np.zeros(0)  # [slots] see View
+        self._last: OrderedDict[str, tuple[str, int]] = (
+            OrderedDict()
+        )  # each user's node and when, the oldest first
+        self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
+        self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
+        self._now_ns = self._swept_ns = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
+        """The nodes' names, in the order of their slots."""
         return tuple(self._names)
 
     def become(self, names: Iterable[str]) -> None:
-        """These are the nodes now. What is known of those that stay is kept; what was sent to others is forgotten."""
-        names = list(dict.fromkeys(names))
-        for name in self._slots.keys() - set(names):
-            self._leave(self._slots.pop(name))
-        for name in names:
-            if name not in self._slots:
-                self._slots[name] = self._free.pop() if self._free else len(self._slots) + len(self._free)
-        slots = max(self._slots.values(), default=-1) + 1
-        self._bookings.grow(slots)
-        more = (0, max(0, slots - len(self._others)))
-        self._others, self._ns = np.pad(self._others, more), np.pad(self._ns, more)
-        self._names = names
-        self._here = np.array([self._slots[name] for name in names], np.intp)
-        self._hashes = keys(names)
-
-    def _leave(self, slot: int) -> None:
-        self._bookings.forget(slot)
-        self._users.clear(slot)
-        self._items.clear(slot)
-        self._others[slot] = self._ns[slot] = 0.0
-        self._free.append(slot)
+        """Route to these nodes from now on. What is known of those that stay is kept; of others, nothing is
+        remembered."""
+        now = dict.fromkeys(names)
+        gone = self._slots.keys() - now
+        new = [name for name in now if name not in self._slots]
+        if not gone and not new:
+            return
+        for name in sorted(gone):
+            self._remove(name)
+        for name in new:
+            self._add(name)
+        self._hashes = keys(self._names)
+        self._compare()
+        self._unsent.clear()
+        if gone:
+            self._last = OrderedDict(item for item in self._last.items() if item[1][0] not in gone)
 
     def heard(self, name: str, report: Report) -> None:
-        """A node has reported. Does nothing for one that is not there (any more). ValueError for one of another
-        form."""
+        """A node has reported. Does nothing for one that is not there (any more). ValueError for a digest of another
+        size."""
         slot = self._slots.get(name)
         if slot is None:
             return
-        for table, filter in ((self._users, report.users), (self._items, report.items)):
-            if filter:
-                table.replace(slot, filter)
-            else:
-                table.clear(slot)
-        self._ns[slot] = report.ns_per_token
+        users, items = self._users.parse(report.users), self._items.parse(report.items)
+        self._users.replace(slot, users)
+        self._items.replace(slot, items)
         self._others[slot] = sum(work for sender, work in report.sent.items() if sender != self._name)
+        self._heard_ns[slot] = self._now_ns
+        self._ns[slot] = report.ns_per_token
+        self._compare()
 
     def rank(self, ask: Ask, now_ns: int) -> list[str]:
         """The nodes, the best first; empty where there is none."""
+        self._forget(now_ns)
         if not self._names:
             return []
-        self._bookings.expire(now_ns)
         self._turn += 1
-        if self._rule == "hash":
-            order = self._by_hash(ask)
-        elif self._terms:
+        if self._terms:
             order = self._by_score(ask)
+        elif self._rule == "hash":
+            order = self._by_hash(ask)
+        elif self._rule == "random":
+            order = np.argsort(self._shuffled(self._turn)).tolist()
         else:
-            order = self._by_turn()
-        return [self._names[at] for at in order]
+            count = len(self._names)
+            order = [(self._turn + step) % count for step in range(count)]
+        ranked = [self._names[slot] for slot in order]
+        return sorted(ranked, key=ask.tried.__contains__) if ask.tried else ranked
 
-    def sent(self, ask: Ask, name: str, now_ns: int) -> None:
-        """The request is on its way to that node."""
+    def sent(self, ask: Ask, name: str, now_ns: int) -> int:
+        """The request is on its way to that node: the tokens that it should compute there, 0 where the node is not
+        there (any more)."""
         slot = self._slots.get(name)
         if slot is None:
-            return
-        view = self._view(ask)
-        at = self._names.index(name)
-        self._bookings.book(ask.id, slot, max(1.0, ask.tokens - float(view.reused[at])), now_ns)
+            return 0
+        self._forget(now_ns)
+        computed = self._unsent.pop(ask.id, None)
+        if computed is None:
+            computed = self.view(ask).computed
+        work = max(1, round(float(computed[slot])))
+        self._bookings.book(ask.id, slot, work, now_ns)
         if ask.user:
-            self._last[ask.user] = name
+            self._last[ask.user] = name, now_ns
             self._last.move_to_end(ask.user)
             if len(self._last) > REMEMBERED_USERS:
                 self._last.popitem(last=False)
+        return work
 
     def ended(self, request_id: str, name: str | None = None) -> None:
         """An attempt has ended, at that node where one is named: well, refused, or lost."""
-        slot = None if name is None else self._slots.get(name, -1)
-        self._bookings.end(request_id, slot)
+        if name is None:
+            self._bookings.end(request_id)
+        elif name in self._slots:
+            self._bookings.end(request_id, self._slots[name])
 
-    def _view(self, ask: Ask) -> View:
-        slots = len(self._others)
-        user = np.zeros(slots)
-        last = np.zeros(len(self._names))
+    def view(self, ask: Ask) -> View:
+        """What is known of the request and of `nodes`, in their order."""
+        of = keys((ask.user, *ask.items))
+        items = self._items.count(of[1:]) * ask.item_tokens
+        user, last, expected = np.zeros(len(self._names)), None, 0.0
         if ask.user:
-            user = ask.user_tokens * self._users.held(keys([ask.user]), slots)[0]
-            before = self._last.get(ask.user)
-            if before in self._slots:
-                last[self._names.index(before)] = 1.0
-        here = self._here
-        load = self._bookings.work + self._others
-        return View(user[here], self._item_tokens(ask, slots)[here], load[here], self._bookings.running[here], last, ask.tokens)
+            user = self._users.count(of[:1]) * ask.user_tokens
+            if ask.user in self._last:
+                name, sent_ns = self._last[ask.user]
+                last = self._slots[name]
+                if sent_ns + REPORTED_NS >= self._heard_ns[last]:
+                    expected = float(ask.user_tokens)
+        return View(
+            user,
+            np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
+            self._bookings.work + self._elsewhere,
+            self._bookings.running,
+            self._bookings.recent,
+            self._pace,
+            self._ns,
+            last,
+            expected,
+            ask.tokens,
+            math.inf if ask.left_ns is None else ask.left_ns,
+        )
 
-    def _item_tokens(self, ask: Ask, slots: int) -> Float64:
-        if not ask.items:
-            return np.zeros(slots)
-        held: Bool = self._items.held(keys(ask.items), slots)
-        return ask.item_tokens * np.count_nonzero(held, axis=0)
+    def check(self) -> None:
+        """Audit; AssertionError."""
+        slots = len(self._names)
+        assert {name: slot for slot, name in enumerate(self._names)} == self._slots, "names and slots differ"
+        arrays = (
+            self._hashes,
+            self._others,
+            self._elsewhere,
+            self._heard_ns,
+            self._ns,
+            self._pace,
+            self._bookings.work,
+        )
+        assert [len(array) for array in arrays] == [slots] * len(arrays), (
+            "there are not as many slots as nodes"
+        )
+        assert len(self._users) == len(self._items) == slots, "there are not as many filters as nodes"
+        assert len(self._last) <= REMEMBERED_USERS and len(self._unsent) <= UNSENT, "too much is remembered"
+        assert {name for name, _ in self._last.values()} <= self._slots.keys(), (
+            "a node that has left is remembered"
+        )
+        self._bookings.check()
+        self._users.check()
+        self._items.check()
+
+    def _add(self, name: str) -> None:
+        self._slots[name] = len(self._names)
+        self._names.append(name)
+        for each in (self._bookings, self._users, self._items):
+            each.add()
+        self._others, self._ns = np.append(self._others, 0.0), np.append(self._ns, 0.0)
+        self._heard_ns = np.append(self._heard_ns, 0.0)
+
+    def _remove(self, name: str) -> None:
+        slot, last = self._slots.pop(name), self._names.pop()
+        if last != name:
+            self._names[slot], self._slots[last] = last, slot
+        for each in (self._bookings, self._users, self._items):
+            each.remove(slot)
+        self._others, self._ns = without(self._others, slot), without(self._ns, slot)
+        self._heard_ns = without(self._heard_ns, slot)
+
+    def _compare(self) -> None:
+        """What depends on the reports of all nodes."""
+        mean = self._others.mean() if len(self._others) else 0.0
+        self._elsewhere = mean + TRUST * (self._others - mean)
+        known = self._ns[self._ns > 0]
+        self._pace = self._ns / (np.median(known) if len(known) else 1.0)
+        self._pace[self._pace < SLOW] = 1.0
+
+    def _forget(self, now_ns: int) -> None:
+        if not self._now_ns:
+            self._heard_ns[:] = now_ns  # the clock begins: reports bring no time of their own
+        self._now_ns = max(self._now_ns, now_ns)
+        self._bookings.expire(now_ns)
+        if now_ns - self._swept_ns >= 1_000_000_000:
+            self._swept_ns = now_ns
+            silent = now_ns - self._heard_ns >= SILENT_NS
+            if self._others[silent].any():
+                self._others[silent] = 0.0
+                self._compare()
 
     def _by_score(self, ask: Ask) -> list[int]:
-        view = self._view(ask)
-        score = np.zeros(len(self._names))
+        view = self.view(ask)
+        self._unsent[ask.id] = view.computed
+        if len(self._unsent) > UNSENT:
+            self._unsent.popitem(last=False)
+        # Of equal nodes, each has the same chance.
+        cost = self._shuffled(self._turn) * _TIE
         for term in self._terms:
-            score += term(view)
-        if ask.left_ns is not None and self._rule == "joint":
-            end_ns = (view.load + view.tokens - view.reused) * self._ns[self._here]
-            score -= LATE * (end_ns > ask.left_ns)
-        # Equal nodes take turns.
-        count = len(self._names)
-        turns = (np.arange(count) - self._turn) % count
-        order: list[int] = np.lexsort((turns, -score)).tolist()
+            cost -= term(view)
+        order: list[int] = np.argsort(cost).tolist()
         return order
 
     def _by_hash(self, ask: Ask) -> list[int]:
-        """The nodes by a hash of user and node, so that few users move where a node comes or goes; those that have their
-        bound come last."""
-        of = keys([ask.user or ask.id])
-        mixed = (of ^ self._hashes) * np.uint64(0xD6E8FEB86659FD93)
-        mixed ^= mixed >> np.uint64(32)
-        running = self._bookings.running[self._here]
+        """The nodes by a hash of user and node, so that few users move where a node comes or goes; those that have
+        their bound come last."""
+        mixed = self._shuffled(int(keys([ask.user or ask.id])[0]))
+        running = self._bookings.running
         full = running + 1 > np.ceil(BOUND * (running.sum() + 1) / len(running))
-        order: list[int] = np.lexsort((mixed * np.uint64(0x9E3779B97F4A7C15), full)).tolist()
+        order: list[int] = np.lexsort((mixed, full)).tolist()
         return order
 
-    def _by_turn(self) -> list[int]:
-        count = len(self._names)
-        first = self._turn if self._rule == "round_robin" else _mix(self._turn)
-        return [(first + step) % count for step in range(count)]
-
-
-def _mix(number: int) -> int:
-    """A number that looks drawn (splitmix64)."""
-    number = (number * 0x9E3779B97F4A7C15) & (2**64 - 1)
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return number ^ (number >> 31)
+    def _shuffled(self, by: int) -> Keys:
+        """A number for each node that looks drawn, by a 64 bit number: a rendezvous hash."""
+        mixed = (self._hashes ^ np.uint64(by)) * np.uint64(0xD6E8FEB86659FD93)
+        mixed ^= mixed >> np.uint64(32)
+        return mixed * np.uint64(0x9E3779B97F4A7C15)
