@@ -373,7 +373,8 @@ class FleetConfig:
     routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"] = "joint"
     report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
     digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
-    load: float = 1.0  # weight of the load in the joint score
+    load: float = 0.5  # weight of the load in the joint score
+    share: float = 0.1  # weight, in the joint score, of how much of the work a replica has got lately
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
     attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
     cpus: float = 1.0  # cores that Ray keeps for a replica
@@ -383,7 +384,18 @@ class FleetConfig:
     )
 
     def __post_init__(self) -> None:
-        check(self, replicas=1, report_s=0.05, digest_bits=10, load=0, affinity=0, attempts=1, cpus=0, gpus=0)
+        check(
+            self,
+            replicas=1,
+            report_s=0.05,
+            digest_bits=10,
+            load=0,
+            share=0,
+            affinity=0,
+            attempts=1,
+            cpus=0,
+            gpus=0,
+        )
         check(self, health_s=0.5)
         require(self.replicas <= 1000, f"fleet.replicas must be at most 1000, not {self.replicas}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")

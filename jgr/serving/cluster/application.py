@@ -89,6 +89,7 @@ def application(source: Source) -> Application:
                 "rule": fleet.routing,
                 "bits": fleet.digest_bits,
                 "load": fleet.load,
+                "share": fleet.share,
                 "affinity": fleet.affinity,
             },
             request_routing_stats_period_s=fleet.report_s,

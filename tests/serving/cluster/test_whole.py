@@ -11,11 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
+from jgr.config import FleetConfig
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.replica import Work
 from jgr.serving.cluster.whole import erased, merged, readiness
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
+from jgr.serving.policies import routing
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
@@ -129,3 +131,9 @@ def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
             await read(scope, receive, 4)
 
     asyncio.run(run())
+
+
+def test_the_weights_of_a_configuration_are_the_policys_own() -> None:
+    fleet = FleetConfig()
+    assert (fleet.load, fleet.share, fleet.affinity) == (routing.LOAD, routing.SHARE, routing.AFFINITY)
+    assert routing.Router("r", fleet.routing).nodes == ()
