@@ -31,9 +31,11 @@ Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
 requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
-LOAD = 0.5
+LOAD = 0.7
 """The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
-SHARE = 0.1
+SHARE = 0.2
+FEW = 2
+"""As if each node had been sent so many requests like this one before, since the first ones say little of its share."""
 AFFINITY = 0.05
 BELIEF = 0.7
 """How likely a user who was sent to a node is kept there until a report tells."""
@@ -171,8 +173,8 @@ class Share:
     weight: float = SHARE
 
     def __call__(self, view: View) -> Float64:
-        total = float(np.add.reduce(view.recent))
-        return self.weight - view.recent * (self.weight * len(view.recent) / max(1.0, total))
+        recent = view.recent + FEW * view.tokens
+        return self.weight - recent * (self.weight * len(recent) / float(np.add.reduce(recent)))
 
 
 @dataclass(frozen=True)

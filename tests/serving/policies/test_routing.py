@@ -73,7 +73,7 @@ def report(
         (ItemEntries(), [0, 0.25, 0]),  # beyond what the user's entry saves
         (Load(1), [-0.5, 0, 0.5]),  # 6000, 4000 and 2000 tokens with this request
         (Load(0.5), [-0.25, 0, 0.25]),
-        (Share(1), [-1, 1, 0]),
+        (Share(1), [-3 / 43, 3 / 43, 0]),  # 600, 0 and 300 tokens, and 4000 besides
         (Running(), [0, -0.5, 0.5]),  # 2, 3 and 1 requests with this one
         (Affinity(0.05, 0.5), [0, 0, 0.05]),
         (Late(), [0, 0, 0]),
@@ -89,7 +89,7 @@ def test_terms_of_slow_nodes_late_ones_and_of_an_idle_fleet() -> None:
     # Nodes a and b end it after 5000 and 3500 tokens of 10 ns; of c nothing is known.
     assert (Late(7)(VIEW._replace(left_ns=40_000)) == [-7, 0, 0]).all()
     assert (Late(7)(VIEW._replace(left_ns=10_000)) == [-7, -7, 0]).all()
-    assert (Share(1)(VIEW._replace(recent=np.zeros(3))) == 1).all()
+    assert (Share(1)(VIEW._replace(recent=np.zeros(3))) == 0).all()
 
 
 def test_a_user_is_believed_to_be_where_it_was_sent_until_a_report_must_have_told() -> None:

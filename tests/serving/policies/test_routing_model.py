@@ -24,6 +24,7 @@ from jgr.serving.policies.digests import digest
 from jgr.serving.policies.routing import (
     AFFINITY,
     BELIEF,
+    FEW,
     LATE,
     LOAD,
     REPORTED_NS,
@@ -192,13 +193,13 @@ class Model(RuleBasedStateMachine):
         found = {}
         for name, node in self.nodes.items():
             mean = sum(ahead.values()) / len(ahead)
-            recent = max(1.0, sum(each.recent for each in self.nodes.values())) / len(self.nodes)
+            recent = statistics.fmean(each.recent for each in self.nodes.values()) + FEW * ask.tokens
             end_ns = (self.load(name) + ask.tokens - self.reused(ask, name)) * node.ns
             found[name] = (
                 self.reused(ask, name) / ask.tokens
                 + self.affinity(ask, name)
                 + LOAD * (1 - ahead[name] / mean)
-                + SHARE * (1 - node.recent / recent)
+                + SHARE * (1 - (node.recent + FEW * ask.tokens) / recent)
                 - LATE * (end_ns > (math.inf if ask.left_ns is None else ask.left_ns))
             )
         return found
