@@ -373,8 +373,8 @@ class FleetConfig:
     routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"] = "joint"
     report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
     digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
-    load: float = 0.5  # weight of the load in the joint score
-    share: float = 0.1  # weight, in the joint score, of how much of the work a replica has got lately
+    load: float = 0.7  # weight of the load in the joint score
+    share: float = 0.2  # weight, in the joint score, of how much of the work a replica has got lately
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
     attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
     cpus: float = 1.0  # cores that Ray keeps for a replica

@@ -140,9 +140,10 @@ class Lanes:
         start_ns, pending = self._clock(), None
         error: Exception | None = None
         try:
-            if not wanted():
-                raise Abandoned
-            pending = self._executors.launch(start, work)
+            if wanted():
+                pending = self._executors.launch(start, work)
+            else:
+                error = Abandoned()  # not raised: its traceback would hold this frame, which holds it
         except Exception as cause:
             error = cause
         lane, collector = self._threads[start.lane], self._collectors[start.lane]
