@@ -48,7 +48,15 @@ def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
     assert size_mb(own) < SERVING_MB, {name: round(size_mb({name: dist}), 1) for name, dist in own.items()}
 
 
-def test_only_training_imports_what_its_extra_installs() -> None:
+OF_EXTRAS = (
+    "jgr.training",
+    "jgr.evaluation.validation",
+    *(f"jgr.serving.cluster.{name}" for name in ("application", "front", "router")),
+)
+"""The modules that import what an extra installs."""
+
+
+def test_only_training_and_the_fleet_import_what_their_extras_install() -> None:
     """Every other module, imported where the extras are not installed."""
     hidden = [module for modules in extras.MODULES.values() for module in modules]
     code = f"""
@@ -56,7 +64,7 @@ import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys({hidden!r}))
 import jgr
 for module in pkgutil.walk_packages(jgr.__path__, "jgr."):
-    if not module.name.startswith(("jgr.training", "jgr.evaluation.validation")):
+    if not module.name.startswith({OF_EXTRAS!r}):
         importlib.import_module(module.name)
 print(len(sys.modules))
 """
