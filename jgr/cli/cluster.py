@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
 }
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-"""Of Ray's part of each process; `server.access_log` is the servers' own."""
+"""What Ray writes into its own logs; the access log of the servers is `server.access_log`."""
 
 _log = logging.getLogger(__name__)
 

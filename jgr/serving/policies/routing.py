@@ -50,7 +50,7 @@ LATE = 1e6
 REMEMBERED_USERS = 65_536
 """So many users' last nodes a router remembers."""
 UNSENT = 1024
-"""Of so many requests that were ranked and not sent yet, a router remembers what they would compute."""
+"""A router remembers what a ranked request would compute until it is sent; so many requests at most."""
 TRUST = 0.25
 """So much of a difference between nodes counts where others have sent it. It is old when it is heard, and others act on
 it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
@@ -106,7 +106,7 @@ class View(NamedTuple):
     """What the terms see of a request and the n nodes; arrays are [n] float64.
 
     user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
-    running: requests in flight. pace: times the median time of a token, 1 where it is near it; ns: of a token, 0 where
+    running: requests in flight. recent: tokens sent of late, in flight or not. pace: times the median time of a token, 1 where it is near it; ns: of a token, 0 where
     that is not known. last: where the user was last; expected: tokens of the user that should be kept there, 0 where
     a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf.
     """
@@ -233,7 +233,7 @@ class Router:
     """Ranks the nodes for each request.
 
     name: this router's own, by which nodes report what it has sent; no two routers of a fleet have the same. bits: of
-    the nodes' digests, as a power of two. load, affinity: weights of the rule `joint`.
+    the nodes' digests, as a power of two. load, affinity, share: weights of the rule `joint`.
 
     The nodes stand side by side in slots 0, 1, ...; the last one takes the place of one that leaves.
     """
@@ -258,9 +258,8 @@ class Router:
         self._heard_ns: Float64 = np.zeros(0)  # [slots] when that was reported
         self._ns: Float64 = np.zeros(0)  # [slots] of a token
         self._pace: Float64 = np.zeros(0)  # [slots] see View
-        self._last: OrderedDict[str, tuple[str, int]] = (
-            OrderedDict()
-        )  # each user's node and when, the oldest first
+        # Each user's node, and when it was sent there, the longest ago first.
+        self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
         self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
         self._now_ns = self._swept_ns = 0
