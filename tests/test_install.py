@@ -51,7 +51,7 @@ def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
 OF_EXTRAS = (
     "jgr.training",
     "jgr.evaluation.validation",
-    *(f"jgr.serving.cluster.{name}" for name in ("application", "front", "router")),
+    *(f"jgr.serving.cluster.{name}" for name in ("application", "front", "replicas", "router")),
 )
 """The modules that import what an extra installs."""
 

@@ -89,12 +89,15 @@ class RequestError(Exception):
         predicted_ms: float | None = None,
         retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
-        super().__init__(message)
+        super().__init__(type, message)  # both, so that it can go from one process to another
         self.type: ErrorType = type
         self.message = message
         self.field = field
         self.predicted_ms = predicted_ms
         self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def invalid(field: str, message: str) -> RequestError:

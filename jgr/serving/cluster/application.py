@@ -17,55 +17,25 @@ from ray.serve.handle import DeploymentHandle
 
 from jgr.config import UserError
 from jgr.serving.cluster.front import Front
-from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.cluster.replicas import Replicas
 from jgr.serving.cluster.rollout import Rollouts
 
 NAME = "jgr"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
-ABOUT_S = 10.0
 ARGUMENTS = ("models", "configs", "settings")
-
-
-class _Replicas:
-    """The replicas behind their handle."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def names(self) -> list[str]:
-        return sorted(self._found(await self._all()))
-
-    async def ask(self, name: str, asked: Asked) -> Answered:
-        return Answered(*await self._handle.answer.remote(Hint(to=name), asked))
-
-    async def about(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._found(await self._all())[name]
-        return found
-
-    async def _all(self) -> list[Any]:
-        found: list[Any] = await self._handle.broadcast("about").results_async(
-            timeout_s=ABOUT_S, return_exceptions=True
-        )
-        return found
-
-    def _found(self, all: list[Any]) -> dict[str, Any]:
-        return {each["name"]: each for each in all if isinstance(each, dict) and each["status"] == "ready"}
 
 
 class Coordinator:
     """The deployment of one replica through which every change of the fleet goes."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
-        self._rollouts = Rollouts(_Replicas(replicas))
+        self._rollouts = Rollouts(Replicas(replicas))
 
     async def roll(self, path: str, asked: Asked) -> Answered:
         return await self._rollouts.roll(path, asked)
-
-    async def state(self) -> dict[str, Any]:
-        return self._rollouts.state
 
 
 def application(source: Source) -> Application:
@@ -104,7 +74,8 @@ def application(source: Source) -> Application:
     front = serve.deployment(
         Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
     )
-    built: Application = front.bind(first, replicas, coordinator.bind(replicas))
+    most = max(config.catalog.max_upload_bytes for config in configs)
+    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas))
     return built
 
 

@@ -11,10 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
-from collections.abc import Sequence
-from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError
@@ -23,32 +20,36 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgr.config import Config
-from jgr.serving.cluster.hints import USERS, Hint, glance
+from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
-from jgr.serving.cluster.router import NAME
-from jgr.serving.cluster.whole import erased, merged_metrics, readiness
+from jgr.serving.cluster.replicas import Replicas
+from jgr.serving.cluster.router import SENDER
+from jgr.serving.cluster.whole import erased, metrics, readiness
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
+from jgr.serving.http.server import REQUEST_ID
 
-MAX_UPLOAD_BYTES = 1 << 30
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
-ALL_S = 30.0
-"""So long all replicas have to answer what all are asked."""
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 _log = logging.getLogger(__name__)
 
 
 @serve.ingress()
 class Front:
-    """The deployment that Ray's proxies send to. replicas, rollouts: handles of the other deployments."""
+    """The deployment that Ray's proxies send to.
 
-    def __init__(self, config: Config, replicas: DeploymentHandle, rollouts: DeploymentHandle) -> None:
-        self._config, self._replicas, self._rollouts = config, replicas, rollouts
+    max_upload_bytes: of a catalog's body. replicas, rollouts: handles of the other deployments.
+    """
+
+    def __init__(
+        self, config: Config, max_upload_bytes: int, replicas: DeploymentHandle, rollouts: DeploymentHandle
+    ) -> None:
+        self._config, self._max_upload_bytes = config, max_upload_bytes
+        self._replicas, self._rollouts = Replicas(replicas), rollouts
         self._keys = Keys(config.server)
         self._default_ms = config.server.default_deadline_ms
 
@@ -61,44 +62,43 @@ class Front:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s, request_id = time.monotonic(), ""
         for name, value in scope["headers"]:
-            if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
-            most = MAX_UPLOAD_BYTES if path == UPLOAD_PATH else self._config.server.max_body_bytes
+            most = self._max_upload_bytes if path == UPLOAD_PATH else self._config.server.max_body_bytes
             asked = await read(scope, receive, most)
             headers = [each for each in asked.headers if each[0] != b"x-request-id"]
             asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
             answered = await self._answer(path, asked, arrival_s)
         except ConnectionError:
             return
-        except RequestError as error:
+        except RequestError as error:  # one that Ray brings from the coordinator is one too
             answered = _refusal(error, request_id, path)
-        own = [
-            each for each in answered.headers if each[0].lower() != b"x-request-id"
-        ]  # Ray's proxy sends it
-        await reply(send, answered._replace(headers=own))
+        except (RayError, RayServeException, TimeoutError) as error:
+            _log.warning("%s: not all replicas answered: %s", path, error)
+            answered = _refusal(
+                RequestError("unavailable", "not all replicas answered; try again"), request_id, path
+            )
+        headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
+        await reply(send, answered._replace(headers=headers))
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float) -> Answered:
         if asked.method == "POST" and path.startswith(ADMIN_PATHS):
             return Answered(*await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
-            return erased(await self._ask_all(asked), self._config.fleet.replicas)
-        if asked.method in ("GET", "HEAD") and path in ("/metrics", "/health/ready"):
-            first = await self._ask_one(path, asked, arrival_s)  # which knows who may ask
-            if path == "/metrics" and first.status == 200:
-                return merged_metrics(first, await self._about())
-            return (
-                readiness(first, await self._about(), self._config.fleet.replicas)
-                if path != "/metrics"
-                else first
-            )
-        return await self._ask_one(path, asked, arrival_s)
+            return erased(await self._replicas.ask_all(asked))
+        first = await self._ask_one(path, asked, arrival_s)
+        if asked.method in ("GET", "HEAD") and path == "/metrics":
+            return metrics(first, await self._replicas.metrics())
+        if asked.method in ("GET", "HEAD") and path == "/health/ready":
+            return readiness(first, await self._replicas.about_all(), self._config.fleet.replicas)
+        return first
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float) -> Answered:
         """One replica's answer; another's where it dies."""
-        hint = glance(path, asked.body, self._tenant(asked))._replace(sender=NAME)
+        hint = glance(path, asked.body, self._tenant(asked))._replace(sender=SENDER)
         left_ms = hint.left_ms or self._default_ms
         until_s = None if left_ms is None else arrival_s + left_ms / 1e3 + GRACE_S
         for attempt in range(self._config.fleet.attempts):
@@ -106,29 +106,12 @@ class Front:
             hint = hint._replace(waited_ms=(now_s - arrival_s) * 1e3)
             try:
                 async with asyncio.timeout(None if until_s is None else max(0.0, until_s - now_s)):
-                    return Answered(*await self._replicas.answer.remote(hint, asked))
+                    return await self._replicas.answer(hint, asked)
             except TimeoutError:
                 raise RequestError("deadline_exceeded", "the deadline has passed") from None
             except (RayActorError, RayServeException) as error:
                 _log.warning("a replica was lost with a request (attempt %d): %s", attempt + 1, error)
         raise RequestError("unavailable", "the replicas that were asked were lost; try again")
-
-    async def _ask_all(self, asked: Asked) -> list[Answered | Exception]:
-        """Every replica's answer, or why there is none."""
-        found: Sequence[Any] = await self._replicas.broadcast(
-            "answer", Hint(sender=NAME), asked
-        ).results_async(timeout_s=ALL_S, return_exceptions=True)
-        return [each if isinstance(each, Exception) else Answered(*each) for each in found]
-
-    async def _about(self) -> list[dict[str, Any]]:
-        """What the replicas that answer say of themselves."""
-        try:
-            found: Sequence[Any] = await self._replicas.broadcast("about").results_async(
-                timeout_s=ALL_S, return_exceptions=True
-            )
-        except (RayError, RayServeException, TimeoutError):
-            return []
-        return sorted((each for each in found if isinstance(each, dict)), key=lambda each: str(each["name"]))
 
     def _tenant(self, asked: Asked) -> str:
         """What the names of the caller's users begin with; a key that is nobody's is refused by the replica."""

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,16 +13,14 @@ from jgr.config import Config
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.relay import Answered, Asked, ask
+from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
-from jgr.serving.policies.routing import Report
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models, serves
 from jgr.serving.versions.sources import configurations, load_all
-
-_log = logging.getLogger(__name__)
 
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
@@ -55,7 +52,7 @@ class Replica:
         self._app = App(self.models, self._config.server)
         self._starting: asyncio.Task[None] | None = None
         self._work = Work()
-        self._shape: dict[str, float] = {}
+        self._shape: Shape = {}
 
     async def reconfigure(self, user_config: Any) -> None:
         """Ray calls it before the first request: the replica is there once its programs are compiled."""
@@ -73,7 +70,7 @@ class Replica:
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
-        tokens = self._tokens(hint)
+        tokens = ask_of(hint, self._shape).tokens
         self._work.begin(hint.sender, tokens, self._now_ns())
         try:
             return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
@@ -87,8 +84,11 @@ class Replica:
             "status": self.models.status,
             "waiting": self.models.waiting,
             "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
-            "metrics": self.models.render_metrics().decode(),
         }
+
+    async def metrics(self) -> tuple[str, str]:
+        """Name, and the series of all models as text."""
+        return self.name, self.models.render_metrics().decode()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What routers are told; Ray asks for it every so often."""
@@ -120,61 +120,11 @@ class Replica:
             for name in meta.names(kind):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
 
-    def _tokens(self, hint: Hint) -> float:
-        of = self._shape
-        return (
-            of.get("other_tokens", 1.0)
-            + of.get("event_tokens", 1.0) * hint.events
-            + of.get("item_tokens", 1.0) * len(hint.items)
-        )
-
     def _now_ns(self) -> int:
         return self.models.deployments[0].engine.clock()
 
 
-class Work:
-    """Tokens in flight by who has sent them, and their mean over time."""
-
-    def __init__(self) -> None:
-        self._now: dict[str, float] = {}
-        self._sum: dict[str, float] = {}  # token-ns since `_since_ns`
-        self._at_ns: int | None = None
-        self._since_ns = 0
-
-    def begin(self, sender: str, tokens: float, now_ns: int) -> None:
-        self._go_on(now_ns)
-        self._now[sender] = self._now.get(sender, 0.0) + tokens
-
-    def end(self, sender: str, tokens: float, now_ns: int) -> None:
-        self._go_on(now_ns)
-        left = self._now[sender] - tokens
-        if left > 0.5:
-            self._now[sender] = left
-        else:
-            del self._now[sender]
-
-    def mean(self, now_ns: int) -> Mapping[str, float]:
-        """The means since the last call."""
-        self._go_on(now_ns)
-        took = max(1, now_ns - self._since_ns)
-        found = {sender: total / took for sender, total in self._sum.items() if total}
-        self._sum, self._since_ns = {}, now_ns
-        return found
-
-    def _go_on(self, now_ns: int) -> None:
-        if self._at_ns is None:
-            self._at_ns = self._since_ns = now_ns
-        for sender, tokens in self._now.items():
-            self._sum[sender] = self._sum.get(sender, 0.0) + tokens * (now_ns - self._at_ns)
-        self._at_ns = now_ns
-
-
-def report(stats: Mapping[str, Any]) -> Report:
-    """A replica's stats as the routing policy takes them."""
-    return Report(users=stats.get("users", b""), items=stats.get("items", b""), sent=stats.get("sent", {}))
-
-
-def shape(models: Models) -> dict[str, float]:
+def shape(models: Models) -> Shape:
     """Tokens of a prompt: of an event of the history, of a candidate, and of all else. Of the first model that ranks,
     else of the first, by its first items, which stand for the others."""
     engines: list[AnyEngine] = [deployment.engine for deployment in models.deployments]

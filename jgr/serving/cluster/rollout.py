@@ -37,24 +37,29 @@ class Rollouts:
     def __init__(self, fleet: Fleet, wait: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self._fleet, self._wait = fleet, wait
         self._going_on: asyncio.Task[None] | None = None
+        self._asking = False
         self.state: dict[str, Any] = {"state": "never"}
 
     async def roll(self, path: str, asked: Asked) -> Answered:
         """The first replica's answer; the change of the others goes on in the background. Raises RequestError where
         another change is going on, or no replica is there."""
-        if self._going_on is not None and not self._going_on.done():
+        if self._asking or (self._going_on is not None and not self._going_on.done()):
             raise RequestError(
                 "conflict", "another change of the fleet is going on; ask again when it is over"
             )
-        names = await self._fleet.names()
-        if not names:
-            raise RequestError("unavailable", "no replica is ready")
-        first, *others = names
-        answered = await self._fleet.ask(first, asked)
-        if answered.status < 300:
-            self.state = {"state": "running", "path": path, "done": [], "of": len(names)}
-            self._going_on = asyncio.create_task(self._go_on(path, asked, first, others))
-        return answered
+        self._asking = True
+        try:
+            names = await self._fleet.names()
+            if not names:
+                raise RequestError("unavailable", "no replica is ready")
+            first, *others = names
+            answered = await self._fleet.ask(first, asked)
+            if answered.status < 300:
+                self.state = {"state": "running", "path": path, "done": [], "of": len(names)}
+                self._going_on = asyncio.create_task(self._go_on(path, asked, first, others))
+            return answered
+        finally:
+            self._asking = False
 
     async def settled(self) -> None:
         """Wait for the change that is going on."""

@@ -15,10 +15,10 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.replica import report
-from jgr.serving.policies.routing import Ask, Router
+from jgr.serving.cluster.reports import Shape, ask_of, report
+from jgr.serving.policies.routing import Router
 
-NAME = f"{socket.gethostname()}:{os.getpid()}"
+SENDER = f"{socket.gethostname()}:{os.getpid()}"
 """This process, as replicas name it in their reports."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
@@ -28,9 +28,9 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     """All is called on one event loop, that of Ray's router."""
 
     def initialize_state(self, **settings: Any) -> None:
-        self._policy = Router(NAME, **settings)
+        self._policy = Router(SENDER, **settings)
         self._heard: dict[str, Any] = {}  # the last stats of each replica
-        self._shape: dict[str, float] = {}
+        self._shape: Shape = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -60,7 +60,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         if by_name.keys() != set(self._policy.nodes):
             self._policy.become(by_name)
         now_ns = time.monotonic_ns()
-        ask = self._ask(hint, pending_request)
+        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
         # Before it has arrived: what is chosen until then must know of it.
         self._policy.sent(ask, best[0], now_ns)
@@ -69,23 +69,11 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        ask = self._ask(_hint(pending_request), pending_request)
+        ask = ask_of(_hint(pending_request), self._shape, pending_request.metadata.internal_request_id)
         self._policy.sent(ask, replica_id.unique_id, time.monotonic_ns())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, replica_id.unique_id)
-
-    def _ask(self, hint: Hint, pending: PendingRequest) -> Ask:
-        of = self._shape
-        return Ask(
-            id=pending.metadata.internal_request_id,
-            user=hint.user,
-            user_tokens=of.get("event_tokens", 1.0) * hint.events,
-            items=hint.items,
-            item_tokens=of.get("item_tokens", 1.0),
-            other_tokens=of.get("other_tokens", 1.0),
-            left_ns=None if hint.left_ms is None else round((hint.left_ms - hint.waited_ms) * 1e6),
-        )
 
 
 def _hint(pending: PendingRequest | None) -> Hint:

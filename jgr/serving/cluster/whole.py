@@ -44,9 +44,11 @@ def merged(texts: Mapping[str, str]) -> bytes:
     return generate_latest(registry)
 
 
-def merged_metrics(first: Answered, about: Sequence[Mapping[str, Any]]) -> Answered:
-    """/metrics of the fleet; `first` is one replica's answer."""
-    body = merged({each["name"]: each["metrics"] for each in about})
+def metrics(first: Answered, texts: Mapping[str, str]) -> Answered:
+    """/metrics of the fleet; `first` is one replica's answer, and decides who may ask."""
+    if first.status != 200:
+        return first
+    body = merged(texts)
     return Answered(200, _headers(first, body, CONTENT_TYPE), body)
 
 
@@ -62,7 +64,7 @@ def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) 
     return Answered(200, _headers(first, body, "application/json"), body)
 
 
-def erased(found: Sequence[Answered | Exception], wanted: int) -> Answered:
+def erased(found: Sequence[Answered | Exception]) -> Answered:
     """The answer to an erasure, which every replica must have done. Raises RequestError where one has not."""
     answers = [each for each in found if isinstance(each, Answered)]
     refused = next((each for each in answers if each.status != 200), None)

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
-_REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
+REQUEST_ID = re.compile(rb"[\x20-\x7e]{1,128}")
 _ERROR_HEADERS: dict[ErrorType, Headers] = {
     "unauthorized": [(b"www-authenticate", b"Bearer")],
     "method_not_allowed": [(b"allow", b"POST")],
@@ -139,7 +139,7 @@ class App:
         for name, value in scope["headers"]:
             if name == b"authorization":
                 key = value
-            elif name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
         reply = _Reply(send, request_id or f"{getrandbits(128):032x}", self.models, path)
         hot, trace = self._hot.get(path), None

@@ -106,9 +106,10 @@ class View(NamedTuple):
     """What the terms see of a request and the n nodes; arrays are [n] float64.
 
     user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
-    running: requests in flight. recent: tokens sent of late, in flight or not. pace: times the median time of a token, 1 where it is near it; ns: of a token, 0 where
-    that is not known. last: where the user was last; expected: tokens of the user that should be kept there, 0 where
-    a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf.
+    running: requests in flight; recent: tokens sent of late, in flight or not. pace: times the median time of a token,
+    1 where it is near it; ns: of a token, 0 where that is not known. last: where the user was last; expected: tokens of
+    the user that should be kept there, 0 where a report must have told. tokens: of the whole prompt. left_ns: until
+    the deadline, or inf.
     """
 
     user: Float64

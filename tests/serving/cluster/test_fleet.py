@@ -236,6 +236,8 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
     with Load(fleet, ()) as load:
         status, body = fleet.ask("POST", "/v1/models/tiny/reload", authorization="Bearer 4dm1n")
         assert status == 202, body
+        again, body = fleet.ask("POST", "/v1/models/tiny/reload", authorization="Bearer 4dm1n")
+        assert (again, json.loads(body)["error"]["type"]) == (409, "conflict"), "one change at a time"
         seen: list[str] = []
 
         def changed() -> bool:

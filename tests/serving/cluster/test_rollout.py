@@ -34,6 +34,7 @@ class Replicas:
 
     async def ask(self, name: str, asked: Asked) -> Answered:
         self.asked.append((name, asked.path.rpartition("/")[2]))
+        await asyncio.sleep(0)
         if name in self.refuses:
             return Answered(409, [], b"not now")
         self.left[name] = self.slow
@@ -118,6 +119,11 @@ def test_one_change_at_a_time_and_none_without_replicas() -> None:
         assert refused.value.type == "conflict"
         await rollouts.settled()
         assert (await rollouts.roll(RELOAD.path, RELOAD)).status == 202
+        await rollouts.settled()
+        both = await asyncio.gather(
+            *(rollouts.roll(RELOAD.path, RELOAD) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(each) for each in both] == [Answered, RequestError], "also while the first is asked"
         await rollouts.settled()
         with pytest.raises(RequestError, match="no replica"):
             await Rollouts(Replicas(), _at_once).roll(RELOAD.path, RELOAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -13,7 +14,7 @@ from starlette.types import Message
 
 from jgr.config import FleetConfig
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
-from jgr.serving.cluster.replica import Work
+from jgr.serving.cluster.reports import Work
 from jgr.serving.cluster.whole import erased, merged, readiness
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
@@ -47,12 +48,12 @@ def test_every_series_of_every_replica_is_there_once_with_the_replicas_name() ->
 
 def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
     done = Answered(200, [(b"content-type", b"application/json")], b'{"entries": 2}')
-    assert json.loads(erased([done, done], 2).body) == {"entries": 4}
+    assert json.loads(erased([done, done]).body) == {"entries": 4}
     with pytest.raises(RequestError, match="1 of 2 replicas did not answer") as refused:
-        erased([done, TimeoutError()], 2)
+        erased([done, TimeoutError()])
     assert refused.value.type == "unavailable"
     forbidden = Answered(403, [], b"{}")
-    assert erased([done, forbidden], 2) is forbidden
+    assert erased([done, forbidden]) is forbidden
 
 
 def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
@@ -62,6 +63,12 @@ def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
     with pytest.raises(RequestError, match="starting: 1 of 2"):
         readiness(well, about[1:], 2)
     assert readiness(Answered(401, [], b""), about, 2).status == 401
+
+
+def test_a_refusal_goes_whole_from_one_process_to_another() -> None:
+    error = RequestError("overloaded", "too many", "items[3]", predicted_ms=7.5, retry_after_s=2)
+    there = pickle.loads(pickle.dumps(error))
+    assert (str(there), vars(there)) == ("too many", vars(error))
 
 
 def test_the_work_of_a_router_is_its_mean_over_time() -> None:

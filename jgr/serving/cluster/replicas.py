@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replicas behind their handle: one that is named or that the router chooses, or all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Answered, Asked
+
+ALL_S = 30.0
+"""So long all replicas have to answer what all are asked."""
+
+
+class Replicas:
+    """What is asked of a fleet's replicas. Ray's errors come as they are."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def answer(self, hint: Hint, asked: Asked) -> Answered:
+        """The answer of the replica that the router chooses."""
+        return Answered(*await self._handle.answer.remote(hint, asked))
+
+    async def ask(self, name: str, asked: Asked) -> Answered:
+        """The answer of the replica of that name."""
+        return await self.answer(Hint(to=name), asked)
+
+    async def ask_all(self, asked: Asked) -> list[Answered | Exception]:
+        """The answer of every replica, or why there is none."""
+        found = await self._broadcast("answer", Hint(), asked)
+        return [each if isinstance(each, Exception) else Answered(*each) for each in found]
+
+    async def names(self) -> list[str]:
+        """The names of those that serve."""
+        return [each["name"] for each in await self.about_all() if each["status"] == "ready"]
+
+    async def about(self, name: str) -> dict[str, Any]:
+        """What the replica of that name says of itself. KeyError where it does not answer."""
+        return {str(each["name"]): each for each in await self.about_all()}[name]
+
+    async def about_all(self) -> list[dict[str, Any]]:
+        """What those that answer say of themselves, by their names."""
+        found = [each for each in await self._broadcast("about") if isinstance(each, dict)]
+        return sorted(found, key=lambda each: str(each["name"]))
+
+    async def metrics(self) -> dict[str, str]:
+        """The series of those that answer, by name."""
+        return dict(
+            sorted(each for each in await self._broadcast("metrics") if not isinstance(each, Exception))
+        )
+
+    async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        answers = self._handle.broadcast(method, *arguments)
+        found: list[Any] = await answers.results_async(timeout_s=ALL_S, return_exceptions=True)
+        return found
