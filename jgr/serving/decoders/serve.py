@@ -66,18 +66,19 @@ class ServedDecoder:
         self.normalize = self.info.normalize
         self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.meta
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
+        self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0
         self.prepare: Callable[[Asked, str], Task] = self.translator.prepare
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
     def measured(self) -> list[tuple[Profile, float]]:
-        return list(self.executors.costs.items())
+        return [(profile, s + self._handover_s) for profile, s in self.executors.costs.items()]
 
     def policy(self, measured: bytes | None = None) -> Batcher:
-        costs = self.executors.costs
+        costs = self.measured()
         if measured is not None:
-            costs = dict(msgspec.json.decode(measured, type=list[tuple[Profile, float]]))
-        return make_batcher(self.executors, self.config, self.caching, costs)
+            costs = msgspec.json.decode(measured, type=list[tuple[Profile, float]])
+        return make_batcher(self.executors, self.config, self.caching, dict(costs))
 
     def job(self, task: Task, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
         return Job(
@@ -147,7 +148,8 @@ class ServedDecoder:
             shadows.append((causal, partial(compare, self.metrics.repair_drift)))
         return shadows
 
-    def started(self) -> None:
+    def started(self, handover_s: float = 0.0) -> None:
+        self._handover_s = handover_s
         if self.caching is not None:
             self.caching.start()
 

@@ -155,8 +155,8 @@ class Served(Protocol[T]):
     def shadows(self, task: T) -> Sequence[tuple[T, Callable[[T], None]]]:
         """Tasks that compute again what was reused, and what is to be done with each when it has been computed."""
 
-    def started(self) -> None:
-        """The warm-up has ended well."""
+    def started(self, handover_s: float = 0.0) -> None:
+        """The warm-up has ended well. handover_s: seconds that a run costs beside its work, for its threads."""
 
     def close(self, idle: bool) -> None:
         """No request comes any more. idle: nothing is in flight. Called once or more often."""

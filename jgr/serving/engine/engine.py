@@ -130,7 +130,7 @@ class Engine(Generic[S]):
             self.status = "failed"
             raise
         if self.status == "starting":
-            self.served.started()
+            self.served.started(await self._lanes.handover_s())
             self._policy = self.served.policy()
             if self._journal is not None:
                 name = f"{self.info.version}/{self.info.catalog_version}"

@@ -23,6 +23,9 @@ from typing import Any
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
 
+HANDOVERS = 20
+"""Times that a call to a lane's thread and back is timed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -108,6 +111,20 @@ class Lanes:
         self._threads[0].call(partial(self._warm_up, progress, ended))
         if error := await ended:
             raise error
+
+    async def handover_s(self) -> float:
+        """Seconds that a call takes to a lane's thread and back to the event loop, at least: what each run costs beside
+        its work."""
+        loop, thread, found = asyncio.get_running_loop(), self._threads[0], list[int]()
+        for _ in range(HANDOVERS):
+            if self._stopping:  # the thread may take no more calls
+                break
+            back: asyncio.Future[Exception | None] = loop.create_future()
+            began_ns = self._clock()
+            thread.call(partial(thread.post, partial(_resolve, back, None)))
+            await back
+            found.append(self._clock() - began_ns)
+        return min(found, default=0) / 1e9
 
     def run(
         self, start: Start, work: Any, done: Callable[[Run], None], wanted: Callable[[], bool] = lambda: True

@@ -229,7 +229,9 @@ class Orchestrator(Policy[_Live]):
         fitting = [size for size in self._whole if size >= count > 0]
         if reads and fitting:
             best = min(fitting, key=lambda size: (self._whole[size], size))
-            if self._whole[best] <= self._sizes_s[USER_PART] + sum(self._sizes_s[size] for size in sizes):
+            apart_s = self._sizes_s[USER_PART] + sum(self._sizes_s[size] for size in sizes)
+            # One part and its user are the same work in one run or two, whatever noise has been measured.
+            if len(sizes) == 1 or self._whole[best] <= apart_s:
                 return False, (best,)
         return reads, sizes
 

@@ -55,8 +55,8 @@ Share = Literal["part", "request", "cache"]
 Program = Callable[..., Any]
 """A compiled program, or a plain function that dispatches its operations one by one."""
 
-TIMED_RUNS = 3
-"""Runs of each size at warm-up that are timed; the fastest of them is the size's cost."""
+TIMED_ROUNDS, TIMED_S = 3, 0.01
+"""At warm-up each size is timed in so many rounds, or as many as take so long; its fastest run is its cost."""
 
 _log = logging.getLogger(__name__)
 
@@ -406,9 +406,9 @@ class ScorerExecutors:
 
         UserError where scores are no finite numbers.
         """
-        programs = self.programs
-        costs, parts, whole = (dict[int, float]() for _ in range(3))
+        programs, trials = self.programs, dict[tuple[str, int], list[Callable[[], Any]]]()
         user: Any
+        works: Mapping[str, ReadWork | PartWork]
         block, views = new_block(programs.user)
         user = block
         items = programs.items  # a full history: attention may skip what is not there
@@ -421,21 +421,26 @@ class ScorerExecutors:
             own = [Executor(programs, size, self.states) for each in self.sizes if each == size]
             self._executors += own
             if size == USER_PART:
-                costs[USER_PART] = _cost(own, ReadWork(block), {})
+                works = {"part": ReadWork(block)}
                 user = own[0].run(ReadWork(block)).state
             else:
                 rows = np.arange(size, dtype=np.int32) % items
-                work = PartWork(rows, user, programs.default_records(size))
-                parts[size] = _cost(own, work, parts)
-                check_scores(f"rank of {size} candidates", own[0].run(work))
+                part = PartWork(rows, user, programs.default_records(size))
+                works = {"part": part}
                 if programs.may_be_whole:
-                    whole[size] = _cost(own, replace(work, user=block), whole)
-                    check_scores(f"rank of {size} candidates", own[0].run(replace(work, user=block)))
+                    works = {"part": part, "whole": replace(part, user=block)}
+                for work in works.values():
+                    check_scores(f"rank of {size} candidates", own[0].run(work))
+            for kind, work in works.items():
+                trials[kind, size] = [partial(executor.run, work) for executor in own]
             progress(done, len(programs.layouts), f"{size} candidates" if size else "the user")
-        self.costs, self.whole = costs | parts, whole
+        seconds = fastest(trials)
+        self.costs, self.whole = (
+            rising({size: s for (of, size), s in seconds.items() if of == kind}) for kind in ("part", "whole")
+        )
         _log.info("a part of so many candidates (0: the user) takes so many ms: %s", _shown(self.costs))
-        if whole:
-            _log.info("and with the user: %s", _shown(whole))
+        if self.whole:
+            _log.info("and with the user: %s", _shown(self.whole))
 
     def launch(self, start: Start, work: ReadWork | PartWork) -> tuple[ReadWork | PartWork, Any]:
         """See jgr.serving.engine.contract.Executors."""
@@ -450,18 +455,31 @@ def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
     return {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
-def _cost(executors: Sequence[Executor], work: ReadWork | PartWork, smaller: Mapping[int, float]) -> float:
-    """Seconds of the fastest of some runs, the first of which may be slow.
+def fastest(trials: Mapping[T, Sequence[Callable[[], object]]]) -> dict[T, float]:
+    """Seconds of the fastest of each trial's calls.
 
-    smaller: what smaller parts cost. The result is at least that: a lower figure is noise.
+    They go in rounds, since what slows the machine for a while must slow all of them alike: they are compared. The
+    first round does not count.
     """
-    seconds = []
-    for executor in executors:
-        for _ in range(1 + TIMED_RUNS):
-            start = time.perf_counter()
-            executor.run(work)
-            seconds.append(time.perf_counter() - start)
-    return max([min(seconds), *smaller.values()])
+    found, rounds, begun_s = dict.fromkeys(trials, math.inf), 0, time.perf_counter()
+    while rounds <= TIMED_ROUNDS or time.perf_counter() < begun_s + TIMED_S * len(trials):
+        for name, calls in trials.items():
+            for call in calls:
+                start_s = time.perf_counter()
+                call()
+                if rounds:
+                    found[name] = min(found[name], time.perf_counter() - start_s)
+        rounds += 1
+    return found
+
+
+def rising(costs: Mapping[int, float]) -> dict[int, float]:
+    """Costs by size, where no part costs more than a larger one: noise only adds. The user's part is as it is."""
+    found, least = {}, math.inf
+    for size in sorted(costs, reverse=True):
+        least = costs[size] if size == USER_PART else min(least, costs[size])
+        found[size] = least
+    return dict(sorted(found.items()))
 
 
 def _shown(costs: Mapping[int, float]) -> str:

@@ -73,10 +73,12 @@ class ServedScorer:
         self.prepare: Callable[[Asked, str], ScorerTask] = self.translator.prepare
         self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
+        self._handover_s = 0.0
         self._closing: threading.Thread | None = None
 
     def measured(self) -> PartCosts:
-        return PartCosts(dict(self.executors.costs), dict(self.executors.whole))
+        parts, whole = self.executors.costs, self.executors.whole
+        return PartCosts(*({size: s + self._handover_s for size, s in of.items()} for of in (parts, whole)))
 
     def policy(self, measured: bytes | None = None) -> Orchestrator:
         costs = self.measured() if measured is None else msgspec.json.decode(measured, type=PartCosts)
@@ -171,7 +173,8 @@ class ServedScorer:
         """None: what is kept of a user is bit for bit what is computed."""
         return []
 
-    def started(self) -> None:
+    def started(self, handover_s: float = 0.0) -> None:
+        self._handover_s = handover_s
         if self.features is not None:
             self.metrics.feature_counts = self.features.counts
 

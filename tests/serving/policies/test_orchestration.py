@@ -137,8 +137,15 @@ def test_a_request_of_one_part_has_its_user_in_it_where_that_is_cheaper() -> Non
     submit(o, job(1, 7, reads=True), job(2, 9, reads=True))
     assert starts(o.plan(0)) == [(1, 2, 0, 7), (2, 0, 0, 0)]
     assert o.commit(0, "well", 1) == Committed(done=(1,))
-    dear = Orchestrator((USER_PART, 4, 8), costs, max_queue=9, whole={4: 9.1, 8: 13.1})
-    assert dear.parts(3, reads=True) == (True, (4,)) and dear.parts(7, reads=True) == (True, (8,))
+
+
+def test_one_run_is_not_made_two_by_noise_but_where_it_is_padded_costs_decide() -> None:
+    costs, whole = {4: 4.0, 8: 8.0, 16: 16.0, USER_PART: 5.0}, {4: 9.9, 8: 19.0, 16: 17.0}
+    o = Orchestrator((USER_PART, 4, 8, 16), costs, max_queue=9, whole=whole)
+    assert o.parts(3, reads=True) == (False, (4,)), "5 + 4 is less, but it is the same work"
+    assert o.parts(9, reads=True) == (False, (16,)), "5 + 8 + 4"
+    dear = Orchestrator((USER_PART, 4, 8, 16), costs, max_queue=9, whole=whole | {16: 17.1})
+    assert dear.parts(9, reads=True) == (True, (8, 4)), "16 places for 9 are padding"
 
 
 def test_a_part_waits_for_its_size_or_takes_a_larger_one() -> None:
@@ -331,9 +338,7 @@ class AgainstNaive(RuleBasedStateMachine):
         fours, rest = divmod(count, 4)
         parts = [4] * (fours + (rest == 3)) + [2] * (0 < rest < 3)
         naive = Naive(new, new.id, held=waits)
-        if reads and (
-            count > 2 or not count
-        ):  # a part of two costs 6 with its user, 3 + 4 without; one of four 10 and 5 + 4
+        if reads and (count > 4 or not count):  # one part has its user in it
             naive.runs[USER_PART, 0, 0] = "waiting"
         for at, size in enumerate(parts):
             first = sum(parts[:at])

@@ -26,7 +26,8 @@ from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Candidates, Needs, Users
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.policies.orchestration import USER_PART
-from jgr.serving.scorers.executors import Executor, PartWork, Programs, ReadWork, Share
+from jgr.serving.scorers import executors
+from jgr.serving.scorers.executors import Executor, PartWork, Programs, ReadWork, Share, fastest, rising
 from jgr.serving.scorers.loading import ScorerModel, make_scorer_engine
 from jgr.serving.scorers.user_block import new_block
 from tests.features.redis_process import Proxy, RedisProcess
@@ -281,3 +282,24 @@ def test_another_catalog_takes_the_programs_unless_the_records_have_changed(tmp_
     assert third.served.executors.programs is not first.served.executors.programs
     for made in (first, second, third):
         assert made.served.features.close()
+
+
+@pytest.mark.parametrize("slow", [range(0), range(7), range(4, 9)])
+def test_what_is_compared_is_timed_on_a_machine_that_is_slow_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, slow: range
+) -> None:
+    now_s, calls = 0.0, 0
+
+    def takes(seconds: float) -> None:
+        nonlocal now_s, calls
+        now_s += seconds * (50 if calls in slow else 1)
+        calls += 1
+
+    monkeypatch.setattr(executors.time, "perf_counter", lambda: now_s)
+    found = fastest({"two": [partial(takes, 2.0), partial(takes, 2.5)], "three": [partial(takes, 3.0)]})
+    assert found == pytest.approx({"two": 2.0, "three": 3.0})
+
+
+def test_no_part_costs_more_than_a_larger_one() -> None:
+    assert rising({USER_PART: 5.0, 4: 3.0, 8: 2.0, 16: 4.0}) == {USER_PART: 5.0, 4: 2.0, 8: 2.0, 16: 4.0}
+    assert rising({}) == {}

@@ -167,6 +167,16 @@ def test_a_fault_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> No
     assert "the executor failed; requests: r1\n" in caplog.text
 
 
+def test_a_run_costs_what_it_takes_to_reach_its_thread_beside_its_work() -> None:
+    async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
+        parts = engine.served.measured().parts
+        beside = {size: parts[size] - seconds for size, seconds in executors.costs.items()}
+        assert beside[4] > 1e-7 and beside[4] == pytest.approx(beside[8])
+        assert engine._policy.costs.ns(8) == round(parts[8] * 1e9)
+
+    run(scenario)
+
+
 def test_a_score_that_is_no_number_is_a_fault() -> None:
     async def scenario(engine: Engine[ServedScorer], executors: FakeExecutors) -> None:
         executors.costs = {4: 1.0, 8: 1.5}
