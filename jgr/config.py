@@ -167,8 +167,9 @@ class CacheConfig:
 
     # What comes first in a prompt, and so can be reused. none: there is no cache; user: always the user; item: always
     # the items; cache_agnostic: the longer one; hotness: the user if it is longer and is asked for more often than the
-    # coldest cached user (BAT-10).
-    policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
+    # coldest cached user (BAT-10). blocks: the user, and then the items one after the other as in plain text, each as
+    # it is alone, wherever it stands: an approximation, which cache.repair_* bring nearer to the whole prompt (RcLLM).
+    policy: Literal["none", "user", "item", "cache_agnostic", "hotness", "blocks"] = "none"
     # Device memory of the pool, in MiB. A server has one pool, which its models share: that of its first configuration.
     device_mb: float = 64.0
     # Host memory for entries that leave the device, in MiB; models share it as they share cache.device_mb.
@@ -190,16 +191,16 @@ class CacheConfig:
     shadow: float = 0.001  # share of requests computed again without the cache, to measure the drift
     # First tokens of each cached item that are computed again, since a cached item does not see the items before it.
     repair_tokens: int = 0
-    # Share of a request's tokens of cached items that is computed again, those that differ most; in place of
-    # cache.repair_tokens.
+    # Share of a request's tokens of cached items that is computed again beside these, as cache.repair_by chooses.
     repair_share: float = 0.0
+    # Which tokens these are. deviation: those that differ most in the second layer (CacheBlend); attention: those that
+    # get the most attention in the first layer (RcLLM).
+    repair_by: Literal["deviation", "attention"] = "deviation"
 
     def __post_init__(self) -> None:
         check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
         check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
-        both = self.repair_tokens and self.repair_share
-        require(not both, "cache.repair_tokens and cache.repair_share: only one of them can be above 0")
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")

@@ -56,6 +56,7 @@ class RankFields(CommonFields, total=False):
     min_candidates: int | None
     exclude_history: bool
     layout: Literal["user_prefix", "item_prefix", "causal"] | None
+    reuse_budget: float | None
     history_times: Sequence[int] | Sequence[Sequence[int]] | None
     time: int | Sequence[int] | None
     history_actions: Sequence[int] | Sequence[Sequence[int]] | None

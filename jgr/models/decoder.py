@@ -224,6 +224,20 @@ def _keys_values(
     return rope(rms_norm(k, layer.k_norm, cfg.norm_eps) if cfg.qk_norm else k, cos, sin), v
 
 
+def rotated(cfg: DecoderConfig, keys: jax.Array, shift: jax.Array) -> jax.Array:
+    """Keys [..., K, d] that stand `shift` [...] positions further on, or back where it is below 0 (PIC-1)."""
+    return rope(keys, *_rotations(cfg, shift))
+
+
+def queries_keys(
+    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The queries [..., H, d] and keys [..., K, d] of one layer, whose leaves have no layer axis, for its input h
+    [..., D] at positions [...]."""
+    x, rotations = rms_norm(h, layer.attention_norm, cfg.norm_eps), _rotations(cfg, positions)
+    return _queries(cfg, layer, x, *rotations), _keys_values(cfg, layer, x, *rotations)[0]
+
+
 def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
     """The values [..., K * d] of one layer, whose leaves have no layer axis, for its input h [..., D]."""
     v = dense(rms_norm(h, layer.attention_norm, cfg.norm_eps), layer.wv)

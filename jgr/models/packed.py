@@ -9,9 +9,12 @@ The pool is one array [pages, words] uint32 that other models use too. An entry 
 tokens, layer by layer: [layer, token, 2, K, d] (`KVCells`). So consecutive layers of a cell are one run, and a program
 reads just the layer that it computes. Reading programs are lent the pool, writing ones own it (donation) and return it.
 
-A repaired item token (BAT-15) has a row of its own, in the real request, where it sees the items before its own. An
-item that is not cached is computed alone all the same, as a request of its own: the real request sees its tokens too
+A repaired item token (BAT-15, RCLLM-11) has a row of its own, in the real request, where it sees what stands before it.
+An item that is not cached is computed alone all the same, as a request of its own: the real request sees its tokens too
 (`Row.seen_by`), except for those that are repaired. With a `RepairChoice` the program chooses which are.
+
+In plain order an item stands anywhere: its cached keys are rotated on from where they were computed, which is where the
+item begins (RCLLM-12), and new ones are rotated back before they are kept.
 
 Letters: R requests, T new tokens, C cached tokens, M candidates, S longest prompt, L layers, K key/value heads, d head
 size, P parts of a cell.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +35,32 @@ from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
 from jgr.models.words import Cells
-from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
+from jgr.ops.attention_mass import attention_mass
+from jgr.prompt.layouts import Kind, Tokens
 
 NOBODY = 2**30
 """A request number above all others, by which tokens of no request are sorted to the end."""
 
 
-class RepairChoice(NamedTuple):
-    """What the program needs to choose the item tokens that it repairs (PIC-3).
+ChosenBy = Literal["deviation", "attention"]
+"""Which item tokens are repaired. deviation: those whose second layer's values change most (PIC-3); attention: those
+that get the most attention in the first layer (RCLLM-10)."""
 
-    cached_tokens: [C] int32, the cached tokens themselves. ranks: [T] int32; a row with rank r >= 0 is filled with the
-    r-th of all the batch's item tokens, which are ordered by request and then by falling deviation. Other rows: -1.
+
+class RepairChoice(NamedTuple):
+    """What the program needs to choose the item tokens that it repairs.
+
+    All of them go through the first layer in plain order. cached_tokens: [C] int32, the cached tokens themselves.
+    ranks: [T] int32; a row with rank r >= 0 is filled with the r-th of all the batch's item tokens that were computed
+    alone, ordered by request and then as ChosenBy says. Other rows: -1. prompts: [T] int32, the request in which a new
+    token goes through that layer, -1 for none. looks: [C + T] int32, what tokens see in it, and see where they are
+    repaired, as bits.
     """
 
     cached_tokens: Any
     ranks: Any
+    prompts: Any
+    looks: Any
 
 
 class Row(NamedTuple):
@@ -55,7 +69,8 @@ class Row(NamedTuple):
     tokens: [T], the new tokens. described: what each of them is part of, [T] each. sees: [T], what each one sees, as
     the bits of its layout for its kind. slots: [C, P], where the cached tokens stand in the pool, see KVCells. cached:
     what each cached token is part of, [C] each. seen_by: [T], the request that sees a token computed in another one,
-    else -1; None where nothing is repaired. choice: None unless the program chooses what is repaired.
+    else -1; None where nothing is repaired. choice: None unless the program chooses what is repaired. shift: [C], by
+    how many positions cached keys are rotated on; None where none are.
     """
 
     tokens: Any
@@ -65,6 +80,7 @@ class Row(NamedTuple):
     cached: Tokens
     seen_by: Any = None
     choice: RepairChoice | None = None
+    shift: Any = None
 
 
 class Asked(NamedTuple):
@@ -119,11 +135,17 @@ def _read(
 
 
 def _forward(
-    params: DecoderParams, pool: jax.Array, row: Row, read: jax.Array, cfg: DecoderConfig, kv: KVCells
+    params: DecoderParams,
+    pool: jax.Array,
+    row: Row,
+    read: jax.Array,
+    cfg: DecoderConfig,
+    kv: KVCells,
+    chosen_by: ChosenBy = "deviation",
 ) -> tuple[jax.Array, ContextKV]:
     """Hidden states [N, D] of the new tokens at places read [N], and the KV [L, 1, K, T, d] of all new tokens."""
     if row.choice is not None:
-        return _forward_with_choice(params, pool, row, row.choice, read, cfg, kv)
+        return _forward_with_choice(params, pool, row, row.choice, read, cfg, kv, chosen_by)
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
     return out.hidden[0], out.context
 
@@ -142,8 +164,11 @@ def _prefill(
     row = jax.tree.map(lambda x: x[None], row._replace(choice=None))
 
     def of_layer(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg).transpose(2, 0, 3, 1, 4)
-        return found[0], found[1]
+        found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg)
+        keys, values = found[:, :, 0], found[:, :, 1]
+        if row.shift is not None:
+            keys = decoder.rotated(cfg, keys, row.shift)
+        return keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
     return decoder.prefill(
         params,
@@ -169,72 +194,75 @@ def _forward_with_choice(
     read: jax.Array,
     cfg: DecoderConfig,
     kv: KVCells,
+    chosen_by: ChosenBy,
 ) -> tuple[jax.Array, ContextKV]:
-    """PIC-3 with one check layer: all item tokens go through the first layer, the chosen ones through the others too.
+    """All tokens go through the first layer, the chosen and the computed ones through the others too (PIC-8).
 
     The first layer's keys and values depend on token and position only, so nothing is repaired in it.
     """
     first, others = slice(1), slice(1, None)
     alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
-    # Every item token once, the cached ones first, in the real request, where each sees the items before its own.
-    joined = zip(row.cached, row.described._replace(request=row.seen_by), strict=True)
-    items = Tokens(*(jnp.concatenate(pair) for pair in joined))
-    items = items._replace(request=jnp.where(items.kind == Kind.ITEM, items.request, -1))
+    # Every token of a prompt once, the cached ones first.
+    joined = zip(row.cached, row.described._replace(request=choice.prompts), strict=True)
+    prompts = Tokens(*(jnp.concatenate(pair) for pair in joined))
     tokens = jnp.concatenate([choice.cached_tokens, row.tokens])[None]
-    described = Tokens(*(x[None] for x in items))
-    causal = decoder.prefill(
-        params,
-        cfg,
-        tokens,
-        tokens,
-        segments=described,
-        layout=jnp.full_like(tokens, REPAIRED_ITEM),
-        layers=first,
-        keep_layers=True,
+    described, looks = Tokens(*(x[None] for x in prompts)), choice.looks[None]
+    plain = decoder.prefill(
+        params, cfg, tokens, tokens, segments=described, layout=looks, layers=first, keep_layers=True
     )
-    assert alone.layers is not None and causal.layers is not None
+    assert alone.layers is not None and plain.layers is not None
     with jax.named_scope("choose"):
-        check = layer_of(params.layers, 1)
-        old = jnp.concatenate(
-            [
-                _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1].reshape(
-                    len(row.slots), -1
-                ),
-                decoder.values(cfg, check, alone.layers[0, 0]),
-            ]
-        )
-        change = (decoder.values(cfg, check, causal.layers[0, 0]) - old).astype(jnp.float32)
-        last = jnp.where(items.request < 0, NOBODY, items.request)
-        ranking = jnp.lexsort((-jnp.square(change).sum(-1), last))
+        if chosen_by == "attention":
+            layer = layer_of(params.layers, 0)
+            q, k = decoder.queries_keys(cfg, layer, params.embed[tokens], described.position)
+            worth = attention_mass(q, k.transpose(0, 2, 1, 3), described, looks)[0]
+        else:
+            check = layer_of(params.layers, 1)
+            kept = _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
+            new = decoder.values(cfg, check, alone.layers[0, 0])
+            old = jnp.concatenate([kept.reshape(len(row.slots), -1), new])
+            change = (decoder.values(cfg, check, plain.layers[0, 0]) - old).astype(jnp.float32)
+            worth = jnp.square(change).sum(-1)
+        from_cache = jnp.arange(len(prompts.kind)) < len(row.slots)
+        was_alone = from_cache | jnp.pad(row.seen_by >= 0, (len(row.slots), 0))
+        may = was_alone & (prompts.kind == Kind.ITEM) & (prompts.request >= 0)
+        ranking = jnp.lexsort((-worth, jnp.where(may, prompts.request, NOBODY)))
         picked = choice.ranks >= 0
         chosen = ranking[choice.ranks]
-    hidden = jnp.where(picked[:, None], causal.layers[0, 0, chosen], alone.layers[0, 0])[None]
-    row = _with_repairs(row, items, picked, chosen)
+    hidden = jnp.where(picked[:, None], plain.layers[0, 0, chosen], alone.layers[0, 0])[None]
+    row = _with_repairs(row, prompts, choice.looks, picked, chosen)
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
     both = zip(alone.context, rest.context, strict=True)
     return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
 
 
-def _with_repairs(row: Row, items: Tokens, picked: jax.Array, chosen: jax.Array) -> Row:
-    """The row with the chosen of the item tokens [C + T] in their places [T]; nobody sees the unrepaired ones."""
+def _with_repairs(row: Row, prompts: Tokens, looks: jax.Array, picked: jax.Array, chosen: jax.Array) -> Row:
+    """The row with the chosen of the tokens [C + T] in their places [T]; nobody sees the unrepaired ones."""
     cached = len(row.slots)
-    none = jnp.zeros(len(items.request), bool)
+    none = jnp.zeros(len(prompts.request), bool)
     replaced = none.at[jnp.where(picked, chosen, len(none))].set(True, mode="drop")
-    fields = zip(row.described, items, strict=True)
+    fields = zip(row.described, prompts, strict=True)
     return row._replace(
-        described=Tokens(*(jnp.where(picked, item[chosen], own) for own, item in fields)),
-        sees=jnp.where(picked, REPAIRED_ITEM, row.sees),
+        described=Tokens(*(jnp.where(picked, token[chosen], own) for own, token in fields)),
+        sees=jnp.where(picked, looks[chosen], row.sees),
         cached=row.cached._replace(request=jnp.where(replaced[:cached], -1, row.cached.request)),
         seen_by=jnp.where(replaced[cached:], -1, row.seen_by),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "kv"))
+@functools.partial(jax.jit, static_argnames=("cfg", "kv", "chosen_by"))
 def rank(
-    params: DecoderParams, pool: jax.Array, row: Row, asked: Asked, *, cfg: DecoderConfig, kv: KVCells
+    params: DecoderParams,
+    pool: jax.Array,
+    row: Row,
+    asked: Asked,
+    *,
+    cfg: DecoderConfig,
+    kv: KVCells,
+    chosen_by: ChosenBy = "deviation",
 ) -> tuple[jax.Array, ContextKV]:
     """Score every candidate: scores [M] float32, and the new tokens' KV, which `write` may keep."""
-    hidden, new = _forward(params, pool, row, asked.places, cfg, kv)
+    hidden, new = _forward(params, pool, row, asked.places, cfg, kv, chosen_by)
     with jax.named_scope("score"):
         rows = params.output_rows
         direction = rows[asked.columns].astype(jnp.float32)
@@ -314,10 +342,25 @@ def _join(
     return jax.lax.scan(of_layer, None, (jnp.arange(cfg.layers), new))[1]
 
 
-@functools.partial(jax.jit, static_argnames="kv", donate_argnames="pool")
-def write(pool: jax.Array, new: ContextKV, slots: jax.Array, *, kv: KVCells) -> jax.Array:
-    """The pool with the KV of new tokens in slots [T, P] int32; a slot that the pool does not have is left out."""
-    both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
+@functools.partial(jax.jit, static_argnames=("kv", "cfg"), donate_argnames="pool")
+def write(
+    pool: jax.Array,
+    new: ContextKV,
+    slots: jax.Array,
+    shift: jax.Array | None = None,
+    *,
+    kv: KVCells,
+    cfg: DecoderConfig | None = None,
+) -> jax.Array:
+    """The pool with the KV of new tokens in slots [T, P] int32; a slot that the pool does not have is left out.
+
+    shift: [T] int32, by how many positions keys are rotated back, which needs cfg; None: by none.
+    """
+    k, v = (x[:, 0].swapaxes(1, 2) for x in new)  # [L, T, K, d]
+    if shift is not None:
+        assert cfg is not None
+        k = decoder.rotated(cfg, k, -shift)
+    both = jnp.stack([k, v], axis=2)  # [L, T, 2, K, d]
     layers, tokens = both.shape[:2]
     place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
     return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))

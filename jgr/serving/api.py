@@ -12,11 +12,9 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
-from msgspec.structs import replace
 
 from jgr.catalog.catalog import MAX_NAME_CHARS
 from jgr.prompt.layouts import LayoutName
@@ -184,8 +182,16 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
             description="Order of the prompt, for servers that put the candidates into it (rank.method); others refuse "
             "the field. user_prefix: the user comes first; candidates do not see each other. item_prefix: the "
             "candidates come first. causal: plain order of a language model, in which a candidate sees the user and "
-            "the candidates before it. Layouts give different scores. null: the server's cache policy chooses "
-            "user_prefix or item_prefix."
+            "the candidates before it. Layouts give different scores. null: the server's cache policy chooses."
+        ),
+    ] = None
+    reuse_budget: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)] | None,
+        Meta(
+            description="Share of the candidates' tokens that is computed anew, for servers that reuse candidates "
+            "wherever they stand in the prompt (cache.policy=blocks with cache.repair_share above 0); others refuse "
+            "the field. 1: all of them, so that the scores are those of a prompt that is computed whole. null: the "
+            "server's own share."
         ),
     ] = None
     history_times: HistoryTimes = None
@@ -204,24 +210,6 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
 
 Request = RecommendRequest | RankRequest
-
-
-def smaller(request: Request, size: int, sizes: Sequence[int]) -> Request | None:
-    """The request with the next smaller beam width, or fewer candidates, that it allows; None: there is none.
-
-    size: its beam width or number of candidates. sizes: those of the compiled programs. No program is cheaper for a
-    size between two of them, so the largest of those below is taken, and where there is none, the least allowed.
-    """
-    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
-    if least is None or least >= size:
-        return None
-    fewer = max([least, *(each for each in sizes if least <= each < size)])
-    if isinstance(request, RankRequest):
-        if request.candidates == "all":
-            return None
-        top_k = None if request.top_k is None else min(request.top_k, fewer)
-        return replace(request, candidates=request.candidates[:fewer], top_k=top_k)
-    return replace(request, beam_width=fewer, top_k=min(request.top_k, fewer))
 
 
 # Thousands in an answer would set off the garbage collector, on the event loop; they are in no cycle.
@@ -259,7 +247,16 @@ class Usage(Struct, kw_only=True):
         Meta(
             description="Number of candidates' tokens that were computed again, so that they see the candidates before "
             "their own. Scores then approximate those of a prompt that is computed whole. Only if the server repairs "
-            "tokens (cache.repair_tokens, cache.repair_share) and the candidates come first in the prompt."
+            "tokens (cache.repair_tokens, cache.repair_share) and the candidates come first in the prompt, or are "
+            "reused wherever they stand in it (cache.policy=blocks)."
+        ),
+    ] = UNSET
+    approximate_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="Number of candidates' tokens that were taken as they are where the candidate stands alone, "
+            "without what stands before it. Only if the server reuses candidates wherever they stand in the prompt "
+            "(cache.policy=blocks)."
         ),
     ] = UNSET
     layout: Annotated[

@@ -194,6 +194,8 @@ def _make_executors(
             longest,
             config.beam.normalize,
             repair=Repair.of(config.cache),
+            chosen_by=config.cache.repair_by,
+            moves=config.cache.policy == "blocks",
             host=memory.host,
             explains=config.server.explain,
             **settings,

@@ -6,7 +6,8 @@ request -1, and a new token that is not kept is written to a slot that the pool 
 
 An item with repaired tokens (BAT-15) stands in the row as these, in the prompt's request, followed by the tokens that
 are as the cache has them. They are read from it without the repaired ones; or all of the item is computed in a request
-of its own, as if it were alone, and the prompt's request sees it but for the repaired ones.
+of its own, as if it were alone, and the prompt's request sees it but for the repaired ones. In plain order that is done
+with every item, repaired or not, at the place where it stands in the prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.models.packed import Asked, RepairChoice, Row, WholePrompts
-from jgr.prompt.layouts import LAYOUTS, REPAIRED_ITEM, Kind, Tokens
+from jgr.prompt.layouts import ITEM_PREFIX, LAYOUTS, REPAIRED_ITEM, Kind, Tokens
 from jgr.prompt.segments import TOKEN_BYTES, segment_places
 from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Profile
-from jgr.serving.policies.sources import Approximate, Repair, Reuse
+from jgr.serving.policies.sources import Approximate, Compute, Repair
 
 Int32 = npt.NDArray[np.int32]
 _NOWHERE: tuple[int, ...] = ()
+
+
+_ALONE = int(ITEM_PREFIX.bits[Kind.ITEM])
+"""What an item's tokens see where it is computed alone."""
 
 
 class UnservedSource(ValueError):
@@ -46,11 +51,19 @@ class Packed(NamedTuple):
     widths: Int32 | None
 
 
-def blank(profile: Profile, parts: int, longest: int, repair: Repair) -> Packed:
+class Kept(NamedTuple):
+    """Where a batch's new KV is kept: slots of the pool [T, P], and by how many positions keys are rotated back, [T];
+    None where the programs rotate none."""
+
+    slots: Int32
+    shift: Int32 | None
+
+
+def blank(profile: Profile, parts: int, longest: int, repair: Repair, moves: bool = False) -> Packed:
     """The arrays that the batches of a profile have, all 0.
 
     parts: cells that all layers of a cell's tokens take. longest: the most tokens that a whole prompt has (recommend).
-    repair: what the program repairs.
+    repair: what the program repairs. moves: whether items are read at other places than where they were computed.
     """
 
     def zeros(*shape: int) -> Int32:
@@ -68,40 +81,48 @@ def blank(profile: Profile, parts: int, longest: int, repair: Repair) -> Packed:
         return Packed(
             row, None, WholePrompts(zeros(batch, longest), zeros(batch), zeros(batch)), zeros(batch)
         )
-    if repair:
+    if repair or moves:
         row = row._replace(seen_by=zeros(new))
+    if moves:
+        row = row._replace(shift=zeros(cached))
     if repair.share:
-        row = row._replace(choice=RepairChoice(zeros(cached), zeros(new)))
+        choice = RepairChoice(zeros(cached), zeros(new), zeros(new), zeros(cached + new))
+        row = row._replace(choice=choice)
     return Packed(row, Asked(*(zeros(profile.width) for _ in Asked._fields)), None, None)
 
 
 class _Tokens(NamedTuple):
     """All tokens of a batch, in order, [n] each. place: in the row's cached tokens, or from C on in its new ones.
 
-    sees: the bits of what each one sees. seen_by: the request that sees a token computed in another request, else -1.
-    slot: [n, P], the slots of the pool, one in each part of a cell, that it is read from or written to; none of the
-    pool's where it is neither.
+    sees: the bits of what each one sees; looks: the same in its prompt, where it is repaired. seen_by: the request that
+    sees a token computed in another request, else -1. slot: [n, P], the slots of the pool, one in each part of a cell,
+    that it is read from or written to; none of the pool's where it is neither. shift: how many positions lie between
+    its place in the prompt and that in its entry. alone: computed in another request than the prompt's.
     """
 
     described: Tokens
     sees: Int32
+    looks: Int32
     seen_by: Int32
     token: Int32
     slot: Int32
     place: Int32
+    shift: Int32
+    alone: npt.NDArray[np.bool_]
 
 
-_COLUMNS = 11
+_COLUMNS = 13
 
 
 class _Spans:
     """Tokens of one segment that have one source, for all segments of a batch.
 
     numbers: for each span these _COLUMNS integers: the request in which it is computed, and the prompt's own; number
-    and kind of the segment; position of the first token; the bits of what its tokens see; how many of the first tokens
-    the prompt's request does not see, where they are computed in another; whether they are cached; the first token's
-    place in its entry; the number of tokens, and of the entry's cells, 0 where it is neither read nor kept. raw: its
-    tokens. cells: of the entries, one entry after the other.
+    and kind of the segment; position of the first token; the bits of what its tokens see, and look at where they are
+    repaired; how many of the first tokens the prompt's request does not see, where they are computed in another; by how
+    many positions the entry is moved; whether they are cached; the first token's place in its entry; the number of
+    tokens, and of the entry's cells, 0 where it is neither read nor kept. raw: its tokens. cells: of the entries, one
+    entry after the other.
     """
 
     def __init__(self) -> None:
@@ -112,10 +133,11 @@ class _Spans:
 
 def pack(
     out: Packed, works: Sequence[SegmentsWork], profile: Profile, *, cell_tokens: int, slots: int
-) -> Int32:
-    """Write all of a batch into arrays as `blank` makes them; returns the pool's slots for the new tokens' KV, [T, P].
+) -> Kept:
+    """Write all of a batch into arrays as `blank` makes them; returns where the new tokens' KV is kept.
 
-    slots: number of slots in the pool. UnservedSource for a plan with approximate sources.
+    slots: number of slots in the pool. UnservedSource for a plan that moves cached tokens where the arrays have no
+    place for it.
     """
     row, parts = out.row, out.row.slots.shape[1]
     tokens = _describe(works, profile, cell_tokens, parts, slots)
@@ -129,6 +151,11 @@ def pack(
             _fill(part, padding, values[which])
     if row.seen_by is not None:
         _fill(row.seen_by, -1, tokens.seen_by[new])
+    shift = tokens.shift
+    if row.shift is not None:
+        _fill(row.shift, 0, shift[old])
+    elif (moved := shift[tokens.slot[:, 0] < slots]).any():
+        raise UnservedSource(f"a plan moves cached tokens by up to {moved.max()} positions")
     if row.choice is not None:
         _write_choice(row.choice, works, tokens, is_new)
     if out.asked is not None:
@@ -137,8 +164,12 @@ def pack(
         _write_prompts(out.prompts, tokens, len(works))
     if out.widths is not None:
         _fill(out.widths, 0, np.array([work.beam_width for work in works], np.int32))
-    keep = np.full((profile.tokens, parts), slots, np.int32)
-    keep[: len(new)] = tokens.slot[new]
+    keep = Kept(np.full((profile.tokens, parts), slots, np.int32), None)
+    keep.slots[: len(new)] = tokens.slot[new]
+    if row.shift is not None:
+        back = np.zeros(profile.tokens, np.int32)
+        _fill(back, 0, shift[new])
+        keep = keep._replace(shift=back)
     return keep
 
 
@@ -148,25 +179,41 @@ def _add_spans(spans: _Spans, own: int, alone: int, work: SegmentsWork) -> None:
     assert plan is not None
     layout = LAYOUTS[plan.layout]
     bits = layout.bits.tolist()
+    repaired_bits = REPAIRED_ITEM if layout is ITEM_PREFIX else bits[Kind.ITEM]
     add_numbers, add_raw = spans.numbers.extend, spans.raw.append
     for (segment, offset), planned in zip(segment_places(work.prompt, layout), plan.segments, strict=True):
         raw, number, kind, at = segment.content.raw, segment.number, segment.kind, planned.repaired
-        request, hidden = own, 0
+        request, hidden, sees = own, 0, bits[kind]
+        looks = repaired_bits if kind == Kind.ITEM else sees
         if at:
             add_raw(raw[: at * TOKEN_BYTES])
-            add_numbers((own, own, number, kind, offset, REPAIRED_ITEM, 0, False, 0, at, 0))
+            add_numbers((own, own, number, kind, offset, looks, looks, 0, 0, False, 0, at, 0))
         if planned.alone:
-            request, hidden, at = alone, at, 0
-        sees = bits[kind]
+            request, hidden, at, sees = alone, at, 0, _ALONE
         for span in planned.spans:
-            tokens, cached, first, cells = span.tokens, False, at, planned.write or _NOWHERE
-            if isinstance(span, Reuse):
+            tokens, cached, first, shift, cells = span.tokens, False, at, offset, planned.write or _NOWHERE
+            if not isinstance(span, Compute):
                 cached, first, cells = True, span.first, span.cells
-            elif isinstance(span, Approximate):
-                raise UnservedSource(f"a {layout.name} plan moves cached tokens by {span.shift} positions")
+                shift = span.shift if isinstance(span, Approximate) else 0
             add_raw(raw[at * TOKEN_BYTES : (at + tokens) * TOKEN_BYTES])
             position, count = offset + at, len(cells)
-            add_numbers((request, own, number, kind, position, sees, hidden, cached, first, tokens, count))
+            add_numbers(
+                (
+                    request,
+                    own,
+                    number,
+                    kind,
+                    position,
+                    sees,
+                    looks,
+                    hidden,
+                    shift,
+                    cached,
+                    first,
+                    tokens,
+                    count,
+                )
+            )
             spans.cells += cells
             at += tokens
 
@@ -180,7 +227,7 @@ def _describe(
     columns = np.frombuffer(spans.numbers, np.int32).reshape(-1, _COLUMNS).T
     length, cells = columns[-2:]
     at = np.repeat(np.arange(len(length), dtype=np.int32), length)
-    request, own, number, kind, position, sees, hidden, cached, first = columns[:-2, at]
+    request, own, number, kind, position, sees, looks, hidden, shift, cached, first = columns[:-2, at]
     place = np.arange(len(at), dtype=np.int32)
     within = place - (np.cumsum(length) - length).astype(np.int32)[at]
     begin = np.searchsorted(own, np.arange(len(works))).astype(np.int32)  # own requests stand in order
@@ -195,13 +242,18 @@ def _describe(
     slot = np.where(has_slot[:, None], cell * cell_tokens + in_cell, slots).astype(np.int32)
     in_row = np.where(cached, np.cumsum(cached) - 1, profile.context + np.cumsum(1 - cached) - 1)
     text = np.frombuffer(b"".join(spans.raw), "<i4").astype(np.int32, copy=False)
-    return _Tokens(described, sees, seen_by, text, slot, in_row.astype(np.int32))
+    return _Tokens(
+        described, sees, looks, seen_by, text, slot, in_row.astype(np.int32), shift, request != own
+    )
 
 
 def _write_choice(
     out: RepairChoice, works: Sequence[SegmentsWork], tokens: _Tokens, new: npt.NDArray[np.bool_]
 ) -> None:
-    """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned."""
+    """The places after the new tokens, which the program fills with as many item tokens a prompt as were planned.
+
+    In a prompt whose items come first only they go through the first layer in plain order, for they see no others.
+    """
     cached_items = ~new & (tokens.described.kind == Kind.ITEM)
     request = np.where(cached_items, tokens.described.request, tokens.seen_by)
     items = np.bincount(request[request >= 0], minlength=len(works))
@@ -210,8 +262,16 @@ def _write_choice(
         np.arange(start, start + n)
         for start, n in zip((np.cumsum(items) - items).tolist(), chosen, strict=True)
     ]
+    items_first = np.array([work.plan is None or work.plan.layout == ITEM_PREFIX.name for work in works])
+    own = tokens.described.request
+    left_out = tokens.alone | (items_first[np.where(tokens.alone, 0, own)] & (tokens.looks != REPAIRED_ITEM))
+    prompts = np.where(tokens.seen_by >= 0, tokens.seen_by, np.where(left_out, -1, own))
     _fill(out.cached_tokens, 0, tokens.token[~new])
     _fill(out.ranks, -1, np.concatenate([np.full(int(new.sum()), -1), *places]))
+    _fill(out.prompts, -1, prompts[new])
+    context = len(out.cached_tokens)
+    _fill(out.looks[:context], 0, tokens.looks[~new])
+    _fill(out.looks[context:], 0, tokens.looks[new])
 
 
 def _write_asked(out: Asked, works: Sequence[SegmentsWork], tokens: _Tokens, profile: Profile) -> None:

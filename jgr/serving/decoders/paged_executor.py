@@ -26,10 +26,10 @@ from jgr.cache.pool import DevicePool, PoolLost
 from jgr.models import packed
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
-from jgr.models.packed import KVCells
+from jgr.models.packed import ChosenBy, KVCells
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
-from jgr.serving.decoders.packing import Packed, blank, pack
+from jgr.serving.decoders.packing import Kept, Packed, blank, pack
 from jgr.serving.decoders.row_executor import (
     ProfilePrograms,
     RowExecutor,
@@ -49,8 +49,9 @@ class PagedExecutor(ProfilePrograms):
     """Runs packed batches of one decoder. Not thread-safe: one thread at a time calls `launch`.
 
     pool, kv: the cells for keys and values. longest: the most tokens of a prompt that generation goes on from. repair:
-    which item tokens are repaired, since it changes the programs that rank. host: the tier below the pool; None: there
-    is none. For the other arguments see RowExecutor.
+    which item tokens are repaired, chosen_by: how those that the program chooses, and moves: whether items are read at
+    other places than where they were computed, since these change the programs that rank. host: the tier below the
+    pool; None: there is none. For the other arguments see RowExecutor.
     """
 
     def __init__(
@@ -69,10 +70,13 @@ class PagedExecutor(ProfilePrograms):
         segment_rows: int = 0,
         explains: bool = False,
         repair: Repair = NO_REPAIR,
+        chosen_by: ChosenBy = "deviation",
+        moves: bool = False,
         host: HostTier | None = None,
     ) -> None:
         super().__init__(profiles, tables, listed, segment_rows, explains)
         self._cfg, self._params, self._repair = cfg, params, repair
+        self._chosen_by, self._moves = chosen_by, moves
         self.pool, self.kv, self._host = pool, kv, host
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
         self._writes: dict[int, jax.stages.Compiled] = {}
@@ -110,7 +114,8 @@ class PagedExecutor(ProfilePrograms):
         staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile)))
         given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
-            return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv)
+            by = self._chosen_by
+            return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv, chosen_by=by)
         return compiled(
             _recommend,
             *given,
@@ -131,7 +136,11 @@ class PagedExecutor(ProfilePrograms):
             (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), np.dtype(self.kv.dtype)
         )
         slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32)
-        return compiled(packed.write, self.pool.example, ContextKV(one, one), slots, donate=(0,), kv=self.kv)
+        given: tuple[Any, ...] = (self.pool.example, ContextKV(one, one), slots)
+        if self._moves:
+            shift = jax.ShapeDtypeStruct((tokens,), np.int32)
+            return compiled(packed.write, *given, shift, donate=(0,), kv=self.kv, cfg=cfg)
+        return compiled(packed.write, *given, donate=(0,), kv=self.kv)
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order. PoolLost where nothing has run and all can be planned again."""
@@ -147,9 +156,9 @@ class PagedExecutor(ProfilePrograms):
         keep = self._pack(staged.arrays, profile, own)
         others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
         outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
-        if (keep < self._slots).any():
-            write = self._writes[profile.tokens]
-            self.pool.write(lambda array: write(array, new, keep), epoch)
+        if (keep.slots < self._slots).any():
+            write, moved = self._writes[profile.tokens], self._moved(keep)
+            self.pool.write(lambda array: write(array, new, keep.slots, *moved), epoch)
         return Pending(profile, own, outputs, staged, epoch)
 
     def collect(self, pending: Pending) -> list[Outcome]:
@@ -181,9 +190,15 @@ class PagedExecutor(ProfilePrograms):
     def _blank(self, profile: Profile) -> Packed:
         """Arrays as the profile's program reads them."""
         longest = min(self._longest, profile.tokens + profile.context)
-        return blank(profile, self.kv.parts, longest, self._repair)
+        return blank(profile, self.kv.parts, longest, self._repair, self._moves)
 
-    def _pack(self, out: Packed, profile: Profile, works: Sequence[SegmentsWork]) -> npt.NDArray[np.int32]:
+    def _moved(self, keep: Kept) -> tuple[npt.NDArray[np.int32], ...]:
+        """What the writing program takes beside the slots."""
+        if not self._moves:
+            return ()
+        return (np.zeros(len(keep.slots), np.int32) if keep.shift is None else keep.shift,)
+
+    def _pack(self, out: Packed, profile: Profile, works: Sequence[SegmentsWork]) -> Kept:
         """Write a batch; returns where its KV is kept, which another program reads, later."""
         return pack(out, works, profile, cell_tokens=self.kv.tokens, slots=self._slots)
 

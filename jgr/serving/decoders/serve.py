@@ -18,11 +18,12 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
-from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, smaller
+from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
 from jgr.serving.decoders.translation import Prompts, Task, Translator
 from jgr.serving.decoders.work import Outcome, Work
+from jgr.serving.degrading import smaller
 from jgr.serving.engine.contract import Executors, make_ordering
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics

@@ -50,7 +50,13 @@ from jgr.serving.explanations import (
 )
 from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_history, texts, user_entry
 from jgr.serving.policies.jobs import Kind as RequestKind
-from jgr.serving.policies.sources import PlannedPrompt, PlannedSegment, Repair, UnplannedPrompt
+from jgr.serving.policies.sources import (
+    ALL_ITEM_TOKENS,
+    PlannedPrompt,
+    PlannedSegment,
+    Repair,
+    UnplannedPrompt,
+)
 from jgr.serving.prefill import Asked, Prefill
 
 Int32 = npt.NDArray[np.int32]
@@ -129,7 +135,7 @@ class Translator:
         catalog.index()  # now, and not on the event loop
         self._tree = tree
         self._prompts, self._segments, self._cached = prompts, segments, cached
-        self._repair = Repair.of(config.cache)
+        self._repair, self._plain = Repair.of(config.cache), config.cache.policy == "blocks"
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
         self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
@@ -279,14 +285,15 @@ class Translator:
             user = Content.of(self._prompts.user(rows))
             key = _user_key(request, user, tenant)
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
-            if request.layout == CAUSAL.name:
+            if request.layout == CAUSAL.name or (request.layout is None and self._plain):
                 _check_positions(prompt, self._segments.max_position)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
-            unplanned = UnplannedPrompt(prompt, request.layout, repair=self._repair)
+            unplanned = UnplannedPrompt(prompt, request.layout, repair=self._repair_of(request))
             tokens = count_tokens(prompt)
-        elif request.layout is not None:
+        elif request.layout is not None or request.reuse_budget is not None:
+            field = "layout" if request.layout is not None else "reuse_budget"
             raise invalid(
-                "layout", "layout: this server ranks by likelihood, without candidates in the prompt"
+                field, f"{field}: this server ranks by likelihood, without candidates in the prompt"
             )
         else:
             work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
@@ -294,6 +301,18 @@ class Translator:
         usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
         return Task(request, work, usage, candidates, unplanned)
+
+    def _repair_of(self, request: RankRequest) -> Repair:
+        """What is repaired of the request's candidates."""
+        budget = request.reuse_budget
+        if budget is None:
+            return self._repair
+        if not (self._plain and self._repair.share):
+            raise invalid(
+                "reuse_budget",
+                "reuse_budget: needs a server with cache.policy=blocks and cache.repair_share above 0",
+            )
+        return ALL_ITEM_TOKENS if budget == 1 else structs.replace(self._repair, share=budget)
 
     def _prefill(self, request: Prefill, tenant: str) -> Task:
         """The user alone: as a prompt without candidates where these are in the prompt, else as one to go on from."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jgr.serving.api import RankRequest, Request
+from jgr.serving.degrading import shrinks
 from jgr.serving.engine.turns import Turns
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.jobs import Rejected
@@ -87,12 +88,6 @@ def size(request: Asked) -> int:
     """Items that a request names."""
     candidates = request.candidates if isinstance(request, RankRequest) else ()
     return len(request.history) + (0 if candidates == "all" else len(candidates))
-
-
-def shrinks(request: Request) -> bool:
-    """Whether it may be answered by less than it asks for."""
-    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
-    return least is not None
 
 
 def refusal(

@@ -208,6 +208,7 @@ INPUTS: Mapping[Kind, Mapping[str, Input]] = {
         Input("min_candidates", "INT32", True, "integer"),
         Input("exclude_history", "BOOL", True, "boolean"),
         Input("layout", "BYTES", True, "text"),
+        Input("reuse_budget", "FP32", True, "number"),
         Input("history_times", "INT64", False, "integer"),
         Input("time", "INT64", True, "integer"),
         Input("history_actions", "INT64", False, "integer"),

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Policy = Literal["none", "user", "item", "cache_agnostic", "hotness"]
+Policy = Literal["none", "user", "item", "cache_agnostic", "hotness", "blocks"]
 Rule = Literal["priced", "published"]
-PrefixLayout = Literal["user_prefix", "item_prefix"]
+CacheLayout = Literal["user_prefix", "item_prefix", "causal"]
 
 
 RETURNS = 0.5
@@ -43,9 +43,11 @@ class Situation:
     coldest: float = 0.0
 
 
-def choose(policy: Policy, at: Situation, hysteresis: float = 0.1, rule: Rule = "priced") -> PrefixLayout:
+def choose(policy: Policy, at: Situation, hysteresis: float = 0.1, rule: Rule = "priced") -> CacheLayout:
     """The layout for a request. rule: of hotness. hysteresis: by which share another user must come more often than the
     coldest one, where users are priced."""
+    if policy == "blocks":
+        return "causal"
     if policy in ("none", "user"):
         return "user_prefix"
     if policy == "item" or at.user_tokens < at.item_tokens:

@@ -11,7 +11,9 @@ order of their plans; for other engines over the same entries it is valid from `
 that read what it did not write are named, so that nobody believes their answers.
 
 Repaired item tokens (BAT-15) are planned as computed ones, and never written: an item that is missed is computed a
-second time, alone, for the cache and for its other tokens.
+second time, alone, for the cache and for its other tokens. With the policy "blocks" (RcLLM) prompts stand in plain
+order, and each item is what it is alone, moved to its place, whether it was cached or not: so an answer does not depend
+on what the cache holds, though it approximates that of a prompt computed whole.
 
 Pure, as `batching` is, which calls it.
 """
@@ -30,9 +32,10 @@ from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.policy import Load
-from jgr.serving.policies.prefix_choice import Policy, PrefixLayout, Rule, Situation, choose
+from jgr.serving.policies.prefix_choice import CacheLayout, Policy, Rule, Situation, choose
 from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
+    Approximate,
     Compute,
     PlannedPrompt,
     PlannedSegment,
@@ -43,9 +46,10 @@ from jgr.serving.policies.sources import (
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
-_KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness")
-ITEMS_FIRST: PrefixLayout = "item_prefix"
-"""The layout whose items can be reused. In the others the user stands first, and the user's part can be."""
+_KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness", "blocks")
+_KEEP_ITEMS: tuple[Policy, ...] = ("item", "cache_agnostic", "hotness", "blocks")
+ITEMS_FIRST: CacheLayout = "item_prefix"
+"""The layout whose items can be reused as they are. In the others the user stands first, and the user's part can be."""
 
 
 class PromptScheduler:
@@ -256,32 +260,44 @@ class PromptScheduler:
         written: list[Entry] = []
         prompt, chosen = unplanned.prompt, self._choose(unplanned, now_ns)
         layout = unplanned.layout or chosen
-        if layout == ITEMS_FIRST:
-            return self._plan_items(unplanned, read, written), read, written
+        if layout == ITEMS_FIRST or (layout == "causal" and self._policy == "blocks"):
+            return self._plan_items(unplanned, layout, read, written), read, written
         reads = not unplanned.fresh and self._policy in _KEEP_USERS
         segments: list[PlannedSegment] = []
         for segment, _ in segment_places(prompt, LAYOUTS[layout]):
             if segment.kind == Kind.USER and reads:
                 ends = count_tokens(prompt) == len(segment)  # what ends the prompt is computed in any case
-                most, keep = min(self._most_context, len(segment) - ends), chosen != ITEMS_FIRST
-                spans, write = self._source(segment, most, keep, read, written)
-                segments.append(PlannedSegment(segment.kind, spans, write))
+                segments.append(
+                    self._user(segment, len(segment) - ends, chosen != ITEMS_FIRST, read, written)
+                )
             else:
                 segments.append(PlannedSegment(segment.kind, (Compute(len(segment)),)))
         return PlannedPrompt.of(layout, segments), read, written
 
+    def _user(
+        self, segment: Segment, most: int, keep: bool, read: list[Entry], written: list[Entry]
+    ) -> PlannedSegment:
+        spans, write = self._source(segment, min(self._most_context, most), keep, read, written)
+        return PlannedSegment(segment.kind, spans, write)
+
     def _plan_items(
-        self, unplanned: UnplannedPrompt, read: list[Entry], written: list[Entry]
+        self, unplanned: UnplannedPrompt, layout: CacheLayout, read: list[Entry], written: list[Entry]
     ) -> PlannedPrompt:
-        places, repair = segment_places(unplanned.prompt, LAYOUTS[ITEMS_FIRST]), unplanned.repair
+        """A prompt whose items are what they are alone, but for their repaired tokens."""
+        places, repair = segment_places(unplanned.prompt, LAYOUTS[layout]), unplanned.repair
+        moves = layout != ITEMS_FIRST
         lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
         firsts = repair.firsts(lengths)
         chosen = repair.chosen(lengths)
-        reads = not unplanned.fresh and self._policy in ("item", "cache_agnostic", "hotness")
+        reads = not unplanned.fresh and self._policy in _KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
-        for segment, _ in places:
+        for segment, place in places:
             length = len(segment)
+            if segment.kind == Kind.USER and moves and reads:
+                segments.append(self._user(segment, length, True, read, written))
+                cached += segments[-1].cached
+                continue
             first = next(to_repair) if segment.kind == Kind.ITEM else 0
             spans: tuple[Source, ...] = (Compute(length),)
             write = None
@@ -289,17 +305,19 @@ class PromptScheduler:
                 spans = ()
             elif segment.kind == Kind.ITEM and reads:
                 most = self._most_context - cached + first
-                most = 0 if repair and most < length else most
+                most = 0 if (repair or moves) and most < length else most
                 spans, write = self._source(segment, most, True, read, written, first)
-            repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0)
+            repairs = segment.kind == Kind.ITEM and (0 < first < length or chosen > 0 or moves)
             alone = repairs and spans == (Compute(length),)
+            if moves:
+                spans = tuple(_moved(span, place) for span in spans)
             segments.append(PlannedSegment(segment.kind, spans, write, first, alone))
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
-        repaired = sum(firsts) + chosen if repair else None
-        return PlannedPrompt.of(ITEMS_FIRST, segments, chosen, repaired)
+        repaired = sum(firsts) + chosen if repair or moves else None
+        return PlannedPrompt.of(layout, segments, chosen, repaired)
 
-    def _choose(self, unplanned: UnplannedPrompt, now_ns: int) -> PrefixLayout:
+    def _choose(self, unplanned: UnplannedPrompt, now_ns: int) -> CacheLayout:
         meta, prompt = self._meta, unplanned.prompt
         (user,), items = of_kind(prompt, Kind.USER), of_kind(prompt, Kind.ITEM)
         at = Situation(len(user), count_tokens(items))
@@ -382,6 +400,11 @@ class _TokenLoad:
         if most_ns is None or end_ns <= most_ns:
             self._total_ns += share_ns
         return end_ns
+
+
+def _moved(span: Source, place: int) -> Source:
+    """The span of an item that begins at this position of its prompt."""
+    return Approximate(span.tokens, span.cells, place, span.first) if isinstance(span, Reuse) else span
 
 
 def _unplanned(job: Job) -> UnplannedPrompt:

@@ -46,35 +46,37 @@ Source = Compute | Reuse | Approximate
 
 
 class Repair(Struct, frozen=True):
-    """Which item tokens of an item_prefix prompt see the items before theirs (BAT-15), which cached ones do not.
+    """Which item tokens see what stands before their item, which cached ones do not (BAT-15, RCLLM-11).
 
-    first: the number of repaired tokens at the start of each item but the list's first (PIC-4). share: the share of a
-    prompt's item tokens that the program chooses to repair (PIC-3). At most one is above 0; where both are 0 nothing is
-    repaired, and no answer is an approximation.
+    first: the number of repaired tokens at the start of each item (PIC-4). share: the share of a prompt's item tokens
+    that the program chooses to repair beside these (PIC-3). Where both are 0 nothing is repaired. of_all: also of the
+    list's first item, before which stands nothing only where the items come first.
     """
 
     first: int = 0
     share: float = 0.0
+    of_all: bool = False
 
     @classmethod
     def of(cls, cache: CacheConfig) -> Repair:
         """The repair that the configuration asks for."""
-        return cls(cache.repair_tokens, cache.repair_share)
+        return cls(cache.repair_tokens, cache.repair_share, cache.policy == "blocks")
 
     def __bool__(self) -> bool:
         return self.first > 0 or self.share > 0
 
     def firsts(self, lengths: Sequence[int]) -> list[int]:
         """For each item, how many of its first tokens are repaired. lengths: tokens of the items."""
-        return [min(self.first, length) if i else 0 for i, length in enumerate(lengths)]
+        return [min(self.first, n) if i or self.of_all else 0 for i, n in enumerate(lengths)]
 
     def chosen(self, lengths: Sequence[int]) -> int:
         """How many tokens the program chooses. lengths: tokens of the items."""
-        return math.ceil(self.share * sum(lengths))
+        total = sum(lengths)
+        return min(math.ceil(self.share * total), total - sum(self.firsts(lengths)))
 
 
 NO_REPAIR = Repair()
-ALL_ITEM_TOKENS = Repair(first=2**30)
+ALL_ITEM_TOKENS = Repair(first=2**30, of_all=True)
 """Plain causal order among the items: what a repair is measured against."""
 
 
@@ -153,6 +155,15 @@ class PlannedPrompt(Struct, frozen=True):
                 else:
                     cached += span.tokens
         return cls(layout, tuple(segments), computed, cached, chosen, repaired)
+
+    @property
+    def approximate_tokens(self) -> int:
+        """Item tokens that are as where the item stands alone, in a layout in which it sees what stands before it."""
+        if self.layout != "causal":
+            return 0
+        alone = [x for x in self.items if x.alone or any(isinstance(span, Approximate) for span in x.spans)]
+        tokens = sum(span.tokens for x in alone for span in x.spans)
+        return tokens - sum(x.repaired for x in alone if x.alone) - self.chosen
 
     @property
     def user(self) -> PlannedSegment:

@@ -23,7 +23,8 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config
 from jgr.features.cache import FeatureCache
-from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse, smaller
+from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
+from jgr.serving.degrading import smaller
 from jgr.serving.engine.contract import make_ordering
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError, invalid

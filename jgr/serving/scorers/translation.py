@@ -211,6 +211,7 @@ class ScorerTranslator:
         needs = self._needs
         used = {
             "layout": False,
+            "reuse_budget": False,
             "history_times": needs.timed,
             "time": needs.timed,
             "history_actions": needs.actions > 0,

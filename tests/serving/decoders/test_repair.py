@@ -320,7 +320,6 @@ def _wait_for(served: Served, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (("cache.repair_tokens=1", "cache.repair_share=0.5"), "only one of them"),
         (("cache.repair_share=1.5",), "cache.repair_share"),
         (("cache.repair_share=0.5", "train.layers=1"), "one layer"),
     ],

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Less than was asked for, where the request allows it and its deadline leaves no time for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from jgr.serving.api import RankRequest, Request
+
+
+def shrinks(request: Request) -> bool:
+    """Whether it may be answered by less than it asks for."""
+    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
+    return least is not None
+
+
+def smaller(request: Request, size: int, sizes: Sequence[int]) -> Request | None:
+    """The request with the next smaller beam width, or fewer candidates, that it allows; None: there is none.
+
+    size: its beam width or number of candidates. sizes: those of the compiled programs. No program is cheaper for a
+    size between two of them, so the largest of those below is taken, and where there is none, the least allowed.
+    """
+    least = request.min_candidates if isinstance(request, RankRequest) else request.min_beam_width
+    if least is None or least >= size:
+        return None
+    fewer = max([least, *(each for each in sizes if least <= each < size)])
+    if isinstance(request, RankRequest):
+        if request.candidates == "all":
+            return None
+        top_k = None if request.top_k is None else min(request.top_k, fewer)
+        return replace(request, candidates=request.candidates[:fewer], top_k=top_k)
+    return replace(request, beam_width=fewer, top_k=min(request.top_k, fewer))
