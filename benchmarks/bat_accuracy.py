@@ -35,7 +35,7 @@ from jgr.serving.api import RankRequest
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.serve import ServedDecoder
 from jgr.serving.engine.engine import Engine
-from jgr.serving.policies.prefix_choice import PrefixLayout
+from jgr.serving.policies.prefix_choice import CacheLayout
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -43,7 +43,7 @@ Int32 = npt.NDArray[np.int32]
 METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 CONCURRENCY = 32
 RESAMPLES = 2000
-LAYOUTS: tuple[PrefixLayout, PrefixLayout] = ("user_prefix", "item_prefix")
+LAYOUTS: tuple[CacheLayout, CacheLayout] = ("user_prefix", "item_prefix")
 REPAIRS = {
     "item_prefix + PIC, first token of each": "cache.repair_tokens=1",
     "item_prefix + PIC, 15 % of the tokens": "cache.repair_share=0.15",
@@ -112,7 +112,7 @@ async def rank_all(
     examples: Examples,
     users: npt.NDArray[np.str_],
     rows: Int32,
-    layout: PrefixLayout,
+    layout: CacheLayout,
 ) -> Ranked:
     """The candidates [e, k] of every example, best first, and cached and computed tokens as shares of the prompts'."""
     ids, ranked = engine.served.translator.catalog.item_ids, np.full_like(rows, -1)
@@ -146,11 +146,11 @@ def served(
     examples: Examples,
     users: npt.NDArray[np.str_],
     rows: Int32,
-    layouts: Sequence[PrefixLayout],
-) -> dict[PrefixLayout, Ranked]:
+    layouts: Sequence[CacheLayout],
+) -> dict[CacheLayout, Ranked]:
     """`rank_all` in each layout, by an engine that starts with an empty cache."""
 
-    async def ask() -> dict[PrefixLayout, Ranked]:
+    async def ask() -> dict[CacheLayout, Ranked]:
         engine = load_engine(config)
         await engine.start()
         try:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from jgr.config import PromptConfig
 from jgr.models.params import Spec, over_layers
+from jgr.models.rope import RopeScaling, rope, rope_frequencies
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
@@ -39,16 +40,6 @@ ONE_BY_ONE_PROMPTS, ONE_BY_ONE_TOKENS = 4, 512
 the caches, those of a batch do not, and one such prompt keeps every core busy by itself."""
 
 Family = Literal["qwen2", "qwen3", "llama"]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3 frequency scaling (MODEL-2)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
 
 
 @dataclass(frozen=True)
@@ -180,27 +171,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x32.astype(x.dtype) * weight
 
 
-def rope_frequencies(cfg: DecoderConfig) -> jax.Array:
-    """[d / 2] float32 rotation per position of each pair of dimensions."""
-    half = cfg.head_dim // 2
-    freq = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = cfg.rope_scaling
-    if scaling is None:
-        return jnp.asarray(freq)
-    wavelength = 2 * jnp.pi / freq
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = jnp.clip((scaling.original_max_position / wavelength - low) / (high - low), 0.0, 1.0)
-    return jnp.asarray((1 - smooth) * freq / scaling.factor + smooth * freq)
-
-
-def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate dimension i with i + d/2. x: [..., heads, d]; cos, sin: [..., 1, d / 2] float32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
 def _rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(cfg)
+    frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 

@@ -25,10 +25,11 @@ from safetensors.numpy import save_file
 
 from jgr.fields import one_line
 from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
-from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, RopeScaling, spec
+from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, spec
 from jgr.models.model_files import weight_files
 from jgr.models.params import CheckpointError, Spec, by_name, check_finite, count
 from jgr.models.room import require_memory
+from jgr.models.rope import RopeScaling
 
 Array = npt.NDArray[Any]
 LARGEST_NUMBER = 1e15

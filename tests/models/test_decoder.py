@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jgr.models import decoder, params
+from jgr.models.rope import RopeScaling, rope, rope_frequencies
 
 BASE = dict(
     vocab_size=64, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=48,
     rope_theta=10_000.0, norm_eps=1e-6, tied=False, max_position=64,
 )  # fmt: skip
-SCALING = decoder.RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=16)
 CONFIGS = {
     "qwen2": decoder.DecoderConfig(family="qwen2", **BASE),
     "qwen3": decoder.DecoderConfig(family="qwen3", **BASE),
@@ -61,9 +62,9 @@ def test_prefill_then_decode_equals_one_forward(family: str) -> None:
 def test_rope_at_position_0_is_identity_and_rotations_compose() -> None:
     cfg = CONFIGS["llama"]
     x = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
-    rotated = {p: decoder.rope(x, *decoder._rotations(cfg, jnp.full((1, 3), p))) for p in (0, 5, 12)}
+    rotated = {p: rope(x, *decoder._rotations(cfg, jnp.full((1, 3), p))) for p in (0, 5, 12)}
     np.testing.assert_array_equal(rotated[0], x)
-    again = decoder.rope(rotated[5], *decoder._rotations(cfg, jnp.full((1, 3), 7)))
+    again = rope(rotated[5], *decoder._rotations(cfg, jnp.full((1, 3), 7)))
     np.testing.assert_allclose(again, rotated[12], atol=1e-5)
 
 
@@ -80,7 +81,9 @@ def test_llama3_frequencies_by_the_formula() -> None:
         else:
             s = (16 / wavelength - 1) / (4 - 1)
             want.append((1 - s) * f / 8 + s * f)
-    np.testing.assert_allclose(decoder.rope_frequencies(cfg), want, rtol=1e-6)
+    np.testing.assert_allclose(
+        rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling), want, rtol=1e-6
+    )
 
 
 def test_grouped_heads_equal_repeated_heads() -> None:
