@@ -51,7 +51,8 @@ class System:
 
     name: of the command. kind: of the requests. model: the sort of model that serves them. on: the settings with all
     mechanisms; off: those with none. counts: names in `counts.COUNTS` that tell it apart. orders: whether a variant may
-    put a prompt's parts in another order, and so give other scores; answers are then compared within an order.
+    put a prompt's parts in another order, and so give other scores; answers are then compared within an order. differs:
+    why answers with all mechanisms may differ from those without any.
     concurrency: requests that are asked together, and candidates: the least and the most of one to rank, both unless
     told otherwise.
     """
@@ -67,6 +68,7 @@ class System:
     fixed: tuple[Fixed, ...]
     counts: tuple[str, ...]
     orders: bool = False
+    differs: str = SAME
     concurrency: int = 8
     candidates: tuple[int, int] = (0, 0)
 
@@ -99,7 +101,7 @@ def _settled(setting: str, base: Config) -> str:
 
 def variants(system: System) -> list[Variant]:
     """What is run: all on, each mechanism off (or added) alone, all off."""
-    found = [Variant(ALL, system.on)]
+    found = [Variant(ALL, system.on, system.differs)]
     for one in system.mechanisms:
         name = f"{'with' if one.added else 'without'} {one.name}"
         found.append(Variant(name, (*system.on, *one.settings), one.differs, one))

@@ -53,7 +53,7 @@ class Size:
 DEFAULT = Size(
     600, 21, TrainConfig(hidden=96, layers=2, heads=4, kv_heads=2, head_dim=24, mlp=256)
 )  # as the demo's model
-TINY = Size(60, 5, TrainConfig(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=16))
+TINY = Size(60, 5, TrainConfig(hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16))
 """For a look at the counts, and for tests."""
 
 

@@ -187,7 +187,7 @@ def test_the_list_of_one_system(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "name what to take apart: jgr ablate bat|xgr|flame"),
+        ([], "name what to take apart: jgr ablate bat|xgr|flame|rcllm"),
         (["bta"], "no system 'bta' to take apart; the nearest is 'bat'"),
         (["bat", "xgr"], "unexpected argument 'xgr'"),
         (["bat", "--only=user-first"], "bat has no mechanism 'user-first'; the nearest is 'users-first'"),
