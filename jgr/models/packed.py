@@ -8,6 +8,7 @@
 The pool is one array [pages, words] uint32 that other models use too. An entry has any of its cells. A cell holds some
 tokens, layer by layer: [layer, token, 2, K, d] (`KVCells`). So consecutive layers of a cell are one run, and a program
 reads just the layer that it computes. Reading programs are lent the pool, writing ones own it (donation) and return it.
+Where several devices share the model, each has such a pool for its key/value heads, and a KVCells describes these.
 
 A repaired item token (BAT-15) has a row of its own, in the real request, where it sees the items before its own. An
 item that is not cached is computed alone all the same, as a request of its own: the real request sees its tokens too
@@ -32,6 +33,7 @@ from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
 from jgr.models.words import Cells
+from jgr.ops import split
 from jgr.prompt.layouts import REPAIRED_ITEM, Kind, Tokens
 
 NOBODY = 2**30
@@ -113,8 +115,13 @@ def _read(
 ) -> jax.Array:
     """One layer [..., 2, K, d] of the tokens in slots [..., P]; 0 where a token is not real [...]: there may be
     another model's words, which may be no numbers at all."""
-    found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
-    found = found.reshape(*slots.shape[:-1], 2, cfg.kv_heads, cfg.head_dim)
+
+    def gather(pool: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
+        found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
+        return found.reshape(*slots.shape[:-1], 2, -1, cfg.head_dim)
+
+    given = split.along(1), split.EVERYWHERE, split.EVERYWHERE
+    found = split.on_each(gather, (pool, slots, layer), given, split.along(slots.ndim))
     return jnp.where(real[..., None, None, None], found, 0)
 
 
@@ -317,7 +324,13 @@ def _join(
 @functools.partial(jax.jit, static_argnames="kv", donate_argnames="pool")
 def write(pool: jax.Array, new: ContextKV, slots: jax.Array, *, kv: KVCells) -> jax.Array:
     """The pool with the KV of new tokens in slots [T, P] int32; a slot that the pool does not have is left out."""
-    both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
-    layers, tokens = both.shape[:2]
-    place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
-    return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))
+
+    def scatter(pool: jax.Array, new: ContextKV, slots: jax.Array) -> jax.Array:
+        both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
+        layers, tokens = both.shape[:2]
+        place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
+        return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))
+
+    given = split.along(1), split.along(2), split.EVERYWHERE
+    written: jax.Array = split.on_each(scatter, (pool, new, slots), given, split.along(1))
+    return written
