@@ -178,3 +178,8 @@ def of_generator(cfg: Cfg, devices: Devices) -> tuple[Cfg, Placement]:
         )
     copies = max(1, count // keys)
     return replace(read, kv_heads=keys * copies), Placement(devices, copies=copies, head=read.head_dim)
+
+
+def of_tables(devices: Devices) -> Placement:
+    """For models whose tables of items are divided, and whose layers stand whole on every device."""
+    return Placement(devices, axes=())

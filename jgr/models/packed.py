@@ -244,10 +244,9 @@ def rank(
     hidden, new = _forward(params, pool, row, asked.places, cfg, kv)
     with jax.named_scope("score"):
         rows = params.output_rows
-        direction = rows[asked.columns].astype(jnp.float32)
-        direction -= jnp.where(
-            asked.negative_columns[:, None] >= 0, rows[jnp.maximum(asked.negative_columns, 0)], 0
-        )
+        direction = split.rows(rows, asked.columns).astype(jnp.float32)
+        negative = split.rows(rows, jnp.maximum(asked.negative_columns, 0))
+        direction -= jnp.where(asked.negative_columns[:, None] >= 0, negative, 0)
         return (hidden.astype(jnp.float32) * direction).sum(-1), new
 
 

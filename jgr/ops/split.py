@@ -36,6 +36,11 @@ def everywhere(tree: T) -> T:
     return tree if devices() == 1 else jax.lax.with_sharding_constraint(tree, EVERYWHERE)
 
 
+def rows(table: jax.Array, at: Any) -> jax.Array:
+    """Entries [..., D] of a table [V, D], or [...] of [V], whole on every device, however the table is divided."""
+    return everywhere(table[at])
+
+
 def divided(tree: T, axis: int) -> T:
     """The arrays of a tree, divided over the devices along an axis."""
     return tree if devices() == 1 else jax.lax.with_sharding_constraint(tree, along(axis))
