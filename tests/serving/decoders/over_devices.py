@@ -33,7 +33,7 @@ PLAIN = (
 RANKING = (
     "prompt.template=<bos>{history}<sid>", "rank.method=item_token", "rank.item=<sid>{sid}", "rank.item_span=4",
     "rank.requests=4", "rank.tokens=128", "rank.context=64", "rank.candidates=16", "cache.policy=hotness",
-    "cache.device_mb=0.2", "cache.page_kb=2", "cache.host_mb=0.2",
+    "cache.device_mb=0.2", "cache.page_kb=2", "cache.host_mb=0.2", "cache.new_tokens=32",
 )  # fmt: skip
 SUMS = re.compile(
     r" = (?:\([^)]*\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -136,7 +136,7 @@ def decoder_of(catalog: Catalog, family: Any, rows: int = 1) -> DecoderConfig:
 def onerec_of(catalog: Catalog) -> LazyConfig:
     tokens = [int(one[0]) for one in level_tokens(catalog, semantic_id_tokenizer(catalog), 1 << 20)]
     return LazyConfig(
-        vocab_size=semantic_id_tokenizer(catalog).vocab_size, first_tokens=tuple(tokens), level_sizes=(6, 6, 6),
+        vocab_size=semantic_id_tokenizer(catalog).vocab_size, first_tokens=tuple(tokens), level_sizes=(6, 6),
         max_items=12, hidden=32, layers=2, heads=8, kv_heads=4, head_dim=8, mlp=48, experts=4, experts_active=2,
         expert_mlp=16, dense_layers=1,
     )  # fmt: skip
@@ -150,13 +150,13 @@ def scorer(path: Path, catalog: Catalog) -> None:
 
 
 if __name__ == "__main__":
-    place, flat, deep = Path(sys.argv[1]), items(1), items(3)
+    place, flat, deep = Path(sys.argv[1]), items(1), items(2)
     folder(place / "ranker", decoder_of(flat, "qwen3"), flat, exported=False)
     folder(place / "llama", decoder_of(deep, "llama", rows=8), deep, exported=True)
     folder(place / "onerec", onerec_of(deep), deep, exported=False)
     scorer(place / "hstu", flat)
     runs = {
-        "ranker": ((1, 2, 8), RANKING),
+        "ranker": ((1, 8), RANKING),
         "llama": ((1, 4), ("beam.normalize=full",)),
         "onerec": ((1, 2), ("prompt.template={history}",)),
         "hstu": ((1, 2), ("executors.sizes=16", "executors.number=1")),
