@@ -177,7 +177,8 @@ class CacheConfig:
     # the items; cache_agnostic: the longer one; hotness: the user if it is longer and is asked for more often than the
     # coldest cached user (BAT-10).
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness"] = "none"
-    # Device memory of the pool, in MiB, on each of the devices that share a model. A server has one pool, which its models share: that of its first configuration.
+    # Device memory of the pool, in MiB; of each device where several share a model. A server has one pool, which its
+    # models share: that of its first configuration.
     device_mb: float = 64.0
     # Host memory for entries that leave the device, in MiB; models share it as they share cache.device_mb.
     host_mb: float = 0.0

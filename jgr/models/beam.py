@@ -88,7 +88,8 @@ def catalog_tables(
 ) -> CatalogTables:
     """Place a prefix tree beside a model. level_tokens: per level [V_l], the model's token of each code.
 
-    devices: the model's; the tables are whole on each. growing: pad every table to its growth class, so that catalogs of about one size share compiled programs.
+    growing: pad every table to its growth class, so that catalogs of about one size share compiled programs. devices:
+    the model's; the tables are whole on each.
     """
 
     def place(x: npt.NDArray[Any], fill: int = 0, more: int = 0) -> jax.Array:

@@ -430,9 +430,7 @@ def decode(
             return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):
-        h, new = over_layers(
-            layer_step, split.rows(params.embed, tokens), params.layers, context, beams
-        )
+        h, new = over_layers(layer_step, split.rows(params.embed, tokens), params.layers, context, beams)
         return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
 
 

@@ -10,8 +10,8 @@ device. XLA divides the programs by where the parameters stand; attention divide
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -79,17 +79,13 @@ class Devices:
         if self.mesh is None:
             return table[at]
         with self.turn():
-            return jax.block_until_ready(_rows(table, at, self.everywhere))
+            found: jax.Array = _rows(table, at, self.everywhere)
+            return found
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[Any]:
         """Held while a program with a sum over devices is dispatched: all of them must begin such programs in one
         order, or they wait for each other for ever."""
-        if self.mesh is None:
-            yield
-        else:
-            with _TURN:
-                yield
+        return nullcontext() if self.mesh is None else _TURN
 
     def on_each(
         self, call: Callable[..., jax.Array], arguments: tuple[jax.Array, ...], divided: tuple[bool, ...]
@@ -100,7 +96,8 @@ class Devices:
             return call(*arguments)
         given = tuple(split.along(1) if each else split.EVERYWHERE for each in divided)
         run = jax.shard_map(call, mesh=self.mesh, in_specs=given, out_specs=split.along(1), check_vma=False)
-        return run(*arguments)
+        made: jax.Array = run(*arguments)
+        return made
 
     def wait(self, tree: Any) -> None:
         """Wait until every device has made its part of these outputs. For one device reading them is to wait."""

@@ -187,9 +187,7 @@ def to_config(cfg: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def load(
-    folder: Path, dtype: Any = None, devices: Devices = ONE
-) -> tuple[DecoderConfig, DecoderParams]:
+def load(folder: Path, dtype: Any = None, devices: Devices = ONE) -> tuple[DecoderConfig, DecoderParams]:
     """Read config and weights of a Hugging Face folder; dtype None keeps the files' own. devices: where they go.
 
     Raises CheckpointError naming each missing, unexpected or mis-shaped tensor.

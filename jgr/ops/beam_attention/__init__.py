@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -75,7 +76,6 @@ def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Arr
             )
         )
 
-    given = Arguments(
-        of_queries, of_context, of_context, everywhere, of_beams, of_beams, everywhere, everywhere
-    )
-    return split.on_each(part, (call,), (given,), of_queries)
+    given: Any = (of_queries, of_context, of_context, everywhere, of_beams, of_beams, everywhere, everywhere)
+    out: jax.Array = split.on_each(part, (call,), (Arguments(*given),), of_queries)
+    return out

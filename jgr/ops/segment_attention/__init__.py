@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -69,10 +70,11 @@ def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Arr
     of_queries, everywhere = split.along(2), split.EVERYWHERE
     of_keys, own = split.of_heads(call.k.shape[1], 1)
     described = call.layout if isinstance(call.layout, Layout) else None
-    context = everywhere if call.context is None else Context(of_keys, of_keys, everywhere)
-    given = Arguments(
-        of_queries, of_keys, of_keys, everywhere, everywhere, everywhere, context, everywhere
-    )
+    arrays: Any = call if described is None else call._replace(layout=None)  # type: ignore[arg-type]
+    given: Any = [of_queries, of_keys, of_keys, *[everywhere] * (len(call) - 3)]
+    if call.context is not None:
+        parts: Any = (of_keys, of_keys, everywhere)
+        given[Arguments._fields.index("context")] = Context(*parts)
 
     def part(call: Arguments) -> jax.Array:
         before = call.context
@@ -81,5 +83,5 @@ def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Arr
         layout = call.layout if described is None else described
         return run(call._replace(k=own(call.k), v=own(call.v), layout=layout, context=before))
 
-    arrays = call if described is None else call._replace(layout=None)
-    return split.on_each(part, (arrays,), (given,), of_queries)
+    out: jax.Array = split.on_each(part, (arrays,), (Arguments(*given),), of_queries)
+    return out

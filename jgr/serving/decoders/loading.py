@@ -187,7 +187,9 @@ def _make_executors(
     if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
         dtype = np.dtype(model.params.embed.dtype)
         pool = memory.pool
-        kv = kv_cells(config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, pool.devices.count)
+        kv = kv_cells(
+            config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, pool.devices.count
+        )
         paged = PagedExecutor(
             model.cfg,
             model.params,

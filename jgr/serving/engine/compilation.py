@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 
 from jgr.config import UserError
 from jgr.ops import split
@@ -87,10 +87,9 @@ def compiled(
 def _shared_by(leaves: list[Any]) -> contextlib.AbstractContextManager[Any]:
     """The mesh of the devices that share the arguments, under which their program is traced."""
     for leaf in leaves:
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and split.AXIS in sharding.mesh.axis_names:
-            shared: contextlib.AbstractContextManager[Any] = jax.set_mesh(sharding.mesh)
-            return shared
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and split.AXIS in mesh.axis_names:
+            return jax.set_mesh(mesh)
     return contextlib.nullcontext()
 
 

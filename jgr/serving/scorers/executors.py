@@ -262,9 +262,7 @@ class Staging:
     must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
     """
 
-    def __init__(
-        self, layout: BufferLayout, devices: Devices = ONE, memory_kind: str | None = None
-    ) -> None:
+    def __init__(self, layout: BufferLayout, devices: Devices = ONE, memory_kind: str | None = None) -> None:
         self._devices, self._memory = devices, devices.everywhere
         device: jax.Device = next(iter(self._memory.device_set))
         has = {memory.kind for memory in device.addressable_memories()}
@@ -317,7 +315,7 @@ class Executor:
         devices = self._programs.devices
         self._staging = Staging(self._programs.layouts[self.size], devices)
         if self.size != USER_PART:
-            self._out = devices.place(jnp.zeros(self._programs.out_shape(self.size)))
+            self._out: jax.Array = devices.place(jnp.zeros(self._programs.out_shape(self.size)))
 
     def run(self, work: ReadWork | PartWork) -> Any:
         """A Read, or scores [c, P]: `launch`, and then `collect`."""

@@ -61,7 +61,9 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
     if devices.count > 1 and config.executors.share_user == "cache":
-        raise ConfigError("model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only")
+        raise ConfigError(
+            "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
+        )
     files = ModelFiles(folder)
     cfg, params = scorers.load(folder, files, devices)
     return ScorerModel(cfg, params, files.revision(), folder, files)

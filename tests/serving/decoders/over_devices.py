@@ -48,7 +48,9 @@ def items(depth: int) -> Catalog:
     """30 items, of one level with a token each, or of ids of several codes."""
     codes = np.arange(30)[:, None] if depth == 1 else np.random.default_rng(0).integers(0, 6, (30, depth))
     symbols = [[f"<{'abc'[level]}_{code}>" for level, code in enumerate(row)] for row in codes]
-    return Catalog.build([f"i{n}" for n in range(30)], symbols, [{"segments": [f"k{n % 3}"]} for n in range(30)])
+    return Catalog.build(
+        [f"i{n}" for n in range(30)], symbols, [{"segments": [f"k{n % 3}"]} for n in range(30)]
+    )
 
 
 def folder(path: Path, cfg: GeneratorConfig, catalog: Catalog, *, exported: bool) -> None:

@@ -102,7 +102,14 @@ def _decoder(**sizes: int) -> DecoderConfig:
 def _onerec(**sizes: int) -> LazyConfig:
     given: dict[str, Any] = {"heads": 8, "kv_heads": 4, "mlp": 48, **sizes}
     return LazyConfig(
-        vocab_size=21, first_tokens=(3,), level_sizes=(6,), max_items=3, hidden=32, layers=1, head_dim=8, **given
+        vocab_size=21,
+        first_tokens=(3,),
+        level_sizes=(6,),
+        max_items=3,
+        hidden=32,
+        layers=1,
+        head_dim=8,
+        **given,
     )
 
 
@@ -112,23 +119,27 @@ def _onerec(**sizes: int) -> LazyConfig:
     [
         (3, {}, "3 does not divide the model's heads, 8"),
         (4, {"mlp": 50}, "4 does not divide the model's mlp, 50"),
-        (4, {"heads": 24, "kv_heads": 6}, "4 neither divides the model's kv_heads, 6, nor is a multiple of them"),
+        (
+            4,
+            {"heads": 24, "kv_heads": 6},
+            "4 neither divides the model's kv_heads, 6, nor is a multiple of them",
+        ),
     ],
 )
 def test_a_model_that_does_not_divide_is_refused(
     of: Callable[..., Any], count: int, sizes: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"model.tensor_parallel: {message}"):
+    with pytest.raises(ConfigError, match=rf"model\.tensor_parallel: {message}"):
         of_generator(of(**sizes), _devices(count))
 
 
 def test_more_devices_than_there_are_are_refused(tmp_path: Path) -> None:
     config = make_folder(tmp_path / "model")
-    with pytest.raises(ConfigError, match="model.tensor_parallel: 64, but this process has .* device"):
+    with pytest.raises(ConfigError, match=r"model\.tensor_parallel: 64, but this process has .* device"):
         load_any(override(config, "model.tensor_parallel=64"))
-    with pytest.raises(ConfigError, match="model.tensor_parallel must be at most 64, not 65"):
+    with pytest.raises(ConfigError, match=r"model\.tensor_parallel must be at most 64, not 65"):
         override(Config(), "model.tensor_parallel=65")
-    with pytest.raises(ConfigError, match="model.tensor_parallel"):
+    with pytest.raises(ConfigError, match=r"model\.tensor_parallel"):
         override(Config(), "model.tensor_parallel=0")
 
 
