@@ -110,7 +110,8 @@ ONE = Devices()
 
 @partial(jax.jit, static_argnums=2)
 def _rows(table: jax.Array, at: npt.NDArray[np.int32], where: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(table[at], where)
+    found: jax.Array = jax.lax.with_sharding_constraint(table[at], where)
+    return found
 
 
 @dataclass(frozen=True)
