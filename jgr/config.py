@@ -36,6 +36,9 @@ from jgr.named_configs import find
 MAX_WAIT_MS = 60_000
 """The largest batching.max_wait_ms. No server waits a minute to fill a batch, so a larger value is a slip."""
 
+MAX_DEVICES = 64
+"""The largest model.tensor_parallel. No machine has more devices."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -47,12 +50,17 @@ class ModelConfig:
     path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Devices that share the model's weights and each of its batches, for a model too large for one of them: heads and
+    # MLPs are divided over them. A decoder's heads and the MLP's width must be multiples of it.
+    tensor_parallel: int = 1
     # Folder that keeps compiled programs, so that the next start is fast; empty: nothing is kept.
     compilation_cache: str = "~/.cache/jgr"
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, tensor_parallel=1)
         require(bool(self.name), "model.name must not be empty")
+        count = self.tensor_parallel
+        require(count <= MAX_DEVICES, f"model.tensor_parallel must be at most {MAX_DEVICES}, not {count}")
 
 
 @dataclass(frozen=True)
@@ -170,7 +178,8 @@ class CacheConfig:
     # coldest cached user (BAT-10). blocks: the user, and then the items one after the other as in plain text, each as
     # it is alone, wherever it stands: an approximation, which cache.repair_* bring nearer to the whole prompt (RcLLM).
     policy: Literal["none", "user", "item", "cache_agnostic", "hotness", "blocks"] = "none"
-    # Device memory of the pool, in MiB. A server has one pool, which its models share: that of its first configuration.
+    # Device memory of the pool, in MiB; of each device where several share a model. A server has one pool, which its
+    # models share: that of its first configuration.
     device_mb: float = 64.0
     # Host memory for entries that leave the device, in MiB; models share it as they share cache.device_mb.
     host_mb: float = 0.0

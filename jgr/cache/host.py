@@ -25,6 +25,7 @@ from jgr.cache.entries import Move
 from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.models import words
+from jgr.models.devices import Devices
 from jgr.models.words import Cells
 
 MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
@@ -34,13 +35,15 @@ MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
 class HostTier:
     """Pages on the host, [pages, page_bytes / 4] uint32, and the moves between them and a pool.
 
-    pages: who holds them.
+    pages: who holds them. Of a pool on several devices a page here has all of their parts, one after the other.
     """
 
     def __init__(self, pool: DevicePool, pages: int) -> None:
-        self.pages = Pages(pages, pool.page_bytes)
+        self._devices = pool.devices
+        page_bytes = self._devices.count * pool.page_bytes
+        self.pages = Pages(pages, page_bytes)
         self._pool = pool
-        self._array = np.zeros((pages, pool.page_bytes // words.WORD), np.uint32)
+        self._array = np.zeros((pages, page_bytes // words.WORD), np.uint32)
         self._staging = _pinned(pool)
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
         self._copying: list[tuple[Future[None], Cells, npt.NDArray[np.int32]]] = []
@@ -81,12 +84,14 @@ class HostTier:
         for copied in ended:
             copied.result()
         for numbers, some in _portions(device, host, cells):
-            found = self._pool.read(functools.partial(_read, numbers=numbers, cells=cells), epoch)
+            read = functools.partial(_read, numbers=numbers, cells=cells, devices=self._devices)
+            found = self._pool.read(read, epoch)
             found = jax.device_put(found, self._staging)  # by the device itself, in its turn
             self._copying.append((self._copies.submit(self._keep, found, some, cells), cells, some))
 
     def _keep(self, found: jax.Array, host: npt.NDArray[np.int32], cells: Cells) -> None:
-        self._view(cells)[host // cells.per_page, host % cells.per_page] = np.asarray(found)[: len(host)]
+        at = host // cells.per_page, host % cells.per_page
+        self._view(cells)[at] = np.asarray(found)[: len(host)]
 
     def _to_device(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
         # Copies are made one after the other, so those of other cells that had these pages before have ended too.
@@ -94,34 +99,43 @@ class HostTier:
             if size == cells and np.isin(kept, host).any():
                 copied.result()
         for numbers, some in _portions(device, host, cells):
-            values = np.zeros((len(numbers), cells.words), np.uint32)
+            values = np.zeros((len(numbers), self._devices.count * cells.words), np.uint32)
             values[: len(some)] = self._view(cells)[some // cells.per_page, some % cells.per_page]
             sent = jax.device_put(jax.device_put(values, self._staging), self._pool.sharding)
-            self._pool.write(
-                functools.partial(_write, numbers=_beyond(numbers, len(some)), values=sent, cells=cells),
-                epoch,
-            )
+            at = _beyond(numbers, len(some))
+            write = functools.partial(_write, numbers=at, values=sent, cells=cells, devices=self._devices)
+            self._pool.write(write, epoch)
 
     def _view(self, cells: Cells) -> npt.NDArray[np.uint32]:
         """The host's array as cells, [pages, cells of a page, words of a cell]."""
-        used = self._array[:, : cells.per_page * cells.words]
+        size = self._devices.count * cells.words
+        used = self._array[:, : cells.per_page * size]
         return np.lib.stride_tricks.as_strided(
-            used,
-            (len(used), cells.per_page, cells.words),
-            (used.strides[0], cells.words * words.WORD, words.WORD),
+            used, (len(used), cells.per_page, size), (used.strides[0], size * words.WORD, words.WORD)
         )
 
 
-@functools.partial(jax.jit, static_argnames="cells")
-def _read(array: jax.Array, *, numbers: jax.Array, cells: Cells) -> jax.Array:
-    """Gather cells of the pool, [n, words of a cell] uint32. numbers: [n] int32."""
-    return words.read(array, *cells.place(numbers), cells.words)
+@functools.partial(jax.jit, static_argnames=("cells", "devices"))
+def _read(array: jax.Array, *, numbers: jax.Array, cells: Cells, devices: Devices) -> jax.Array:
+    """Gather cells of the pool, [n, words of a cell] uint32; of several devices, [n, devices * words], divided as the
+    pool is. numbers: [n] int32."""
+
+    def read(array: jax.Array, numbers: jax.Array) -> jax.Array:
+        return words.read(array, *cells.place(numbers), cells.words)
+
+    return devices.on_each(read, (array, numbers), divided=(True, False))
 
 
-@functools.partial(jax.jit, static_argnames="cells", donate_argnums=0)
-def _write(array: jax.Array, *, numbers: jax.Array, values: jax.Array, cells: Cells) -> jax.Array:
-    """The pool with cells [n, words of a cell] in their places; a number that the pool does not have is left out."""
-    return words.write(array, *cells.place(numbers), values)
+@functools.partial(jax.jit, static_argnames=("cells", "devices"), donate_argnums=0)
+def _write(
+    array: jax.Array, *, numbers: jax.Array, values: jax.Array, cells: Cells, devices: Devices
+) -> jax.Array:
+    """The pool with cells, as `_read` gives them, in their places; a number that the pool lacks is left out."""
+
+    def write(array: jax.Array, numbers: jax.Array, values: jax.Array) -> jax.Array:
+        return words.write(array, *cells.place(numbers), values)
+
+    return devices.on_each(write, (array, numbers, values), divided=(True, False, True))
 
 
 def _portions(
@@ -147,4 +161,4 @@ def _pinned(pool: DevicePool) -> jax.sharding.Sharding:
     device: jax.Device = next(iter(pool.sharding.device_set))
     if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
         return pool.sharding
-    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return pool.sharding.with_memory_kind("pinned_host")

@@ -23,6 +23,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.config import Config, ConfigError
+from jgr.models.devices import Devices
 from jgr.models.room import host_bytes
 
 PAGE_BYTES, CPU_PAGE_BYTES, SMALLEST_PAGE_BYTES = 2 << 20, 64 << 10, 1 << 10
@@ -53,6 +54,8 @@ class Lease:
 class Memory:
     """device_mb, host_mb: the sizes. page_kb: 0 for the default. shares: the weight of each model, by name.
 
+    devices: those that share each model; device_mb is of each, host_mb of all.
+
     The arrays are made when the first model asks for them, which raises ConfigError where one is larger than the memory
     that it would lie in. ConfigError where the pool has not one page.
     """
@@ -63,11 +66,13 @@ class Memory:
         host_mb: float = 0.0,
         page_kb: int = 0,
         shares: Mapping[str, float] | None = None,
+        devices: int = 1,
     ) -> None:
-        self._mb = device_mb, host_mb
+        self._mb, self._devices = (device_mb, host_mb), devices
         size = int(device_mb * 2**20)
         self._page_bytes = page_kb << 10 or _page_bytes(size)
-        self._count, self._host_count = (int(mb * 2**20) // self._page_bytes for mb in (device_mb, host_mb))
+        self._count = size // self._page_bytes
+        self._host_count = int(host_mb * 2**20) // (devices * self._page_bytes)
         if self._count < 1:
             page_mb = self._page_bytes / 2**20
             raise ConfigError(f"cache.device_mb: {device_mb} is less than a page of {page_mb:.3g} MB")
@@ -78,11 +83,26 @@ class Memory:
     @classmethod
     def of(cls, *configs: Config) -> Memory:
         """The memory of a server, of the sizes in its first configuration. Where no model caches it is one page."""
-        first = configs[0].cache
+        first, devices = configs[0].cache, configs[0].model.tensor_parallel
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
         if not shares:
-            return cls(1 / 16, page_kb=64)
-        return cls(first.device_mb, first.host_mb, first.page_kb, shares)
+            return cls(1 / 16, page_kb=64, devices=devices)
+        return cls(first.device_mb, first.host_mb, first.page_kb, shares, devices)
+
+    def devices_of(self, config: Config) -> Devices:
+        """The devices that share a model. ConfigError where they are not there, or other models have other ones."""
+        count = config.model.tensor_parallel
+        if count != self._devices:
+            raise ConfigError(
+                f"model.tensor_parallel: {count} for model {config.model.name!r}, but {self._devices} for the server's "
+                "first: all models of a server are shared by equally many devices"
+            )
+        return self.devices
+
+    @cached_property
+    def devices(self) -> Devices:
+        """The devices that share each model. ConfigError where they are not there."""
+        return Devices.of(self._devices)
 
     @cached_property
     def pool(self) -> DevicePool:
@@ -91,7 +111,7 @@ class Memory:
                 raise ConfigError(
                     f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
                 )
-        return DevicePool(self._count, self._page_bytes)
+        return DevicePool(self._count, self._page_bytes, self.devices)
 
     @cached_property
     def pages(self) -> Pages:

@@ -29,6 +29,7 @@ from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.cache.entries import Stored
 from jgr.cache.pages import Room, pieces
 from jgr.models import words
+from jgr.models.devices import ONE, Devices
 from jgr.models.params import PyTree
 
 T = TypeVar("T")
@@ -40,11 +41,15 @@ class PoolLost(Exception):
 
 
 class DevicePool:
-    """The pool of one device, by default the first: an array [pages, page_bytes / 4] uint32."""
+    """The pool of one device: an array [pages, page_bytes / 4] uint32.
 
-    def __init__(self, pages: int, page_bytes: int, device: jax.Device | None = None) -> None:
-        self.page_bytes, self.pages = page_bytes, pages
-        self.sharding = jax.sharding.SingleDeviceSharding(device or jax.devices()[0])
+    devices: where several share a model, each has so many pages of this size, of its own part of every entry: the array
+    is [pages, devices * page_bytes / 4], divided along its second axis.
+    """
+
+    def __init__(self, pages: int, page_bytes: int, devices: Devices = ONE) -> None:
+        self.page_bytes, self.pages, self.devices = page_bytes, pages, devices
+        self.sharding = devices.along(1)
         self.epoch = 0
         """How often the pool was lost."""
         self._lock = threading.Lock()
@@ -99,7 +104,7 @@ class DevicePool:
 
     def _empty(self) -> jax.Array:
         # Bound to its device, as what programs hand back is: an unbound array is another argument to them.
-        shape = (self.pages, self.page_bytes // words.WORD)
+        shape = (self.pages, self.devices.count * self.page_bytes // words.WORD)
         return jnp.zeros(shape, jnp.uint32, device=self.sharding)
 
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from jgr.catalog.child_bitmaps import bitmap_words, wide_children
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.models.devices import ONE, Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.ops.constrained_topk import BeamStep, StepFilter, TreeLevel, constrained_topk, packed_capacity
 from jgr.ops.constrained_topk.children import legal_words, nodes_of
@@ -83,16 +84,19 @@ def catalog_tables(
     params: GeneratorParams,
     *,
     growing: bool = False,
+    devices: Devices = ONE,
 ) -> CatalogTables:
     """Place a prefix tree beside a model. level_tokens: per level [V_l], the model's token of each code.
 
-    growing: pad every table to its growth class, so that catalogs of about one size share compiled programs.
+    growing: pad every table to its growth class, so that catalogs of about one size share compiled programs. devices:
+    the model's; the tables are whole on each.
     """
 
     def place(x: npt.NDArray[Any], fill: int = 0, more: int = 0) -> jax.Array:
         size = growth_class(len(x) - more) + more if growing else len(x)
         wider = [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)]
-        return jnp.asarray(np.pad(x, wider, constant_values=fill))
+        placed: jax.Array = devices.place(np.pad(x, wider, constant_values=fill))
+        return placed
 
     tokens = [np.pad(t, (0, columns(len(t)) - len(t))) for t in level_tokens]  # as the head is padded
     sizes = [len(padded if growing else t) for padded, t in zip(tokens, level_tokens, strict=True)]
@@ -105,8 +109,8 @@ def catalog_tables(
         wide_nodes=tuple(place(nodes, fill=np.iinfo(np.int32).max) for nodes, _ in wide),
         wide_bitmaps=tuple(place(bitmaps) for _, bitmaps in wide),
         paths=place(tree.paths),
-        tokens=tuple(jnp.asarray(t[:size]) for t, size in zip(tokens, sizes, strict=True)),
-        head=tuple(params.output_rows[t] for t in tokens),
+        tokens=tuple(devices.place(t[:size]) for t, size in zip(tokens, sizes, strict=True)),
+        head=tuple(devices.rows(params.output_rows, t) for t in tokens),
     )
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from jgr.models import hf, lazy_decoder
 from jgr.models.decoder import DecoderConfig
+from jgr.models.devices import ON_ONE, ONE, Devices, Placement, of_generator
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.model_files import ModelFiles, write_digests
@@ -42,19 +43,24 @@ _TO_CONFIG: Mapping[type, Callable[[Any], dict[str, Any]]] = {
 
 
 def load(
-    folder: Path, dtype: Any = jnp.float32, files: ModelFiles | None = None
+    folder: Path,
+    dtype: Any = jnp.float32,
+    files: ModelFiles | None = None,
+    devices: Devices = ONE,
 ) -> tuple[GeneratorConfig, GeneratorParams]:
     """Read a model folder of any kind; the weights are cast to dtype. Raises CheckpointError.
 
-    files: those of the folder, where the caller asks for their revision too, so that they are hashed once.
+    files: those of the folder, where the caller asks for their revision too, so that they are hashed once. devices:
+    where the weights go; ConfigError where the model cannot be divided over them.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder (model.path)")
     (files or ModelFiles(folder)).check()
     if (folder / "params").is_dir():
         cfg = hf.parse_file(folder / "config.json", _parse)
-        return cfg, restore(folder, generator(cfg).spec(cfg), dtype)
-    return hf.load(folder, dtype)
+        served, placement = of_generator(cfg, devices)
+        return served, restore(folder, generator(cfg).spec(cfg), dtype, placement)
+    return hf.load(folder, dtype, devices)
 
 
 def _parse(raw: Mapping[str, Any]) -> GeneratorConfig:
@@ -163,7 +169,9 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
 
-def restore(folder: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
+def restore(
+    folder: Path, declared: PyTree, dtype: Any = jnp.float32, placement: Placement = ON_ONE
+) -> PyTree:
     """The parameters that `write` left in folder/params/, cast to dtype. declared: the pytree of their params.Spec.
 
     Raises CheckpointError for a damaged checkpoint, where there is no room for it, and naming every parameter that is
@@ -178,7 +186,8 @@ def restore(folder: Path, declared: PyTree, dtype: Any = jnp.float32) -> PyTree:
         stored = StoredArrays(path.absolute(), specs)
         resident = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
         require_memory(resident, 3 * stored.largest)
-        arrays = [jnp.asarray(array, dtype) for array in stored.read(list(specs))]
+        read = zip(specs.values(), stored.read(list(specs)), strict=True)
+        arrays = [placement.put(spec, array, dtype) for spec, array in read]
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     params = jax.tree.unflatten(jax.tree.structure(tree), arrays)

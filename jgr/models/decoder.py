@@ -28,6 +28,7 @@ import numpy.typing as npt
 from jgr.config import PromptConfig
 from jgr.models.params import Spec, over_layers
 from jgr.models.rope import RopeScaling, rope, rope_frequencies
+from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
@@ -354,7 +355,7 @@ def prefill(
         return h, (k, v, h if keep_layers else None)
 
     with jax.named_scope("prefill"):
-        h = params.embed[tokens] if hidden is None else hidden
+        h = split.rows(params.embed, tokens) if hidden is None else hidden
         h = drop(h, None if keys is None else keys[-1, 0])
         h, (k, v, kept) = over_layers(
             layer_step,
@@ -416,7 +417,7 @@ def decode(
             return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):
-        h, new = over_layers(layer_step, params.embed[tokens], params.layers, context, beams)
+        h, new = over_layers(layer_step, split.rows(params.embed, tokens), params.layers, context, beams)
         return rms_norm(h, params.norm, cfg.norm_eps), beams.plus(*new)
 
 

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from jgr.fields import one_line
 from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, spec
+from jgr.models.devices import ONE, Devices, of_generator
 from jgr.models.model_files import weight_files
 from jgr.models.params import CheckpointError, Spec, by_name, check_finite, count
 from jgr.models.room import require_memory
@@ -187,8 +188,8 @@ def to_config(cfg: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]:
-    """Read config and weights of a Hugging Face folder; dtype None keeps the files' own.
+def load(folder: Path, dtype: Any = None, devices: Devices = ONE) -> tuple[DecoderConfig, DecoderParams]:
+    """Read config and weights of a Hugging Face folder; dtype None keeps the files' own. devices: where they go.
 
     Raises CheckpointError naming each missing, unexpected or mis-shaped tensor.
     """
@@ -197,15 +198,23 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
         read, names = _open(folder, stack)
         _check_names(folder, cfg, names, lambda name: read(name, True))
         declared = spec(cfg)
+        served, placement = of_generator(cfg, devices)
         _require_memory(folder, declared, dtype)
+
+        def put(declared: Spec, name: str) -> Any:
+            return placement.put(declared, read(name, False), dtype)
+
         layers = {
-            name: _stack_layers(cfg, read, key, transposed) for name, key, transposed in _layer_keys(declared)
+            name: placement.put(
+                getattr(declared.layers, name), _stack_layers(cfg, read, key, transposed), dtype
+            )
+            for name, key, transposed in _layer_keys(declared)
         }
         params = DecoderParams(
-            embed=jnp.asarray(read("model.embed_tokens.weight", False), dtype),
-            layers=LayerParams(**{name: jnp.asarray(value, dtype) for name, value in layers.items()}),
-            norm=jnp.asarray(read("model.norm.weight", False), dtype),
-            head=None if cfg.tied else jnp.asarray(read("lm_head.weight", False), dtype),
+            embed=put(declared.embed, "model.embed_tokens.weight"),
+            layers=LayerParams(**layers),
+            norm=put(declared.norm, "model.norm.weight"),
+            head=None if cfg.tied else put(declared.head, "lm_head.weight"),
         )
         if cfg.tied and "lm_head.weight" in names:
             same = np.array_equal(read("lm_head.weight", False), read("model.embed_tokens.weight", False))
@@ -214,7 +223,7 @@ def load(folder: Path, dtype: Any = None) -> tuple[DecoderConfig, DecoderParams]
                     f"{folder}: tie_word_embeddings is true, and lm_head.weight is another than the embedding"
                 )
     check_finite(folder, params)
-    return cfg, params
+    return served, params
 
 
 def _require_memory(folder: Path, declared: DecoderParams, dtype: Any) -> None:

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jgr.config import ConfigError, TrainConfig
 from jgr.models.params import Spec
 from jgr.models.sasrec import NORM_EPS, Dropout
+from jgr.ops import split
 from jgr.ops.biased_attention import Bias, Causal, biased_attention
 from jgr.ops.dense import dense
 from jgr.prompt.layouts import Kind, Tokens
@@ -152,7 +153,7 @@ def split_uvqk(x: jax.Array, heads: int, qk_dim: int, v_dim: int) -> tuple[jax.A
 
 def _embed(params: HstuParams, cfg: HstuConfig, rows: jax.Array, places: jax.Array) -> jax.Array:
     """Embed rows [B, T] at places [B or 1, T]: [B, T, D], zeros where there is no row."""
-    x = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[places]
+    x = split.rows(params.embed, jnp.maximum(rows, 0)) * cfg.hidden**0.5 + params.position[places]
     return jnp.where(rows[..., None] >= 0, x, 0.0)
 
 
@@ -254,7 +255,7 @@ def output(params: HstuParams, rows: jax.Array | None = None) -> tuple[jax.Array
 
     rows: the items; None: all of them.
     """
-    return unit(params.embed if rows is None else params.embed[rows]), None
+    return unit(params.embed if rows is None else split.rows(params.embed, rows)), None
 
 
 class History(NamedTuple):

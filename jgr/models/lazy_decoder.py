@@ -39,6 +39,7 @@ from jgr.config import PromptConfig
 from jgr.models.config_file import LARGEST
 from jgr.models.decoder import BeamKV, ContextKV, Dropout, rms_norm
 from jgr.models.params import CheckpointError, Spec, over_layers
+from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import Causal, segment_attention
@@ -153,8 +154,8 @@ def spec(cfg: LazyConfig) -> LazyParams:
         embed=vocabulary,
         bos=Spec((1, hidden), ("bos", "embed")),
         position=Spec((cfg.max_items, hidden), ("item", "embed")),
-        context=Spec((hidden, parts * width), ("embed", "kv_heads"), fan_in=hidden),
-        context_norm=Spec((parts, width), ("slice", "kv_heads"), "ones"),
+        context=Spec((hidden, parts * width), ("embed", "slices"), fan_in=hidden),
+        context_norm=Spec((parts, width), ("slice", "context"), "ones"),
         plain=_block_spec(cfg, cfg.plain_layers, _mlp_spec(cfg.plain_layers, hidden, cfg.mlp)),
         norms=Spec((cfg.depth, hidden), ("level", "embed"), "ones"),
         output=vocabulary,
@@ -218,7 +219,9 @@ def read_history(params: LazyParams, cfg: LazyConfig, tokens: jax.Array, lengths
     batch, items, depth = tokens.shape[0], tokens.shape[1] // cfg.depth, cfg.depth
     counts = lengths // depth
     with jax.named_scope("prefill"):
-        x = params.embed[tokens[:, : items * depth].reshape(batch, items, depth)].sum(axis=2)
+        x = split.everywhere(
+            params.embed[tokens[:, : items * depth].reshape(batch, items, depth)].sum(axis=2)
+        )
         age = jnp.clip(counts[:, None] - 1 - jnp.arange(items), 0, cfg.max_items - 1)
         slices = dense(x + params.position[age], params.context)
         slices = slices.reshape(batch, items, *params.context_norm.shape)
@@ -336,7 +339,7 @@ def advance(
 
     with jax.named_scope("decode"):
         own = (state.bos, state.beams)
-        h, new = _blocks(params, cfg, params.embed[tokens], state.context, attend, own)
+        h, new = _blocks(params, cfg, split.rows(params.embed, tokens), state.context, attend, own)
         beams = state.beams.plus(*new)
         return rms_norm(h, params.norms[len(beams.k)], cfg.norm_eps), state._replace(beams=beams)
 

@@ -25,6 +25,7 @@ import numpy as np
 from jgr.config import TrainConfig
 from jgr.models.params import Spec
 from jgr.models.sasrec import Dropout, layer_norm
+from jgr.ops import split
 from jgr.ops.dense import dense
 
 NAME = "LRURec"
@@ -162,7 +163,7 @@ def encode(
         inner = drop(jax.nn.gelu(dense(x, layer.w1) + layer.b1, approximate=False), layer_keys, 1)
         return layer_norm(x + drop(dense(inner, layer.w2) + layer.b2, layer_keys, 2), layer.mlp_norm), None
 
-    embedded = drop(params.embed[jnp.maximum(rows, 0)], None if keys is None else keys[-1], 0)
+    embedded = drop(split.rows(params.embed, jnp.maximum(rows, 0)), None if keys is None else keys[-1], 0)
     x = layer_norm(embedded, params.norm)
     x, _ = jax.lax.scan(layer_step, x, (params.layers, None if keys is None else keys[:-1]))
     return x
@@ -173,4 +174,6 @@ def output(params: LruRecParams, rows: jax.Array | None = None) -> tuple[jax.Arr
 
     rows: the items; None: all of them.
     """
-    return (params.embed, params.bias) if rows is None else (params.embed[rows], params.bias[rows])
+    if rows is None:
+        return params.embed, params.bias
+    return split.rows(params.embed, rows), split.rows(params.bias, rows)

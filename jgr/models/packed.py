@@ -8,6 +8,7 @@
 The pool is one array [pages, words] uint32 that other models use too. An entry has any of its cells. A cell holds some
 tokens, layer by layer: [layer, token, 2, K, d] (`KVCells`). So consecutive layers of a cell are one run, and a program
 reads just the layer that it computes. Reading programs are lent the pool, writing ones own it (donation) and return it.
+Where several devices share the model, each has such a pool for its key/value heads, and a KVCells describes these.
 
 A repaired item token (BAT-15, RCLLM-11) has a row of its own, in the real request, where it sees what stands before it.
 An item that is not cached is computed alone all the same, as a request of its own: the real request sees its tokens too
@@ -35,6 +36,7 @@ from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
 from jgr.models.words import Cells
+from jgr.ops import split
 from jgr.ops.attention_mass import attention_mass
 from jgr.prompt.layouts import Kind, Tokens
 
@@ -129,8 +131,13 @@ def _read(
 ) -> jax.Array:
     """One layer [..., 2, K, d] of the tokens in slots [..., P]; 0 where a token is not real [...]: there may be
     another model's words, which may be no numbers at all."""
-    found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
-    found = found.reshape(*slots.shape[:-1], 2, cfg.kv_heads, cfg.head_dim)
+
+    def gather(pool: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
+        found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
+        return found.reshape(*slots.shape[:-1], 2, -1, cfg.head_dim)
+
+    given = split.along(1), split.EVERYWHERE, split.EVERYWHERE
+    found = split.on_each(gather, (pool, slots, layer), given, split.along(slots.ndim))
     return jnp.where(real[..., None, None, None], found, 0)
 
 
@@ -214,7 +221,7 @@ def _forward_with_choice(
     with jax.named_scope("choose"):
         if chosen_by == "attention":
             layer = layer_of(params.layers, 0)
-            q, k = decoder.queries_keys(cfg, layer, params.embed[tokens], described.position)
+            q, k = decoder.queries_keys(cfg, layer, split.rows(params.embed, tokens), described.position)
             worth = attention_mass(q, k.transpose(0, 2, 1, 3), described, looks)[0]
         else:
             check = layer_of(params.layers, 1)
@@ -265,10 +272,9 @@ def rank(
     hidden, new = _forward(params, pool, row, asked.places, cfg, kv, chosen_by)
     with jax.named_scope("score"):
         rows = params.output_rows
-        direction = rows[asked.columns].astype(jnp.float32)
-        direction -= jnp.where(
-            asked.negative_columns[:, None] >= 0, rows[jnp.maximum(asked.negative_columns, 0)], 0
-        )
+        direction = split.rows(rows, asked.columns).astype(jnp.float32)
+        negative = split.rows(rows, jnp.maximum(asked.negative_columns, 0))
+        direction -= jnp.where(asked.negative_columns[:, None] >= 0, negative, 0)
         return (hidden.astype(jnp.float32) * direction).sum(-1), new
 
 
@@ -356,11 +362,17 @@ def write(
 
     shift: [T] int32, by how many positions keys are rotated back, which needs cfg; None: by none.
     """
-    k, v = (x[:, 0].swapaxes(1, 2) for x in new)  # [L, T, K, d]
+
+    def scatter(pool: jax.Array, new: ContextKV, slots: jax.Array) -> jax.Array:
+        both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
+        layers, tokens = both.shape[:2]
+        place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
+        return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))
+
     if shift is not None:
         assert cfg is not None
-        k = decoder.rotated(cfg, k, -shift)
-    both = jnp.stack([k, v], axis=2)  # [L, T, 2, K, d]
-    layers, tokens = both.shape[:2]
-    place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
-    return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))
+        back = decoder.rotated(cfg, new.k.swapaxes(2, 3), -shift).swapaxes(2, 3)  # [L, 1, T, K, d] and back
+        new = new._replace(k=back)
+    given = split.along(1), split.along(2), split.EVERYWHERE
+    written: jax.Array = split.on_each(scatter, (pool, new, slots), given, split.along(1))
+    return written

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jgr.config import ConfigError, TrainConfig
 from jgr.models.params import Spec
+from jgr.ops import split
 from jgr.ops.dense import dense
 from jgr.ops.segment_attention import Causal, segment_attention
 
@@ -147,7 +148,7 @@ def encode(
         x = jax.nn.relu(dense(layer_norm(h, layer.mlp_norm), layer.w1) + layer.b1)
         return h + drop(dense(x, layer.w2) + layer.b2, mlp_key), None
 
-    h = params.embed[jnp.maximum(rows, 0)] * cfg.hidden**0.5 + params.position[: rows.shape[1]]
+    h = split.rows(params.embed, jnp.maximum(rows, 0)) * cfg.hidden**0.5 + params.position[: rows.shape[1]]
     h = drop(h, None if keys is None else keys[-1, 0])
     h, _ = jax.lax.scan(layer_step, h, (params.layers, None if keys is None else keys[:-1]))
     return layer_norm(h, params.norm)
@@ -158,4 +159,4 @@ def output(params: SasrecParams, rows: jax.Array | None = None) -> tuple[jax.Arr
 
     rows: the items; None: all of them.
     """
-    return params.embed if rows is None else params.embed[rows], None
+    return params.embed if rows is None else split.rows(params.embed, rows), None

@@ -30,6 +30,7 @@ from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
 from jgr.models.config_file import read_object, scorer_config
+from jgr.models.devices import ONE, Devices, of_tables
 from jgr.models.hstu import HstuConfig
 from jgr.models.model_files import ModelFiles
 from jgr.models.params import CheckpointError, PyTree
@@ -352,14 +353,21 @@ def save(
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
 
-def load(folder: Path, files: ModelFiles | None = None) -> tuple[ScorerConfig, PyTree]:
-    """Read the folder that `save` wrote, of any family: config and parameters. files: see checkpoint.load.
+def load(
+    folder: Path, files: ModelFiles | None = None, devices: Devices = ONE
+) -> tuple[ScorerConfig, PyTree]:
+    """Read the folder that `save` wrote, of any family: config and parameters. files, devices: see checkpoint.load.
 
-    Raises CheckpointError.
+    Raises CheckpointError; ConfigError for a family that several devices cannot share.
     """
     (files or ModelFiles(folder)).check()
     cfg = load_config(folder)
-    return cfg, checkpoint.restore(folder, scorer(cfg).spec(cfg))
+    if devices.count > 1 and not isinstance(cfg, RetrieverConfig):
+        raise ConfigError(
+            f"model.tensor_parallel: {devices.count}, but a model of {type(cfg).__name__.removesuffix('Config')} is "
+            "served on one device; of scorers, SASRec, LRURec and HSTU can be shared, by their items"
+        )
+    return cfg, checkpoint.restore(folder, scorer(cfg).spec(cfg), placement=of_tables(devices))
 
 
 def load_config(folder: Path) -> ScorerConfig:

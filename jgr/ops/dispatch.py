@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from jgr.ops import split
+
 _log = logging.getLogger(__name__)
 
 
@@ -23,13 +25,15 @@ class Implementation:
     """One way to compute an op.
 
     supports(*args, **kwargs) gives the reason why the implementation cannot run, or None. platforms: the platforms on
-    which "auto" may take it ("cpu", "gpu", "tpu"); None: all.
+    which "auto" may take it ("cpu", "gpu", "tpu"); None: all. is_kernel: whether XLA cannot divide it over devices, so
+    that "auto" takes it only within what one device runs (jgr.ops.split).
     """
 
     name: str
     call: Callable[..., Any]
     supports: Callable[..., str | None] = lambda *args, **kwargs: None
     platforms: frozenset[str] | None = None
+    is_kernel: bool = False
 
 
 def target_platform() -> str:
@@ -75,6 +79,8 @@ def _first_that_fits(
     for candidate in implementations:
         if candidate.platforms is not None and platform not in candidate.platforms:
             continue
+        if candidate.is_kernel and split.devices() > 1:
+            continue
         reason = candidate.supports(*args, **kwargs)
         if reason is None:
             return candidate
@@ -92,6 +98,6 @@ def kernel(
 ) -> tuple[Implementation, Implementation]:
     """A Pallas kernel's two implementations: "pallas" on GPUs; "pallas_interpret", step by step on any platform."""
     return (
-        Implementation("pallas", call, supports, GPU),
-        Implementation("pallas_interpret", interpreted, supports, NEVER),
+        Implementation("pallas", call, supports, GPU, is_kernel=True),
+        Implementation("pallas_interpret", interpreted, supports, NEVER, is_kernel=True),
     )

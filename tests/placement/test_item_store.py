@@ -10,11 +10,24 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jgr.placement.item_copies import FEWEST, CopyStore, plan_copies
 from jgr.placement.item_store import EVERYWHERE, NOBODY, Where, lay_out, plan_exchange
-from jgr.placement.items import NOWHERE, REPLICATED, SHARDED, ItemPlacement, Items, Workers
+from jgr.placement.items import (
+    NOWHERE,
+    REPLICATED,
+    SHARDED,
+    ItemPlacement,
+    Items,
+    Workers,
+    expected_bytes,
+    hash_items,
+    hrcs,
+    replicate,
+)
 
 READ = """
 import json, sys
@@ -115,3 +128,41 @@ def test_lists_that_do_not_fit_are_refused() -> None:
     exchange = plan_exchange(where, [np.array([1, 2, 0], np.int32), np.array([0], np.int32)], 2, 4, 1)
     assert exchange.useful.tolist() == [[1, 1], [1, 0]]
     assert exchange.take.tolist() == [[3, 0, 1, 0], [1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["replicate", "hash", "hrcs"])
+def test_copies_bring_what_is_wanted_and_the_bytes_are_the_placements(name: str) -> None:
+    rng, devices, most = np.random.default_rng(0), 4, 96
+    items = Items(1.0 / np.arange(1, 65), rng.integers(1, 6, 64), bytes_per_token=12, cell_tokens=2)
+    workers = Workers(devices, int(items.room_bytes.sum()))
+    if name == "hrcs":
+        placement = hrcs(items, workers, prefill_s=1.0, item_tokens=20.0, link_bytes_per_s=480.0)
+        assert 0 < placement.replicated.sum() < 64
+    else:
+        placement = {"replicate": replicate, "hash": hash_items}[name](items, workers)
+    where = lay_out(placement)
+    values = rng.standard_normal((len(where.owner), 6)).astype(np.float32)
+    parts = [where.on(device) for device in range(devices)]
+    cold = np.zeros((devices, max(1, *map(len, parts)), 6), np.float32)
+    for part, cells in zip(cold, parts, strict=True):
+        part[: len(cells)] = values[cells]
+    rows = [rng.integers(0, 64, rng.integers(0, 30)).astype(np.int32) for _ in range(devices)]
+    wanted = [where.cells(some) for some in rows]
+    plan = plan_copies(where, wanted, most)
+    store = CopyStore([jax.devices()[0]] * devices, values[where.on(EVERYWHERE)], cold)
+    for found, cells in zip(store.read(plan), wanted, strict=True):
+        assert found.shape == (most, 6)
+        assert np.array_equal(np.asarray(found)[: len(cells)], values[cells])
+    predicted = expected_bytes(placement, list(enumerate(rows)), whole_cells=True)
+    useful, sent = store.moved_bytes(plan)
+    assert useful == predicted.sum() == (0 if name == "replicate" else useful)
+    between = sum(copy.source != copy.to for copy in plan.pairs)
+    assert useful <= sent < 2 * useful + between * FEWEST * 24 + 1
+
+
+def test_copies_that_do_not_fit_are_refused() -> None:
+    where = Where(np.array([0, NOBODY], np.int32), np.zeros(2, np.int32), np.arange(1, 3))
+    with pytest.raises(ValueError, match="device 0 wants 5 cells, there is room for 4"):
+        plan_copies(where, [np.zeros(5, np.int32)], 4)
+    with pytest.raises(ValueError, match="device 0 wants a cell that no device has"):
+        plan_copies(where, [np.array([1], np.int32)], 4)

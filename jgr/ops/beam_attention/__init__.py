@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
+from jgr.ops import split
 from jgr.ops.beam_attention import pallas_triton, reference, xla
 from jgr.ops.beam_attention.arguments import Arguments
 from jgr.ops.beam_attention.reorder import reorder_beam_kv
@@ -46,6 +50,32 @@ def beam_attention(
     Returns:
         [B, W, H, d] in q's dtype; zeros in dead rows.
     """
+
+    def run(call: Arguments) -> jax.Array:
+        out: jax.Array = dispatch("beam_attention", IMPLEMENTATIONS, implementation, call)
+        return out
+
     call = Arguments(q, context_k, context_v, lengths, beam_k, beam_v, ancestors, widths)
-    out: jax.Array = dispatch("beam_attention", IMPLEMENTATIONS, implementation, call)
+    return run(call) if split.devices() == 1 else _by_heads(run, call)
+
+
+def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Array:
+    """The call on several devices, each of which has some of the heads."""
+    everywhere, heads = split.EVERYWHERE, call.context_k.shape[1]
+    of_context, own = split.of_heads(heads, 1)
+    of_beams, own_of_beams = split.of_heads(heads, 3)
+    of_queries = split.along(2)
+
+    def part(call: Arguments) -> jax.Array:
+        return run(
+            call._replace(
+                context_k=own(call.context_k),
+                context_v=own(call.context_v),
+                beam_k=own_of_beams(call.beam_k),
+                beam_v=own_of_beams(call.beam_v),
+            )
+        )
+
+    given: Any = (of_queries, of_context, of_context, everywhere, of_beams, of_beams, everywhere, everywhere)
+    out: jax.Array = split.on_each(part, (call,), (Arguments(*given),), of_queries)
     return out

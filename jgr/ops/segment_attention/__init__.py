@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
+from jgr.ops import split
 from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention import pallas_triton, reference, xla
 from jgr.ops.segment_attention.visibility import Arguments, Causal, Context
@@ -52,6 +56,32 @@ def segment_attention(
     Returns:
         [B, T, H, d] in q's dtype; 0 for padding and for queries that see nothing.
     """
+
+    def run(call: Arguments) -> jax.Array:
+        out: jax.Array = dispatch("segment_attention", IMPLEMENTATIONS, implementation, call)
+        return out
+
     call = Arguments(q, k, v, tokens, layout, keys, context, window)
-    out: jax.Array = dispatch("segment_attention", IMPLEMENTATIONS, implementation, call)
+    return run(call) if split.devices() == 1 else _by_heads(run, call)
+
+
+def _by_heads(run: Callable[[Arguments], jax.Array], call: Arguments) -> jax.Array:
+    """The call on several devices, each of which has some of the heads."""
+    of_queries, everywhere = split.along(2), split.EVERYWHERE
+    of_keys, own = split.of_heads(call.k.shape[1], 1)
+    described = call.layout if isinstance(call.layout, Layout) else None
+    arrays: Any = call if described is None else call._replace(layout=None)  # type: ignore[arg-type]
+    given: Any = [of_queries, of_keys, of_keys, *[everywhere] * (len(call) - 3)]
+    if call.context is not None:
+        parts: Any = (of_keys, of_keys, everywhere)
+        given[Arguments._fields.index("context")] = Context(*parts)
+
+    def part(call: Arguments) -> jax.Array:
+        before = call.context
+        if before is not None:
+            before = before._replace(k=own(before.k), v=own(before.v))
+        layout = call.layout if described is None else described
+        return run(call._replace(k=own(call.k), v=own(call.v), layout=layout, context=before))
+
+    out: jax.Array = split.on_each(part, (arrays,), (Arguments(*given),), of_queries)
     return out

@@ -92,9 +92,14 @@ def recommend_profiles(config: Config, longest: int) -> tuple[Profile, ...]:
     return tuple(Profile("recommend", b, new, width, packed=True, context=old) for b, new, old in sizes)
 
 
-def kv_cells(cache: CacheConfig, cfg: DecoderConfig, dtype: str, itemsize: int, page_bytes: int) -> KVCells:
-    """Cells for a decoder's keys and values. ConfigError where a page does not hold one layer of a cell's tokens."""
-    run = 2 * cfg.kv_heads * cfg.head_dim * itemsize
+def kv_cells(
+    cache: CacheConfig, cfg: DecoderConfig, dtype: str, itemsize: int, page_bytes: int, devices: int = 1
+) -> KVCells:
+    """Cells for a decoder's keys and values. ConfigError where a page does not hold one layer of a cell's tokens.
+
+    devices: how many share the model; a cell has the key/value heads of one of them.
+    """
+    run = 2 * cfg.kv_heads // devices * cfg.head_dim * itemsize
     layer = cache.cell_tokens * run
     if run % WORD or layer > page_bytes:
         raise ConfigError(

@@ -21,10 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from jgr.cache.memory import tree_bytes
 from jgr.catalog.item_filters import ItemFilter, Segment
 from jgr.models.beam import CatalogTables, Filters
+from jgr.models.devices import ONE, Devices
 
 Words = tuple[jax.Array, ...]
 SMALLEST, GROWTH = 64, 8
@@ -59,11 +61,14 @@ class DeviceFilters:
     """Filters over one catalog. Where lanes share them, `guard` is held from `lay_out` until the program is dispatched.
 
     capacity: the most nodes that a request lists in a level. segment_rows: combinations of segments on the device, at
-    least as many as a batch has requests; 0 where the catalog has no segments.
+    least as many as a batch has requests; 0 where the catalog has no segments. devices: those that share the model,
+    each of which has all of this.
     """
 
-    def __init__(self, tables: CatalogTables, capacity: int, segment_rows: int) -> None:
-        self._depth, self._capacity = tables.depth, capacity
+    def __init__(
+        self, tables: CatalogTables, capacity: int, segment_rows: int, devices: Devices = ONE
+    ) -> None:
+        self._depth, self._capacity, self._devices = tables.depth, capacity, devices
         self._rows = segment_rows
         self._row_of: OrderedDict[tuple[str, ...], int] = OrderedDict()
         self.nothing: dict[int, Filters] = {}
@@ -76,8 +81,8 @@ class DeviceFilters:
                 codes.shape[0] // 32 + 2 for codes in tables.codes
             ]  # as jgr.catalog.item_filters.pack_bits has it
             every = tuple(np.full(size, 2**32 - 1, np.uint32) for size in sizes)
-            none = tuple(jnp.zeros((1 + segment_rows, size), jnp.uint32) for size in sizes)
-            self._segments = _put(none, 0, every)
+            none = tuple(np.zeros((1 + segment_rows, size), np.uint32) for size in sizes)
+            self._segments = _put(devices.place(none), 0, every)
 
     def buffer_bytes(self, batches: Collection[int]) -> int:
         """Bytes that stand on the device for good, where batches are of these numbers of requests."""
@@ -87,7 +92,8 @@ class DeviceFilters:
     def lay_out(self, batch: int, filters: Sequence[ItemFilter]) -> Filters:
         """The filters of the first rows of a batch; the others have none."""
         if batch not in self.nothing:  # before the first request: the engine compiles its programs with this
-            self.nothing[batch] = self._prepare(batch)._replace(segments=self._segments)
+            nothing = self._devices.place(self._prepare(batch))
+            self.nothing[batch] = nothing._replace(segments=self._segments)
         if all(one.is_empty for one in filters):
             return self.nothing[batch]
         counts = np.zeros((batch, self._depth), np.int32)
@@ -108,8 +114,15 @@ class DeviceFilters:
             for of_all, out in zip(("children", "parents"), listed, strict=True):
                 lists = itertools.chain.from_iterable(getattr(one, of_all) for one in given)
                 np.concatenate(list(lists), out=out[:total])
-            children, parents = _spread(listed, counts, capacity=self._capacity)
+            children, parents = self._spread(listed, counts)
         return Filters(children, parents, counts, only, segment, self._segments)
+
+    def _spread(
+        self, listed: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> tuple[jax.Array, jax.Array]:
+        given = (listed, counts) if self._devices.count == 1 else self._devices.place((listed, counts))
+        spread: tuple[jax.Array, jax.Array] = _spread(*given, capacity=self._capacity)
+        return spread
 
     def _prepare(self, batch: int) -> Filters:
         """What a batch without filters is given; compiles the uploads of one with filters."""
@@ -120,7 +133,7 @@ class DeviceFilters:
             size *= GROWTH
             sizes.append(min(size, most))
         for size in reversed(sizes):
-            children, parents = _spread(np.zeros((2, size), np.int32), counts, capacity=self._capacity)
+            children, parents = self._spread(np.zeros((2, size), np.int32), counts)
         return Filters(
             children, parents, jnp.asarray(counts), jnp.zeros(batch, bool), jnp.zeros(batch, jnp.int32)
         )

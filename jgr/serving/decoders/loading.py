@@ -26,6 +26,7 @@ from jgr.config import Config, ConfigError
 from jgr.models import checkpoint
 from jgr.models.beam import CatalogTables, catalog_tables
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.devices import Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, laid_out
 from jgr.models.model_files import ModelFiles
 from jgr.prompt.candidates import SegmentPrompts
@@ -80,14 +81,15 @@ def load_engine(
     weights, a semantic id's token that the model's vocabulary lacks, a prompt that no profile takes.
     """
     folder = open_folder(config)
-    model = _load_model(folder, config)
+    memory = memory or Memory.of(config)
+    model = _load_model(folder, config, memory.devices_of(config))
     catalog = read_catalog(folder, config)
-    return make_engine(model, config, catalog, metrics or counting_metrics(), memory or Memory.of(config))
+    return make_engine(model, config, catalog, metrics or counting_metrics(), memory)
 
 
-def _load_model(folder: Path, config: Config) -> Model:
+def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
     files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype, files)
+    cfg, params = checkpoint.load(folder, config.model.dtype, files, devices)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
     profiles = make_profiles(config.profiles)
@@ -109,7 +111,8 @@ def make_engine(
     """
     fitted = _fit(model, config, catalog)
     tree = PrefixTree.build(catalog.codes)
-    tables = catalog_tables(tree, fitted.tokens, model.params, growing=True)
+    devices = memory.devices_of(config)
+    tables = catalog_tables(tree, fitted.tokens, model.params, growing=True, devices=devices)
     largest_batch = max(profile.batch for profile in model.profiles)
     segment_rows = max(config.catalog.segment_rows, largest_batch) if fitted.has_segments else 0
     if like is not None:
@@ -117,12 +120,13 @@ def make_engine(
     else:
         executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens, memory)
     _log.info(
-        "model %s@%s: %s, %d layers, hidden %d, on %s; catalog %s: %d items; %d shapes",
+        "model %s@%s: %s, %d layers, hidden %d, on %d x %s; catalog %s: %d items; %d shapes",
         config.model.name,
         model.revision,
         model.cfg.family,
         model.cfg.layers,
         model.cfg.hidden,
+        devices.count,
         jax.devices()[0].device_kind,
         catalog.version,
         catalog.n_items,
@@ -183,7 +187,9 @@ def _make_executors(
     if packed and isinstance(model.cfg, DecoderConfig) and isinstance(model.params, DecoderParams):
         dtype = np.dtype(model.params.embed.dtype)
         pool = memory.pool
-        kv = kv_cells(config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes)
+        kv = kv_cells(
+            config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, pool.devices.count
+        )
         paged = PagedExecutor(
             model.cfg,
             model.params,
@@ -208,6 +214,7 @@ def _make_executors(
             plain,
             config.beam.normalize,
             explains=config.server.explain,
+            devices=memory.devices_of(config),
             **settings,
         ),
         paged,

@@ -27,6 +27,7 @@ from jgr.models import packed
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import ChosenBy, KVCells
+from jgr.ops import split
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
 from jgr.serving.decoders.packing import Kept, Packed, blank, pack
@@ -74,7 +75,7 @@ class PagedExecutor(ProfilePrograms):
         moves: bool = False,
         host: HostTier | None = None,
     ) -> None:
-        super().__init__(profiles, tables, listed, segment_rows, explains)
+        super().__init__(profiles, tables, listed, segment_rows, explains, pool.devices)
         self._cfg, self._params, self._repair = cfg, params, repair
         self._chosen_by, self._moves = chosen_by, moves
         self.pool, self.kv, self._host = pool, kv, host
@@ -111,7 +112,7 @@ class PagedExecutor(ProfilePrograms):
 
     def compile(self, profile: Profile, levels: bool = False) -> jax.stages.Compiled:
         """The program of a profile. levels: the one that gives the search's levels too (recommend)."""
-        staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile)))
+        staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile), self._devices))
         given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
             by = self._chosen_by
@@ -131,14 +132,17 @@ class PagedExecutor(ProfilePrograms):
 
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
         """The program that writes so many new tokens; its memory_analysis shows that the pool is written in place."""
-        cfg = self._cfg
+        cfg, shared = self._cfg, self._devices.count > 1
         one: Any = jax.ShapeDtypeStruct(
-            (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim), np.dtype(self.kv.dtype)
+            (cfg.layers, 1, cfg.kv_heads, tokens, cfg.head_dim),
+            np.dtype(self.kv.dtype),
+            sharding=self._devices.along(2) if shared else None,
         )
-        slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32)
+        where = self._devices.everywhere if shared else None
+        slots = jax.ShapeDtypeStruct((tokens, self.kv.parts), np.int32, sharding=where)
         given: tuple[Any, ...] = (self.pool.example, ContextKV(one, one), slots)
         if self._moves:
-            shift = jax.ShapeDtypeStruct((tokens,), np.int32)
+            shift = jax.ShapeDtypeStruct((tokens,), np.int32, sharding=where)
             return compiled(packed.write, *given, shift, donate=(0,), kv=self.kv, cfg=cfg)
         return compiled(packed.write, *given, donate=(0,), kv=self.kv)
 
@@ -166,6 +170,7 @@ class PagedExecutor(ProfilePrograms):
         works, outputs = pending.works, pending.outputs
         try:
             found = jax.tree.map(np.asarray, outputs)
+            self._devices.wait(outputs)
         except Exception as error:
             if self.pool.epoch != pending.epoch:  # it read what another batch, which failed, was to write
                 raise PoolLost("a batch before this one failed, and the pool with it") from error
@@ -218,8 +223,8 @@ def _recommend(
 ) -> tuple[Beams, ContextKV]:
     given: Packed = inputs.unpack(words)
     over = tables, given.row, given.prompts, given.widths, filters
-    found: tuple[Beams, ContextKV] = inspect.unwrap(packed.recommend)(params, pool, *over, **static)
-    return found
+    found, new = inspect.unwrap(packed.recommend)(params, pool, *over, **static)
+    return split.everywhere(found), split.divided(new, 2)
 
 
 def _rank(
@@ -227,8 +232,8 @@ def _rank(
 ) -> tuple[jax.Array, ContextKV]:
     given: Packed = inputs.unpack(words)
     over = given.row, given.asked
-    found: tuple[jax.Array, ContextKV] = inspect.unwrap(packed.rank)(params, pool, *over, **static)
-    return found
+    found, new = inspect.unwrap(packed.rank)(params, pool, *over, **static)
+    return split.everywhere(found), split.divided(new, 2)
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

@@ -26,8 +26,10 @@ from jgr.cache.buffers import ALIGNMENT, BufferLayout
 from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Filters, Normalize
+from jgr.models.devices import ONE, Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.models.words import WORD
+from jgr.ops import split
 from jgr.serving.decoders.device_filters import DeviceFilters
 from jgr.serving.decoders.work import (
     Outcome,
@@ -75,7 +77,7 @@ class Staged:
     what an earlier run wrote; to be written whole before `run`.
     """
 
-    def __init__(self, layout: TreeLayout, free: deque[tuple[Any, Any]]) -> None:
+    def __init__(self, layout: TreeLayout, free: deque[tuple[Any, Any]], devices: Devices = ONE) -> None:
         try:
             words, arrays = free.pop()
         except IndexError:
@@ -84,12 +86,13 @@ class Staged:
             buffer = room[start : start + layout.buffer.size]
             words = buffer.view(np.uint32)
             arrays = jax.tree.unflatten(layout.tree, layout.buffer.views(buffer).values())
-        self._words, self.arrays, self._free = words, arrays, free
+        self._words, self.arrays, self._free, self._devices = words, arrays, free, devices
 
     def run(self, program: Callable[..., Any], *others: Any) -> Any:
         """Start program(words, *others) and return its outputs."""
         assert self._words is not None, "it may be another run's"
-        return program(self._words, *others)
+        with self._devices.turn():
+            return program(self._words, *others)
 
     def give_back(self) -> None:
         """The program's outputs are there, so that it reads the buffer no more. Further calls do nothing."""
@@ -99,21 +102,24 @@ class Staged:
 
 
 class StagedInputs:
-    """The inputs of one compiled shape: trees of arrays like `example`, in as many buffers as runs are in flight."""
+    """The inputs of one compiled shape: trees of arrays like `example`, in as many buffers as runs are in flight.
 
-    def __init__(self, example: Any) -> None:
-        self.layout = TreeLayout.of(example)
+    devices: those that share the model; each is given all of the inputs.
+    """
+
+    def __init__(self, example: Any, devices: Devices = ONE) -> None:
+        self.layout, self._devices = TreeLayout.of(example), devices
         self._free: deque[tuple[Any, Any]] = deque()
 
     @property
     def example(self) -> jax.ShapeDtypeStruct:
         """The words for which a program's first argument is compiled."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.ShapeDtypeStruct((self.layout.buffer.size // WORD,), np.uint32, sharding=device)
+        size = self.layout.buffer.size // WORD
+        return jax.ShapeDtypeStruct((size,), np.uint32, sharding=self._devices.everywhere)
 
     def stage(self) -> Staged:
         """A buffer that no run reads, to be written to. Any thread may call it."""
-        return Staged(self.layout, self._free)
+        return Staged(self.layout, self._free, self._devices)
 
 
 class ProfilePrograms:
@@ -126,12 +132,13 @@ class ProfilePrograms:
         listed: int,
         segment_rows: int,
         explains: bool = False,
+        devices: Devices = ONE,
     ) -> None:
         """listed, segment_rows: what filters may hold; see DeviceFilters. explains: whether each profile that
-        recommends has a second program, which gives the search's levels too."""
-        self.profiles = profiles
+        recommends has a second program, which gives the search's levels too. devices: those that share the model."""
+        self.profiles, self._devices = profiles, devices
         self._tables, self._listed, self._segment_rows = tables, listed, segment_rows
-        self._filters = DeviceFilters(tables, listed, segment_rows)
+        self._filters = DeviceFilters(tables, listed, segment_rows, devices)
         self._programs: dict[Profile, jax.stages.Compiled] = {}
         self._explains, self._explaining = explains, dict[Profile, jax.stages.Compiled]()
         self._staged: dict[Profile, StagedInputs] = {}  # shared too: no catalog changes their shapes
@@ -142,7 +149,7 @@ class ProfilePrograms:
         """The same model over another catalog. Where the tables have the same shapes, the programs are shared."""
         other = copy.copy(self)
         other._tables, other._segment_rows = tables, segment_rows
-        other._filters = DeviceFilters(tables, self._listed, segment_rows)
+        other._filters = DeviceFilters(tables, self._listed, segment_rows, self._devices)
         if other._shapes() != self._shapes():
             other._programs, other._explaining, other.costs = {}, {}, {}
         return other
@@ -199,9 +206,10 @@ class RowExecutor(ProfilePrograms):
         listed: int = 1,
         segment_rows: int = 0,
         explains: bool = False,
+        devices: Devices = ONE,
     ) -> None:
         """approximate: see beam.recommend. For the others see ProfilePrograms."""
-        super().__init__(profiles, tables, listed, segment_rows, explains)
+        super().__init__(profiles, tables, listed, segment_rows, explains, devices)
         self._cfg, self._params = cfg, params
         self._normalize, self._approximate = normalize, approximate
 
@@ -235,7 +243,7 @@ class RowExecutor(ProfilePrograms):
 
         levels: the one that gives the search's levels too (recommend).
         """
-        staged = self._staged.setdefault(profile, StagedInputs(_blank(profile)))
+        staged = self._staged.setdefault(profile, StagedInputs(_blank(profile), self._devices))
         given = staged.example, self._params, self._tables
         if profile.kind == "recommend":
             return compiled(
@@ -268,6 +276,7 @@ class RowExecutor(ProfilePrograms):
     def collect(self, pending: Pending) -> list[Outcome]:
         """Wait for a batch: one outcome per work, in order."""
         works, out = pending.works, jax.tree.map(np.asarray, pending.outputs)
+        self._devices.wait(pending.outputs)
         pending.staged.give_back()
         if pending.profile.kind == "recommend":
             return recommend_outcomes(out, works)
@@ -340,7 +349,7 @@ def _recommend(
     rows: _Rows = inputs.unpack(words)
     given = rows.tokens, rows.lengths, rows.widths, filters
     found: beam.Beams = inspect.unwrap(beam.recommend)(params, tables, *given, **static)
-    return found
+    return split.everywhere(found)
 
 
 def _rank(
@@ -349,7 +358,7 @@ def _rank(
     rows: _Rows = inputs.unpack(words)
     given = rows.tokens, rows.lengths, rows.leaves
     scores: jax.Array = inspect.unwrap(beam.rank)(params, tables, *given, **static)
-    return scores
+    return split.everywhere(scores)
 
 
 def median_seconds(call: Callable[[], object]) -> float:

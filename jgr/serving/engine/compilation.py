@@ -23,8 +23,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from jgr.config import UserError
+from jgr.ops import split
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,8 @@ def compiled(
     """The program of function(*arguments, **static), which takes the arguments alone.
 
     It is compiled unless somebody has one of equal shapes, dtypes, placements and static arguments. key: what the
-    program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit.
+    program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit. Where
+    arguments stand on the devices of a mesh, these share the program (jgr.ops.split).
     """
     leaves, tree = jax.tree.flatten(arguments)
     shapes = tuple((x.shape, np.dtype(x.dtype), getattr(x, "sharding", None)) for x in leaves)
@@ -74,10 +77,20 @@ def compiled(
     program = _programs.get(whole)
     if program is None:
         fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
-        lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
+        with _shared_by(leaves):
+            lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
         program = _programs[whole] = lowered.compile()
         _thread.compiled = getattr(_thread, "compiled", 0) + 1
     return program
+
+
+def _shared_by(leaves: list[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of the devices that share the arguments, under which their program is traced."""
+    for leaf in leaves:
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if isinstance(mesh, Mesh) and split.AXIS in mesh.axis_names:
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

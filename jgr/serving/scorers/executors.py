@@ -38,8 +38,10 @@ from jgr.features import numa
 from jgr.features.schema import Schema
 from jgr.models import scorers
 from jgr.models.climber_layers import Build
+from jgr.models.devices import ONE, Devices
 from jgr.models.params import PyTree
 from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
+from jgr.ops import split
 from jgr.serving.engine.compilation import check_scores, compiled, preparing, telling
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
@@ -121,7 +123,7 @@ class Programs:
     records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
     build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
     operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
-    such build.
+    such build. devices: those that share the model; all else than its items is whole on each of them.
     """
 
     def __init__(
@@ -133,8 +135,9 @@ class Programs:
         schema: Schema | None,
         growth: int = 0,
         build: Build = "fused",
+        devices: Devices = ONE,
     ) -> None:
-        self.items = cfg.n_items
+        self.items, self.devices = cfg.n_items, devices
         self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
         self.params = params = scorers.as_built(params, build)
         self.needs: Needs = self._model.needs(cfg)
@@ -187,7 +190,7 @@ class Programs:
         if size in self._compiled:
             return self._compiled[size]
         if size == USER_PART:
-            words = Staging(self.user).example
+            words = Staging(self.user, self.devices).example
             program = self._make("read", self._read, words, self.params)
             if self.growth:
                 self._grow = self._make("grow", self._grown, words, self.params, self.kept)
@@ -196,7 +199,7 @@ class Programs:
                 given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
                 self.renew = self._make("renew", self._renewed, words, self.params, self.kept, donate=given)
         else:
-            state = None if self.share == "part" else self._state
+            state = None if self.share == "part" else jax.tree.map(self._placed, self._state)
             program = self._compile(size, state)
             if self.may_be_whole:
                 self._whole[size] = self._compile(size, None)
@@ -206,10 +209,16 @@ class Programs:
     def _compile(self, size: int, state: PyTree) -> Program:
         """A part's program; without a state it computes the user."""
         layout = self.layouts[size]
-        words, out = Staging(layout).example, jax.ShapeDtypeStruct(self.out_shape(size), np.float32)
+        words = Staging(layout, self.devices).example
+        out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
         return self._make(
             f"score {size}", partial(self._score, layout), words, self.params, state, out, donate=(3,)
         )
+
+    def _placed(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if self.devices.count == 1:
+            return shape
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.devices.everywhere)
 
     def _make(self, name: str, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
         if self._build == "op_by_op":
@@ -221,7 +230,7 @@ class Programs:
     def _read(self, words: jax.Array, params: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
         model = self._model.read if self._keeping is None else self._keeping.begin
-        return model(params, self._cfg, users)
+        return split.everywhere(model(params, self._cfg, users))
 
     def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
         users = read_users(self.user, self.needs, words)
@@ -238,8 +247,8 @@ class Programs:
         asked = read_candidates(inputs, self.needs, self.schema)
         if state is None:
             users = read_users(self.user, self.needs, inputs["user"])
-            return scorers.rank(self._model, params, self._cfg, users, asked)
-        return self._model.score(params, self._cfg, state, asked)
+            return split.everywhere(scorers.rank(self._model, params, self._cfg, users, asked))
+        return split.everywhere(self._model.score(params, self._cfg, state, asked))
 
 
 class Staging:
@@ -248,20 +257,20 @@ class Staging:
     A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
     owns the buffer until its outputs are ready, and `views` waits for them.
 
-    device: where the programs run; None: the first one. memory_kind: the kind of memory from which the device reads the
+    devices: where the programs run. memory_kind: the kind of memory from which the device reads the
     words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
     must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
     """
 
-    def __init__(
-        self, layout: BufferLayout, device: jax.Device | None = None, memory_kind: str | None = None
-    ) -> None:
-        device = device or jax.devices()[0]
+    def __init__(self, layout: BufferLayout, devices: Devices = ONE, memory_kind: str | None = None) -> None:
+        self._devices, self._memory = devices, devices.everywhere
+        device: jax.Device = next(iter(self._memory.device_set))
         has = {memory.kind for memory in device.addressable_memories()}
         if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
             memory_kind = "pinned_host"
         self._pinned = memory_kind is not None
-        self._memory = jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+        if memory_kind is not None:
+            self._memory = self._memory.with_memory_kind(memory_kind)
         room = np.zeros(layout.size + ALIGNMENT, np.uint8)
         start = -room.ctypes.data % ALIGNMENT
         self._buffer = room[start : start + layout.size]
@@ -288,7 +297,8 @@ class Staging:
         """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
         # A compiled program takes a NumPy array to its device faster than device_put does.
         words = jax.device_put(self._words, self._memory) if self._pinned else self._words
-        out = program(words, *others)
+        with self._devices.turn():
+            out = program(words, *others)
         self._reader = out
         return out
 
@@ -302,9 +312,10 @@ class Executor:
 
     def reset(self) -> None:
         """Take new buffers, since a run that failed may have spoilt the old ones."""
-        self._staging = Staging(self._programs.layouts[self.size])
+        devices = self._programs.devices
+        self._staging = Staging(self._programs.layouts[self.size], devices)
         if self.size != USER_PART:
-            self._out = jnp.zeros(self._programs.out_shape(self.size))
+            self._out: jax.Array = devices.place(jnp.zeros(self._programs.out_shape(self.size)))
 
     def run(self, work: ReadWork | PartWork) -> Any:
         """A Read, or scores [c, P]: `launch`, and then `collect`."""

@@ -24,6 +24,7 @@ from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
 from jgr.features.schema import Schema
 from jgr.models import scorers
+from jgr.models.devices import ONE, Devices
 from jgr.models.model_files import ModelFiles
 from jgr.models.params import PyTree
 from jgr.models.retrievers import items_digest
@@ -55,12 +56,16 @@ class ScorerModel:
 
 
 @preparing()
-def load_scorer(folder: Path, config: Config) -> ScorerModel:
+def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerModel:
     """Read a scorer's folder. Raises CheckpointError where it is damaged, ConfigError for what scorers cannot do."""
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
+    if devices.count > 1 and config.executors.share_user == "cache":
+        raise ConfigError(
+            "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
+        )
     files = ModelFiles(folder)
-    cfg, params = scorers.load(folder, files)
+    cfg, params = scorers.load(folder, files, devices)
     return ScorerModel(cfg, params, files.revision(), folder, files)
 
 
@@ -73,7 +78,8 @@ def load_scorer_engine(
     metrics, memory: of the server that it joins. Raises a UserError that names what is missing or does not fit.
     """
     folder = open_folder(config)
-    model = load_scorer(folder, config)
+    memory = memory or Memory.of(config)
+    model = load_scorer(folder, config, memory.devices_of(config))
     return make_scorer_engine(
         model, config, read_catalog(folder, config), metrics or counting_metrics(), memory
     )
@@ -125,6 +131,7 @@ def _make_engine(
                 schema,
                 settings.growth,
                 settings.build,
+                memory.devices_of(config),
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
