@@ -114,7 +114,7 @@ def measure_world(world: World, batches: int, rounds: int, quiet: Quiet) -> Row:
         for cells in wanted
         for d in range(DEVICES)
     ]
-    pair, replicated = int(max(1, *loads)), len(where.on(EVERYWHERE))
+    pair, replicated = max(1, int(np.max(loads))), len(where.on(EVERYWHERE))
     exchanges = [plan_exchange(where, wanted, pair, most, replicated) for wanted in asked]
     copies = [plan_copies(where, wanted, most) for wanted in asked]
     for wanted, exchange, plan in zip(asked, exchanges, copies, strict=True):

@@ -388,7 +388,8 @@ class FleetConfig:
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
     attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
     cpus: float = 1.0  # cores that Ray keeps for a replica
-    gpus: float = 0.0  # GPUs that Ray keeps for a replica; each replica sees no other
+    # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel.
+    gpus: float = 0.0
     health_s: float = (
         2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from jgr.config import Config
+from jgr.config import Config, ConfigError
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.relay import Answered, Asked, ask
@@ -37,7 +37,13 @@ class Source:
 
     def configs(self) -> list[Config]:
         """Raises ConfigError for what cannot be served."""
-        return configurations(self.files, self.assignments, self.folders, loaded=not self.null)
+        found = configurations(self.files, self.assignments, self.folders, loaded=not self.null)
+        gpus, shared = found[0].fleet.gpus, max(config.model.tensor_parallel for config in found)
+        if 0 < gpus < shared:
+            raise ConfigError(
+                f"fleet.gpus: a replica sees {gpus:g}, and model.tensor_parallel needs {shared}"
+            )
+        return found
 
 
 class Replica:

@@ -21,6 +21,7 @@ from jgr.models.devices import Devices, Placement, of_generator
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.params import Spec
 from jgr.ops import split
+from jgr.serving.cluster.replica import Source
 from jgr.serving.versions.loading import load_any
 from tests.serving.tiny_model import make_folder
 
@@ -164,3 +165,11 @@ def test_one_device_is_bound_to_no_mesh() -> None:
     assert Devices.of(1) == Devices()
     assert split.devices() == 1
     assert split.along(2) == PartitionSpec(None, None, split.AXIS)
+
+
+def test_a_replica_that_sees_too_few_gpus_is_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path / "model")
+    settings = ("model.tensor_parallel=2", "fleet.gpus=2")
+    assert Source((str(tmp_path / "model"),), assignments=settings).configs()[0].model.tensor_parallel == 2
+    with pytest.raises(ConfigError, match=r"fleet.gpus: a replica sees 1, and model.tensor_parallel needs 2"):
+        Source((str(tmp_path / "model"),), assignments=("model.tensor_parallel=2", "fleet.gpus=1")).configs()
