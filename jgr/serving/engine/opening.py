@@ -61,7 +61,7 @@ def open_folder(config: Config) -> Path:
     if config.model.tensor_parallel > 1:
         # XLA's number of threads where a CPU stands for several devices, read when the backend starts: a device that
         # waits for the others holds one, and with fewer of them than devices all would wait for ever.
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * config.model.tensor_parallel)))
+        os.putenv("NPROC", str(max(os.cpu_count() or 1, 2 * config.model.tensor_parallel)))
     try:
         jax.devices()
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
