@@ -52,11 +52,10 @@ that get the most attention in the first layer (RCLLM-10)."""
 class RepairChoice(NamedTuple):
     """What the program needs to choose the item tokens that it repairs.
 
-    All of them go through the first layer in plain order. cached_tokens: [C] int32, the cached tokens themselves.
-    ranks: [T] int32; a row with rank r >= 0 is filled with the r-th of all the batch's item tokens that were computed
-    alone, ordered by request and then as ChosenBy says. Other rows: -1. prompts: [T] int32, the request in which a new
-    token goes through that layer, -1 for none. looks: [C + T] int32, what tokens see in it, and see where they are
-    repaired, as bits.
+    They are compared in plain order. cached_tokens: [C] int32, the cached tokens themselves. ranks: [T] int32; a row
+    with rank r >= 0 is filled with the r-th of all the batch's item tokens that were computed alone, ordered by request
+    and then as ChosenBy says. Other rows: -1. prompts: [T] int32, the request as whose token a new one is looked at, -1
+    for none. looks: [C + T] int32, what tokens see there, and see where they are repaired, as bits.
     """
 
     cached_tokens: Any
@@ -152,7 +151,8 @@ def _forward(
 ) -> tuple[jax.Array, ContextKV]:
     """Hidden states [N, D] of the new tokens at places read [N], and the KV [L, 1, K, T, d] of all new tokens."""
     if row.choice is not None:
-        return _forward_with_choice(params, pool, row, row.choice, read, cfg, kv, chosen_by)
+        forward = _forward_by_attention if chosen_by == "attention" else _forward_by_deviation
+        return forward(params, pool, row, row.choice, read, cfg, kv)
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
     return out.hidden[0], out.context
 
@@ -193,7 +193,23 @@ def _prefill(
     )
 
 
-def _forward_with_choice(
+def _prompts(row: Row, choice: RepairChoice) -> tuple[jax.Array, Tokens]:
+    """Every token of the prompts once, the cached ones first: [C + T], and what each is part of."""
+    joined = zip(row.cached, row.described._replace(request=choice.prompts), strict=True)
+    tokens = jnp.concatenate([choice.cached_tokens, row.tokens])
+    return tokens, Tokens(*(jnp.concatenate(pair) for pair in joined))
+
+
+def _chosen(row: Row, choice: RepairChoice, prompts: Tokens, worth: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which rows [T] are filled, and with which of the prompts' tokens [C + T]: those worth [C + T] the most."""
+    from_cache = jnp.arange(len(prompts.kind)) < len(row.slots)
+    was_alone = from_cache | jnp.pad(row.seen_by >= 0, (len(row.slots), 0))
+    may = was_alone & (prompts.kind == Kind.ITEM) & (prompts.request >= 0)
+    ranking = jnp.lexsort((-worth, jnp.where(may, prompts.request, NOBODY)))
+    return choice.ranks >= 0, ranking[choice.ranks]
+
+
+def _forward_by_attention(
     params: DecoderParams,
     pool: jax.Array,
     row: Row,
@@ -201,41 +217,59 @@ def _forward_with_choice(
     read: jax.Array,
     cfg: DecoderConfig,
     kv: KVCells,
-    chosen_by: ChosenBy,
 ) -> tuple[jax.Array, ContextKV]:
-    """All tokens go through the first layer, the chosen and the computed ones through the others too (PIC-8).
+    """RCLLM-10, 11. What a token gets in the first layer follows from the embeddings alone, so that the others than the
+    chosen ones go through no layer, not even the first, where what is reused is exact."""
+    tokens, prompts = _prompts(row, choice)
+    with jax.named_scope("choose"):
+        # In the prompts' order, so that blocks of which nothing is seen are left out.
+        order = jnp.lexsort((prompts.order, jnp.where(prompts.request < 0, NOBODY, prompts.request)))
+        described = Tokens(*(x[order][None] for x in prompts))
+        embedded = split.rows(params.embed, tokens[order][None])
+        q, k = decoder.queries_keys(cfg, layer_of(params.layers, 0), embedded, described.position)
+        mass = attention_mass(q, k.transpose(0, 2, 1, 3), described, choice.looks[order][None])[0]
+        picked, chosen = _chosen(row, choice, prompts, jnp.zeros_like(mass).at[order].set(mass))
+    row = _with_repairs(row, prompts, choice.looks, picked, chosen)
+    row = row._replace(tokens=jnp.where(picked, tokens[chosen], row.tokens))
+    out = _prefill(params, pool, row, cfg, kv, read=read[None])
+    return out.hidden[0], out.context
+
+
+def _forward_by_deviation(
+    params: DecoderParams,
+    pool: jax.Array,
+    row: Row,
+    choice: RepairChoice,
+    read: jax.Array,
+    cfg: DecoderConfig,
+    kv: KVCells,
+) -> tuple[jax.Array, ContextKV]:
+    """PIC-3 with one check layer: all tokens go through the first layer, the chosen ones through the others too.
 
     The first layer's keys and values depend on token and position only, so nothing is repaired in it.
     """
     first, others = slice(1), slice(1, None)
     alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
-    # Every token of a prompt once, the cached ones first.
-    joined = zip(row.cached, row.described._replace(request=choice.prompts), strict=True)
-    prompts = Tokens(*(jnp.concatenate(pair) for pair in joined))
-    tokens = jnp.concatenate([choice.cached_tokens, row.tokens])[None]
+    tokens, prompts = _prompts(row, choice)
     described, looks = Tokens(*(x[None] for x in prompts)), choice.looks[None]
     plain = decoder.prefill(
-        params, cfg, tokens, tokens, segments=described, layout=looks, layers=first, keep_layers=True
+        params,
+        cfg,
+        tokens[None],
+        tokens[None],
+        segments=described,
+        layout=looks,
+        layers=first,
+        keep_layers=True,
     )
     assert alone.layers is not None and plain.layers is not None
     with jax.named_scope("choose"):
-        if chosen_by == "attention":
-            layer = layer_of(params.layers, 0)
-            q, k = decoder.queries_keys(cfg, layer, split.rows(params.embed, tokens), described.position)
-            worth = attention_mass(q, k.transpose(0, 2, 1, 3), described, looks)[0]
-        else:
-            check = layer_of(params.layers, 1)
-            kept = _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
-            new = decoder.values(cfg, check, alone.layers[0, 0])
-            old = jnp.concatenate([kept.reshape(len(row.slots), -1), new])
-            change = (decoder.values(cfg, check, plain.layers[0, 0]) - old).astype(jnp.float32)
-            worth = jnp.square(change).sum(-1)
-        from_cache = jnp.arange(len(prompts.kind)) < len(row.slots)
-        was_alone = from_cache | jnp.pad(row.seen_by >= 0, (len(row.slots), 0))
-        may = was_alone & (prompts.kind == Kind.ITEM) & (prompts.request >= 0)
-        ranking = jnp.lexsort((-worth, jnp.where(may, prompts.request, NOBODY)))
-        picked = choice.ranks >= 0
-        chosen = ranking[choice.ranks]
+        check = layer_of(params.layers, 1)
+        kept = _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
+        new = decoder.values(cfg, check, alone.layers[0, 0])
+        old = jnp.concatenate([kept.reshape(len(row.slots), -1), new])
+        change = (decoder.values(cfg, check, plain.layers[0, 0]) - old).astype(jnp.float32)
+        picked, chosen = _chosen(row, choice, prompts, jnp.square(change).sum(-1))
     hidden = jnp.where(picked[:, None], plain.layers[0, 0, chosen], alone.layers[0, 0])[None]
     row = _with_repairs(row, prompts, choice.looks, picked, chosen)
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])

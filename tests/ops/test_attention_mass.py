@@ -48,7 +48,7 @@ def by_hand(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", ["reference", "xla"])
 def test_the_sums_by_hand(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "MOST_SCORE_BYTES", 1 << 18)  # several blocks
+    monkeypatch.setattr(xla, "BLOCK", 16)  # several blocks
     arrays = OP.draw(CASES[case], jnp.float32)
     options = OP.options(CASES[case])
     got = jax.jit(functools.partial(OP.call, **options, implementation=form))(**arrays)
