@@ -172,7 +172,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return x32.astype(x.dtype) * weight
 
 
-def _rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `rope` turns by for positions [...]: cos and sin, [..., 1, d / 2] float32."""
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
@@ -198,18 +199,13 @@ def _keys_values(
     return rope(rms_norm(k, layer.k_norm, cfg.norm_eps) if cfg.qk_norm else k, cos, sin), v
 
 
-def rotated(cfg: DecoderConfig, keys: jax.Array, shift: jax.Array) -> jax.Array:
-    """Keys [..., K, d] that stand `shift` [...] positions further on, or back where it is below 0 (PIC-1)."""
-    return rope(keys, *_rotations(cfg, shift))
-
-
 def queries_keys(
     cfg: DecoderConfig, layer: LayerParams, h: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The queries [..., H, d] and keys [..., K, d] of one layer, whose leaves have no layer axis, for its input h
     [..., D] at positions [...]."""
-    x, rotations = rms_norm(h, layer.attention_norm, cfg.norm_eps), _rotations(cfg, positions)
-    return _queries(cfg, layer, x, *rotations), _keys_values(cfg, layer, x, *rotations)[0]
+    x, turn = rms_norm(h, layer.attention_norm, cfg.norm_eps), rotations(cfg, positions)
+    return _queries(cfg, layer, x, *turn), _keys_values(cfg, layer, x, *turn)[0]
 
 
 def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
@@ -295,7 +291,7 @@ def prefill(
         positions = segments.position
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    cos, sin = _rotations(cfg, positions)
+    cos, sin = rotations(cfg, positions)
     described = Causal(lengths) if segments is None else segments
     seen = None
     if segments is not None and seen_by is not None:
@@ -397,7 +393,7 @@ def decode(
     """
     start = lengths if start is None else start
     positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
-    cos, sin = _rotations(cfg, positions)
+    cos, sin = rotations(cfg, positions)
 
     def layer_step(
         h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]

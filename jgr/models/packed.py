@@ -35,6 +35,7 @@ from jgr.models import beam, decoder, words
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
+from jgr.models.rope import rope
 from jgr.models.words import Cells
 from jgr.ops import split
 from jgr.ops.attention_mass import attention_mass
@@ -169,12 +170,13 @@ def _prefill(
     read: jax.Array | None = None,
 ) -> Prefill:
     row = jax.tree.map(lambda x: x[None], row._replace(choice=None))
+    turn = None if row.shift is None else decoder.rotations(cfg, row.shift)
 
     def of_layer(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg)
         keys, values = found[:, :, 0], found[:, :, 1]
-        if row.shift is not None:
-            keys = decoder.rotated(cfg, keys, row.shift)
+        if turn is not None:
+            keys = rope(keys, *turn)
         return keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
     return decoder.prefill(
@@ -206,7 +208,11 @@ def _chosen(row: Row, choice: RepairChoice, prompts: Tokens, worth: jax.Array) -
     was_alone = from_cache | jnp.pad(row.seen_by >= 0, (len(row.slots), 0))
     may = was_alone & (prompts.kind == Kind.ITEM) & (prompts.request >= 0)
     ranking = jnp.lexsort((-worth, jnp.where(may, prompts.request, NOBODY)))
-    return choice.ranks >= 0, ranking[choice.ranks]
+    picked = choice.ranks >= 0
+    chosen = ranking[choice.ranks]
+    # In the prompts' order, so that attention leaves out blocks of which nothing is seen.
+    chosen = chosen[jnp.lexsort((prompts.order[chosen], prompts.request[chosen], ~picked))]
+    return picked, chosen[jnp.maximum(jnp.cumsum(picked) - 1, 0)]
 
 
 def _forward_by_attention(
@@ -405,8 +411,8 @@ def write(
 
     if shift is not None:
         assert cfg is not None
-        back = decoder.rotated(cfg, new.k.swapaxes(2, 3), -shift).swapaxes(2, 3)  # [L, 1, T, K, d] and back
-        new = new._replace(k=back)
+        back = rope(new.k.swapaxes(2, 3), *decoder.rotations(cfg, -shift))  # [L, 1, T, K, d]
+        new = new._replace(k=back.swapaxes(2, 3))
     given = split.along(1), split.along(2), split.EVERYWHERE
     written: jax.Array = split.on_each(scatter, (pool, new, slots), given, split.along(1))
     return written

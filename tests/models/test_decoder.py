@@ -62,9 +62,9 @@ def test_prefill_then_decode_equals_one_forward(family: str) -> None:
 def test_rope_at_position_0_is_identity_and_rotations_compose() -> None:
     cfg = CONFIGS["llama"]
     x = jax.random.normal(jax.random.key(0), (1, 3, 2, 8))
-    rotated = {p: rope(x, *decoder._rotations(cfg, jnp.full((1, 3), p))) for p in (0, 5, 12)}
+    rotated = {p: rope(x, *decoder.rotations(cfg, jnp.full((1, 3), p))) for p in (0, 5, 12)}
     np.testing.assert_array_equal(rotated[0], x)
-    again = rope(rotated[5], *decoder._rotations(cfg, jnp.full((1, 3), 7)))
+    again = rope(rotated[5], *decoder.rotations(cfg, jnp.full((1, 3), 7)))
     np.testing.assert_allclose(again, rotated[12], atol=1e-5)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention mass over the pairs of a query block and a key block in which something is seen, as in segment attention.
+"""Attention mass, a block of queries at a time over the blocks of keys in which they see something.
 
-Twice: a query's weights are known when all of its scores are, and only those of one pair exist at a time.
+A query's weights are known when all of its scores are. So the scores of a block's queries are kept, as many as there
+are keys, and all are turned into weights at once.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgr.ops.segment_attention.visibility import Arguments, pad_tokens, prepare, visible
-from jgr.ops.segment_attention.xla import Pairs, seen_pairs
+from jgr.ops.segment_attention.visibility import NOTHING, Arguments, pad_tokens, prepare, relation, visible
 
 BLOCK = 128
 """Tokens of a block. Smaller ones leave out more of what is not seen, larger ones are faster products."""
@@ -30,45 +30,49 @@ def attention_mass(call: Arguments) -> jax.Array:
     q = jnp.pad(q * jnp.asarray(dim**-0.5, q.dtype), ((0, 0), (0, -count % block), (0, 0), (0, 0)))
     k = jnp.pad(k, ((0, 0), (0, 0), (0, -count % block), (0, 0)))
     q = q.reshape(batch, -1, block, kv_heads, heads // kv_heads, dim).transpose(1, 0, 3, 4, 2, 5)
-    pairs, number = seen_pairs(queries, keys, block, block)
+    q = q.reshape(len(q), batch, kv_heads, -1, dim)
+    groups = heads // kv_heads
+    seen_pairs = (relation(queries, keys, block, block) != NOTHING).any(0)  # [query blocks, key blocks]
 
-    def scored(pair: Pairs) -> tuple[jax.Array, jax.Array]:
-        """The scores [B, K, G, t, s] of a pair of blocks, and what is seen [B, t, s]."""
-        i, j, _ = pair
+    def cut(x: jax.Array, at: Any, axis: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, at * block, block, axis)
 
-        def cut(x: jax.Array, at: Any, axis: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, at * block, block, axis)
-
+    def of_queries(
+        found: tuple[jax.Array, jax.Array], i: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
         rows = jax.tree.map(lambda x: cut(x, i, 1)[:, :, None], queries)
-        seen = visible(rows, jax.tree.map(lambda x: cut(x, j, 1)[:, None], keys))
-        scores = jnp.einsum("bkgtd,bksd->bkgts", q[i], cut(k, j, 2), preferred_element_type=jnp.float32)
-        return jnp.where(seen[:, None, None], scores, _MASKED), seen
+        (blocks,) = jnp.nonzero(seen_pairs[i], size=len(q), fill_value=0)
+        number = seen_pairs[i].sum(dtype=jnp.int32)
 
-    def over(step: Any, start: Any) -> Any:
-        return jax.lax.fori_loop(
-            0, number, lambda at, x: step(x, jax.tree.map(lambda p: p[at], pairs)), start
+        def score(at: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            scores, seen_by = so_far
+            j = blocks[at]
+            seen = visible(rows, jax.tree.map(lambda x: cut(x, j, 1)[:, None], keys))  # [B, t, s]
+            new = jnp.einsum("bkrd,bksd->bkrs", q[i], cut(k, j, 2), preferred_element_type=jnp.float32)
+            new = jnp.where(jnp.tile(seen, (1, groups, 1))[:, None], new, _MASKED)
+            return scores.at[at].set(new), seen_by.at[j].add(seen.sum(1, dtype=jnp.int32))
+
+        shape = (len(q), batch, kv_heads, groups * block)
+        scores, seen_by = jax.lax.fori_loop(
+            0, number, score, (jnp.full((*shape, block), _MASKED, jnp.float32), found[1])
         )
+        top = scores.max((0, -1))
 
-    def add_up(running: tuple[jax.Array, jax.Array], pair: Pairs) -> tuple[jax.Array, jax.Array]:
-        top, total = running
-        scores, _ = scored(pair)
-        old = top[pair[0]]
-        new = jnp.maximum(old, scores.max(-1))
-        sums = total[pair[0]] * jnp.exp(old - new) + jnp.exp(scores - new[..., None]).sum(-1)
-        return top.at[pair[0]].set(new), total.at[pair[0]].set(sums)
+        def weigh(at: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            weights, total = so_far
+            new = jnp.exp(weights[at] - top[..., None])
+            return weights.at[at].set(new), total + new.sum(-1)
 
-    top = jnp.full(q.shape[:-1], _MASKED, jnp.float32)
-    top, total = over(add_up, (top, jnp.zeros_like(top)))
+        weights, total = jax.lax.fori_loop(0, number, weigh, (scores, jnp.zeros_like(top)))
+        share = jnp.where(top > 0.5 * _MASKED, 1 / jnp.maximum(total, 1e-30), 0.0)
 
-    def give(found: tuple[jax.Array, jax.Array], pair: Pairs) -> tuple[jax.Array, jax.Array]:
-        mass, seen_by = found
-        i, j, _ = pair
-        scores, seen = scored(pair)
-        weights = jnp.exp(scores - top[i][..., None]) * (1 / jnp.maximum(total[i], 1e-30))[..., None]
-        weights = jnp.where(seen[:, None, None], weights, 0.0)
-        return mass.at[j].add(weights.sum((1, 2, 3))), seen_by.at[j].add(seen.sum(1, dtype=jnp.int32))
+        def give(at: jax.Array, mass: jax.Array) -> jax.Array:
+            return mass.at[blocks[at]].add(jnp.einsum("bkr,bkrs->bs", share, weights[at]))
 
-    shape = (q.shape[0], batch, block)
-    mass, seen_by = over(give, (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)))
+        return (jax.lax.fori_loop(0, number, give, found[0]), seen_by), None
+
+    shape = (len(q), batch, block)
+    start = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
+    (mass, seen_by), _ = jax.lax.scan(of_queries, start, jnp.arange(len(q)))
     found: jax.Array = (mass / jnp.maximum(seen_by, 1)).swapaxes(0, 1)
     return found.reshape(batch, -1)[:, :count]
