@@ -290,7 +290,8 @@ def shared() -> Iterator[Program]:
     """The ranking of `_packed` by two devices, each with half of the heads; two layers, which differ by their place."""
     whole = shapes.named("qwen3-0.6b")
     assert isinstance(whole, DecoderConfig)
-    cfg, two = replace(whole, layers=2), devices.Placement(devices.Devices(AbstractMesh((2,), (split.AXIS,))))
+    mesh: Any = AbstractMesh((2,), (split.AXIS,))
+    cfg, two = replace(whole, layers=2), devices.Placement(devices.Devices(mesh))
 
     def spread(x: Any) -> Spread:
         axis = two.divided(x) if isinstance(x, params.Spec) else None
@@ -353,9 +354,9 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
         text = compiled.as_text() or ""
         copies = [] if program.is_op else large_copies(text)
         error = f"{len(copies)} copies above 10 MB: {', '.join(copies[:3])}" if copies else ""
-        found = len(re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", text))
-        if found != program.sums:
-            error = f"{found} sums over devices, there should be {program.sums}"
+        sums = len(re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", text))
+        if sums != program.sums:
+            error = f"{sums} sums over devices, there should be {program.sums}"
     except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
         error = " ".join(str(e).split()) or type(e).__name__
     seconds = time.perf_counter() - start
