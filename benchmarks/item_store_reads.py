@@ -88,7 +88,7 @@ def batch(placement: ItemPlacement, seed: int) -> list[npt.NDArray[np.int32]]:
 
 
 def seconds(read: Callable[[Any], Any], plans: Sequence[Any]) -> float:
-    """Of all plans, each of which is waited for before the next."""
+    """Read by all plans, each waited for before the next, and return how long that takes."""
     start = time.perf_counter()
     for plan in plans:
         jax.block_until_ready(read(plan))

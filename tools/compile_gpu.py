@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,15 +35,25 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 from jgr.cache.memory import PAGE_BYTES
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
-from jgr.models import beam, climber, packed, params, scorers, shapes
+from jgr.models import beam, climber, devices, packed, params, scorers, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator, with_layers_apart
 from jgr.models.hstu import HstuConfig
+from jgr.ops import split
 from jgr.ops.beam_attention import cases as beam_cases
 from jgr.ops.beam_attention import pallas_triton
 from jgr.ops.beam_attention.arguments import Arguments as BeamArguments
@@ -53,6 +64,8 @@ from jgr.serving.decoders.caching import kv_cells
 
 POOL_TOKENS = 64_000
 
+SUMS = 5
+"""Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
 LARGE_COPY = 10_000_000
 """The bytes from which on a copy counts as large: copies of activations between kernels are smaller than that."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
@@ -86,6 +99,16 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]
     refused: str = ""
     is_op: bool = False
+    sums: int = 0
+    """Sums over devices in a program that two devices share, whose arguments are Spreads; 0: one has it to itself."""
+
+
+class Spread(NamedTuple):
+    """The shape of an argument of a program that two devices share, and how it is divided."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
 
 
 class Outcome(NamedTuple):
@@ -114,13 +137,28 @@ def lower(
 
 def compiler() -> Callable[[Program], Any]:
     """Compiles a program for an H200. Raises RuntimeError where the plugin is missing."""
-    device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1").devices[0]
-    sharding = SingleDeviceSharding(device)
+    one, two = (
+        topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}").devices
+        for count in (1, 2)
+    )
+    sharding = SingleDeviceSharding(one[0])
 
     def placed(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return lambda program: lower(program.call, program.arguments, placed).compile()
+    def compile_(program: Program) -> Any:
+        if not program.sums:
+            return lower(program.call, program.arguments, placed).compile()
+        mesh = Mesh(np.array(two), (split.AXIS,), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh):
+            spread = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, x.spec)),
+                program.arguments,
+                is_leaf=lambda x: isinstance(x, Spread),
+            )
+            return jax.jit(program.call).lower(*spread).compile()
+
+    return compile_
 
 
 def kernels(ops: Sequence[OpCases]) -> Iterator[Program]:
@@ -242,11 +280,42 @@ def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: boo
     kv = kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES)
     pages = POOL_TOKENS * kv.parts // kv.slots
     pool = jax.ShapeDtypeStruct((pages, PAGE_BYTES // 4), jnp.uint32)
-    described, cached = (Tokens(*[_ints(n)] * 5) for n in (tokens, context))
-    row = packed.Row(_ints(tokens), described, _ints(tokens), _ints(context, kv.parts), cached)
+    row = _row(tokens, context, kv.parts)
     asked = packed.Asked(*[_ints(candidates)] * 3)
     call = functools.partial(packed.rank, cfg=cfg, kv=kv)
     return Program("packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked))
+
+
+def shared() -> Iterator[Program]:
+    """The ranking of `_packed` by two devices, each with half of the heads; two layers, which differ by their place."""
+    whole = shapes.named("qwen3-0.6b")
+    assert isinstance(whole, DecoderConfig)
+    mesh: Any = AbstractMesh((2,), (split.AXIS,))
+    cfg, two = replace(whole, layers=2), devices.Placement(devices.Devices(mesh))
+
+    def spread(x: Any) -> Spread:
+        axis = two.divided(x) if isinstance(x, params.Spec) else None
+        dtype = jnp.bfloat16 if isinstance(x, params.Spec) else x.dtype
+        return Spread(x.shape, dtype, split.EVERYWHERE if axis is None else split.along(axis))
+
+    def layer(stack: params.Spec) -> params.Spec:
+        return replace(stack, shape=stack.shape[1:], axes=stack.axes[1:])
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, params.Spec)
+
+    declared: Any = generator(cfg).spec(cfg)
+    each = jax.tree.map(layer, declared.layers, is_leaf=is_spec)
+    weights = jax.tree.map(spread, replace(declared, layers=(each, each)), is_leaf=is_spec)
+    tokens, kv = 1024, kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES, 2)
+    pool = Spread((64, 2 * PAGE_BYTES // 4), jnp.uint32, split.along(1))
+    row, asked = jax.tree.map(spread, (_row(tokens, tokens, kv.parts), packed.Asked(*[_ints(64)] * 3)))
+
+    def call(*arguments: Any) -> Any:
+        scores, new = packed.rank(*arguments, cfg=cfg, kv=kv)
+        return split.everywhere(scores), split.divided(new, 2)
+
+    yield Program("packed_rank", "on_two_devices", call, (weights, pool, row, asked), sums=SUMS)
 
 
 def _model(name: str) -> tuple[Any, beam.CatalogTables]:
@@ -265,6 +334,11 @@ def _weights(name: str, apart: bool = True) -> Any:
     return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
 
 
+def _row(tokens: int, context: int, parts: int) -> packed.Row:
+    described, cached = (Tokens(*[_ints(n)] * 5) for n in (tokens, context))
+    return packed.Row(_ints(tokens), described, _ints(tokens), _ints(context, parts), cached)
+
+
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -277,8 +351,12 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
         compiled = compile_(program)
         analysis = compiled.memory_analysis()
         temp_bytes = analysis.temp_size_in_bytes if analysis is not None else 0
-        copies = [] if program.is_op else large_copies(compiled.as_text() or "")
+        text = compiled.as_text() or ""
+        copies = [] if program.is_op else large_copies(text)
         error = f"{len(copies)} copies above 10 MB: {', '.join(copies[:3])}" if copies else ""
+        sums = len(re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", text))
+        if sums != program.sums:
+            error = f"{sums} sums over devices, there should be {program.sums}"
     except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
         error = " ".join(str(e).split()) or type(e).__name__
     seconds = time.perf_counter() - start
@@ -383,7 +461,7 @@ def main(argv: Sequence[str]) -> int:
         except RuntimeError as e:
             print(f"compile_gpu: no CUDA plugin of jax {jax.__version__} is installed: {e}", file=sys.stderr)
             return 2
-        programs = [*kernels(all_ops()), *controls(), *engine()]
+        programs = [*kernels(all_ops()), *controls(), *engine(), *shared()]
         chosen = [p for p in programs if wanted in f"{p.name} {p.case}"][part - 1 :: parts]
         outcomes = [attempt(program, compile_, Path(folder)) for program in chosen]
     print(f"jax {jax.__version__}, for an H200\n{table(outcomes)}")

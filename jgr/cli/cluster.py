@@ -60,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
         (*console.environment(), *values.set, *own),
         values.null,
     )
-    config = source.configs()[0]  # before seconds of starting Ray
+    configs = source.configs()  # before seconds of starting Ray
+    console.keep_enough_threads(configs)  # replicas on this machine get this process's environment
+    config = configs[0]
     port = config.server.port or free_port(config.server.host)
     ended = threading.Event()
 

@@ -92,6 +92,16 @@ def load_folder(values: flags.FlagValues, argv: Sequence[str]) -> Config:
     return config
 
 
+def keep_enough_threads(configs: Sequence[Config]) -> None:
+    """Have XLA make more threads than there are devices where a CPU stands for several; before its backend starts.
+
+    A device that waits for the others holds a thread, and with fewer of them than devices all would wait for ever.
+    """
+    devices = max(config.model.tensor_parallel for config in configs)
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+
+
 def refuse_arguments(argv: Sequence[str]) -> None:
     """Raise UserError if a command that only takes flags got other arguments."""
     if argv:

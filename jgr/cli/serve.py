@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     own = [f"{key}={value}" for key, value in given.items() if value is not None]
     assignments = [*console.environment(), *flags.FLAGS.set, *own]
     configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
+    console.keep_enough_threads(configs)
     read_keys(configs[0].server)  # before minutes of loading
     require_opentelemetry(configs[0].server)
     check_tls(configs[0].server)

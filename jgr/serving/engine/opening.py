@@ -58,10 +58,6 @@ def open_folder(config: Config) -> Path:
     if not config.model.path:
         raise ConfigError("model.path: the folder of the model is not set")
     check_folder(config.model.path)
-    if config.model.tensor_parallel > 1:
-        # XLA's number of threads where a CPU stands for several devices, read when the backend starts: a device that
-        # waits for the others holds one, and with fewer of them than devices all would wait for ever.
-        os.putenv("NPROC", str(max(os.cpu_count() or 1, 2 * config.model.tensor_parallel)))
     try:
         jax.devices()
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there

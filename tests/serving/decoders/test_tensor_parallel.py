@@ -42,7 +42,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=900,
         check=True,
     )
     found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
