@@ -159,7 +159,7 @@ class Driver:
         self, rule: str, age_s: float, rates: Mapping[float, float], warm_s: float, run_s: float
     ) -> list[Row]:
         """A row for each load, whose requests a second are given."""
-        self._fleet.begin(rule, age_s)  # type: ignore[arg-type]
+        self._fleet.begin(rule, age_s)
         self._next = 0
         self._send(max(rates.values()) * 0.7, warm_s, 0)
         return [self._run(rule, age_s, load, rate, run_s) for load, rate in rates.items()]

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import tempfile
+from asyncio import Runner
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import ray
 from ray import serve
@@ -19,7 +20,6 @@ from benchmarks.fleet_parts import MeasuredRouter as MeasuredRouter
 from jgr.cli.cluster import LOGGING, free_port
 from jgr.serving.cluster.application import NAME, Parts, application
 from jgr.serving.cluster.replica import Source
-from jgr.serving.policies.routing import Rule
 
 LONG_S = 300.0
 HOST = "127.0.0.1"
@@ -27,40 +27,49 @@ PARTS = Parts(ClockedReplica, MeasuredFront, f"{__name__}.MeasuredRouter")
 """For the router's name see jgr.serving.cluster.application.ROUTER."""
 
 
-class Fleet(NamedTuple):
-    """A fleet that runs, and its deployments."""
+class Fleet:
+    """A fleet that runs. runner: of the loop on which its deployments are asked."""
 
-    host: str
-    port: int
-    replicas: DeploymentHandle
-    fronts: DeploymentHandle
+    def __init__(
+        self, port: int, replicas: DeploymentHandle, fronts: DeploymentHandle, runner: Runner
+    ) -> None:
+        self.host, self.port = HOST, port
+        self._replicas, self._fronts, self._runner = replicas, fronts, runner
 
-    def begin(self, rule: Rule, report_s: float) -> None:
+    def begin(self, rule: str, report_s: float) -> None:
         """A new sequence of runs."""
-        self.replicas.broadcast("begin", report_s).results(timeout_s=LONG_S)
-        self.fronts.broadcast("begin", rule).results(timeout_s=LONG_S)
+        self._ask(self._replicas, "begin", report_s)
+        self._ask(self._fronts, "begin", rule)
 
     def counts(self) -> Counts:
         """What all replicas have done since they started."""
         found = Counts()
-        for each in self.replicas.broadcast("counts").results(timeout_s=LONG_S):
+        for each in self._ask(self._replicas, "counts"):
             found = found.plus(Counts(*each))
         return found
 
     def flown(self) -> dict[str, float]:
         """Token seconds in flight by replica, of all fronts, since the last call."""
         found: dict[str, float] = {}
-        for each in self.fronts.broadcast("flown").results(timeout_s=LONG_S):
+        for each in self._ask(self._fronts, "flown"):
             for name, sum in each.items():
                 found[name] = found.get(name, 0.0) + sum
         return found
+
+    def _ask(self, handle: DeploymentHandle, method: str, *given: Any) -> list[Any]:
+        async def ask() -> list[Any]:
+            found: list[Any] = await handle.broadcast(method, *given).results_async(timeout_s=LONG_S)
+            return found
+
+        return self._runner.run(ask())
 
 
 @contextmanager
 def running(config: Path, settings: Sequence[str]) -> Iterator[Fleet]:
     """A fleet of a configuration's model on a Ray of its own, which ends with it."""
     port = free_port(HOST)
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets have short names
+    # Ray's sockets have short names; its handles end on the loop that they began on.
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder, Runner() as runner:
         ray.init(
             address="local", include_dashboard=False, logging_level="WARNING", _temp_dir=folder, num_cpus=8
         )
@@ -68,8 +77,8 @@ def running(config: Path, settings: Sequence[str]) -> Iterator[Fleet]:
             serve.start(http_options={"host": HOST, "port": port}, proxy_location="EveryNode")
             source = Source(files=(str(config),), assignments=tuple(settings))
             serve.run(application(source, PARTS), name=NAME, logging_config=LOGGING)
-            handles = [serve.get_deployment_handle(name, NAME) for name in ("Replica", "Front")]
-            yield Fleet(HOST, port, *handles)
+            replicas, fronts = (serve.get_deployment_handle(name, NAME) for name in ("Replica", "Front"))
+            yield Fleet(port, replicas, fronts, runner)
         finally:
             serve.shutdown()
             ray.shutdown()
