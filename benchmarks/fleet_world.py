@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from asyncio import Runner
+from asyncio import AbstractEventLoop
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import ray
@@ -28,13 +30,13 @@ PARTS = Parts(ClockedReplica, MeasuredFront, f"{__name__}.MeasuredRouter")
 
 
 class Fleet:
-    """A fleet that runs. runner: of the loop on which its deployments are asked."""
+    """A fleet that runs. loop: on which its deployments are asked; it runs in another thread."""
 
     def __init__(
-        self, port: int, replicas: DeploymentHandle, fronts: DeploymentHandle, runner: Runner
+        self, port: int, replicas: DeploymentHandle, fronts: DeploymentHandle, loop: AbstractEventLoop
     ) -> None:
         self.host, self.port = HOST, port
-        self._replicas, self._fronts, self._runner = replicas, fronts, runner
+        self._replicas, self._fronts, self._loop = replicas, fronts, loop
 
     def begin(self, rule: str, report_s: float) -> None:
         """A new sequence of runs."""
@@ -61,24 +63,26 @@ class Fleet:
             found: list[Any] = await handle.broadcast(method, *given).results_async(timeout_s=LONG_S)
             return found
 
-        return self._runner.run(ask())
+        return asyncio.run_coroutine_threadsafe(ask(), self._loop).result()
 
 
 @contextmanager
 def running(config: Path, settings: Sequence[str]) -> Iterator[Fleet]:
     """A fleet of a configuration's model on a Ray of its own, which ends with it."""
     port = free_port(HOST)
-    # Ray's sockets have short names; its handles end on the loop that they began on.
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder, Runner() as runner:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets have short names
         ray.init(
             address="local", include_dashboard=False, logging_level="WARNING", _temp_dir=folder, num_cpus=8
         )
+        loop = asyncio.new_event_loop()  # Ray tells the handles on it of what changes, until the end
+        Thread(target=loop.run_forever, daemon=True).start()
         try:
             serve.start(http_options={"host": HOST, "port": port}, proxy_location="EveryNode")
             source = Source(files=(str(config),), assignments=tuple(settings))
             serve.run(application(source, PARTS), name=NAME, logging_config=LOGGING)
             replicas, fronts = (serve.get_deployment_handle(name, NAME) for name in ("Replica", "Front"))
-            yield Fleet(port, replicas, fronts, runner)
+            yield Fleet(port, replicas, fronts, loop)
         finally:
             serve.shutdown()
             ray.shutdown()
+            loop.call_soon_threadsafe(loop.stop)
