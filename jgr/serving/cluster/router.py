@@ -7,19 +7,16 @@ request, and by the replica. It keeps no score, so each replica is a rank of its
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
+from jgr.serving.cluster.attempts import ATTEMPTS, SENDER
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.reports import Shape, ask_of, report
-from jgr.serving.policies.routing import Router
+from jgr.serving.policies.routing import Ask, Router
 
-SENDER = f"{socket.gethostname()}:{os.getpid()}"
-"""This process, as replicas name it in their reports."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
 
@@ -63,17 +60,26 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
         # Before it has arrived: what is chosen until then must know of it.
-        self._policy.sent(ask, best[0], now_ns)
+        self._send(hint, ask, best[0], now_ns)
         return [[by_name[name]] for name in best]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        ask = ask_of(_hint(pending_request), self._shape, pending_request.metadata.internal_request_id)
-        self._policy.sent(ask, replica_id.unique_id, time.monotonic_ns())
+        hint = _hint(pending_request)
+        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
+        self._send(hint, ask, replica_id.unique_id, time.monotonic_ns())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, replica_id.unique_id)
+
+    def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
+        """The request goes to that replica: the tokens that it should compute there."""
+        work = self._policy.sent(ask, name, now_ns)
+        attempt = ATTEMPTS.get(hint.attempt)
+        if attempt is not None:
+            attempt.node, attempt.predicted_ns = name, self._policy.busy_ns(name)
+        return work
 
 
 def _hint(pending: PendingRequest | None) -> Hint:
