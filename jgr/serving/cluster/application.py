@@ -13,29 +13,16 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 
 from jgr.config import UserError
+from jgr.serving.cluster.coordinator import COORDINATOR, REPLICA, Coordinator
 from jgr.serving.cluster.front import Front
-from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replica import Replica, Source
-from jgr.serving.cluster.replicas import Replicas
-from jgr.serving.cluster.rollout import Rollouts
 
 NAME = "jgr"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
 ARGUMENTS = ("models", "configs", "settings")
-
-
-class Coordinator:
-    """The deployment of one replica through which every change of the fleet goes."""
-
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._rollouts = Rollouts(Replicas(replicas))
-
-    async def roll(self, path: str, asked: Asked) -> Answered:
-        return await self._rollouts.roll(path, asked)
 
 
 def application(source: Source) -> Application:
@@ -45,7 +32,7 @@ def application(source: Source) -> Application:
     queue = sum(config.batching.max_queue for config in configs)
     replica = serve.deployment(
         Replica,
-        name="Replica",
+        name=REPLICA,
         num_replicas=fleet.replicas,
         max_ongoing_requests=queue + SPARE,
         user_config={},
@@ -69,13 +56,14 @@ def application(source: Source) -> Application:
     light = {"num_cpus": 0}
     replicas = replica.bind(source)
     coordinator = serve.deployment(
-        Coordinator, name="Coordinator", num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
+        Coordinator, name=COORDINATOR, num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
     )
     front = serve.deployment(
         Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
-    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas))
+    kept = max(config.catalog.max_versions for config in configs)
+    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas, source.key, kept))
     return built
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from typing import Any, Protocol
 
-from jgr.config import Config
+from jgr.config import Config, UserError
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
-from jgr.serving.versions.deployment import Deployment
+from jgr.serving.versions.deployment import Beginning, Deployment
 from jgr.serving.versions.served_models import Models, serves
+from jgr.serving.versions.served_state import begin_as, state_of
 from jgr.serving.versions.sources import configurations, load_all
 
+STARTS = 4
+"""So often a replica begins anew because the others have changed while it started."""
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
 
@@ -39,17 +43,29 @@ class Source:
         """Raises ConfigError for what cannot be served."""
         return configurations(self.files, self.assignments, self.folders, loaded=not self.null)
 
+    @property
+    def key(self) -> str:
+        """What tells one source from another."""
+        return repr((self.folders, self.files, self.assignments, self.null))
+
+
+class Coordination(Protocol):
+    """Where a replica learns what the others serve. See Coordinator."""
+
+    async def record(self, source: str) -> Record: ...
+    async def joins(self, source: str, name: str, states: States) -> Record | None: ...
+
 
 class Replica:
-    """The deployment that Ray starts several times. name: this replica's own, as routers know it."""
+    """The deployment that Ray starts several times. name: this replica's own, as routers know it. others: how it learns
+    what the others serve; None: from Ray's deployment."""
 
-    def __init__(self, source: Source, name: str = "") -> None:
-        configs = source.configs()
-        loaded = load_all(source.folders, source.assignments, configs, source.null)
-        self._config = configs[0]
+    def __init__(self, source: Source, name: str = "", others: Coordination | None = None) -> None:
+        self._source = source
         self.name = name or _own_name()
-        self.models = Models([Deployment(engine, config.catalog, load) for engine, load, config in loaded])
-        self._app = App(self.models, self._config.server)
+        self._others = others
+        self._record = Record(source.key)
+        self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
         self._work = Work()
         self._shape: Shape = {}
@@ -59,17 +75,33 @@ class Replica:
         await self.start()
 
     async def start(self) -> None:
-        """Compile. Raises what a warm-up raises."""
+        """Load, compile, and serve what the others do. Raises what a load and a warm-up raise, and UserError where that
+        cannot be served here."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        await self.models.start(lambda done, total, label: None)
-        self._shape = shape(self.models)
+        others = self._others or _Coordinator()
+        for _ in range(STARTS):  # the others may change meanwhile
+            self._record = await others.record(self._source.key)
+            # Not on the event loop: it is asked for its health meanwhile.
+            self._config, deployments = await asyncio.to_thread(load_as, self._source, self._record)
+            self.models = Models(deployments)
+            self._app = App(self.models, self._config.server)
+            await self.models.start(lambda done, total, label: None)
+            joined = await others.joins(self._source.key, self.name, self._states())
+            if joined is not None:
+                self._record = self._record.merged(joined)
+                self._shape = shape(self.models)
+                return
+            await self.end()
+        raise UserError(f"replica {self.name} serves {served(self._states())}, and the others do not")
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
+        if hint.to not in ("", self.name):  # that one is gone
+            raise RequestError("unavailable", f"replica {hint.to} is gone")
         tokens = ask_of(hint, self._shape).tokens
         self._work.begin(hint.sender, tokens, self._now_ns())
         try:
@@ -84,7 +116,31 @@ class Replica:
             "status": self.models.status,
             "waiting": self.models.waiting,
             "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
+            "states": self._states(),
+            "changes": {
+                f"{one.name} {kind}": (change.number, change.state, change.error)
+                for one in self.models.deployments
+                for kind, change in one.changes.items()
+            },
         }
+
+    async def remember(self, record: Record) -> None:
+        """What the fleet serves after a change. One that has missed the change is not healthy, and is replaced."""
+        record = Record(*record)
+        if record.source == self._record.source and record.number > self._record.number:
+            self._record = self._record.merged(record)
+            states = self._states()
+            changing = any(
+                change.state == "running"
+                for one in self.models.deployments
+                for change in one.changes.values()
+            )
+            if not changing and not record.agrees(states):
+                self._missed = f"serves {served(states)}, and the others {served(record.states)}"
+
+    async def recorded(self) -> Record:
+        """What the fleet serves, as far as it was told."""
+        return self._record
 
     async def metrics(self) -> tuple[str, str]:
         """Name, and the series of all models as text."""
@@ -105,11 +161,21 @@ class Replica:
         """Raises where Ray is to replace this replica."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
+        if self._missed:
+            raise RuntimeError(f"replica {self.name} {self._missed}")
 
     async def __del__(self) -> None:
         """Ray calls it, and waits for it, when the requests that it has sent are answered."""
-        await self.models.drain(self._config.server.drain_timeout_s)
-        self.models.join(1.0)
+        await self.end()
+
+    async def end(self) -> None:
+        """Finish what was accepted."""
+        if hasattr(self, "models"):
+            await self.models.drain(self._config.server.drain_timeout_s)
+            self.models.join(1.0)
+
+    def _states(self) -> States:
+        return {one.name: state_of(one) for one in self.models.deployments}
 
     def _held(self, kind: str) -> Iterator[str]:
         """The names of what is cached, of all models, the last used first."""
@@ -122,6 +188,25 @@ class Replica:
 
     def _now_ns(self) -> int:
         return self.models.deployments[0].engine.clock()
+
+
+def load_as(source: Source, record: Record) -> tuple[Config, list[Deployment]]:
+    """The models, over the versions that the record has; those that are configured, where it has none. Raises UserError
+    where these cannot be loaded."""
+    states = list(record.states.values())
+    places = [state.folder for state in states]
+    folders = tuple(
+        place or folder for folder, place in zip_longest(source.folders, places[: len(source.folders)])
+    )
+    configs = (replace(source, folders=folders) if states else source).configs()
+    loaded = load_all(source.folders, source.assignments, configs, source.null, places)
+    deployments = []
+    for one in loaded:
+        engine, begin = one.engine, Beginning()
+        if one.config.model.name in record.states:
+            engine, begin = begin_as(one, record.states[one.config.model.name], record.bodies)
+        deployments.append(Deployment(engine, one.config.catalog, one.load, begin))
+    return configs[0], deployments
 
 
 def shape(models: Models) -> Shape:
@@ -153,3 +238,19 @@ def _own_name() -> str:
 
     name: str = serve.get_replica_context().replica_id.unique_id
     return name
+
+
+class _Coordinator:
+    """The coordinator of the application that this replica is of."""
+
+    async def record(self, source: str) -> Record:
+        return Record(*await self._handle().record.remote(source))
+
+    async def joins(self, source: str, name: str, states: States) -> Record | None:
+        joined = await self._handle().joins.remote(source, name, states)
+        return None if joined is None else Record(*joined)
+
+    def _handle(self) -> Any:
+        from ray import serve
+
+        return serve.get_deployment_handle("Coordinator", serve.get_replica_context().app_name)

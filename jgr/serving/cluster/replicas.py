@@ -8,6 +8,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 
 ALL_S = 30.0
@@ -51,6 +52,16 @@ class Replicas:
         return dict(
             sorted(each for each in await self._broadcast("metrics") if not isinstance(each, Exception))
         )
+
+    async def remember(self, record: Record) -> None:
+        """Tell all what the fleet serves."""
+        await self._broadcast("remember", record)
+
+    async def records(self) -> list[Record]:
+        """What those that answer know of what the fleet serves."""
+        return [
+            Record(*each) for each in await self._broadcast("recorded") if not isinstance(each, Exception)
+        ]
 
     async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
         answers = self._handle.broadcast(method, *arguments)
