@@ -20,6 +20,7 @@ from absl import flags
 
 from jgr import extras
 from jgr.cli import console
+from jgr.fields import UserError, one_line
 
 if TYPE_CHECKING:
     from jgr.serving.cluster.replica import Source
@@ -53,6 +54,9 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
 
     from jgr.serving.cluster.replica import Source
+    from jgr.serving.cluster.secret import require_token
+
+    require_token()  # Ray reads it when it is imported
 
     source = Source(
         tuple(map(os.path.abspath, argv)),
@@ -92,11 +96,16 @@ def _serve(
     from ray import serve
 
     from jgr.serving.cluster.application import NAME, application
+    from jgr.serving.cluster.secret import HOW, require_closed
 
-    ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+    try:
+        ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+        raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
         signal.signal(number, stop)
     try:
+        require_closed(ray.get_runtime_context().gcs_address)
         serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
         serve.run(application(source), name=NAME, logging_config=LOGGING)
         print(f"http://{host}:{port}", flush=True)

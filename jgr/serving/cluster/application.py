@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -17,7 +18,9 @@ from ray.serve.config import RequestRouterConfig
 from jgr.config import UserError
 from jgr.serving.cluster.coordinator import COORDINATOR, REPLICA, Coordinator
 from jgr.serving.cluster.front import Front
+from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.cluster.secret import require_closed
 
 NAME = "jgr"
 SPARE = 256
@@ -63,12 +66,17 @@ def application(source: Source) -> Application:
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
     kept = max(config.catalog.max_versions for config in configs)
-    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas, source.key, kept))
+    built: Application = front.bind(
+        tuple(spoken()), first, most, replicas, coordinator.bind(tuple(spoken()), replicas, source.key, kept)
+    )
     return built
 
 
 def fleet(arguments: Mapping[str, Any]) -> Application:
-    """The application by the arguments of a Serve configuration file. Raises UserError for what is not one."""
+    """The application by the arguments of a Serve configuration file. Raises UserError for what is not one, and for a
+    Ray cluster that asks nobody for a secret."""
+    if ray.is_initialized():  # else nothing is deployed, as by `serve build`
+        require_closed(ray.get_runtime_context().gcs_address)
     unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:
         raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(ARGUMENTS)}")

@@ -10,7 +10,8 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from jgr.serving.cluster.record import Record, States, latest
+from jgr.serving.cluster.protocol import Spoken, received, require
+from jgr.serving.cluster.record import Record, States, latest, plain
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replicas import Replicas
 from jgr.serving.cluster.rollout import Rollouts
@@ -27,7 +28,8 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """The deployment, of one replica. source: the key of what is deployed. kept: catalogs of each model."""
 
-    def __init__(self, replicas: DeploymentHandle, source: str, kept: int) -> None:
+    def __init__(self, spoken: Spoken, replicas: DeploymentHandle, source: str, kept: int) -> None:
+        require(spoken)
         self._replicas, self._source = Replicas(replicas), source
         self._rollouts = Rollouts(self._replicas, record=Record(source), most=kept)
         self._finding: asyncio.Task[None] | None = None
@@ -35,18 +37,21 @@ class Coordinator:
     async def roll(self, path: str, asked: Asked) -> Answered:
         """See Rollouts."""
         await self._found()
-        return await self._rollouts.roll(path, asked)
+        return await self._rollouts.roll(path, received(Asked, asked))
 
-    async def record(self, source: str) -> Record:
+    async def record(self, spoken: Spoken, source: str) -> Record:
         """What a replica of that source is to serve. An empty record: what is configured."""
+        require(spoken)
         await self._found()
         return self._rollouts.record if source == self._source else Record(source)
 
-    async def joins(self, source: str, name: str, states: States) -> Record | None:
+    async def joins(self, spoken: Spoken, source: str, name: str, states: States) -> Record | None:
         """What the others serve, without the bodies, where the replica that has started serves that too; else None."""
         await self._found()
+        require(spoken)
         if source != self._source:
             return Record(source)
+        states = plain(states)
         return self._rollouts.record._replace(bodies={}) if self._rollouts.joins(name, states) else None
 
     async def _found(self) -> None:

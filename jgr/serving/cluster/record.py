@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from jgr.serving.cluster.protocol import received, sent
 from jgr.serving.versions.served_state import State
 
 States = Mapping[str, State]
@@ -24,6 +25,16 @@ class Record(NamedTuple):
     number: int = 0
     states: States = _EMPTY
     bodies: Mapping[str, bytes] = _EMPTY
+
+    def __reduce__(self) -> Any:
+        states = {name: tuple(state) for name, state in self.states.items()}
+        return sent((self.source, self.number, states, self.bodies))
+
+    @staticmethod
+    def received(message: Any) -> Record:
+        """The record as it was sent. Raises Incompatible where the sender speaks another protocol."""
+        found = received(Record, message)
+        return found._replace(states=plain(found.states))
 
     def agrees(self, states: States) -> bool:
         """Whether answers come from the same versions."""
@@ -63,6 +74,11 @@ class Record(NamedTuple):
 
 
 NOTHING = Record()
+
+
+def plain(states: Mapping[str, Any]) -> States:
+    """States as they were sent."""
+    return {name: State(*state) for name, state in states.items()}
 
 
 def served(states: States) -> dict[str, tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from jgr.config import Config, UserError
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
@@ -39,6 +40,9 @@ class Source:
     assignments: tuple[str, ...] = ()
     null: bool = False
 
+    def __reduce__(self) -> Any:
+        return sent((self.folders, self.files, self.assignments, self.null))
+
     def configs(self) -> list[Config]:
         """Raises ConfigError for what cannot be served."""
         return configurations(self.files, self.assignments, self.folders, loaded=not self.null)
@@ -61,10 +65,10 @@ class Replica:
     what the others serve; None: from Ray's deployment."""
 
     def __init__(self, source: Source, name: str = "", others: Coordination | None = None) -> None:
-        self._source = source
+        self._source = received(Source, source)
         self.name = name or _own_name()
         self._others = others
-        self._record = Record(source.key)
+        self._record = Record(self._source.key)
         self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
         self._work = Work()
@@ -100,6 +104,7 @@ class Replica:
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
+        hint, asked = received(Hint, hint), received(Asked, asked)
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
         tokens = ask_of(hint, self._shape).tokens
@@ -113,10 +118,11 @@ class Replica:
         """Name, status and versions: what a rollout and the whole view ask for."""
         return {
             "name": self.name,
+            "spoken": tuple(spoken()),
             "status": self.models.status,
             "waiting": self.models.waiting,
             "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
-            "states": self._states(),
+            "states": {name: tuple(state) for name, state in self._states().items()},
             "changes": {
                 f"{one.name} {kind}": (change.number, change.state, change.error)
                 for one in self.models.deployments
@@ -126,7 +132,7 @@ class Replica:
 
     async def remember(self, record: Record) -> None:
         """What the fleet serves after a change. One that has missed the change is not healthy, and is replaced."""
-        record = Record(*record)
+        record = Record.received(record)
         if record.source == self._record.source and record.number > self._record.number:
             self._record = self._record.merged(record)
             states = self._states()
@@ -151,6 +157,7 @@ class Replica:
         bits = self._config.fleet.digest_bits
         most = (1 << bits) // FILL
         return {
+            "protocol": PROTOCOL,
             "users": digest(islice(self._held("user"), most), bits),
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
@@ -244,11 +251,12 @@ class _Coordinator:
     """The coordinator of the application that this replica is of."""
 
     async def record(self, source: str) -> Record:
-        return Record(*await self._handle().record.remote(source))
+        return Record.received(await self._handle().record.remote(spoken(), source))
 
     async def joins(self, source: str, name: str, states: States) -> Record | None:
-        joined = await self._handle().joins.remote(source, name, states)
-        return None if joined is None else Record(*joined)
+        plain = {model: tuple(state) for model, state in states.items()}
+        joined = await self._handle().joins.remote(spoken(), source, name, plain)
+        return None if joined is None else Record.received(joined)
 
     def _handle(self) -> Any:
         from ray import serve

@@ -8,6 +8,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import received
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 
@@ -23,7 +24,7 @@ class Replicas:
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the replica that the router chooses."""
-        return Answered(*await self._handle.answer.remote(hint, asked))
+        return received(Answered, await self._handle.answer.remote(hint, asked))
 
     async def ask(self, name: str, asked: Asked) -> Answered:
         """The answer of the replica of that name."""
@@ -32,7 +33,7 @@ class Replicas:
     async def ask_all(self, asked: Asked) -> list[Answered | Exception]:
         """The answer of every replica, or why there is none."""
         found = await self._broadcast("answer", Hint(), asked)
-        return [each if isinstance(each, Exception) else Answered(*each) for each in found]
+        return [each if isinstance(each, Exception) else received(Answered, each) for each in found]
 
     async def names(self) -> list[str]:
         """The names of those that serve."""
@@ -60,7 +61,9 @@ class Replicas:
     async def records(self) -> list[Record]:
         """What those that answer know of what the fleet serves."""
         return [
-            Record(*each) for each in await self._broadcast("recorded") if not isinstance(each, Exception)
+            Record.received(each)
+            for each in await self._broadcast("recorded")
+            if not isinstance(each, Exception)
         ]
 
     async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:

@@ -18,7 +18,8 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from jgr.serving.api import CatalogInfo
-from jgr.serving.cluster.record import NOTHING, Record, States
+from jgr.serving.cluster.protocol import require
+from jgr.serving.cluster.record import NOTHING, Record, States, plain
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.errors import RequestError
 from jgr.serving.http.cold import UPLOAD_PATH
@@ -173,8 +174,7 @@ class Rollouts:
             if failed is not None:
                 raise Failed(name, failed)
             if all(state != "running" for state, _ in mine):
-                states: States = about["states"]
-                return states
+                return plain(about["states"])
             await self._wait(POLL_S)
             waited_s += POLL_S
         raise Failed(name, "took too long")
@@ -202,7 +202,8 @@ class Failed(Exception):
 
 
 def _numbers(about: Mapping[str, Any]) -> dict[str, int]:
-    """How many changes of each kind a replica has begun."""
+    """How many changes of each kind a replica has begun. Raises Incompatible for one of another protocol."""
+    require(about["spoken"])
     return {of: number for of, (number, _, _) in about["changes"].items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.rollout import Rollouts
@@ -70,6 +71,7 @@ class Replicas:
                 self.versions[name] += 1
                 self.states[name] = ("done", None)
         return {
+            "spoken": spoken(),
             "states": {"m": State(f"m@{self.versions[name]}", "c")},
             "changes": {"m model": (self.begun.get(name, 0), *self.states[name])},
         }
