@@ -35,7 +35,7 @@ from jgr.config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
-START_S, PATIENCE_S, LOOK_S = 240.0, 90.0, 0.1
+START_S, PATIENCE_S, LOOK_S = 240.0, 60.0, 0.1
 DEADLINE_MS = 2000.0
 GRACE_S = 0.3
 """So much later than its deadline an answer may come that says so."""

@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would tell others of this cluster
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs does not drain, and keeps its device meanwhile
 }
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """What Ray writes into its own logs; the access log of the servers is `server.access_log`."""
