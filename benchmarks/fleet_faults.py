@@ -5,7 +5,8 @@ Two replicas of two small models on a real Ray, and callers in an open loop whos
 they ask for some seconds before it, until the fleet is whole again, and some seconds more. Each answer is compared
 with that of one engine of the version that it names. lost: neither an answer nor a refusal that names the deadline or
 a full queue; late: not within its deadline; missed_later: not answered in time of those sent 2 s after the fault and
-later. Faults with two nodes are those of `benchmarks.fleet_nodes`.
+later. Where two nodes cannot be made
+(`benchmarks.fleet_nodes`), their rows say that they have not run.
 
     python -m benchmarks.fleet_faults [--quick]
 """
@@ -22,6 +23,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from benchmarks import fleet_world, harness
+from benchmarks.fleet_nodes import Nodes
 from benchmarks.fleet_world import (
     COORDINATOR,
     FRONT,
@@ -38,6 +40,7 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, 
 
 RATE = 12.0
 BEFORE_S, AFTER_S, SETTLED_S = 2.0, 4.0, 2.0
+CUT_S = 8.0
 SLOW_S, SLOWER = 8.0, 10
 """So long a replica runs at a tenth of its speed."""
 
@@ -118,7 +121,6 @@ class Faults:
         def back() -> bool:
             return self._fleet.served() == before
 
-        self._models_back = "two"
         return back
 
     def _one_version(self) -> bool:
@@ -148,7 +150,48 @@ class Faults:
         return whole
 
 
+class NodeFaults(Faults):
+    """What can be done to two nodes."""
+
+    def __init__(self, models: Models, fleet: Fleet, nodes: Nodes) -> None:
+        super().__init__(models, fleet)
+        self._nodes = nodes
+
+    def cut(self) -> Whole:
+        self._nodes.cut()
+        time.sleep(CUT_S)
+        self._nodes.mend()
+        return self._one_version
+
+    def killed_gcs(self) -> Whole:
+        command = self._nodes.kill_head()
+        time.sleep(CUT_S / 2)
+        self._nodes.start_head(command)
+        return self._one_version
+
+    def bad_node(self) -> Whole:
+        """The second node's folder of the new version is empty: none may serve it in the end."""
+        before = self._fleet.served()
+        self._models.switch("two")
+        with suppress(RuntimeError):  # where the bad one is asked first, it may refuse
+            self._fleet.change("/v1/models/jgr/reload")
+        time.sleep(CUT_S)  # so long both may take for it
+        return lambda: self._fleet.served() == before
+
+    def killed_proxy(self) -> Whole:
+        before = set(self._nodes.pids(False, PROXY))
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        return lambda: not before & set(self._nodes.pids(False, PROXY)) and self._one_version()
+
+
 KILLED = "replica killed"
+NODE_FAULTS = (
+    "two nodes, nothing goes between them for 8 s",
+    "two nodes, the head's storage killed and started again from Redis",
+    "two nodes, reload with one bad node",
+    "two nodes, a proxy killed, jgr.Client",
+)
 FAULTS = (
     ("nothing", Faults.none, 0),
     (KILLED, Faults.killed_replica, 0),
@@ -169,10 +212,17 @@ LOSES = (KILLED, "reload", "jgr.Client", "catalog", "nothing")
 """Faults that may lose nothing."""
 
 
-def under(name: str, begin: Callable[[], Whole], fleet: Fleet, reference: Reference, retries: int) -> Row:
-    """One fault in load."""
+def under(
+    name: str,
+    begin: Callable[[], Whole],
+    fleet: Fleet,
+    reference: Reference,
+    retries: int,
+    urls: Sequence[str] = (),
+) -> Row:
+    """One fault in load. urls: of several proxies, where there are."""
     patience = fleet_world.PATIENCE_S
-    with Callers([fleet.url], RATE, retries, seed=len(name)) as callers:
+    with Callers(urls or [fleet.url], RATE, retries, seed=len(name)) as callers:
         time.sleep(BEFORE_S)
         begun_s = time.monotonic()
         whole = begin()
@@ -187,6 +237,7 @@ def under(name: str, begin: Callable[[], Whole], fleet: Fleet, reference: Refere
         harness.note(f"{name}: {reason}")
     return {
         "fault": name,
+        "ran": True,
         "sent": len(calls),
         "lost": found["lost"],
         "late": found["late"],
@@ -215,7 +266,32 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             print(rows[-1], flush=True)
             if rows[-1]["whole_s"] is None:
                 raise Missing(f"{name}: the fleet is not whole again")
-    return Measured(claims(rows), rows)
+    if not quick:
+        rows += between_nodes()
+    return Measured(claims([row for row in rows if row["ran"]]), rows)
+
+
+def between_nodes() -> list[Row]:
+    """The faults of two nodes. A row that has not run says why, and counts for nothing."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-n")))
+        models = Models(folder)
+        try:
+            nodes = stack.enter_context(Nodes(models, folder))
+            fleet = nodes.fleet()
+            stack.callback(fleet.process.kill)
+        except Missing as missing:
+            return [{"fault": name, "ran": False, "why": str(missing)} for name in NODE_FAULTS]
+        reference = Reference(models)
+        stack.callback(reference.close)
+        faults = NodeFaults(models, fleet, nodes)
+        begin = {
+            NODE_FAULTS[0]: faults.cut,
+            NODE_FAULTS[1]: faults.killed_gcs,
+            NODE_FAULTS[2]: faults.bad_node,
+            NODE_FAULTS[3]: faults.killed_proxy,
+        }
+        return [under(name, fault, fleet, reference, 60, nodes.urls) for name, fault in begin.items()]
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:

@@ -212,6 +212,7 @@ class Callers:
     retries: int = 0
     seed: int = 0
     threads: int = 24
+    deadline_ms: float | None = DEADLINE_MS
     calls: list[Call] = field(default_factory=list)
 
     def __enter__(self) -> Callers:
@@ -242,11 +243,13 @@ class Callers:
             if self._ending.wait(max(0.0, at_s - time.monotonic())):
                 return
             path, body = drawn(rng)
-            body["deadline_ms"] = DEADLINE_MS
-            body.pop("priority", None)
+            for name in ("priority", "deadline_ms"):
+                body.pop(name, None)
+            if self.deadline_ms is not None:
+                body["deadline_ms"] = self.deadline_ms
             outcome, answer = self._ask(path, body)
             took_s = time.monotonic() - at_s
-            if outcome == "ok" and took_s > DEADLINE_MS / 1e3 + GRACE_S:
+            if outcome == "ok" and self.deadline_ms is not None and took_s > self.deadline_ms / 1e3 + GRACE_S:
                 outcome = "late"
             self.calls.append(Call(at_s, took_s, outcome, path, body, answer))
             turn += self.threads
@@ -263,22 +266,25 @@ class Callers:
 
 
 class Reference:
-    """One engine for each version that answers name, in this process."""
+    """One engine for each version that answers name, in this process; each is made when it is first named."""
 
     def __init__(self, models: Models) -> None:
-        self._engines: dict[tuple[str, str], jgr.Engine] = {}
-        self._known: dict[bytes, dict[str, float]] = {}
         lines = models.folder / "other.jsonl"
         lines.write_bytes(models.catalog)
         decoder, scorer = (load_config(file) for file in models.files)
-        for name in ("one", "two"):
-            for settings in ([], [f"catalog.path={lines}"]):
-                self._add(jgr.Engine(decoder, [f"model.path={models.folder / name}", *settings]))
-        self._add(jgr.Engine(scorer))
+        self._left = [(scorer, [])] + [
+            (decoder, [f"model.path={models.folder / name}", *settings])
+            for settings in ([], [f"catalog.path={lines}"])
+            for name in ("one", "two")
+        ]
+        self._engines: dict[tuple[str, str], jgr.Engine] = {}
+        self._known: dict[bytes, dict[str, float]] = {}
 
-    def _add(self, engine: jgr.Engine) -> None:
-        info = engine.info
-        self._engines[info.version, info.catalog_version] = engine
+    def _engine(self, version: str, catalog: str) -> jgr.Engine | None:
+        while (version, catalog) not in self._engines and self._left:
+            engine = jgr.Engine(*self._left.pop(0))
+            self._engines[engine.info.version, engine.info.catalog_version] = engine
+        return self._engines.get((version, catalog))
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -298,7 +304,7 @@ class Reference:
         return found
 
     def _expected(self, call: Call) -> dict[str, float] | None:
-        engine = self._engines.get((call.answer["model"], call.answer["catalog_version"]))
+        engine = self._engine(call.answer["model"], call.answer["catalog_version"])
         if engine is None:
             return None
         leave = ("deadline_ms", "user_id")

@@ -70,11 +70,11 @@ class Client(Recommender):
     url: such as "http://127.0.0.1:8000" or "https://shop.example/jgr", with the path under which a gateway shows the
     server. Several are addresses of one service, such as a fleet's proxies: a request goes to the one that answered
     last, and where nobody is there or the connection breaks, under the same id to the next, each once. key: the
-    server's API key, if it has one. model: the name of the model to ask; None: the first that serves what is asked. timeout_s:
-    how long to wait for the next byte of an answer. retries: how often a request is sent again that found the server
-    overloaded or unavailable, after the time that the server names. connections: how many of several histories are
-    asked for at a time. ca_file: a PEM file of the authorities that may sign the server's certificate; None: the
-    system's.
+    server's API key, if it has one. model: the name of the model to ask; None: the first that serves what is asked.
+    timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent again that found
+    the server overloaded or unavailable, after the time that the server names. connections: how many of several
+    histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's certificate;
+    None: the system's.
     """
 
     def __init__(
