@@ -16,8 +16,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks import fleet_world, harness
-from benchmarks.fleet_world import REPLICA, Callers, Fleet, Models, Reference, outcomes, until
+from benchmarks import fault_world, harness
+from benchmarks.fault_world import REPLICA, Callers, Fleet, Models, Reference, outcomes, until
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet
 
 REQUESTS, REPLICAS, RATE = 10_000, 4, 40.0
@@ -77,5 +77,5 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 if __name__ == "__main__":
     harness.main(
-        Benchmark("fleet_equality", measure, ("numpy",), (Path(__file__), Path(fleet_world.__file__)))
+        Benchmark("fleet_equality", measure, ("numpy",), (Path(__file__), Path(fault_world.__file__)))
     )

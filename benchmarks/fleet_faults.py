@@ -22,9 +22,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from benchmarks import fleet_world, harness
-from benchmarks.fleet_nodes import Nodes
-from benchmarks.fleet_world import (
+from benchmarks import fault_world, harness
+from benchmarks.fault_world import (
     COORDINATOR,
     FRONT,
     PROXY,
@@ -36,6 +35,7 @@ from benchmarks.fleet_world import (
     outcomes,
     until,
 )
+from benchmarks.fleet_nodes import Nodes
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 
 RATE = 12.0
@@ -221,7 +221,7 @@ def under(
     urls: Sequence[str] = (),
 ) -> Row:
     """One fault in load. urls: of several proxies, where there are."""
-    patience = fleet_world.PATIENCE_S
+    patience = fault_world.PATIENCE_S
     with Callers(urls or [fleet.url], RATE, retries, seed=len(name)) as callers:
         time.sleep(BEFORE_S)
         begun_s = time.monotonic()
@@ -310,4 +310,4 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 if __name__ == "__main__":
-    harness.main(Benchmark("fleet_faults", measure, ("numpy",), (Path(__file__), Path(fleet_world.__file__))))
+    harness.main(Benchmark("fleet_faults", measure, ("numpy",), (Path(__file__), Path(fault_world.__file__))))

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.fleet_world import PATIENCE_S, Fleet, Models, descendants, title, until
+from benchmarks.fault_world import PATIENCE_S, Fleet, Models, descendants, title, until
 from benchmarks.harness import Missing
 from benchmarks.pda_world import redis_program
 

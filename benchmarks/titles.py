@@ -410,6 +410,18 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-simulated-imbalance",
         "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
+    (
+        r"fleet-routing-tokens-over-hit-only",
+        "Tokens computed for an answer by a router's whole score over those by caches alone; worst load, live",
+    ),
+    (
+        r"fleet-routing-p99-over-load-only",
+        "99th percentile of latency by a router's whole score over that by load alone; worst load, live",
+    ),
+    (
+        r"fleet-routing-imbalance-of-two-fronts",
+        "The most over the mean of the work in flight at four replicas behind two fronts, averaged over time; live",
+    ),
     # server_overhead, soak, streams, xgr_throughput
     (
         r"null-engine-rank-throughput-16-connections",

@@ -367,6 +367,11 @@ class FleetConfig:
     """Replicas of the server on Ray Serve, `jgr cluster`, and how requests find one. See docs/fleet.md."""
 
     replicas: int = 2  # replicas, each with all of the models; one device is for one replica
+    # The number of replicas follows the wait that is predicted, between these two, and begins with fleet.replicas.
+    # 0: it stays fleet.replicas
+    min_replicas: int = 1
+    max_replicas: int = 0
+    target_wait_ms: float = 100.0  # a request should wait for its turn at most so long, by what is predicted
     # How a replica is chosen. joint: by what its caches save of the prompt, less how much more it has to do than the
     # mean. The others are baselines. hit: by its caches alone; load: by tokens in flight; least: by requests in flight;
     # hash: by the user's name, unless it has too much to do.
@@ -376,7 +381,13 @@ class FleetConfig:
     load: float = 0.7  # weight of the load in the joint score
     share: float = 0.2  # weight, in the joint score, of how much of the work a replica has got lately
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
-    attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
+    attempts: int = 3  # to how many replicas a request is sent, where they die or are silent
+    # A request that takes so many times what it should is sent to a second replica too, and the first answer counts; at
+    # most one in twenty is. 0: a request waits for its replica, as long as that lives
+    hedge: float = 4.0
+    # Fronts, each of which reads requests and routes by its own bookings. Ray runs a proxy on every node, which prefers
+    # the fronts of its node
+    fronts: int = 1
     cpus: float = 1.0  # cores that Ray keeps for a replica
     gpus: float = 0.0  # GPUs that Ray keeps for a replica; each replica sees no other
     health_s: float = (
@@ -387,19 +398,33 @@ class FleetConfig:
         check(
             self,
             replicas=1,
+            min_replicas=1,
+            max_replicas=0,
+            target_wait_ms=1,
             report_s=0.05,
             digest_bits=10,
             load=0,
             share=0,
             affinity=0,
             attempts=1,
+            hedge=0,
+            fronts=1,
             cpus=0,
             gpus=0,
         )
         check(self, health_s=0.5)
-        require(self.replicas <= 1000, f"fleet.replicas must be at most 1000, not {self.replicas}")
+        largest = max(self.replicas, self.max_replicas)
+        require(largest <= 1000, f"fleet.replicas and max_replicas must be at most 1000, not {largest}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
         require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")
+        require(self.fronts <= 100, f"fleet.fronts must be at most 100, not {self.fronts}")
+        few, most = self.min_replicas, self.max_replicas
+        bounds = (
+            f"fleet.replicas must be from min_replicas, {few}, to max_replicas, {most}, not {self.replicas}"
+        )
+        require(not most or few <= self.replicas <= most, bounds)
+        hedge = f"fleet.hedge must be 0 or at least 1, not {self.hedge}"
+        require(self.hedge == 0 or self.hedge >= 1, hedge)
 
 
 @dataclass(frozen=True)

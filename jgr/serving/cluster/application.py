@@ -8,7 +8,7 @@ arguments are `models`, `configs` and `settings`, each a list as for `jgr serve`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray import serve
@@ -20,23 +20,41 @@ from jgr.serving.cluster.coordinator import COORDINATOR, REPLICA, Coordinator
 from jgr.serving.cluster.front import Front
 from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.cluster.router import FleetRouter as FleetRouter
+from jgr.serving.cluster.scaling import autoscaling
 from jgr.serving.cluster.secret import require_closed
 
 NAME = "jgr"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
+ROUTER = f"{__name__}.FleetRouter"
+"""Ray sends the module that it is named with by value: named with its own, each process would have the names of the
+one that deployed, not its own."""
 ARGUMENTS = ("models", "configs", "settings")
 
 
-def application(source: Source) -> Application:
+class Parts(NamedTuple):
+    """What an application is made of, for benchmarks that measure more than the live parts do."""
+
+    replica: type[Replica] = Replica
+    front: Any = Front
+    router: str = ROUTER
+
+
+LIVE = Parts()
+
+
+def application(source: Source, parts: Parts = LIVE) -> Application:
     """The application that serves `source`. Raises ConfigError for what cannot be served."""
     configs = source.configs()
     first, fleet = configs[0], configs[0].fleet
+    scaling = autoscaling(fleet)
     queue = sum(config.batching.max_queue for config in configs)
     replica = serve.deployment(
-        Replica,
+        parts.replica,
         name=REPLICA,
-        num_replicas=fleet.replicas,
+        num_replicas=None if scaling else fleet.replicas,
+        autoscaling_config=scaling,
         max_ongoing_requests=queue + SPARE,
         user_config={},
         graceful_shutdown_timeout_s=first.server.drain_timeout_s + 10,
@@ -44,7 +62,7 @@ def application(source: Source) -> Application:
         health_check_timeout_s=fleet.health_s,
         ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
         request_router_config=RequestRouterConfig(
-            request_router_class="jgr.serving.cluster.router.FleetRouter",
+            request_router_class=parts.router,
             request_router_kwargs={
                 "rule": fleet.routing,
                 "bits": fleet.digest_bits,
@@ -55,14 +73,18 @@ def application(source: Source) -> Application:
             request_routing_stats_period_s=fleet.report_s,
         ),
     )
-    many = fleet.replicas * (queue + SPARE)
+    many = max(fleet.replicas, fleet.max_replicas) * (queue + SPARE)
     light = {"num_cpus": 0}
     replicas = replica.bind(source)
     coordinator = serve.deployment(
         Coordinator, name=COORDINATOR, num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
     )
     front = serve.deployment(
-        Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
+        parts.front,
+        name="Front",
+        num_replicas=fleet.fronts,
+        max_ongoing_requests=many,
+        ray_actor_options=light,
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
     kept = max(config.catalog.max_versions for config in configs)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands between Ray's proxy and the replicas: it reads a request whole, and sends it to a replica, or to all.
 
-A replica answers as `jgr serve` does, and its answer is passed on as it is. Where a replica dies with a request, the
-request is sent to another one, under the same id, as long as its deadline allows: all that a replica is asked for may
-be asked for twice.
+A replica answers as `jgr serve` does, and its answer is passed on as it is. Where a replica dies with a request, or is
+silent, the request is sent to another one, under the same id, as long as its deadline allows (`attempts`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -20,11 +18,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgr.config import Config
+from jgr.serving.cluster.attempts import Attempts
 from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
 from jgr.serving.cluster.replicas import Replicas
-from jgr.serving.cluster.router import SENDER
 from jgr.serving.cluster.whole import erased, metrics, readiness
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
@@ -32,6 +30,7 @@ from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID
+from jgr.serving.policies.hedging import Hedging
 
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
@@ -59,6 +58,13 @@ class Front:
         self._replicas, self._rollouts = Replicas(replicas), rollouts
         self._keys = Keys(config.server)
         self._default_ms = config.server.default_deadline_ms
+        fleet = config.fleet
+        self._attempts = Attempts(
+            self._replicas.answer,
+            (RayActorError, RayServeException, Incompatible),
+            fleet.attempts,
+            Hedging(fleet.hedge if max(fleet.replicas, fleet.max_replicas) > 1 else 0),
+        )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,25 +106,18 @@ class Front:
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return metrics(first, await self._replicas.metrics())
         if asked.method in ("GET", "HEAD") and path == "/health/ready":
-            return readiness(first, await self._replicas.about_all(), self._config.fleet.replicas)
+            fleet = self._config.fleet
+            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
+            return readiness(first, await self._replicas.about_all(), wanted)
         return first
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float) -> Answered:
-        """One replica's answer; another's where it dies."""
-        hint = glance(path, asked.body, self._tenant(asked))._replace(sender=SENDER)
+        """One replica's answer; another's where it dies or is silent."""
+        hint = glance(path, asked.body, self._tenant(asked))
         left_ms = hint.left_ms or self._default_ms
-        until_s = None if left_ms is None else arrival_s + left_ms / 1e3 + GRACE_S
-        for attempt in range(self._config.fleet.attempts):
-            now_s = time.monotonic()
-            hint = hint._replace(waited_ms=(now_s - arrival_s) * 1e3)
-            try:
-                async with asyncio.timeout(None if until_s is None else max(0.0, until_s - now_s)):
-                    return await self._replicas.answer(hint, asked)
-            except TimeoutError:
-                raise RequestError("deadline_exceeded", "the deadline has passed") from None
-            except (RayActorError, RayServeException, Incompatible) as error:
-                _log.warning("a replica was lost with a request (attempt %d): %s", attempt + 1, error)
-        raise RequestError("unavailable", "the replicas that were asked were lost; try again")
+        arrival_ns = round(arrival_s * 1e9)
+        until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
+        return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
 
     def _tenant(self, asked: Asked) -> str:
         """What the names of the caller's users begin with; a key that is nobody's is refused by the replica."""

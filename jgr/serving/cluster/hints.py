@@ -19,7 +19,8 @@ USERS, PREFILL = "/v1/users/", "/prefill"
 class Hint(NamedTuple):
     """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
     left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
-    replica that is meant; "": any. sender: the router's name.
+    replica that is meant; "": any. sender: the router's name. tried: replicas that come last, since they have failed
+    the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`.
     """
 
     user: str = ""
@@ -29,6 +30,8 @@ class Hint(NamedTuple):
     waited_ms: float = 0.0
     to: str = ""
     sender: str = ""
+    tried: tuple[str, ...] = ()
+    attempt: str = ""
 
     def __reduce__(self) -> Any:
         return sent(self)
@@ -57,10 +60,11 @@ def glance(path: str, body: bytes, tenant: str = "") -> Hint:
     except msgspec.MsgspecError:
         return Hint()
     user: Any = unquote(path[len(USERS) : -len(PREFILL)]) if hinted else seen.user_id
+    name = user if isinstance(user, str) else str(user) if type(user) is int else ""
     items = seen.candidates or seen.documents
     deadline = seen.deadline_ms
     return Hint(
-        user=user_entry(user, tenant) if isinstance(user, str) and user else "",
+        user=user_entry(name, tenant) if name else "",
         events=len(seen.history),
         items=tuple(str(item) for item in items) if isinstance(items, list) else (),
         left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, Protocol
@@ -23,10 +23,14 @@ from jgr.serving.policies.digests import digest
 from jgr.serving.versions.deployment import Beginning, Deployment
 from jgr.serving.versions.served_models import Models, serves
 from jgr.serving.versions.served_state import begin_as, state_of
-from jgr.serving.versions.sources import configurations, load_all
+from jgr.serving.versions.sources import Loaded, configurations, load_all
 
 STARTS = 4
 """So often a replica begins anew because the others have changed while it started."""
+RATE = 1 / 16
+"""The weight of one request in the means."""
+MOST = 512
+"""A request counts as one of so many events and candidates at most."""
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
 
@@ -71,8 +75,28 @@ class Replica:
         self._record = Record(self._source.key)
         self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
-        self._work = Work()
+        self._work, self._waiting = Work(), Work()
         self._shape: Shape = {}
+        self._events = self._items = 8.0  # of a request, in the mean of the last ones
+
+    def load(self, source: Source, configs: Sequence[Config], places: Sequence[str] = ()) -> list[Loaded]:
+        """See `load_all`."""
+        return load_all(source.folders, source.assignments, configs, source.null, places)
+
+    def _load_as(self, record: Record) -> tuple[Config, list[Deployment]]:
+        """The models, over the versions that the record has; those that are configured, where it has none. Raises
+        UserError where these cannot be loaded."""
+        source, places = self._source, [state.folder for state in record.states.values()]
+        here = zip_longest(source.folders, places[: len(source.folders)])
+        folders = tuple(place or folder for folder, place in here)
+        configs = (replace(source, folders=folders) if places else source).configs()
+        deployments = []
+        for one in self.load(source, configs, places):
+            engine, begin = one.engine, Beginning()
+            if one.config.model.name in record.states:
+                engine, begin = begin_as(one, record.states[one.config.model.name], record.bodies)
+            deployments.append(Deployment(engine, one.config.catalog, one.load, begin))
+        return configs[0], deployments
 
     async def reconfigure(self, user_config: Any) -> None:
         """Ray calls it before the first request: the replica is there once its programs are compiled."""
@@ -90,7 +114,7 @@ class Replica:
         for _ in range(STARTS):  # the others may change meanwhile
             self._record = await others.record(self._source.key)
             # Not on the event loop: it is asked for its health meanwhile.
-            self._config, deployments = await asyncio.to_thread(load_as, self._source, self._record)
+            self._config, deployments = await asyncio.to_thread(self._load_as, self._record)
             self.models = Models(deployments)
             self._app = App(self.models, self._config.server)
             await self.models.start(lambda done, total, label: None)
@@ -108,11 +132,16 @@ class Replica:
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
         tokens = ask_of(hint, self._shape).tokens
-        self._work.begin(hint.sender, tokens, self._now_ns())
+        if hint.events:
+            self._events += RATE * (min(hint.events, MOST) - self._events)
+            self._items += RATE * (min(len(hint.items), MOST) - self._items)
+        for work in (self._work, self._waiting):
+            work.begin(hint.sender, tokens, self._now_ns())
         try:
             return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
         finally:
-            self._work.end(hint.sender, tokens, self._now_ns())
+            for work in (self._work, self._waiting):
+                work.end(hint.sender, tokens, self._now_ns())
 
     async def about(self) -> dict[str, Any]:
         """Name, status and versions: what a rollout and the whole view ask for."""
@@ -161,8 +190,15 @@ class Replica:
             "users": digest(islice(self._held("user"), most), bits),
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
+            "ns_per_token": self._ns_per_token(),
             **self._shape,
         }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the number of replicas is decided by; Ray asks for it every so often where that is not fixed. The wait
+        is that of the work in flight, in the mean since the last time, as if nothing of it were cached."""
+        tokens = sum(self._waiting.mean(self._now_ns()).values())
+        return {"wait_ms": tokens * self._ns_per_token() / 1e6}
 
     async def check_health(self) -> None:
         """Raises where Ray is to replace this replica."""
@@ -193,51 +229,56 @@ class Replica:
             for name in meta.names(kind):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
 
+    def _ns_per_token(self) -> float:
+        return ns_per_token(self.models, round(self._events), round(self._items))
+
     def _now_ns(self) -> int:
         return self.models.deployments[0].engine.clock()
-
-
-def load_as(source: Source, record: Record) -> tuple[Config, list[Deployment]]:
-    """The models, over the versions that the record has; those that are configured, where it has none. Raises UserError
-    where these cannot be loaded."""
-    states = list(record.states.values())
-    places = [state.folder for state in states]
-    folders = tuple(
-        place or folder for folder, place in zip_longest(source.folders, places[: len(source.folders)])
-    )
-    configs = (replace(source, folders=folders) if states else source).configs()
-    loaded = load_all(source.folders, source.assignments, configs, source.null, places)
-    deployments = []
-    for one in loaded:
-        engine, begin = one.engine, Beginning()
-        if one.config.model.name in record.states:
-            engine, begin = begin_as(one, record.states[one.config.model.name], record.bodies)
-        deployments.append(Deployment(engine, one.config.catalog, one.load, begin))
-    return configs[0], deployments
 
 
 def shape(models: Models) -> Shape:
     """Tokens of a prompt: of an event of the history, of a candidate, and of all else. Of the first model that ranks,
     else of the first, by its first items, which stand for the others."""
-    engines: list[AnyEngine] = [deployment.engine for deployment in models.deployments]
-    engine = next((one for one in engines if serves(one.info, "rank")), engines[0])
-    ids = list(islice(engine.served.catalog.item_ids, 8))
-
-    def tokens(events: int, candidates: int) -> int:
-        request: Request = RecommendRequest(history=ids[:events], top_k=1)
-        if serves(engine.info, "rank"):
-            request = RankRequest(history=ids[:events], candidates=ids[:candidates])
-        return int(engine.served.prepare(request, "").usage.prompt_tokens)
-
-    some = len(ids)
+    engine = _typical(models)
+    some = min(8, len(engine.served.catalog.item_ids))
     if some < 2:
         return {}
     try:
-        one = tokens(1, 1)
-        event, item = (tokens(some, 1) - one) / (some - 1), (tokens(1, some) - one) / (some - 1)
+        one, events, items = (
+            _tokens(_prepared(engine, *counts)) for counts in ((1, 1), (some, 1), (1, some))
+        )
     except RequestError:  # it needs more of a request, such as times
         return {}
+    event, item = (events - one) / (some - 1), (items - one) / (some - 1)
     return {"event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item)}
+
+
+def ns_per_token(models: Models, events: int, candidates: int) -> float:
+    """What a token of such a request takes now where many wait; 0 where that is not known. Of the same model as the
+    shape."""
+    engine = _typical(models)
+    try:
+        task = _prepared(engine, max(1, events), max(1, candidates))
+    except RequestError:
+        return 0.0
+    return float(engine.need_ns(task) / max(1, _tokens(task)))
+
+
+def _typical(models: Models) -> AnyEngine:
+    engines: list[AnyEngine] = [deployment.engine for deployment in models.deployments]
+    return next((one for one in engines if serves(one.info, "rank")), engines[0])
+
+
+def _prepared(engine: AnyEngine, events: int, candidates: int) -> Any:
+    ids = list(islice(engine.served.catalog.item_ids, max(events, candidates)))
+    request: Request = RecommendRequest(history=ids[:events], top_k=1)
+    if serves(engine.info, "rank"):
+        request = RankRequest(history=ids[:events], candidates=ids[:candidates])
+    return engine.served.prepare(request, "")
+
+
+def _tokens(task: Any) -> int:
+    return int(task.usage.prompt_tokens)
 
 
 def _own_name() -> str:

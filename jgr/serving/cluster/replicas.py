@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -23,8 +24,13 @@ class Replicas:
         self._handle = handle
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
-        """The answer of the replica that the router chooses."""
-        return received(Answered, await self._handle.answer.remote(hint, asked))
+        """The answer of the replica that the router chooses. Cancelled, it cancels the replica's work."""
+        response = self._handle.answer.remote(hint, asked)
+        try:
+            return received(Answered, await response)
+        except asyncio.CancelledError:
+            response.cancel()  # else the replica would finish it
+            raise
 
     async def ask(self, name: str, asked: Asked) -> Answered:
         """The answer of the replica of that name."""

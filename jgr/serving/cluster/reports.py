@@ -23,12 +23,18 @@ def ask_of(hint: Hint, shape: Shape, request_id: str = "") -> Ask:
         item_tokens=shape.get("item_tokens", 1.0),
         other_tokens=shape.get("other_tokens", 1.0),
         left_ns=None if hint.left_ms is None else round((hint.left_ms - hint.waited_ms) * 1e6),
+        tried=hint.tried,
     )
 
 
 def report(stats: Mapping[str, Any]) -> Report:
     """A replica's stats as the routing policy takes them."""
-    return Report(users=stats.get("users", b""), items=stats.get("items", b""), sent=stats.get("sent", {}))
+    return Report(
+        users=stats.get("users", b""),
+        items=stats.get("items", b""),
+        ns_per_token=stats.get("ns_per_token", 0.0),
+        sent=stats.get("sent", {}),
+    )
 
 
 class Work:

@@ -7,19 +7,17 @@ request, and by the replica. It keeps no score, so each replica is a rank of its
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
+from jgr.serving.cluster.attempts import ATTEMPTS, SENDER
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import PROTOCOL
 from jgr.serving.cluster.reports import Shape, ask_of, report
-from jgr.serving.policies.routing import Router
+from jgr.serving.policies.routing import Ask, Router
 
-SENDER = f"{socket.gethostname()}:{os.getpid()}"
-"""This process, as replicas name it in their reports."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
 
@@ -31,16 +29,21 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         self._policy = Router(SENDER, **settings)
         self._heard: dict[str, Any] = {}  # the last stats of each replica
         self._shape: Shape = {}
+        self._strangers: set[str] = set()  # replicas of a jgr that this one does not understand
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._policy.become(by_name)
         self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
+        self._strangers &= by_name.keys()
         for name, replica in by_name.items():
             stats = replica.routing_stats
             if stats and self._heard.get(name) is not stats:
                 self._heard[name] = stats
+                if stats.get("protocol", PROTOCOL) != PROTOCOL:
+                    self._strangers.add(name)
+                    continue
                 self._policy.heard(name, report(stats))
                 self._shape = stats
 
@@ -53,6 +56,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hint = _hint(pending_request)
+        if self._strangers and (known := by_name.keys() - self._strangers):
+            by_name = {name: by_name[name] for name in known}
         if pending_request is None or (hint.to and hint.to not in by_name):
             return [[replica] for replica in candidate_replicas]
         if hint.to:
@@ -63,17 +68,26 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
         # Before it has arrived: what is chosen until then must know of it.
-        self._policy.sent(ask, best[0], now_ns)
+        self._send(hint, ask, best[0], now_ns)
         return [[by_name[name]] for name in best]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        ask = ask_of(_hint(pending_request), self._shape, pending_request.metadata.internal_request_id)
-        self._policy.sent(ask, replica_id.unique_id, time.monotonic_ns())
+        hint = _hint(pending_request)
+        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
+        self._send(hint, ask, replica_id.unique_id, time.monotonic_ns())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, replica_id.unique_id)
+
+    def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
+        """The request goes to that replica: the tokens that it should compute there."""
+        work = self._policy.sent(ask, name, now_ns)
+        attempt = ATTEMPTS.get(hint.attempt)
+        if attempt is not None:
+            attempt.node, attempt.predicted_ns = name, self._policy.busy_ns(name)
+        return work
 
 
 def _hint(pending: PendingRequest | None) -> Hint:

@@ -137,6 +137,10 @@ class Engine(Generic[S]):
                 self._policy = self._journal.follow(name, self.served.measured(), self._policy, self.clock())
             self.status = "ready"
 
+    def need_ns(self, task: Any) -> int:
+        """See Policy; of a task of which nothing is cached."""
+        return self._policy.need_ns(replace(self.served.job(task, -1, self.clock(), None), prompt=None))
+
     @property
     def max_queue(self) -> int:
         """The most requests that may wait."""
@@ -154,8 +158,7 @@ class Engine(Generic[S]):
         arrival_ns = now_ns if arrival_ns is None else arrival_ns
         deadline_ns = self._refuse_early(request, arrival_ns)
         while True:
-            task = self.served.prepare(request, tenant)
-            now_ns = self.clock()
+            task, now_ns = self.served.prepare(request, tenant), self.clock()
             found = self.served.foreseen(task, now_ns) if isinstance(request, Prefill) else None
             if found is not None:
                 ticket = Ticket(-1, request_id, task, self._loop.create_future(), arrival_ns, now_ns)

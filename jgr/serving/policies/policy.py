@@ -166,6 +166,10 @@ class Policy(ABC, Generic[L]):
         entry = self._live.get(job_id)
         return entry.state if entry else None
 
+    def need_ns(self, job: Job) -> int:
+        """What the device needs for a job where many wait; 0: that is not known, or no shape takes it."""
+        return 0 if self._refusal(job) else self._share_ns(job)
+
     def submit(self, job: Job, now_ns: int) -> Accepted | Rejected:
         """Queue a job. Overload is a value, not an error; an id that is still live raises ValueError."""
         if job.id in self._live:

@@ -157,8 +157,8 @@ class PromptScheduler:
         return self.costs.spread_ns(self._alone(job))
 
     def share_ns(self, job: Job) -> int:
-        """See Grouping. Of the tokens, as many are computed as of those that were planned lately."""
-        tokens = job.tokens * self._computed_share
+        """See Grouping. Of a prompt's tokens, as many are computed as of those that were planned lately."""
+        tokens = job.tokens * (1.0 if job.prompt is None else self._computed_share)
         width = job.width if job.kind == "rank" else 0
         return round(
             min(

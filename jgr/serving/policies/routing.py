@@ -169,12 +169,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Share:
-    """How much less work than the mean node a node was sent of late, ended or not: a share of that mean."""
+    """How much less work than the mean node a node was sent of late, ended or not, by the time that it takes there: a
+    share of that mean."""
 
     weight: float = SHARE
 
     def __call__(self, view: View) -> Float64:
-        recent = view.recent + FEW * view.tokens
+        recent = (view.recent + FEW * view.tokens) * view.pace
         return self.weight - recent * (self.weight * len(recent) / float(np.add.reduce(recent)))
 
 
@@ -345,6 +346,13 @@ class Router:
             self._bookings.end(request_id)
         elif name in self._slots:
             self._bookings.end(request_id, self._slots[name])
+
+    def busy_ns(self, name: str) -> float:
+        """How long a node needs for what is in flight there, by its reports; 0 where that is not known."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return 0.0
+        return float((self._bookings.work[slot] + self._elsewhere[slot]) * self._ns[slot])
 
     def view(self, ask: Ask) -> View:
         """What is known of the request and of `nodes`, in their order."""

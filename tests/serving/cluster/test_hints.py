@@ -48,8 +48,13 @@ def test_others_have_an_empty_one(path: str, body: bytes) -> None:
     assert glance(path, body) == Hint()
 
 
+def test_a_user_may_be_named_by_a_number() -> None:
+    assert glance("/v1/rank", b'{"user_id": 0}').user == user_entry("0")
+    assert glance("/v1/rank", b'{"user_id": true}').user == ""
+
+
 def test_fields_of_other_types_are_left_to_the_replica() -> None:
-    body = b'{"user_id": 5, "history": [{}], "candidates": "all", "deadline_ms": "soon"}'
+    body = b'{"user_id": 5.5, "history": [{}], "candidates": "all", "deadline_ms": "soon"}'
     assert glance("/v1/rank", body) == Hint(events=1)
     assert glance("/v1/rank", b'{"deadline_ms": -1, "user_id": ""}') == Hint()
 

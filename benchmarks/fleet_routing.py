@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rule of a fleet's router is worth on a live fleet: four replicas on Ray Serve, one and two fronts.
+
+Requests are events of KuaiRand-Pure and ML-1M in their order, by the users with the most events, with BAT's prompts: a
+history of 1500 tokens in the mean, which stays as it is at a user's first request, and 100 candidates of ten. Counts
+are those of real engines, times those of executors with a clock of their own (benchmarks/fleet_clock.py). A sequence
+of runs has one rule, one age of reports and one number of fronts: it begins with empty caches and a warm-up, and goes
+on at 60, 85 and 110 % of the rate that rotation can serve. Latency counts from when a request was due. Rules that hear
+no reports run at one age of them, with one front.
+
+The joint score is compared with *hit*, in tokens computed for an answer, and with *load*, in the 99th percentile of
+latency, over the runs of all ages and fronts of a dataset at a load, since one run has some hundred requests alone.
+
+    JGR_DATA=FOLDER python -m benchmarks.fleet_routing [--quick]      FOLDER holds kuairand-pure and ml-1m
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.fleet_clock import Counts, cost_s
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from jgr.cli.cluster import ENVIRONMENT
+from jgr.traffic import open_loop
+from jgr.traffic.http_client import Target
+from jgr.traffic.replay import Replay
+from jgr.traffic.schedule import Request, Schedule
+from jgr.traffic.workloads import Workload
+
+if TYPE_CHECKING:
+    from benchmarks.fleet_world import Fleet
+
+RULES = ("joint", "hit", "load")
+DEAF = ("least", "round_robin", "random", "hash")
+"""Rules that hear no reports."""
+LOADS, AGES_S, FRONTS = (0.6, 0.85, 1.1), (0.2, 2.0, 7.0), (1, 2)
+REPLICAS, USERS, CANDIDATES, ITEM_TOKENS, USER_TOKENS, MOST_TOKENS = 4, 200, 100, 10, 1500.0, 4096
+WARM_S, RUN_S = 6.0, 5.0
+KEPT_TOKENS = 60_000
+"""So many tokens a replica keeps, of all users and items."""
+IN_TIME_S = 0.5
+"""Goodput counts answers within so long."""
+PATIENCE_S = 60.0
+
+
+class Dataset(NamedTuple):
+    name: str
+    source: str
+    raw: str
+    split: str | None = None
+
+
+DATASETS = (
+    Dataset("kuairand", "kuairand", "kuairand-pure", split="time"),
+    Dataset("ml-1m", "movielens-1m", "ml-1m"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """The requests of a dataset, in their order."""
+
+    name: str
+    requests: Sequence[Request]
+
+    def schedule(self, first: int, rate: float, seconds: float, seed: int) -> Schedule:
+        """Requests from the first one on, at random times."""
+        rng = np.random.default_rng(seed)
+        at_s = np.sort(rng.random(rng.poisson(rate * seconds))) * seconds
+        which = (first + np.arange(len(at_s), dtype=np.int32)) % len(self.requests)
+        return Schedule(at_s, which, self.requests, seconds)
+
+
+def traffic(dataset: Dataset, folder: Path, count: int, users: int = USERS) -> Traffic:
+    """The first `count` events of the `users` users with the most events. Missing where the dataset is not there."""
+    from jgr.data.preparation.prepare import Options, prepare
+
+    raw = Path(os.environ.get("JGR_DATA") or harness.ROOT.parent / "shared" / "data") / dataset.raw
+    if not raw.is_dir():
+        raise Missing(f"needs the dataset: no {dataset.raw} in the folder that JGR_DATA names")
+    prepare(Options(dataset.source, raw, folder, split=dataset.split))  # type: ignore[arg-type]
+    replay = Replay(
+        folder,
+        item_tokens=ITEM_TOKENS,
+        candidates=CANDIDATES,
+        user_tokens=USER_TOKENS,
+        max_prompt=MOST_TOKENS,
+    )
+    return Traffic(dataset.name, list(itertools.islice(requests(replay, users), count)))
+
+
+def requests(replay: Replay, users: int) -> Iterator[Request]:
+    """The events of the users with the most of them; a user's history is drawn once."""
+    events = np.bincount([access.user for access in replay.accesses()])
+    busiest = set(np.argsort(-events, kind="stable")[:users].tolist())
+    histories: dict[int, list[str]] = {}
+    for access in replay.accesses():
+        if access.user not in busiest:
+            continue
+        if access.user not in histories:
+            rng = np.random.default_rng((7, access.user))
+            number = max(1, access.user_tokens // ITEM_TOKENS)
+            histories[access.user] = list(map(str, rng.integers(0, len(replay.item_tokens), number).tolist()))
+        body = {
+            "user_id": f"u{access.user}",
+            "history": histories[access.user],
+            "candidates": list(map(str, access.items.tolist())),
+            "top_k": 10,
+        }
+        yield Request("/v1/rank", msgspec.json.encode(body), "rank", "rank")
+
+
+def model(folder: Path, items: int) -> Path:
+    """A folder with the configuration of a model of so many items; its weights are never used."""
+    from benchmarks.bat_world import World
+    from jgr.config_formats import dump
+
+    workload = Workload(
+        "fleet", USERS, items, USER_TOKENS, ITEM_TOKENS, 1.0, candidates=CANDIDATES, top10_share=0.5
+    )
+    world = World(folder / "model", workload, speed=1.0)
+    token_mb = world.item_bytes / float(world.traffic.item_tokens.sum()) / 2**20
+    config = world.config(
+        "hotness",
+        KEPT_TOKENS * token_mb,
+        "",
+        "rank.requests=1",
+        f"rank.candidates={CANDIDATES}",
+        "rank.tokens=1024,2048,3072,5120",
+        "cache.item_share=0.3",
+        "cache.window_s=20",
+        f"fleet.replicas={REPLICAS}",
+        "fleet.cpus=0.1",
+    )
+    path = folder / "fleet.toml"
+    path.write_text(dump(config, "toml"))
+    return path
+
+
+class Driver:
+    """Sends requests to a fleet. name: of the traffic; fronts: of the fleet."""
+
+    def __init__(self, fleet: Fleet, of: Traffic, fronts: int) -> None:
+        self._fleet, self._of, self._fronts = fleet, of, fronts
+        self._target, self._next = Target(fleet.host, fleet.port), 0
+
+    def sequence(
+        self, rule: str, age_s: float, rates: Mapping[float, float], warm_s: float, run_s: float
+    ) -> list[Row]:
+        """A row for each load, whose requests a second are given."""
+        self._fleet.begin(rule, age_s)  # type: ignore[arg-type]
+        self._next = 0
+        self._send(max(rates.values()) * 0.7, warm_s, 0)
+        return [self._run(rule, age_s, load, rate, run_s) for load, rate in rates.items()]
+
+    def capacity(self, warm_s: float, run_s: float) -> float:
+        """Requests a second that rotation can serve, by what its requests take."""
+        self._fleet.begin("round_robin", 2.0)
+        self._next = 0
+        self._send(0.5 * REPLICAS / cost_s(1500, 1000), warm_s, 0)
+        before = self._fleet.counts()
+        self._send(0.5 * REPLICAS / cost_s(1500, 1000), run_s, 1)
+        done = self._fleet.counts().minus(before)
+        return REPLICAS * done.requests / done.busy_s
+
+    def _run(self, rule: str, age_s: float, load: float, rate: float, run_s: float) -> Row:
+        before: Counts = self._fleet.counts()
+        self._fleet.flown()
+        found = self._send(rate, run_s, round(100 * load))
+        done, flown = self._fleet.counts().minus(before), list(self._fleet.flown().values())
+        latency_s = found.end_s - found.due_s
+        well = np.array([verdict.status == "200" for verdict in found.verdicts])[found.ended]
+        mean = sum(flown) / REPLICAS
+        return {
+            "traffic": self._of.name,
+            "rule": rule,
+            "load": load,
+            "report_s": age_s,
+            "fronts": self._fronts,
+            "requests": len(found),
+            "answered": int(well.sum()),
+            "hit_rate": rounded(done.cached / max(1, done.tokens)),
+            "tokens_an_answer": rounded((done.tokens - done.cached) / max(1, int(well.sum()))),
+            "goodput": rounded(float((well & (latency_s <= IN_TIME_S)).mean())),
+            "p99_ms": rounded(1e3 * float(np.quantile(latency_s[well], 0.99))),
+            "imbalance": rounded(max(flown) / mean if mean else 1.0),
+            "client_late_p99_ms": rounded(1e3 * float(np.quantile(found.began_s - found.due_s, 0.99))),
+            "latency_ms": [rounded(1e3 * x, 3) for x in np.sort(latency_s[well]).tolist()],
+        }
+
+    def _send(self, rate: float, seconds: float, seed: int) -> open_loop.Results:
+        schedule = self._of.schedule(self._next, rate, seconds, seed)
+        self._next += len(schedule)
+        return open_loop.run(
+            schedule,
+            self._target,
+            max_connections=256,
+            timeout_s=PATIENCE_S,
+            progress=lambda done, total, what: None,
+        )
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """The worst dataset and load, each over all ages of reports and numbers of fronts; the worst imbalance of two
+    fronts, over the loads of a sequence."""
+    tokens, tails = [], []
+    for name, load in dict.fromkeys((row["traffic"], row["load"]) for row in rows):
+        at = {
+            rule: [r for r in rows if (r["rule"], r["traffic"], r["load"]) == (rule, name, load)]
+            for rule in RULES
+        }
+        mean = {
+            rule: sum(r["tokens_an_answer"] * r["answered"] for r in each) / sum(r["answered"] for r in each)
+            for rule, each in at.items()
+        }
+        p99 = {
+            rule: np.quantile(np.concatenate([r["latency_ms"] for r in each]), 0.99)
+            for rule, each in at.items()
+        }
+        tokens.append(float(mean["joint"] / mean["hit"]))
+        tails.append(float(p99["joint"] / p99["load"]))
+    skews = [
+        float(
+            np.mean(
+                [r["imbalance"] for r in rows if (r["rule"], r["traffic"], r["report_s"], r["fronts"]) == key]
+            )
+        )
+        for key in {("joint", r["traffic"], r["report_s"], r["fronts"]) for r in rows if r["rule"] == "joint"}
+        if key[3] == max(r["fronts"] for r in rows)
+    ]
+    return [
+        Claim("fleet-routing-tokens-over-hit-only", rounded(max(tokens)), "x", "lower", 1.1),
+        Claim("fleet-routing-p99-over-load-only", rounded(max(tails)), "x", "lower", 1.1),
+        Claim("fleet-routing-imbalance-of-two-fronts", rounded(max(skews)), "x", "lower", 1.3),
+    ]
+
+
+def sequences(fronts: int, quick: bool) -> list[tuple[str, float]]:
+    """The rules and the ages of reports that run on a fleet of so many fronts."""
+    if quick:
+        return [(rule, 0.2) for rule in RULES]
+    deaf = [(rule, 2.0) for rule in DEAF] if fronts == 1 else []
+    return [*itertools.product(RULES, AGES_S), *deaf]
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    """Claims on the joint score; a row for each run."""
+    if find_spec("ray") is None:
+        raise Missing("needs Ray: pip install 'jgr[cluster]'")
+    os.environ.update(ENVIRONMENT | dict(os.environ))  # before Ray is imported
+    from benchmarks import fleet_world
+
+    warm_s, run_s, loads = (2.0, 2.0, LOADS[1:2]) if quick else (WARM_S, RUN_S, LOADS)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        found = [traffic(each, Path(folder) / each.name, 4000) for each in DATASETS[: 1 if quick else None]]
+        items = 1 + max(_largest(each) for each in found)
+        config = model(Path(folder), items)
+        rates: dict[str, Mapping[float, float]] = {}
+        for fronts in FRONTS[: 1 if quick else None]:
+            quiet.wait()
+            with fleet_world.running(config, [f"fleet.fronts={fronts}"]) as fleet:
+                for of in found:
+                    driver = Driver(fleet, of, fronts)
+                    if of.name not in rates:
+                        most = driver.capacity(warm_s, 2 * run_s)
+                        rates[of.name] = {load: load * most for load in loads}
+                    for rule, age_s in sequences(fronts, quick):
+                        harness.note(f"{of.name}, {fronts} fronts, {rule}, reports {age_s} s old")
+                        rows += driver.sequence(rule, age_s, rates[of.name], warm_s, run_s)
+    measured = claims(rows)
+    for row in rows:
+        del row["latency_ms"]
+    return Measured(measured, rows)
+
+
+def _largest(of: Traffic) -> int:
+    bodies = [msgspec.json.decode(request.body) for request in of.requests]
+    return max(int(item) for body in bodies for item in (*body["history"], *body["candidates"]))
+
+
+if __name__ == "__main__":
+    harness.main(Benchmark("fleet_routing", measure, ("ray", "numpy"), (Path(__file__),)))

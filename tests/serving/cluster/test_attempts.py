@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request at several replicas, which are functions here: some are lost, some never answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from jgr.serving.cluster.attempts import ATTEMPTS, SENDER, Attempts
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Answered
+from jgr.serving.errors import RequestError
+from jgr.serving.policies.hedging import Hedging
+from tests.serving.fakes import PATIENCE_S
+
+LONG_NS = 10**18
+OK = Answered(200, [], b"ok")
+FULL = Answered(429, [], b"full")
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
+
+
+class Lost(Exception):
+    """A replica is gone."""
+
+
+class World:
+    """Replicas by name, and a router that takes the first that was not tried, the last where all were."""
+
+    def __init__(self, **replicas: Callable[[], Awaitable[Answered]]) -> None:
+        self.replicas = replicas
+        self.hints: list[Hint] = []
+        self.cancelled: list[str] = []
+        self.hanging = asyncio.Event()
+
+    async def send(self, hint: Hint, asked: Any) -> Answered:
+        self.hints.append(hint)
+        names = sorted(self.replicas, key=hint.tried.__contains__)
+        ATTEMPTS[hint.attempt].node = names[0]
+        try:
+            return await self.replicas[names[0]]()
+        except asyncio.CancelledError:
+            self.cancelled.append(names[0])
+            raise
+
+    async def hang(self) -> Answered:
+        self.hanging.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def attempts(self, most: int = 3, multiple: float = 0) -> Attempts:
+        """Where a multiple is given, a replica is silent too long at once."""
+        return Attempts(self.send, (Lost,), most, Hedging(multiple, least_ns=1, first_ns=1))
+
+    @property
+    def tried(self) -> list[tuple[str, ...]]:
+        return [hint.tried for hint in self.hints]
+
+
+async def ok() -> Answered:
+    return OK
+
+
+async def full() -> Answered:
+    return FULL
+
+
+async def lost() -> Answered:
+    raise Lost
+
+
+def ask(of: Attempts, until_ns: int | None = None) -> Awaitable[Answered]:
+    return asyncio.wait_for(of.answer(Hint(user="u"), None, 0, until_ns), PATIENCE_S)
+
+
+@runs
+async def test_a_request_goes_elsewhere_where_a_replica_is_lost() -> None:
+    world = World(a=lost, b=lost, c=ok)
+    assert await ask(world.attempts()) == OK
+    assert world.tried == [(), ("a",), ("a", "b")]
+    assert len({hint.attempt for hint in world.hints}) == 3
+    assert {(hint.user, hint.sender) for hint in world.hints} == {("u", SENDER)}
+
+
+@runs
+async def test_it_is_sent_so_often_and_no_more() -> None:
+    world = World(a=lost, b=lost, c=ok)
+    with pytest.raises(RequestError) as raised:
+        await ask(world.attempts(most=2))
+    assert raised.value.type == "unavailable"
+    assert len(world.hints) == 2
+
+
+@runs
+async def test_the_deadline_ends_it_and_its_work() -> None:
+    world = World()
+    world.replicas = {"a": world.hang}
+    with pytest.raises(RequestError) as raised:
+        await ask(world.attempts(), until_ns=1)
+    assert raised.value.type == "deadline_exceeded"
+    await asyncio.sleep(0)
+    assert world.cancelled == ["a"]
+
+
+@runs
+async def test_another_replica_answers_for_one_that_is_silent() -> None:
+    world = World()
+    world.replicas = {"a": world.hang, "b": ok}
+    of = world.attempts(multiple=1)
+    assert await ask(of) == OK
+    await asyncio.sleep(0)
+    assert (world.tried, world.cancelled) == ([(), ("a",)], ["a"])
+    assert await ask(of) == OK
+    assert world.tried[2:] == [("a",)], "it was silent and has answered nobody since"
+    gc.collect()
+    assert not ATTEMPTS, "what has ended is forgotten"
+
+
+@runs
+async def test_a_silent_one_is_waited_for_where_nobody_may_be_asked_besides() -> None:
+    world = World()
+    release = asyncio.Event()
+
+    async def late() -> Answered:
+        await release.wait()
+        return OK
+
+    world.replicas = {"a": late, "b": ok}
+    for of in (world.attempts(multiple=0), world.attempts(most=1, multiple=1)):
+        release.clear()
+        asked = asyncio.ensure_future(ask(of))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        release.set()
+        assert await asked == OK
+    assert world.tried == [(), ()]
+
+
+@pytest.mark.parametrize("second", [full, lost])
+@runs
+async def test_a_second_that_refuses_or_is_lost_does_not_take_the_first_ones_place(second: Any) -> None:
+    world = World()
+    release = asyncio.Event()
+
+    async def late() -> Answered:
+        await release.wait()
+        return OK
+
+    async def other() -> Answered:
+        release.set()
+        found: Answered = await second()
+        return found
+
+    world.replicas = {"a": late, "b": other}
+    assert await ask(world.attempts(most=2, multiple=1)) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@runs
+async def test_a_refusal_is_the_answer_where_nobody_else_is_asked() -> None:
+    world = World(a=full, b=ok)
+    assert await ask(world.attempts()) == FULL
+    assert world.tried == [()]
+
+
+@runs
+async def test_who_stops_waiting_cancels_the_work() -> None:
+    world = World()
+    world.replicas = {"a": world.hang}
+    task = asyncio.ensure_future(world.attempts().answer(Hint(), None, 0, None))
+    await world.hanging.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert world.cancelled == ["a"]
+
+
+@runs
+async def test_each_attempt_has_a_context_of_its_own() -> None:
+    """Ray takes calls of one context for calls of one request, and mixes them up."""
+    request = contextvars.ContextVar("request", default="none")
+    seen = []
+
+    async def seeing() -> Answered:
+        seen.append(request.get())
+        return OK
+
+    request.set("outer")
+    assert await ask(World(a=seeing).attempts()) == OK
+    assert seen == ["none"]

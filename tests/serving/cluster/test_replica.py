@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica tells routers and Ray's autoscaling of its speed, over an engine whose runs take what is said here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Asked
+from jgr.serving.cluster.record import Record, States
+from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.decoders.null import NullExecutor
+from jgr.serving.engine.contract import Progress
+
+PADDED_NS = 1000.0
+"""Of a token of a full batch, padding included."""
+
+
+class NoOthers:
+    """Nobody serves anything else."""
+
+    async def record(self, source: str) -> Record:
+        return Record(source)
+
+    async def joins(self, source: str, name: str, states: States) -> Record:
+        return Record(source)
+
+
+class Alone(Replica):
+    """Ray waits for what `__del__` returns, Python does not."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.fixture
+def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
+    """Each of its profiles takes a microsecond for each of its tokens."""
+
+    def warm_up(executor: NullExecutor, progress: Progress) -> None:
+        executor.costs = {p: p.batch * p.tokens * PADDED_NS / 1e9 for p in executor.profiles}
+
+    monkeypatch.setattr(NullExecutor, "warm_up", warm_up)
+    settings = ("profiles.tokens=16,64,256", "profiles.batch=1,4", "fleet.digest_bits=10")
+    return Alone(Source(assignments=settings, null=True), "r", NoOthers())
+
+
+def started(of: Replica, then: Callable[[], object]) -> None:
+    async def run() -> None:
+        await of.start()
+        try:
+            found = then()
+            if asyncio.iscoroutine(found):
+                await found
+        finally:
+            await of.models.drain(5.0)
+            of.models.join(10)
+
+    asyncio.run(run())
+
+
+def test_a_report_has_what_a_token_takes_now(replica: Replica) -> None:
+    async def then() -> None:
+        engine = replica.models.deployments[0].engine
+        shape = replica._shape
+        tokens = 8 * shape["event_tokens"] + 8 * shape["item_tokens"] + shape["other_tokens"]
+        first = (await replica.record_routing_stats())["ns_per_token"]
+        assert first == pytest.approx(PADDED_NS * 64 / tokens), (
+            "a request of so many tokens takes 64 with the padding"
+        )
+        for profile, seconds in engine.served.executors.costs.items():
+            for _ in range(100):
+                engine._policy.costs.observe(profile, round(10e9 * seconds))
+        assert (await replica.record_routing_stats())["ns_per_token"] == pytest.approx(10 * first, rel=0.05)
+
+    started(replica, then)
+
+
+def test_the_predicted_wait_is_that_of_the_work_in_flight(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        now_ns = [0]
+        monkeypatch.setattr(replica, "_now_ns", lambda: now_ns[0])
+        assert await replica.record_autoscaling_stats() == {"wait_ms": 0}
+        tokens = 100 * replica._shape["event_tokens"] + replica._shape["other_tokens"]
+        released = asyncio.Event()
+
+        async def held(*given: object, **others: object) -> None:
+            await released.wait()
+
+        monkeypatch.setattr(replica, "_app", held)
+        asked = asyncio.create_task(replica.answer(Hint(), Asked("GET", "/", b"", [], b"")))
+        work = asyncio.create_task(replica.answer(Hint(events=100), Asked("GET", "/", b"", [], b"")))
+        await asyncio.sleep(0)
+        now_ns[0] = 1_000_000
+        told = await replica.record_autoscaling_stats()
+        ns = (await replica.record_routing_stats())["ns_per_token"]
+        other = max(1.0, replica._shape["other_tokens"])
+        assert told["wait_ms"] == pytest.approx((tokens + other) * ns / 1e6)
+        released.set()
+        await asyncio.gather(asked, work)
+        now_ns[0] = 2_000_000
+        assert await replica.record_autoscaling_stats() == {"wait_ms": pytest.approx(0)}
+
+    started(replica, then)

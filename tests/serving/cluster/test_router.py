@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as Ray calls it, with the replicas that it is told of in place of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from jgr.serving.cluster.attempts import ATTEMPTS, Attempt
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.policies.digests import digest
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+BITS = 12
+SHAPE = {"event_tokens": 10.0, "item_tokens": 5.0, "other_tokens": 0.0}
+HINT = Hint(user="u:1", events=10, items=("x", "y"))
+"""110 tokens."""
+
+
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
+
+
+class Told:
+    """A replica as Ray's router knows it."""
+
+    max_ongoing_requests = 100
+
+    def __init__(self, name: str, **stats: Any) -> None:
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.request_router import ReplicaID
+
+        self.replica_id = ReplicaID(name, DeploymentID("Replica", "jgr"))
+        self.routing_stats = {"users": b"", "items": b"", "sent": {}, **SHAPE, **stats}
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+class Sent:
+    """A request as Ray gives it to the router."""
+
+    def __init__(self, hint: Hint, id: str) -> None:
+        self.args = [hint]
+        self.metadata = type("Metadata", (), {"internal_request_id": id})
+
+
+class World:
+    """A router of the live class and its replicas."""
+
+    def __init__(self, **stats: dict[str, Any]) -> None:
+        from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+
+        from jgr.serving.cluster.router import FleetRouter
+
+        self.router = FleetRouter(DeploymentID("Replica", "jgr"), DeploymentHandleSource.REPLICA)
+        self.router.initialize_state(bits=BITS)
+        self.replicas = {name: Told(name, **each) for name, each in stats.items()}
+        self.router.update_replicas(list(self.replicas.values()))
+        self.number = 0
+
+    async def send(self, hint: Hint = HINT) -> list[str]:
+        """The names of the replicas, the first choice first; it goes there."""
+        self.number += 1
+        sent = Sent(hint, str(self.number))
+        ranks = await self.router.choose_replicas(list(self.replicas.values()), sent)
+        assert all(len(rank) == 1 for rank in ranks)
+        names = [rank[0].replica_id.unique_id for rank in ranks]
+        self.router.on_request_routed(sent, self.replicas[names[0]].replica_id, None)
+        return names
+
+
+@runs
+async def test_a_replica_that_was_tried_comes_last_though_it_has_the_user() -> None:
+    world = World(a={"users": digest(["u:1"], BITS)}, b={}, c={})
+    assert (await world.send())[0] == "a"
+    assert (await world.send(HINT._replace(tried=("a",))))[-1] == "a"
+    assert (await world.send(HINT._replace(tried=("a", "b"))))[0] == "c"
+    assert set(await world.send(HINT._replace(tried=("a", "b", "c")))) == {"a", "b", "c"}, "none is left"
+
+
+@runs
+async def test_a_replica_that_says_it_is_ten_times_slower_gets_few_requests() -> None:
+    world = World(a={"ns_per_token": 1e5}, b={"ns_per_token": 1e4}, c={"ns_per_token": 1e4})
+    got = Counter([(await world.send(HINT._replace(user=f"u:{n}")))[0] for n in range(60)])
+    assert got["a"] <= 6 and min(got["b"], got["c"]) >= 25, got
+
+
+@runs
+async def test_one_that_would_be_late_for_the_deadline_is_not_chosen() -> None:
+    """110 tokens take 11 ms on a, and 4.4 ms on b, which does not have the user."""
+    world = World(a={"users": digest(["u:1"], BITS), "ns_per_token": 1e6}, b={"ns_per_token": 4e4})
+    assert (await world.send(HINT._replace(left_ms=5.0)))[0] == "b"
+    patient = World(a={"users": digest(["u:1"], BITS), "ns_per_token": 5e4}, b={"ns_per_token": 4e4})
+    assert (await patient.send(HINT._replace(left_ms=50.0)))[0] == "a"
+
+
+@runs
+async def test_who_waits_is_told_what_was_chosen_and_how_long_it_should_take() -> None:
+    world = World(a={"ns_per_token": 1e4})
+    found = []
+    for number in range(2):
+        name = f"test-{number}"
+        attempt = ATTEMPTS[name] = Attempt()
+        await world.send(HINT._replace(attempt=name))
+        found.append((attempt.node, attempt.predicted_ns))
+    assert found == [("a", 110 * 1e4), ("a", 220 * 1e4)]
+    for number in ("1", "2"):
+        world.router.on_request_completed(world.replicas["a"].replica_id, number)
+    attempt = ATTEMPTS["test-3"] = Attempt()
+    await world.send(HINT._replace(attempt="test-3"))
+    assert attempt.predicted_ns == 110 * 1e4, "the others have ended"
+
+
+@runs
+async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
+    world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": 1}, c={})
+    assert set(await world.send()) == {"b", "c"}
+    assert await World(a={"protocol": 99}).send() == ["a"]
+
+
+def test_each_process_routes_under_a_name_of_its_own() -> None:
+    """What replicas report by sender must be told apart; a copy of the module would keep another process's name."""
+    from ray.serve.config import RequestRouterConfig
+
+    from jgr.serving.cluster.application import ROUTER
+    from jgr.serving.cluster.router import FleetRouter
+
+    assert RequestRouterConfig(request_router_class=ROUTER).get_request_router_class() is FleetRouter
