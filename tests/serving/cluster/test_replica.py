@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.record import Record, States
+from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.engine.contract import Progress
