@@ -19,17 +19,17 @@ from jgr.serving.cluster.front import Front
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.cluster.router import FleetRouter
-from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.policies.routing import Ask, Router, Rule
-from jgr.serving.versions.deployment import Load
+from jgr.serving.versions.sources import Loaded
 
 
 class ClockedReplica(Replica):
     """A replica that waits, and that begins anew when it is told."""
 
-    def load(self, source: Source, configs: Sequence[Config]) -> list[tuple[AnyEngine, Load | None, Config]]:
+    def load(self, source: Source, configs: Sequence[Config], places: Sequence[str] = ()) -> list[Loaded]:
         self._report_s, self._told, self._told_s = 0.0, dict[str, Any](), 0.0
-        return [(clocked(engine), None, config) for engine, _, config in super().load(source, configs)]
+        loaded = super().load(source, configs, places)
+        return [one._replace(engine=clocked(one.engine), load=None) for one in loaded]
 
     async def begin(self, report_s: float) -> None:
         """The caches are empty, and reports are told so often from now on."""

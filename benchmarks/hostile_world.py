@@ -99,8 +99,9 @@ KNOWN = ("i1", "jgr", "jgr", "tiny", "u", "rank", "recommend")
 """Names that a path may have, of items, models and users."""
 
 
-def make_models(folder: Path, *settings: str) -> list[Path]:
-    """Write both models below a folder, and a configuration file for each. settings: further ones of both."""
+def make_models(folder: Path, *settings: str, seed: int = 0) -> list[Path]:
+    """Write both models below a folder, and a configuration file for each. settings: further ones of both. seed: of the
+    decoder's weights."""
     scored = [f"B{row:03}" for row in range(N_SCORED)]
     items = Catalog.build(scored, [(f"<a_{row}>",) for row in range(N_SCORED)], [{}] * N_SCORED)
     stu = StuScorerConfig(
@@ -116,7 +117,7 @@ def make_models(folder: Path, *settings: str) -> list[Path]:
     tokenizer = semantic_id_tokenizer(catalog)
     config = override(Config(), "train.layers=2", "train.hidden=32", *DECODER[1:2])
     cfg = decoder_config(config.train, tokenizer.vocab_size, 64)
-    generator = jax.tree.map(lambda x: x * 3, params.initialize(decoder.spec(cfg), jax.random.key(0)))
+    generator = jax.tree.map(lambda x: x * 3, params.initialize(decoder.spec(cfg), jax.random.key(seed)))
 
     def write_beside(beside: Path) -> None:
         tokenizer.save(beside / "tokenizer.json")

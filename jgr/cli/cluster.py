@@ -20,6 +20,7 @@ from absl import flags
 
 from jgr import extras
 from jgr.cli import console
+from jgr.fields import UserError, one_line
 
 if TYPE_CHECKING:
     from jgr.serving.cluster.replica import Source
@@ -30,6 +31,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # it would tell others of this cluster
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",  # one event loop a process, and gRPC between them
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # it is for a load balancer of Ray's, and ends half a minute late
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs does not drain, and keeps its device meanwhile
 }
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """What Ray writes into its own logs; the access log of the servers is `server.access_log`."""
@@ -53,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
         os.environ.setdefault(name, value)
 
     from jgr.serving.cluster.replica import Source
+    from jgr.serving.cluster.secret import require_token
+
+    require_token()  # Ray reads it when it is imported
 
     source = Source(
         tuple(map(os.path.abspath, argv)),
@@ -94,11 +99,16 @@ def _serve(
     from ray import serve
 
     from jgr.serving.cluster.application import NAME, application
+    from jgr.serving.cluster.secret import HOW, require_closed
 
-    ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+    try:
+        ray.init(address=address, include_dashboard=False, logging_level=logging.WARNING)
+    except (ray.exceptions.AuthenticationError, ConnectionError) as error:
+        raise UserError(f"the Ray cluster at {address} cannot be used: {one_line(error)}; {HOW}") from None
     for number in (signal.SIGTERM, signal.SIGINT):  # Ray has just set its own, which end at once
         signal.signal(number, stop)
     try:
+        require_closed(ray.get_runtime_context().gcs_address)
         serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
         serve.run(application(source), name=NAME, logging_config=LOGGING)
         print(f"http://{host}:{port}", flush=True)

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
-from jgr.config import Config
 
 if TYPE_CHECKING:
-    from jgr.serving.engine.engine import AnyEngine
-    from jgr.serving.versions.deployment import Load
+    from jgr.serving.versions.sources import Loaded
 
 HELP = "serve recommendations over HTTP; each folder, or --config, is a model"
 
@@ -76,13 +74,13 @@ def main(argv: Sequence[str]) -> int:
     return serve(load_all(argv, assignments, configs, flags.FLAGS.null))
 
 
-def serve(models: Sequence[tuple[AnyEngine, Load | None, Config]]) -> int:
+def serve(models: Sequence[Loaded]) -> int:
     """Serve until a signal, and return the exit code."""
     from jgr.serving.http.listener import Listener
     from jgr.serving.versions.deployment import Deployment
 
-    (engine, load, config), *others = models
-    more = [Deployment(engine, config.catalog, load) for engine, load, config in others]
+    (engine, load, config, _), *others = models
+    more = [Deployment(one.engine, one.config.catalog, one.load) for one in others]
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(console.progress_bar("compiling"))
 

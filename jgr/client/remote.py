@@ -15,14 +15,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from urllib3 import BaseHTTPResponse, HTTPConnectionPool, HTTPSConnectionPool
+from urllib3 import BaseHTTPResponse, HTTPConnectionPool, HTTPSConnectionPool, Timeout
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import (
     ClosedPoolError,
+    ConnectTimeoutError,
     HTTPError,
     NewConnectionError,
     ProtocolError,
@@ -30,7 +31,7 @@ from urllib3.exceptions import (
 )
 from urllib3.response import HTTPResponse
 
-from jgr.client.address import parse_url, tls_context
+from jgr.client.address import Address, parse_url, tls_context
 from jgr.client.errors import (
     InternalError,
     InvalidRequest,
@@ -49,6 +50,10 @@ from jgr.serving.prefill import Prefilled
 MAX_ANSWER_BYTES = 1 << 26
 KEPT_CONNECTIONS = 1024
 """More than that are closed when their answer is there."""
+CONNECT_S = 2.0
+"""So long a connection to one of several addresses may take before the next one is tried."""
+CHANGES = ("/v1/catalogs", "/v1/models/")
+"""Where a POST changes the server. It is sent to another address only where the first has not seen it."""
 FIRST_WAIT_S = 0.1
 MAX_TIMEOUT_S = 1e6
 MAX_WAIT_S = 60.0
@@ -63,16 +68,18 @@ class Client(Recommender):
     It is asked directly, whatever proxy the environment names, and is not followed elsewhere: a key is for it alone.
 
     url: such as "http://127.0.0.1:8000" or "https://shop.example/jgr", with the path under which a gateway shows the
-    server. key: the server's API key, if it has one. model: the name of the model to ask; None: the first that serves
-    what is asked. timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent
-    again that found the server overloaded or unavailable, after the time that the server names. connections: how many
-    of several histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's
-    certificate; None: the system's.
+    server. Several are addresses of one service, such as a fleet's proxies: a request goes to the one that answered
+    last, and where nobody is there or the connection breaks, under the same id to the next, each once. key: the
+    server's API key, if it has one. model: the name of the model to ask; None: the first that serves what is asked.
+    timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent again that found
+    the server overloaded or unavailable, after the time that the server names. connections: how many of several
+    histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's certificate;
+    None: the system's.
     """
 
     def __init__(
         self,
-        url: str,
+        url: str | list[str] | tuple[str, ...],
         key: str | None = None,
         *,
         model: str | None = None,
@@ -81,15 +88,23 @@ class Client(Recommender):
         connections: int = 16,
         ca_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._address = parse_url(url)
+        urls: list[str] = list(url) if isinstance(url, list | tuple) else [url]
+        if not urls:
+            raise UserError("url must be a URL, or several, not an empty list")
+        addresses = [parse_url(each) for each in urls]
         _check_options(key, model, timeout_s, retries, connections)
-        self._tls = tls_context(ca_file) if self._address.secure else None
+        self._tls = tls_context(ca_file) if any(address.secure for address in addresses) else None
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )
-        self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
+        self._model, self._timeout_s = model, timeout_s
         self._retries, self._connections = retries, connections
-        self._pool, self._process, self._closed = self._make_pool(), os.getpid(), False
+        self._servers = [
+            _Server(url.rstrip("/"), address, self._make_pool(address, len(urls) > 1))
+            for url, address in zip(urls, addresses, strict=True)
+        ]
+        self._last = 0  # the place of the server that answered last
+        self._process, self._closed = os.getpid(), False
 
     @property
     def info(self) -> ModelInfo:
@@ -108,16 +123,18 @@ class Client(Recommender):
 
     def close(self) -> None:
         self._closed = True
-        self._pool.close()
+        for server in self._servers:
+            server.pool.close()
 
     def fetch(self, method: str, path: str, body: bytes | None, type: type[T]) -> T:
         """Send any request, such as GET /v1/models, and read the JSON of its 200 as `type`.
 
         Raises RequestFailed otherwise.
         """
+        request_id = os.urandom(16).hex()  # of every try
         for attempt in range(self._retries + 1):
             try:
-                content = self._exchange(method, path, body)
+                server, content = self._exchange_with_one(method, path, body, request_id)
                 return msgspec.json.decode(content, type=type)
             except (Overloaded, Unavailable) as error:
                 if attempt == self._retries or self._closed:
@@ -127,7 +144,7 @@ class Client(Recommender):
                 time.sleep(min(wait_s, MAX_WAIT_S))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise InternalError(
-                    f"{self._url}{path}: is not the answer of a jgr server: {error}"
+                    f"{server.url}{path}: is not the answer of a jgr server: {error}"
                 ) from None
         raise AssertionError("unreachable")
 
@@ -155,15 +172,15 @@ class Client(Recommender):
     async def _aask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         return await asyncio.to_thread(self._ask, kind, bodies)
 
-    def _make_pool(self) -> HTTPConnectionPool:
-        at = self._address
+    def _make_pool(self, at: Address, one_of_several: bool) -> HTTPConnectionPool:
+        self._connect_s = min(self._timeout_s, CONNECT_S) if one_of_several else self._timeout_s
         settings: dict[str, Any] = {
-            "timeout": self._timeout_s,
+            "timeout": Timeout(connect=self._connect_s, read=self._timeout_s),
             "maxsize": KEPT_CONNECTIONS,
             "headers": self._headers,
             "retries": False,
         }
-        if self._tls is None:
+        if not at.secure:
             plain = HTTPConnectionPool(at.host, at.port, **settings)
             plain.ConnectionCls = _Connection
             return plain
@@ -171,45 +188,88 @@ class Client(Recommender):
         pool.ConnectionCls = _TlsConnection
         return pool
 
-    def _exchange(self, method: str, path: str, body: bytes | None) -> bytes:
-        """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
+    def _exchange_with_one(
+        self, method: str, path: str, body: bytes | None, request_id: str
+    ) -> tuple[_Server, bytes]:
+        """The server that answers, and the content of its 200. Raises RequestFailed."""
         if self._process != os.getpid() and not self._closed:
             # The parent asks over these connections too, and each would read the other's answers.
-            self._pool = self._make_pool()  # before other threads may take it for this process's own
+            several = len(self._servers) > 1
+            self._servers = [
+                server._replace(pool=self._make_pool(server.address, several)) for server in self._servers
+            ]
             self._process = os.getpid()
+        first, servers = self._last, self._servers
+        for at in (*range(first, len(servers)), *range(first)):
+            try:
+                content = self._exchange(servers[at], method, path, body, request_id)
+            except Unavailable as error:
+                last = at == (first - 1) % len(servers)
+                if last or self._closed or not (_may_repeat(method, path) or isinstance(error, _Unasked)):
+                    raise
+            else:
+                self._last = at
+                return servers[at], content
+        raise AssertionError("unreachable")
+
+    def _exchange(
+        self, server: _Server, method: str, path: str, body: bytes | None, request_id: str
+    ) -> bytes:
+        """The content of a 200, over a connection that was kept or a new one. Raises RequestFailed."""
+        url = server.url
         try:
-            response = self._send(method, self._address.path + path, body)
+            response = self._send(server.pool, method, server.address.path + path, body, request_id)
             content = response.read(MAX_ANSWER_BYTES + 1, decode_content=False)
             if len(content) <= MAX_ANSWER_BYTES:
                 response.read(1, decode_content=False)  # raises where the answer was cut off
         except ClosedPoolError:
             raise Unavailable("the client is closed", "unavailable") from None
         except HTTPError as error:
-            raise Unavailable(f"{self._url}: {self._reason(error)}", "unavailable") from None
+            kind = _Unasked if isinstance(error, NewConnectionError | ConnectTimeoutError) else Unavailable
+            raise kind(f"{url}: {self._reason(error)}", "unavailable") from None
         except ValueError as error:  # http.client's, for a chunk of less than no bytes
-            raise Unavailable(f"{self._url}: {one_line(error)}", "unavailable") from None
+            raise Unavailable(f"{url}: {one_line(error)}", "unavailable") from None
         if len(content) > MAX_ANSWER_BYTES:
             response.close()
-            raise InternalError(f"{self._url}: the answer has more than {MAX_ANSWER_BYTES} bytes")
+            raise InternalError(f"{url}: the answer has more than {MAX_ANSWER_BYTES} bytes")
         if response.status != HTTPStatus.OK:
-            raise _failure(self._url, response, content)
+            raise _failure(url, response, content)
         return content
 
-    def _send(self, method: str, path: str, body: bytes | None) -> BaseHTTPResponse:
+    def _send(
+        self, pool: HTTPConnectionPool, method: str, path: str, body: bytes | None, request_id: str
+    ) -> BaseHTTPResponse:
+        headers = {**self._headers, "X-Request-Id": request_id}
         while True:  # each time with a kept connection less
             try:
-                return self._pool.urlopen(method, path, body, redirect=False, preload_content=False)
+                return pool.urlopen(
+                    method, path, body, headers=headers, redirect=False, preload_content=False
+                )
             except ProtocolError as error:
                 if not isinstance(error.args[-1], _Ended):
                     raise
 
     def _reason(self, error: HTTPError) -> str:
         """What has happened, without the names of urllib3's objects."""
+        if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):
+            return f"no connection within {self._connect_s:g} s"
         if isinstance(error, TimeoutError) and not isinstance(error, NewConnectionError):
             return f"no answer within {self._timeout_s:g} s"
         inner = error.__cause__ or (error.args[-1] if error.args else error)
         advice = "; ca_file may name its authority" if isinstance(inner, ssl.SSLCertVerificationError) else ""
         return f"{one_line(inner) or type(inner).__name__}{advice}"
+
+
+class _Server(NamedTuple):
+    """One of the addresses. url: as it was given, without / at its end."""
+
+    url: str
+    address: Address
+    pool: HTTPConnectionPool
+
+
+class _Unasked(Unavailable):
+    """No connection was made, so nothing of the request was seen."""
 
 
 class _Ended(ConnectionError):
@@ -238,6 +298,11 @@ class _Connection(HTTPConnection):
 
 class _TlsConnection(_Connection, HTTPSConnection):
     pass
+
+
+def _may_repeat(method: str, path: str) -> bool:
+    """Whether a request may be done twice: all may but changes of the server itself."""
+    return method != "POST" or not path.startswith(CHANGES)
 
 
 def _check_options(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -195,6 +196,7 @@ def test_a_server_that_starts_again_is_found_again() -> None:
 def test_closing_lets_requests_end_and_refuses_others(server: LiveServer, pems: dict[str, Path]) -> None:
     client = jgr.Client(server.listener.url, "secret", ca_file=pems["authority"])
     with ThreadPoolExecutor(1) as pool:
+        server.executor.forget_entered()
         server.executor.hold()
         asked = pool.submit(client.recommend, ["a"], top_k=3)
         server.executor.wait_entered()
@@ -212,21 +214,21 @@ def test_a_forked_process_has_connections_of_its_own(
     """Two processes on one connection would read each other's answers."""
     with jgr.Client(server.listener.url, "secret", ca_file=pems["authority"]) as client:
         client.recommend(["a"], top_k=3)
-        parents = client._pool
+        parents = client._servers[0].pool
         monkeypatch.setattr(remote.os, "getpid", lambda: -1)
         for _ in range(2):
             assert ids(client.recommend(["a"], top_k=3)) == ["c", "d", "7"]
-        assert client._pool is not parents
+        assert client._servers[0].pool is not parents
         made = client._make_pool
 
-        def owned_meanwhile() -> object:
+        def owned_meanwhile(*given: Any) -> object:
             assert client._process != remote.os.getpid(), "another thread would take the parent's connections"
-            return made()
+            return made(*given)
 
         monkeypatch.setattr(remote.os, "getpid", lambda: -2)
         monkeypatch.setattr(client, "_make_pool", owned_meanwhile)
         client.recommend(["a"], top_k=3)
-        assert (client._pool.num_connections, parents.num_connections) == (1, 1)
+        assert (client._servers[0].pool.num_connections, parents.num_connections) == (1, 1)
 
 
 def test_a_users_name_is_one_part_of_the_path() -> None:

@@ -87,6 +87,11 @@ class FakeExecutor(NullExecutor):
     def release(self) -> None:
         self._open.set()
 
+    def forget_entered(self) -> None:
+        """`wait_entered` counts from now on."""
+        while self._entered.acquire(blocking=False):
+            pass
+
     def wait_entered(self) -> None:
         """Block until one more batch or warm-up has started."""
         assert self._entered.acquire(timeout=PATIENCE_S)

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentHandle
 
 from jgr.config import UserError
+from jgr.serving.cluster.coordinator import COORDINATOR, REPLICA, Coordinator
 from jgr.serving.cluster.front import Front
-from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.protocol import spoken
 from jgr.serving.cluster.replica import Replica, Source
-from jgr.serving.cluster.replicas import Replicas
-from jgr.serving.cluster.rollout import Rollouts
 from jgr.serving.cluster.router import FleetRouter as FleetRouter
 from jgr.serving.cluster.scaling import autoscaling
+from jgr.serving.cluster.secret import require_closed
 
 NAME = "jgr"
 SPARE = 256
@@ -31,16 +31,6 @@ ROUTER = f"{__name__}.FleetRouter"
 """Ray sends the module that it is named with by value: named with its own, each process would have the names of the
 one that deployed, not its own."""
 ARGUMENTS = ("models", "configs", "settings")
-
-
-class Coordinator:
-    """The deployment of one replica through which every change of the fleet goes."""
-
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._rollouts = Rollouts(Replicas(replicas))
-
-    async def roll(self, path: str, asked: Asked) -> Answered:
-        return await self._rollouts.roll(path, asked)
 
 
 class Parts(NamedTuple):
@@ -62,7 +52,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     queue = sum(config.batching.max_queue for config in configs)
     replica = serve.deployment(
         parts.replica,
-        name="Replica",
+        name=REPLICA,
         num_replicas=None if scaling else fleet.replicas,
         autoscaling_config=scaling,
         max_ongoing_requests=queue + SPARE,
@@ -87,7 +77,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     light = {"num_cpus": 0}
     replicas = replica.bind(source)
     coordinator = serve.deployment(
-        Coordinator, name="Coordinator", num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
+        Coordinator, name=COORDINATOR, num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
     )
     front = serve.deployment(
         parts.front,
@@ -97,12 +87,18 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         ray_actor_options=light,
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
-    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas))
+    kept = max(config.catalog.max_versions for config in configs)
+    built: Application = front.bind(
+        tuple(spoken()), first, most, replicas, coordinator.bind(tuple(spoken()), replicas, source.key, kept)
+    )
     return built
 
 
 def fleet(arguments: Mapping[str, Any]) -> Application:
-    """The application by the arguments of a Serve configuration file. Raises UserError for what is not one."""
+    """The application by the arguments of a Serve configuration file. Raises UserError for what is not one, and for a
+    Ray cluster that asks nobody for a secret."""
+    if ray.is_initialized():  # else nothing is deployed, as by `serve build`
+        require_closed(ray.get_runtime_context().gcs_address)
     unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:
         raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(ARGUMENTS)}")

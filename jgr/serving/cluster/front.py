@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jgr.config import Config
 from jgr.serving.cluster.attempts import Attempts
 from jgr.serving.cluster.hints import USERS, glance
+from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
 from jgr.serving.cluster.replicas import Replicas
 from jgr.serving.cluster.whole import erased, metrics, readiness
@@ -41,12 +42,18 @@ _log = logging.getLogger(__name__)
 class Front:
     """The deployment that Ray's proxies send to.
 
-    max_upload_bytes: of a catalog's body. replicas, rollouts: handles of the other deployments.
+    spoken: of who deploys. max_upload_bytes: of a catalog's body. replicas, rollouts: handles of the other deployments.
     """
 
     def __init__(
-        self, config: Config, max_upload_bytes: int, replicas: DeploymentHandle, rollouts: DeploymentHandle
+        self,
+        spoken: Spoken,
+        config: Config,
+        max_upload_bytes: int,
+        replicas: DeploymentHandle,
+        rollouts: DeploymentHandle,
     ) -> None:
+        require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
         self._replicas, self._rollouts = Replicas(replicas), rollouts
         self._keys = Keys(config.server)
@@ -54,7 +61,7 @@ class Front:
         fleet = config.fleet
         self._attempts = Attempts(
             self._replicas.answer,
-            (RayActorError, RayServeException),
+            (RayActorError, RayServeException, Incompatible),
             fleet.attempts,
             Hedging(fleet.hedge if max(fleet.replicas, fleet.max_replicas) > 1 else 0),
         )
@@ -92,7 +99,7 @@ class Front:
 
     async def _answer(self, path: str, asked: Asked, arrival_s: float) -> Answered:
         if asked.method == "POST" and path.startswith(ADMIN_PATHS):
-            return Answered(*await self._rollouts.roll.remote(path, asked))
+            return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
         first = await self._ask_one(path, asked, arrival_s)

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Struct
 
+from jgr.serving.cluster.protocol import sent
 from jgr.serving.known_items import user_entry
 
 WORK = ("/v1/recommend", "/v1/rank", "/v1/rerank", "/v1/score", "/v1/explain/recommend", "/v1/explain/rank")
@@ -31,6 +32,9 @@ class Hint(NamedTuple):
     sender: str = ""
     tried: tuple[str, ...] = ()
     attempt: str = ""
+
+    def __reduce__(self) -> Any:
+        return sent(self)
 
 
 class _Glance(Struct):

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jgr.serving.cluster.protocol import sent
 from jgr.serving.errors import RequestError
 
 Headers = list[tuple[bytes, bytes]]
@@ -24,6 +25,9 @@ class Asked(NamedTuple):
     body: bytes
     client: tuple[str, int] | None = None
 
+    def __reduce__(self) -> Any:
+        return sent(self)
+
 
 class Answered(NamedTuple):
     """The whole answer to a request."""
@@ -31,6 +35,9 @@ class Answered(NamedTuple):
     status: int
     headers: Headers
     body: bytes
+
+    def __reduce__(self) -> Any:
+        return sent(self)
 
 
 async def read(scope: Scope, receive: Receive, most: int) -> Asked:

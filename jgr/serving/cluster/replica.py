@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from typing import Any, Protocol
 
-from jgr.config import Config, ConfigError
+from jgr.config import Config, ConfigError, UserError
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
+from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
-from jgr.serving.versions.deployment import Deployment, Load
+from jgr.serving.versions.deployment import Beginning, Deployment
 from jgr.serving.versions.served_models import Models, serves
-from jgr.serving.versions.sources import configurations, load_all
+from jgr.serving.versions.served_state import begin_as, state_of
+from jgr.serving.versions.sources import Loaded, configurations, load_all
 
+STARTS = 4
+"""So often a replica begins anew because the others have changed while it started."""
 RATE = 1 / 16
 """The weight of one request in the means."""
 MOST = 512
@@ -39,6 +44,9 @@ class Source:
     assignments: tuple[str, ...] = ()
     null: bool = False
 
+    def __reduce__(self) -> Any:
+        return sent((self.folders, self.files, self.assignments, self.null))
+
     def configs(self) -> list[Config]:
         """Raises ConfigError for what cannot be served."""
         found = configurations(self.files, self.assignments, self.folders, loaded=not self.null)
@@ -49,42 +57,86 @@ class Source:
             )
         return found
 
+    @property
+    def key(self) -> str:
+        """What tells one source from another."""
+        return repr((self.folders, self.files, self.assignments, self.null))
+
+
+class Coordination(Protocol):
+    """Where a replica learns what the others serve. See Coordinator."""
+
+    async def record(self, source: str) -> Record: ...
+    async def joins(self, source: str, name: str, states: States) -> Record | None: ...
+
 
 class Replica:
-    """The deployment that Ray starts several times. name: this replica's own, as routers know it."""
+    """The deployment that Ray starts several times. name: this replica's own, as routers know it. others: how it learns
+    what the others serve; None: from Ray's deployment."""
 
-    def __init__(self, source: Source, name: str = "") -> None:
-        configs = source.configs()
-        loaded = self.load(source, configs)
-        self._config = configs[0]
+    def __init__(self, source: Source, name: str = "", others: Coordination | None = None) -> None:
+        self._source = received(Source, source)
         self.name = name or _own_name()
-        self.models = Models([Deployment(engine, config.catalog, load) for engine, load, config in loaded])
-        self._app = App(self.models, self._config.server)
+        self._others = others
+        self._record = Record(self._source.key)
+        self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
         self._work, self._waiting = Work(), Work()
         self._shape: Shape = {}
         self._events = self._items = 8.0  # of a request, in the mean of the last ones
 
-    def load(self, source: Source, configs: Sequence[Config]) -> list[tuple[AnyEngine, Load | None, Config]]:
+    def load(self, source: Source, configs: Sequence[Config], places: Sequence[str] = ()) -> list[Loaded]:
         """See `load_all`."""
-        return load_all(source.folders, source.assignments, configs, source.null)
+        return load_all(source.folders, source.assignments, configs, source.null, places)
+
+    def _load_as(self, record: Record) -> tuple[Config, list[Deployment]]:
+        """The models, over the versions that the record has; those that are configured, where it has none. Raises
+        UserError where these cannot be loaded."""
+        source, places = self._source, [state.folder for state in record.states.values()]
+        here = zip_longest(source.folders, places[: len(source.folders)])
+        folders = tuple(place or folder for folder, place in here)
+        configs = (replace(source, folders=folders) if places else source).configs()
+        deployments = []
+        for one in self.load(source, configs, places):
+            engine, begin = one.engine, Beginning()
+            if one.config.model.name in record.states:
+                engine, begin = begin_as(one, record.states[one.config.model.name], record.bodies)
+            deployments.append(Deployment(engine, one.config.catalog, one.load, begin))
+        return configs[0], deployments
 
     async def reconfigure(self, user_config: Any) -> None:
         """Ray calls it before the first request: the replica is there once its programs are compiled."""
         await self.start()
 
     async def start(self) -> None:
-        """Compile. Raises what a warm-up raises."""
+        """Load, compile, and serve what the others do. Raises what a load and a warm-up raise, and UserError where that
+        cannot be served here."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
 
     async def _start(self) -> None:
-        await self.models.start(lambda done, total, label: None)
-        self._shape = shape(self.models)
+        others = self._others or _Coordinator()
+        for _ in range(STARTS):  # the others may change meanwhile
+            self._record = await others.record(self._source.key)
+            # Not on the event loop: it is asked for its health meanwhile.
+            self._config, deployments = await asyncio.to_thread(self._load_as, self._record)
+            self.models = Models(deployments)
+            self._app = App(self.models, self._config.server)
+            await self.models.start(lambda done, total, label: None)
+            joined = await others.joins(self._source.key, self.name, self._states())
+            if joined is not None:
+                self._record = self._record.merged(joined)
+                self._shape = shape(self.models)
+                return
+            await self.end()
+        raise UserError(f"replica {self.name} serves {served(self._states())}, and the others do not")
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
+        hint, asked = received(Hint, hint), received(Asked, asked)
+        if hint.to not in ("", self.name):  # that one is gone
+            raise RequestError("unavailable", f"replica {hint.to} is gone")
         tokens = ask_of(hint, self._shape).tokens
         if hint.events:
             self._events += RATE * (min(hint.events, MOST) - self._events)
@@ -101,10 +153,35 @@ class Replica:
         """Name, status and versions: what a rollout and the whole view ask for."""
         return {
             "name": self.name,
+            "spoken": tuple(spoken()),
             "status": self.models.status,
             "waiting": self.models.waiting,
             "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
+            "states": {name: tuple(state) for name, state in self._states().items()},
+            "changes": {
+                f"{one.name} {kind}": (change.number, change.state, change.error)
+                for one in self.models.deployments
+                for kind, change in one.changes.items()
+            },
         }
+
+    async def remember(self, record: Record) -> None:
+        """What the fleet serves after a change. One that has missed the change is not healthy, and is replaced."""
+        record = Record.received(record)
+        if record.source == self._record.source and record.number > self._record.number:
+            self._record = self._record.merged(record)
+            states = self._states()
+            changing = any(
+                change.state == "running"
+                for one in self.models.deployments
+                for change in one.changes.values()
+            )
+            if not changing and not record.agrees(states):
+                self._missed = f"serves {served(states)}, and the others {served(record.states)}"
+
+    async def recorded(self) -> Record:
+        """What the fleet serves, as far as it was told."""
+        return self._record
 
     async def metrics(self) -> tuple[str, str]:
         """Name, and the series of all models as text."""
@@ -115,6 +192,7 @@ class Replica:
         bits = self._config.fleet.digest_bits
         most = (1 << bits) // FILL
         return {
+            "protocol": PROTOCOL,
             "users": digest(islice(self._held("user"), most), bits),
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
@@ -132,11 +210,21 @@ class Replica:
         """Raises where Ray is to replace this replica."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
+        if self._missed:
+            raise RuntimeError(f"replica {self.name} {self._missed}")
 
     async def __del__(self) -> None:
         """Ray calls it, and waits for it, when the requests that it has sent are answered."""
-        await self.models.drain(self._config.server.drain_timeout_s)
-        self.models.join(1.0)
+        await self.end()
+
+    async def end(self) -> None:
+        """Finish what was accepted."""
+        if hasattr(self, "models"):
+            await self.models.drain(self._config.server.drain_timeout_s)
+            self.models.join(1.0)
+
+    def _states(self) -> States:
+        return {one.name: state_of(one) for one in self.models.deployments}
 
     def _held(self, kind: str) -> Iterator[str]:
         """The names of what is cached, of all models, the last used first."""
@@ -204,3 +292,20 @@ def _own_name() -> str:
 
     name: str = serve.get_replica_context().replica_id.unique_id
     return name
+
+
+class _Coordinator:
+    """The coordinator of the application that this replica is of."""
+
+    async def record(self, source: str) -> Record:
+        return Record.received(await self._handle().record.remote(spoken(), source))
+
+    async def joins(self, source: str, name: str, states: States) -> Record | None:
+        plain = {model: tuple(state) for model, state in states.items()}
+        joined = await self._handle().joins.remote(spoken(), source, name, plain)
+        return None if joined is None else Record.received(joined)
+
+    def _handle(self) -> Any:
+        from ray import serve
+
+        return serve.get_deployment_handle("Coordinator", serve.get_replica_context().app_name)

@@ -9,6 +9,8 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import received
+from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 
 ALL_S = 30.0
@@ -25,7 +27,7 @@ class Replicas:
         """The answer of the replica that the router chooses. Cancelled, it cancels the replica's work."""
         response = self._handle.answer.remote(hint, asked)
         try:
-            return Answered(*await response)
+            return received(Answered, await response)
         except asyncio.CancelledError:
             response.cancel()  # else the replica would finish it
             raise
@@ -37,7 +39,7 @@ class Replicas:
     async def ask_all(self, asked: Asked) -> list[Answered | Exception]:
         """The answer of every replica, or why there is none."""
         found = await self._broadcast("answer", Hint(), asked)
-        return [each if isinstance(each, Exception) else Answered(*each) for each in found]
+        return [each if isinstance(each, Exception) else received(Answered, each) for each in found]
 
     async def names(self) -> list[str]:
         """The names of those that serve."""
@@ -57,6 +59,18 @@ class Replicas:
         return dict(
             sorted(each for each in await self._broadcast("metrics") if not isinstance(each, Exception))
         )
+
+    async def remember(self, record: Record) -> None:
+        """Tell all what the fleet serves."""
+        await self._broadcast("remember", record)
+
+    async def records(self) -> list[Record]:
+        """What those that answer know of what the fleet serves."""
+        return [
+            Record.received(each)
+            for each in await self._broadcast("recorded")
+            if not isinstance(each, Exception)
+        ]
 
     async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
         answers = self._handle.broadcast(method, *arguments)

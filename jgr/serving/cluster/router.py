@@ -14,6 +14,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from jgr.serving.cluster.attempts import ATTEMPTS, SENDER
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import PROTOCOL
 from jgr.serving.cluster.reports import Shape, ask_of, report
 from jgr.serving.policies.routing import Ask, Router
 
@@ -28,16 +29,21 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         self._policy = Router(SENDER, **settings)
         self._heard: dict[str, Any] = {}  # the last stats of each replica
         self._shape: Shape = {}
+        self._strangers: set[str] = set()  # replicas of a jgr that this one does not understand
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._policy.become(by_name)
         self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
+        self._strangers &= by_name.keys()
         for name, replica in by_name.items():
             stats = replica.routing_stats
             if stats and self._heard.get(name) is not stats:
                 self._heard[name] = stats
+                if stats.get("protocol", PROTOCOL) != PROTOCOL:
+                    self._strangers.add(name)
+                    continue
                 self._policy.heard(name, report(stats))
                 self._shape = stats
 
@@ -50,6 +56,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hint = _hint(pending_request)
+        if self._strangers and (known := by_name.keys() - self._strangers):
+            by_name = {name: by_name[name] for name in known}
         if pending_request is None or (hint.to and hint.to not in by_name):
             return [[replica] for replica in candidate_replicas]
         if hint.to:

@@ -25,12 +25,13 @@ class Again:
     """How a version is loaded once more, from the folder that it was loaded from. It holds no weights.
 
     version: the version as answers name it. files: its files, as they were found. load: makes an engine of what is
-    there now, not started.
+    there now, not started. folder: where that is.
     """
 
     version: str
     files: ModelFiles
     load: Callable[[Metrics], Any]
+    folder: str
 
     @staticmethod
     def of(
@@ -47,7 +48,7 @@ class Again:
         if files is None:
             return None
         found = replace(config, model=replace(config.model, path=str(folder)))
-        return Again(version, files, partial(load, found))
+        return Again(version, files, partial(load, found), str(folder))
 
 
 def open_folder(config: Config) -> Path:

@@ -51,13 +51,27 @@ T = TypeVar("T")
 class Change:
     """The last change of one kind, of the model or of its catalog.
 
-    to: the version that it goes to. doing: what it is at, while it runs.
+    to: the version that it goes to. doing: what it is at, while it runs. number: so many of its kind were begun.
     """
 
     state: ReloadState = "never"
     error: str | None = None
     to: str = ""
     doing: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """Where a deployment begins, if not with nothing changed; the attributes of Deployment say what each is.
+
+    activated: the catalog of its engine, where that is no configured one.
+    """
+
+    activated: Catalog | None = None
+    previous: Catalog | None = None
+    before: Again | None = None
+    uploaded: tuple[Catalog, ...] = ()
 
 
 _log = logging.getLogger(__name__)
@@ -68,23 +82,32 @@ class Deployment:
 
     load: makes the engine of a reload; None: the model cannot be reloaded. catalogs: how many may be held, and how
     large. changes: the last change of each kind. previous: the catalog that was served before the present one. before:
-    how the version of the model that was served before the present one is loaded.
+    how the version of the model that was served before the present one is loaded. begin: what others have made of the
+    same model by their changes.
     """
 
-    def __init__(self, engine: AnyEngine, catalogs: CatalogConfig, load: Load | None = None) -> None:
+    def __init__(
+        self,
+        engine: AnyEngine,
+        catalogs: CatalogConfig,
+        load: Load | None = None,
+        begin: Beginning = Beginning(),
+    ) -> None:
         self.engine = engine
         self.catalogs = catalogs
         self.metrics = engine.metrics
         self.changes: dict[Kind, Change] = {"model": Change(), "catalog": Change()}
-        self.previous: Catalog | None = None
-        self.before: Again | None = None
+        self.previous: Catalog | None = begin.previous
+        self.before: Again | None = begin.before
+        self.uploaded = begin.uploaded
+        """The catalogs that were uploaded before the start, the oldest first."""
         self.swapped: list[Callable[[], object]] = []
         """Each is called when `engine` is another one."""
         self.changed: list[Callable[[], object]] = []
         """Each is called when a change has ended, well or not."""
         self._load = load
         self._engines = [engine]  # and those that warm up or drain
-        self._activated: Catalog | None = None
+        self._activated: Catalog | None = begin.activated
         self._loaded_at: str | None = None
         self.warming = ""
         """How far the first warm-up is, in words; it is written by the thread that warms up."""
@@ -203,7 +226,7 @@ class Deployment:
     def _begin(
         self, kind: Kind, to: str, make: Callable[[], AnyEngine], activated: Catalog | None = None
     ) -> None:
-        self.changes[kind] = Change("running", to=to)
+        self.changes[kind] = Change("running", to=to, number=self.changes[kind].number + 1)
         self._task = asyncio.create_task(self._replace(kind, make, activated))
 
     async def drain(self, timeout_s: float) -> bool:

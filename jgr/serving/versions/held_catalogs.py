@@ -36,7 +36,7 @@ class Catalogs:
         self._deployment = deployment
         self._max_versions = deployment.catalogs.max_versions
         self._max_bytes = deployment.catalogs.max_upload_bytes
-        self._entries: dict[str, _Entry] = {}
+        self._entries = {catalog.version: _Entry(catalog, now()) for catalog in deployment.uploaded}
         self._uploading = False
 
     def listing(self) -> CatalogList:

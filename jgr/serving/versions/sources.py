@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jgr.config import Config, ConfigError, ServerConfig, UserError, load_config, override
 from jgr.fields import distinct
@@ -25,22 +25,64 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class Loaded(NamedTuple):
+    """A model that is loaded. engine: not started yet. load: what loads it again; None: nothing does. load_from: what
+    loads it from another folder.
+    """
+
+    engine: AnyEngine
+    load: Load | None
+    config: Config
+    load_from: Callable[[str, Metrics], AnyEngine]
+
+
 def load_all(
-    folders: Sequence[str], assignments: Sequence[str], configs: Sequence[Config], null: bool = False
-) -> list[tuple[AnyEngine, Load | None, Config]]:
-    """Each model's engine, not started yet, what loads it again, and its configuration. The first configurations are
-    those of the folders. null: numbered items, without a model. Slow imports happen here.
+    folders: Sequence[str],
+    assignments: Sequence[str],
+    configs: Sequence[Config],
+    null: bool = False,
+    places: Sequence[str] = (),
+) -> list[Loaded]:
+    """Each model, loaded. The first configurations are those of the folders. null: numbered items, without a model.
+    places: the folder that each model is loaded from this once in place of its own; "": its own. Slow imports happen
+    here.
 
     Raises UserError for what cannot be served; where there are several models, it names the model.
     """
-    memory = None if null else _memory(configs)
+    first = [_at(config, places[at] if at < len(places) else "") for at, config in enumerate(configs)]
+    memory = None if null else _memory(first)
     models = []
-    for at, config in enumerate(configs):
-        engine, load = _named(config, null, len(configs) > 1, memory)
+    for at, (config, here) in enumerate(zip(configs, first, strict=True)):
+        engine, load = _named(here, null, len(configs) > 1, memory)
+        load_from = partial(_load_at, config, memory)
+        if load is not None:
+            load = partial(_load_at, config, memory, config.model.path)
         if at < len(folders) and load is not None:
             load = partial(_load_again, folders[at], config, assignments, memory)
-        models.append((engine, load, config))
+            load_from = partial(_load_from, config, assignments, memory)
+        models.append(Loaded(engine, load, config, load_from))
     return models
+
+
+def _at(config: Config, folder: str) -> Config:
+    """The configuration, of a model in that folder; "": in its own."""
+    return (
+        dataclasses.replace(config, model=dataclasses.replace(config.model, path=folder))
+        if folder
+        else config
+    )
+
+
+def _load_at(config: Config, memory: Memory | None, folder: str, metrics: Metrics) -> AnyEngine:
+    from jgr.serving.versions.loading import load_any
+
+    return load_any(_at(config, folder), metrics, memory)
+
+
+def _load_from(
+    config: Config, assignments: Sequence[str], memory: Memory | None, folder: str, metrics: Metrics
+) -> AnyEngine:
+    return _load_again(folder, config, assignments, memory, metrics)
 
 
 def configurations(

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from jgr.catalog.catalog import load_catalog
 from jgr.models import manifest
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
-from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
+from tests.serving.tiny_model import N_ITEMS, as_lines, make_catalog, make_folder, shuffled_catalog
 
 pytestmark = pytest.mark.ray
 
@@ -66,6 +67,10 @@ class Fleet:
             if sample.name == name
         }
 
+    def catalogs(self) -> set[str]:
+        """The versions of the tiny model's catalog that the replicas serve."""
+        return {labels[-1] for labels in self.series("jgr_catalog_info") if "tiny" in labels}
+
     def get(self, path: str) -> bytes:
         status, body = self.ask("GET", path)
         assert status == 200, body
@@ -75,7 +80,7 @@ class Fleet:
         answer = urllib3.request(
             method,
             self.url + path,
-            body=None if body is None else json.dumps(body),
+            body=body if body is None or isinstance(body, bytes) else json.dumps(body),
             headers=headers,
             timeout=PATIENCE_S,
             retries=False,
@@ -187,10 +192,12 @@ class Load:
     """Clients that ask on and on, and what they got."""
 
     fleet: Fleet
-    expected: Sequence[dict[str, float]]
+    expected: Mapping[str, Sequence[dict[str, float]]]
+    """Scores by the version of the catalog that an answer names."""
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[Any] = field(default_factory=list)
     versions: Counter[str] = field(default_factory=Counter)
+    catalogs: Counter[str] = field(default_factory=Counter)
 
     def __enter__(self) -> Load:
         self._stop = threading.Event()
@@ -216,7 +223,9 @@ class Load:
                 continue
             self.versions[answer["model"]] += 1
             found = {item["item_id"]: item["score"] for item in answer["items"]}
-            if self.expected and found != pytest.approx(self.expected[at], abs=1e-4):
+            self.catalogs[answer["catalog_version"]] += 1
+            expected = self.expected.get(answer["catalog_version"])
+            if self.expected and (expected is None or found != pytest.approx(expected[at], abs=1e-4)):
                 self.wrong.append((at, found))
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -229,21 +238,42 @@ class Load:
             assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
 
 
-def test_a_replica_that_is_killed_loses_no_request_and_is_replaced(fleet: Fleet, alone: jgr.Engine) -> None:
-    expected = [scores(answer) for answer in alone.recommend(HISTORIES, top_k=5)]
-    before = names(fleet)
-    victim = pids(fleet, "Replica")[0]
+def test_two_catalogs_at_once_and_then_a_replica_that_is_killed(
+    fleet: Fleet, alone: jgr.Engine, tmp_path: Path
+) -> None:
+    """No request is lost, each answer is of the catalog that it names, and a replica that replaces the one that was
+    killed serves the catalog that was uploaded."""
+    lines = tmp_path / "catalog.jsonl"
+    lines.write_bytes(as_lines(shuffled_catalog()))
+    with jgr.Engine(str(fleet.folder), [f"catalog.path={lines}"]) as other:
+        expected = {
+            engine.info.catalog_version: [scores(answer) for answer in engine.recommend(HISTORIES, top_k=5)]
+            for engine in (alone, other)
+        }
+        version = other.info.catalog_version
+    catalogs, admin = "/v1/catalogs", {"authorization": "Bearer 4dm1n"}
     with Load(fleet, expected) as load:
-        load.until(lambda: load.statuses["200"] > 30)
+        status, body = fleet.ask("POST", f"{catalogs}?model=tiny", lines.read_bytes(), **admin)
+        assert (status, json.loads(body).get("version")) == (201, version), body
+        while (status := fleet.ask("POST", f"{catalogs}/{version}/activate?model=tiny", **admin)[0]) == 409:
+            pass  # the upload goes to the second replica
+        assert status == 202
+        load.until(lambda: fleet.catalogs() == {version})
+        assert set(load.catalogs) == set(expected)
+        before, victim = names(fleet), pids(fleet, "Replica")[0]
         os.kill(victim, signal.SIGKILL)
         load.until(lambda: ready(fleet) == 2 and names(fleet) != before)
+        assert fleet.catalogs() == {version}
+        load.catalogs.clear()
+        load.until(lambda: sum(load.catalogs.values()) > 60)
+        assert set(load.catalogs) == {version}
     assert (set(load.statuses), load.wrong) == ({"200"}, [])
 
 
 def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fleet) -> None:
     old = json.loads(fleet.get("/v1/models"))["data"][0]["version"]
     manifest.write(fleet.folder, make_folder(fleet.folder, seed=2), make_catalog())
-    with Load(fleet, ()) as load:
+    with Load(fleet, {}) as load:
         status, body = fleet.ask("POST", "/v1/models/tiny/reload", authorization="Bearer 4dm1n")
         assert status == 202, body
         again, body = fleet.ask("POST", "/v1/models/tiny/reload", authorization="Bearer 4dm1n")
@@ -260,13 +290,18 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
 
 
 def pids(fleet: Fleet, deployment: str) -> list[int]:
-    """The processes of a deployment of the fleet, and of no other on this machine."""
-    found = subprocess.run(
-        ["pgrep", "-f", f"^ray::ServeReplica:jgr:{deployment}"], capture_output=True, text=True, check=True
-    )
-    mine = f"RAY_TMPDIR={fleet.temporary}".encode()
-    pids = [int(line) for line in found.stdout.split()]
-    return [pid for pid in pids if mine in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    """The processes of a deployment of this fleet; other fleets may run on this machine."""
+    name, parents, found = f"ray::ServeReplica:jgr:{deployment}".encode(), dict[int, int](), list[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if (process / "cmdline").read_bytes().startswith(name):
+                found.append(int(process.name))
+
+    def ours(pid: int) -> bool:
+        return pid == fleet.process.pid or (pid in parents and ours(parents[pid]))
+
+    return [pid for pid in found if ours(pid)]
 
 
 def ready(fleet: Fleet) -> int:

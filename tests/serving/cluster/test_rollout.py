@@ -8,20 +8,30 @@ from typing import Any
 
 import pytest
 
+from jgr.serving.cluster.protocol import spoken
+from jgr.serving.cluster.record import Record
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.rollout import Rollouts
 from jgr.serving.errors import RequestError
+from jgr.serving.versions.served_state import State
 
 RELOAD = Asked("POST", "/v1/models/m/reload", b"", [], b"")
 
 
 class Replicas:
-    """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. slow: looks that a
-    change takes."""
+    """Replicas of a model whose versions are numbers. bad: those whose new version's probe fails. dying: those that die
+    with a change. slow: looks that a change takes."""
 
     def __init__(
-        self, *names: str, bad: tuple[str, ...] = (), refuses: tuple[str, ...] = (), slow: int = 2
+        self,
+        *names: str,
+        bad: tuple[str, ...] = (),
+        refuses: tuple[str, ...] = (),
+        dying: tuple[str, ...] = (),
+        slow: int = 2,
     ) -> None:
+        self.begun: dict[str, int] = {}
+        self.dying, self.told = dying, list[Record]()
         self.versions = dict.fromkeys(names, 1)
         self.bad, self.refuses, self.slow = bad, refuses, slow
         self.asked: list[tuple[str, str]] = []
@@ -38,6 +48,7 @@ class Replicas:
         if name in self.refuses:
             return Answered(409, [], b"not now")
         self.left[name] = self.slow
+        self.begun[name] = self.begun.get(name, 0) + 1
         self.states[name] = ("running", None)
         self.most_changing = max(
             self.most_changing, sum(state == "running" for state, _ in self.states.values())
@@ -48,14 +59,25 @@ class Replicas:
         return Answered(202, [], b"{}")
 
     async def about(self, name: str) -> dict[str, Any]:
-        self.left[name] -= 1
+        if name in self.dying and self.states[name][0] == "running":
+            del self.versions[name]
+        if name not in self.versions:
+            raise KeyError(name)
+        self.left[name] = self.left.get(name, 0) - 1
         if self.left[name] <= 0 and self.states[name][0] == "running":
             if name in self.bad:
                 self.states[name] = ("failed", "the probe failed")
             else:
                 self.versions[name] += 1
                 self.states[name] = ("done", None)
-        return {"models": {"m": (f"m@{self.versions[name]}", *self.states[name])}}
+        return {
+            "spoken": spoken(),
+            "states": {"m": State(f"m@{self.versions[name]}", "c")},
+            "changes": {"m model": (self.begun.get(name, 0), *self.states[name])},
+        }
+
+    async def remember(self, record: Record) -> None:
+        self.told.append(record)
 
 
 async def _at_once(seconds: float) -> None:

@@ -121,6 +121,13 @@ async def test_who_waits_is_told_what_was_chosen_and_how_long_it_should_take() -
     assert attempt.predicted_ns == 110 * 1e4, "the others have ended"
 
 
+@runs
+async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
+    world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": 1}, c={})
+    assert set(await world.send()) == {"b", "c"}
+    assert await World(a={"protocol": 99}).send() == ["a"]
+
+
 def test_each_process_routes_under_a_name_of_its_own() -> None:
     """What replicas report by sender must be told apart; a copy of the module would keep another process's name."""
     from ray.serve.config import RequestRouterConfig

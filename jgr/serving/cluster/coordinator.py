@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place through which every change of a fleet goes, and which a replica that starts asks what to serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from jgr.serving.cluster.protocol import Spoken, received, require
+from jgr.serving.cluster.record import Record, States, latest, plain
+from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.replicas import Replicas
+from jgr.serving.cluster.rollout import Rollouts
+
+COORDINATOR, REPLICA = "Coordinator", "Replica"
+"""Names of deployments."""
+LOOK_S = 0.2
+FIND_S = 60.0
+"""So long a coordinator that starts again looks for the replicas that serve already."""
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The deployment, of one replica. source: the key of what is deployed. kept: catalogs of each model."""
+
+    def __init__(self, spoken: Spoken, replicas: DeploymentHandle, source: str, kept: int) -> None:
+        require(spoken)
+        self._replicas, self._source = Replicas(replicas), source
+        self._rollouts = Rollouts(self._replicas, record=Record(source), most=kept)
+        self._finding: asyncio.Task[None] | None = None
+
+    async def roll(self, path: str, asked: Asked) -> Answered:
+        """See Rollouts."""
+        await self._found()
+        return await self._rollouts.roll(path, received(Asked, asked))
+
+    async def record(self, spoken: Spoken, source: str) -> Record:
+        """What a replica of that source is to serve. An empty record: what is configured."""
+        require(spoken)
+        await self._found()
+        return self._rollouts.record if source == self._source else Record(source)
+
+    async def joins(self, spoken: Spoken, source: str, name: str, states: States) -> Record | None:
+        """What the others serve, without the bodies, where the replica that has started serves that too; else None."""
+        await self._found()
+        require(spoken)
+        if source != self._source:
+            return Record(source)
+        states = plain(states)
+        return self._rollouts.record._replace(bodies={}) if self._rollouts.joins(name, states) else None
+
+    async def _found(self) -> None:
+        """Wait until it is known what an earlier coordinator kept."""
+        if self._finding is None:
+            self._finding = asyncio.create_task(self._find())
+        await asyncio.shield(self._finding)
+
+    async def _find(self) -> None:
+        waited_s = 0.0
+        while waited_s < FIND_S and await asyncio.to_thread(_running):
+            try:
+                found = latest(await self._replicas.records(), self._source)
+            except (RayServeException, TimeoutError) as error:
+                _log.info("no replica can be asked yet: %s", error)
+            else:
+                self._rollouts.record = found
+                return
+            await asyncio.sleep(LOOK_S)
+            waited_s += LOOK_S
+
+
+def _running() -> bool:
+    """Whether a replica serves already."""
+    application = serve.status().applications.get(serve.get_replica_context().app_name)
+    deployment = None if application is None else application.deployments.get(REPLICA)
+    return deployment is not None and deployment.replica_states.get("RUNNING", 0) > 0

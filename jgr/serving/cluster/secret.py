@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The secret that the nodes of a Ray cluster share.
+
+Whoever can call a Ray process can run code in it, and a replica listens on all addresses of its machine. So a fleet is
+served only where Ray asks every caller for a token, or for a certificate; see docs/fleet.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from urllib.parse import urlsplit
+
+from jgr.config import UserError
+
+MODE = "RAY_AUTH_MODE"
+HOW = (
+    "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH on every node and here, "
+    "see docs/fleet.md"
+)
+_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+_PROBE_S = 10.0
+
+
+def require_token(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have Ray ask for its token where nothing else is set, before Ray is imported. Raises UserError where it is told
+    not to."""
+    mode = environment.setdefault(MODE, "token")
+    if mode.lower() != "token":
+        raise UserError(f"{MODE}={mode}: whoever reaches a replica's port could run code in it; {HOW}")
+
+
+def require_closed(address: str) -> None:
+    """Raises UserError where a Ray cluster answers a caller who has no secret. address: of its head, HOST:PORT."""
+    if is_open(address):
+        raise UserError(f"the Ray cluster at {address} asks nobody for a secret; {HOW}")
+
+
+def is_open(address: str) -> bool:
+    """Whether the head of a Ray cluster answers a caller without a token and a certificate."""
+    import grpc
+
+    with grpc.insecure_channel(urlsplit(f"//{address.rpartition('//')[2]}").netloc) as channel:
+        try:
+            channel.unary_unary(_ALIVE)(b"", timeout=_PROBE_S)
+        except grpc.RpcError:
+            return False
+    return True

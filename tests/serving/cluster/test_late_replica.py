@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica that starts after changes of the fleet serves what the others do, or does not start.
+
+Real replicas over tiny models in one process; in Ray's place a fleet hands calls on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jgr.config import UserError
+from jgr.models import manifest
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.record import Record, States, latest
+from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.replica import Replica, Source
+from jgr.serving.cluster.rollout import Rollouts
+from tests.serving.tiny_model import as_lines, make_catalog, make_folder, shuffled_catalog
+
+KEY = [(b"authorization", b"Bearer 4dm1n")]
+SETTINGS = ("server.admin_key=4dm1n", "profiles.batch=1", "profiles.tokens=32")
+ASK = json.dumps({"history": ["B001", "B007"], "top_k": 3}).encode()
+
+
+class Local(Replica):
+    """Ray awaits what ends a replica; Python itself would not."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+class Fleet:
+    """Replicas by name, and the coordinator's part."""
+
+    def __init__(self, source: Source) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.source = source
+        self.rollouts = Rollouts(self, _at_once, Record(source.key))
+
+    async def start(self, name: str) -> Replica:
+        replica = Local(self.source, name, self)
+        await replica.start()
+        self.replicas[name] = replica
+        return replica
+
+    async def change(self, path: str, body: bytes = b"") -> Any:
+        asked = Asked("POST", path, b"", KEY, body)
+        answered = await self.rollouts.roll(path, asked)
+        await self.rollouts.settled()
+        assert answered.status < 300 and self.rollouts.state["state"] == "done", (
+            answered,
+            self.rollouts.state,
+        )
+        return json.loads(answered.body)
+
+    async def versions(self, name: str) -> tuple[str, str]:
+        answered = await self.ask(name, Asked("POST", "/v1/recommend", b"", [], ASK))
+        answer = json.loads(answered.body)
+        return answer["model"], answer["catalog_version"]
+
+    async def record(self, source: str) -> Record:
+        assert source == self.source.key
+        return self.rollouts.record
+
+    async def joins(self, source: str, name: str, states: States) -> Record | None:
+        return self.rollouts.record._replace(bodies={}) if self.rollouts.joins(name, states) else None
+
+    async def names(self) -> list[str]:
+        return sorted(self.replicas)
+
+    async def ask(self, name: str, asked: Asked) -> Answered:
+        return await self.replicas[name].answer(Hint(to=name), asked)
+
+    async def about(self, name: str) -> dict[str, Any]:
+        return await self.replicas[name].about()
+
+    async def remember(self, record: Record) -> None:
+        for replica in self.replicas.values():
+            await replica.remember(record)
+
+    async def end(self) -> None:
+        for replica in self.replicas.values():
+            await replica.end()
+
+
+async def _at_once(seconds: float) -> None:
+    await asyncio.sleep(0.01)
+
+
+def run(folder: Path, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+    async def all_of_it() -> None:
+        fleet = Fleet(Source((str(folder),), assignments=SETTINGS))
+        try:
+            await scenario(fleet)
+        finally:
+            await fleet.end()
+
+    asyncio.run(all_of_it())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A link to a model, as a deployment switches it."""
+    write(tmp_path / "one", seed=1)
+    (tmp_path / "current").symlink_to(tmp_path / "one")
+    return tmp_path / "current"
+
+
+def write(folder: Path, seed: int) -> None:
+    manifest.write(folder, make_folder(folder, seed=seed), make_catalog())
+
+
+def switch(link: Path, to: str) -> None:
+    link.unlink()
+    link.symlink_to(link.parent / to)
+
+
+def test_a_catalog_that_was_uploaded_is_on_a_replica_that_starts_later(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        first = await fleet.versions("a")
+        version = (await fleet.change("/v1/catalogs", as_lines(shuffled_catalog())))["version"]
+        await fleet.change(f"/v1/catalogs/{version}/activate")
+        assert await fleet.versions("a") == (first[0], version)
+        late = await fleet.start("b")
+        assert await fleet.versions("b") == (first[0], version)
+        # A coordinator that was lost has it from any replica, with the bodies.
+        found = latest([await late.recorded(), Record(fleet.source.key)], fleet.source.key)
+        assert found == fleet.rollouts.record and set(found.bodies) == {version}
+        await fleet.change("/v1/catalogs/rollback")
+        assert await fleet.versions("a") == await fleet.versions("b") == first
+        await fleet.start("c")
+        assert await fleet.versions("c") == first
+        await fleet.change(f"/v1/catalogs/{version}/activate")
+        assert {await fleet.versions(name) for name in "abc"} == {(first[0], version)}, "c holds it too"
+
+    run(folder, scenario)
+
+
+def test_a_rolled_back_model_is_what_a_late_replica_serves_and_can_go_forward_from(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        one = await fleet.versions("a")
+        write(folder.parent / "two", seed=2)
+        switch(folder, "two")
+        await fleet.change("/v1/models/tiny/reload")
+        two = await fleet.versions("a")
+        assert one[0] != two[0]
+        await fleet.start("b")
+        assert await fleet.versions("b") == two
+        await fleet.change("/v1/models/tiny/rollback")
+        await fleet.start("c")  # the link is that of two
+        assert {await fleet.versions(name) for name in "abc"} == {one}
+        await fleet.change("/v1/models/tiny/rollback")
+        assert {await fleet.versions(name) for name in "abc"} == {two}
+        await fleet.change("/v1/models/tiny/reload")
+        assert {await fleet.versions(name) for name in "abc"} == {two}
+
+    run(folder, scenario)
+
+
+def test_where_the_folder_holds_something_else_by_now_a_replica_does_not_start(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        write(folder.resolve(), seed=3)  # in place, and nobody has reloaded
+        with pytest.raises(UserError, match=r"the fleet serves tiny@\w+, and .*/one holds tiny@\w+ by now"):
+            await fleet.start("b")
+        await fleet.change("/v1/models/tiny/reload")
+        await fleet.start("b")
+        assert await fleet.versions("a") == await fleet.versions("b")
+
+    run(folder, scenario)
+
+
+def test_a_replica_that_starts_while_a_change_goes_on_gets_it_too(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        write(folder.parent / "two", seed=2)
+        late = Local(fleet.source, "b", fleet)
+        await late.start()  # it has joined, and nobody can send to it yet
+        switch(folder, "two")
+        asked = Asked("POST", "/v1/models/tiny/reload", b"", KEY, b"")
+        await fleet.rollouts.roll(asked.path, asked)
+        while (await fleet.about("a"))["changes"]["tiny model"][1] != "done":
+            await asyncio.sleep(0.01)
+        fleet.replicas["b"] = late
+        await fleet.rollouts.settled()
+        assert fleet.rollouts.state["done"] == ["a", "b"]
+        assert await fleet.versions("a") == await fleet.versions("b")
+        assert len((await fleet.versions("b"))[0]) > len("tiny@")
+
+    run(folder, scenario)
+
+
+def test_a_replica_that_has_missed_a_change_is_to_be_replaced(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.start("a")
+        missed = await fleet.start("b")
+        await missed.check_health()
+        write(folder.parent / "two", seed=2)
+        switch(folder, "two")
+        del fleet.replicas["b"]  # it hangs
+        await fleet.change("/v1/models/tiny/reload")
+        await missed.remember(fleet.rollouts.record)
+        with pytest.raises(RuntimeError, match=r"replica b serves .*, and the others "):
+            await missed.check_health()
+        await fleet.replicas["a"].check_health()
+        await missed.end()
+
+    run(folder, scenario)
+
+
+def test_a_call_that_is_meant_for_another_replica_is_refused(folder: Path) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        replica = await fleet.start("a")
+        with pytest.raises(Exception, match="replica z is gone"):
+            await replica.answer(Hint(to="z"), Asked("POST", "/v1/models/tiny/reload", b"", KEY, b""))
+
+    run(folder, scenario)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet is served only where its nodes ask for a secret."""
+
+from __future__ import annotations
+
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from jgr.config import UserError
+from jgr.serving.cluster.secret import is_open, require_closed, require_token
+
+
+class Head(grpc.GenericRpcHandler):
+    """The head of a Ray cluster, as a stranger meets it."""
+
+    def __init__(self, asks: bool) -> None:
+        self._asks = asks
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        assert details.method == "/ray.rpc.NodeInfoGcsService/CheckAlive"
+
+        def alive(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self._asks and "authorization" not in dict(context.invocation_metadata()):
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "who is there?")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(alive)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_cluster_that_answers_strangers_is_refused(asks: bool) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((Head(asks),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert is_open(address) is not asks
+        if asks:
+            require_closed(address)
+        else:
+            with pytest.raises(
+                UserError, match=f"the Ray cluster at {address} asks nobody for a secret; set RAY"
+            ):
+                require_closed(address)
+    finally:
+        server.stop(None)
+
+
+def test_ray_asks_for_its_token_unless_it_is_told_not_to() -> None:
+    environment: dict[str, str] = {}
+    require_token(environment)
+    assert environment == {"RAY_AUTH_MODE": "token"}
+    require_token({"RAY_AUTH_MODE": "TOKEN"})
+    with pytest.raises(UserError, match="RAY_AUTH_MODE=disabled: whoever reaches"):
+        require_token({"RAY_AUTH_MODE": "disabled"})
