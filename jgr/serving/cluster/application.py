@@ -7,6 +7,7 @@ arguments are `models`, `configs` and `settings`, each a list as for `jgr serve`
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +16,9 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from jgr.config import UserError
+from jgr.config import Config, UserError
 from jgr.serving.cluster.front import Front
+from jgr.serving.cluster.placements import Placements
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.cluster.replicas import Replicas
@@ -29,10 +31,18 @@ ARGUMENTS = ("models", "configs", "settings")
 
 
 class Coordinator:
-    """The deployment of one replica through which every change of the fleet goes."""
+    """The deployment of one replica through which every change of the fleet goes, and that says who holds which
+    item."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, config: Config) -> None:
         self._rollouts = Rollouts(Replicas(replicas))
+        self._placements = Placements(Replicas(replicas), config.fleet)
+        self._placing: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Ray calls it at the start."""
+        if self._placing is None and self._placements.wanted:
+            self._placing = asyncio.create_task(self._placements.go_on())
 
     async def roll(self, path: str, asked: Asked) -> Answered:
         return await self._rollouts.roll(path, asked)
@@ -69,13 +79,18 @@ def application(source: Source) -> Application:
     light = {"num_cpus": 0}
     replicas = replica.bind(source)
     coordinator = serve.deployment(
-        Coordinator, name="Coordinator", num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
+        Coordinator,
+        name="Coordinator",
+        num_replicas=1,
+        max_ongoing_requests=64,
+        user_config={},
+        ray_actor_options=light,
     )
     front = serve.deployment(
         Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
-    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas))
+    built: Application = front.bind(first, most, replicas, coordinator.bind(replicas, first))
     return built
 
 

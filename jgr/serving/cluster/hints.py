@@ -18,7 +18,7 @@ USERS, PREFILL = "/v1/users/", "/prefill"
 class Hint(NamedTuple):
     """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
     left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
-    replica that is meant; "": any. sender: the router's name.
+    replica that is meant; "": any. sender: the router's name. model, layout: that the request names; "": none.
     """
 
     user: str = ""
@@ -28,6 +28,8 @@ class Hint(NamedTuple):
     waited_ms: float = 0.0
     to: str = ""
     sender: str = ""
+    model: str = ""
+    layout: str = ""
 
 
 class _Glance(Struct):
@@ -38,6 +40,8 @@ class _Glance(Struct):
     candidates: Any = ()
     documents: Any = ()
     deadline_ms: Any = None
+    model: Any = None
+    layout: Any = None
 
 
 _decode = msgspec.json.Decoder(_Glance).decode
@@ -60,4 +64,6 @@ def glance(path: str, body: bytes, tenant: str = "") -> Hint:
         events=len(seen.history),
         items=tuple(str(item) for item in items) if isinstance(items, list) else (),
         left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,
+        model=seen.model if isinstance(seen.model, str) else "",
+        layout=seen.layout if isinstance(seen.layout, str) else "",
     )

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from jgr.config import Config
+from jgr.placement.transport import Bucket
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.items import ItemShare
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
@@ -41,15 +43,21 @@ class Source:
 
 
 class Replica:
-    """The deployment that Ray starts several times. name: this replica's own, as routers know it."""
+    """The deployment that Ray starts several times. name: this replica's own, as routers know it. host: the address to
+    give items on. bucket: makes its links to others slower, for measurements."""
 
-    def __init__(self, source: Source, name: str = "") -> None:
+    def __init__(
+        self, source: Source, name: str = "", host: str = "", bucket: Bucket | None = None
+    ) -> None:
         configs = source.configs()
         loaded = load_all(source.folders, source.assignments, configs, source.null)
         self._config = configs[0]
         self.name = name or _own_name()
         self.models = Models([Deployment(engine, config.catalog, load) for engine, load, config in loaded])
         self._app = App(self.models, self._config.server)
+        self._items: ItemShare | None = None
+        if self._config.fleet.items != "none" and not source.null:
+            self._items = ItemShare(self.models, self._config, host or _own_host(self._config), bucket)
         self._starting: asyncio.Task[None] | None = None
         self._work = Work()
         self._shape: Shape = {}
@@ -70,12 +78,36 @@ class Replica:
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
-        tokens = ask_of(hint, self._shape).tokens
-        self._work.begin(hint.sender, tokens, self._now_ns())
+        work, begun_ns = ask_of(hint, self._shape), self._now_ns()
+        tokens = work.tokens
+        self._work.begin(hint.sender, tokens, begun_ns)
+        fetched: Sequence[int] = ()
         try:
-            return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
+            if self._items is not None and hint.items:
+                fetched = await self._items.fetch(hint, work.user_tokens)
+            waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
+            return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns})
         finally:
             self._work.end(hint.sender, tokens, self._now_ns())
+            if self._items is not None:
+                self._items.done(fetched)
+
+    async def items(self, hint: Hint, what: str, *arguments: Any) -> Any:
+        """Name, and what the coordinator asks of this replica's part in the items; None where it has none, or another
+        replica is meant, which is gone."""
+        if self._items is None or hint.to not in ("", self.name):
+            return self.name, None
+        if what == "step":
+            return self.name, await self._items.step(*arguments)
+        asked = {
+            "about": self._items.about,
+            "facts": self._items.facts,
+            "join": self._items.join,
+            "see": self._items.see,
+            "counts": self._items.counts,
+        }
+        ready = what != "about" or self.models.status == "ready"
+        return self.name, asked[what](*arguments) if ready else None
 
     async def about(self) -> dict[str, Any]:
         """Name, status and versions: what a rollout and the whole view ask for."""
@@ -108,7 +140,13 @@ class Replica:
 
     async def __del__(self) -> None:
         """Ray calls it, and waits for it, when the requests that it has sent are answered."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Finish what was accepted, and end."""
         await self.models.drain(self._config.server.drain_timeout_s)
+        if self._items is not None:
+            self._items.close()
         self.models.join(1.0)
 
     def _held(self, kind: str) -> Iterator[str]:
@@ -146,6 +184,14 @@ def shape(models: Models) -> Shape:
     except RequestError:  # it needs more of a request, such as times
         return {}
     return {"event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item)}
+
+
+def _own_host(config: Config) -> str:
+    if config.fleet.items_host != "node":
+        return config.fleet.items_host
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
 
 
 def _own_name() -> str:
