@@ -393,7 +393,9 @@ class FleetConfig:
     # never.
     fetch: Literal["cheaper", "always", "never"] = "cheaper"
     fetch_ms: float = 50.0  # longest time that a request waits for items of other replicas
-    transport: Literal["auto", "socket"] = "auto"  # auto: shared memory between replicas of one machine, else sockets
+    transport: Literal["auto", "socket"] = (
+        "auto"  # auto: shared memory between replicas of one machine, else sockets
+    )
     # Address on which a replica gives its items to others; node: the one by which Ray knows its machine, which several
     # machines need.
     items_host: str = "127.0.0.1"
@@ -401,10 +403,14 @@ class FleetConfig:
     link_gbit: float = 0.0  # hrcs: speed of the links between replicas, in Gb/s; 0: as it was measured
     refresh_s: float = 3600.0  # seconds between two placements, by how often items were asked for since
     items_window_s: float = 3600.0  # length of the window in which items' requests are counted, in seconds
-    kv: str = ""  # folder of items' keys and values that `jgr kv build` made; empty: replicas compute their share
+    kv: str = (
+        ""  # folder of items' keys and values that `jgr kv build` made; empty: replicas compute their share
+    )
 
     def __post_init__(self) -> None:
-        check(self, items_mb=0, fetched_mb=0, fetch_ms=0, alpha=0, link_gbit=0, refresh_s=0.1, items_window_s=1)
+        check(
+            self, items_mb=0, fetched_mb=0, fetch_ms=0, alpha=0, link_gbit=0, refresh_s=0.1, items_window_s=1
+        )
         require(self.alpha <= 1, f"fleet.alpha must be at most 1, not {self.alpha}")
         check(
             self,

@@ -143,9 +143,7 @@ class HostTier:
         )
 
 
-def read_cells(
-    pool: DevicePool, device: tuple[int, ...], cells: Cells, epoch: int
-) -> npt.NDArray[np.uint32]:
+def read_cells(pool: DevicePool, device: tuple[int, ...], cells: Cells, epoch: int) -> npt.NDArray[np.uint32]:
     """What stands in cells of the pool, [n, words of a cell], once the programs dispatched so far have ended.
 
     PoolLost where the pool is not of this epoch any more.

@@ -95,9 +95,7 @@ class Memory:
         for name, mb, most in zip(("device", "host"), self._mb, (_device_bytes(), host_bytes()), strict=True):
             if mb * 2**20 > most:
                 field = "host_mb and fleet.items_mb" if name == "host" and self._item_count else f"{name}_mb"
-                raise ConfigError(
-                    f"cache.{field}: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
-                )
+                raise ConfigError(f"cache.{field}: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB")
         return DevicePool(self._count, self._page_bytes)
 
     @cached_property

@@ -28,7 +28,9 @@ from jgr.placement.shared_items import CHECKSUM_BYTES, Block, checksum
 
 FORMAT = 1
 ABOUT, BLOCKS, INDEX, LOCK = "kv.json", "blocks.bin", "index.bin", "lock"
-RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("checksum", "<u8", 2), ("first", "<u8"), ("cells", "<u8")])
+RECORD = np.dtype(
+    [("high", "<u8"), ("low", "<u8"), ("checksum", "<u8", 2), ("first", "<u8"), ("cells", "<u8")]
+)
 """The digest in two halves, the checksum, and where the block is: its first cell and their number."""
 CHECKED = 64
 """So many of the last records are compared with their blocks when a builder goes on."""

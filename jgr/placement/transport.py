@@ -154,7 +154,12 @@ class ItemServer:
     """
 
     def __init__(
-        self, source: Source, secret: bytes, identity: str, host: str = "127.0.0.1", bucket: Bucket | None = None
+        self,
+        source: Source,
+        secret: bytes,
+        identity: str,
+        host: str = "127.0.0.1",
+        bucket: Bucket | None = None,
     ) -> None:
         self._source, self._secret, self._identity, self._bucket = source, secret, _hash(identity), bucket
         self._listener = socket.create_server((host, 0))
@@ -227,7 +232,9 @@ class ItemServer:
         connection.sendall(_proof(self._secret, b"owner", said + self._identity) + self._identity)
         if identity != self._identity:
             raise TransportError("another model")
-        return _Conversation(connection, _proof(self._secret, b"down", said), _proof(self._secret, b"up", said))
+        return _Conversation(
+            connection, _proof(self._secret, b"down", said), _proof(self._secret, b"up", said)
+        )
 
     def _answer(self, conversation: _Conversation, asked: Asked, landing: _Landing | None) -> None:
         with self._source(asked.rows, asked.digests) as blocks:
@@ -346,7 +353,9 @@ class SocketTransport:
             raise TransportError("the owner does not know the fleet's secret")
         if identity != self._identity:
             raise TransportError("the owner has another model")
-        return _Conversation(connection, _proof(self._secret, b"up", said), _proof(self._secret, b"down", said))
+        return _Conversation(
+            connection, _proof(self._secret, b"up", said), _proof(self._secret, b"down", said)
+        )
 
 
 class _Reading:

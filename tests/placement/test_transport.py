@@ -44,7 +44,9 @@ class Owner:
     def read(self, rows: Sequence[int], digests: Sequence[bytes]) -> Iterator[list[Block | None]]:
         self.lent += 1
         self.asked += len(rows)
-        found = [self.blocks.get(row) if of == digest(row) else None for row, of in zip(rows, digests, strict=True)]
+        found = [
+            self.blocks.get(row) if of == digest(row) else None for row, of in zip(rows, digests, strict=True)
+        ]
         yield [
             Block(block.words ^ 1, block.checksum) if row in self.broken and block is not None else block
             for row, block in zip(rows, found, strict=True)
@@ -166,7 +168,9 @@ def test_who_speaks_otherwise_or_hangs_up_is_an_error(said: bytes) -> None:
     thread.join(PATIENCE_S)
 
 
-def test_an_owner_that_ends_in_the_middle_is_an_error_and_nobody_waits(owner: Owner, peer: Peer, server: ItemServer) -> None:
+def test_an_owner_that_ends_in_the_middle_is_an_error_and_nobody_waits(
+    owner: Owner, peer: Peer, server: ItemServer
+) -> None:
     mine = reader()
     mine.fetch(peer, wanted(1), PATIENCE_S)
     server.close()

@@ -251,7 +251,11 @@ class ItemShare:
         """The engine whose items are shared now."""
         for deployment in self._models.deployments:
             served = deployment.engine.served
-            if isinstance(served, ServedDecoder) and served.caching is not None and served.caching.items is not None:
+            if (
+                isinstance(served, ServedDecoder)
+                and served.caching is not None
+                and served.caching.items is not None
+            ):
                 return deployment.engine
         return None
 

@@ -108,10 +108,10 @@ class Placements:
         if due:
             world.placement = await self._place(world)
             world.placed_s = self._clock()
-        elif not self._unfinished(world):
-            return True
-        assert world.placement is not None
         absent = [number for number in range(world.workers.count) if number not in world.members]
+        if not due and not self._unfinished(world):
+            return not absent
+        assert world.placement is not None
         world.life.plan(world.placement, absent)
         done = await self._do_steps(world)
         await self._tell(world)
@@ -119,7 +119,9 @@ class Placements:
 
     async def _meet(self) -> _World | None:
         """Give numbers to those that are there; the world that they are of. None: nobody is there."""
-        abouts = {name: about for name, about in (await self._fleet.items_all("about")).items() if about["key"]}
+        abouts = {
+            name: about for name, about in (await self._fleet.items_all("about")).items() if about["key"]
+        }
         keys = [about["key"] for about in abouts.values()]
         if not keys:
             return None
@@ -199,7 +201,9 @@ class Placements:
         while life.steps:
             step = life.steps[0]
             if step.kind == "drop" and before != "drop":
-                await self._tell(world, list(itertools.takewhile(lambda step: step.kind == "drop", life.steps)))
+                await self._tell(
+                    world, list(itertools.takewhile(lambda step: step.kind == "drop", life.steps))
+                )
             before = step.kind
             if not await self._do(world, step):
                 if step.kind == "copy":

@@ -46,9 +46,7 @@ class Replica:
     """The deployment that Ray starts several times. name: this replica's own, as routers know it. host: the address to
     give items on. bucket: makes its links to others slower, for measurements."""
 
-    def __init__(
-        self, source: Source, name: str = "", host: str = "", bucket: Bucket | None = None
-    ) -> None:
+    def __init__(self, source: Source, name: str = "", host: str = "", bucket: Bucket | None = None) -> None:
         configs = source.configs()
         loaded = load_all(source.folders, source.assignments, configs, source.null)
         self._config = configs[0]

@@ -88,9 +88,7 @@ async def compute(engine: Engine[ServedDecoder], rows: Sequence[int]) -> dict[in
     return {row: block_of(np.ascontiguousarray(each)) for row, each in zip(entries, words, strict=True)}
 
 
-def _read(
-    caching: Caching, cells: Sequence[tuple[int, ...]], epoch: int
-) -> list[npt.NDArray[np.uint32]]:
+def _read(caching: Caching, cells: Sequence[tuple[int, ...]], epoch: int) -> list[npt.NDArray[np.uint32]]:
     if not cells:
         return []
     if caching.memory.host is not None:

@@ -10,7 +10,6 @@ Pure: times are arguments in integer ns.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Fetching = Literal["cheaper", "always", "never"]
@@ -18,6 +17,11 @@ Fetching = Literal["cheaper", "always", "never"]
 RATE = 1 / 8
 FIRST_NS_PER_BYTE, FIRST_LATENCY_NS = 0.8, 500_000.0
 """What is believed of a link that was never used: 10 Gb/s, and half a millisecond."""
+BELIEVED_BYTES = 1 << 20
+MOST = 16.0
+"""A fetch counts as having taken at most so many times what was predicted: a pause is no slow link."""
+ALIKE = 1e-4
+"""Sizes whose variance is below this share of their mean's square count as one size."""
 CLOSED_NS, LONGEST_CLOSED_NS = 250_000_000, 30_000_000_000
 
 
@@ -28,13 +32,34 @@ class Missing(NamedTuple):
     compute_ns: int
 
 
-@dataclass
 class _Link:
-    latency_ns: float = FIRST_LATENCY_NS
-    ns_per_byte: float = FIRST_NS_PER_BYTE
-    failures: int = 0
-    closed_until_ns: int = 0
-    used: bool = False
+    """What fetches over a link took, as a latency and a time for each byte: the line of least squares through them, of
+    which each counts by a RATE less than the one after it. It begins with two points of what is believed."""
+
+    def __init__(self, ns_per_byte: float) -> None:
+        self.failures, self.closed_until_ns, self.used = 0, 0, False
+        self.latency_ns, self.ns_per_byte = FIRST_LATENCY_NS, ns_per_byte
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        for nbytes in (0, BELIEVED_BYTES):
+            self._add(nbytes, FIRST_LATENCY_NS + nbytes * ns_per_byte)
+
+    def observe(self, nbytes: int, took_ns: int) -> None:
+        predicted = self.latency_ns + nbytes * self.ns_per_byte
+        self._add(nbytes, min(took_ns, MOST * predicted))
+        self.used = True
+        x, y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - x * x
+        slope = self.ns_per_byte
+        if spread > ALIKE * x * x:  # else all were of one size, and tell nothing of another
+            slope = (self._xy / self._weight - x * y) / spread
+        self.ns_per_byte = min(max(slope, 0.0), y / x) if x else slope
+        self.latency_ns = y - x * self.ns_per_byte
+
+    def _add(self, nbytes: float, took_ns: float) -> None:
+        kept = 1 - RATE
+        self._weight = kept * self._weight + 1
+        self._x, self._y = kept * self._x + nbytes, kept * self._y + took_ns
+        self._xx, self._xy = kept * self._xx + nbytes * nbytes, kept * self._xy + nbytes * took_ns
 
 
 class Links:
@@ -60,14 +85,10 @@ class Links:
         return sum(used) / len(used) if used else None
 
     def observe(self, node: Hashable, nbytes: int, took_ns: int) -> None:
-        """A fetch ended well. What it took is put down to the bytes and to the latency as they were predicted."""
+        """A fetch ended well."""
         link = self._of(node)
-        link.failures, link.used = 0, True
-        predicted = max(1.0, link.latency_ns + nbytes * link.ns_per_byte)
-        # By factors, so that neither becomes 0; of a short one mostly the latency is learnt, of a long one the speed.
-        share, ratio = nbytes * link.ns_per_byte / predicted, max(1, took_ns) / predicted
-        link.ns_per_byte *= 1 + RATE * share * (min(ratio, 16.0) - 1)
-        link.latency_ns *= 1 + RATE * (1 - share) * (min(ratio, 16.0) - 1)
+        link.failures = 0
+        link.observe(nbytes, max(1, took_ns))
 
     def failed(self, node: Hashable, now_ns: int) -> None:
         """A fetch came to nothing: the node is left alone for a while."""
@@ -100,5 +121,5 @@ class Links:
     def _of(self, node: Hashable) -> _Link:
         link = self._links.get(node)
         if link is None:
-            link = self._links[node] = _Link(ns_per_byte=self._first)
+            link = self._links[node] = _Link(self._first)
         return link

@@ -7,6 +7,10 @@ The reference is a replica without any of this. All replicas of the file serve o
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jgr
 from jgr.catalog.catalog import load_catalog
 from jgr.config import ConfigError, UserError
 from jgr.models import manifest
@@ -26,6 +31,21 @@ from jgr.placement.worker import item_name
 from tests.serving.cluster.local import LocalFleet
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
 
+ROOT = Path(__file__).resolve().parents[3]
+RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
+KILLED = f"""
+import os, signal
+from jgr.placement.kv_folder import KvBuilder
+def add(self, blocks, add=KvBuilder.add, left=[1]):
+    if not left:
+        self._blocks.write(b"half")
+        self._blocks.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    left.pop()
+    add(self, blocks)
+KvBuilder.add = add
+{RUN}
+"""
 IDS = [f"i{row}" for row in range(N_ITEMS)]
 HISTORY = ["i3", "i5", "i8"]
 SETTINGS = (
@@ -50,19 +70,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Reference:
+    """One engine without a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._engine = jgr.Engine(str(folder), [*SETTINGS[1:], "cache.policy=none"])
+
+    def __call__(self, rows: Sequence[int]) -> Any:
+        answer = self._engine.rank(HISTORY, [IDS[row] for row in rows], layout="item_prefix")
+        assert answer.usage.cached_tokens == 0
+        return pytest.approx({item.item_id: item.score for item in answer.items}, abs=1e-4)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Mapping[str, float]:
-    """The scores of all items, computed by one engine without a cache."""
-    found: dict[str, float] = {}
-
-    async def run(fleet: LocalFleet) -> None:
-        for at in range(0, N_ITEMS, 6):
-            answer = await fleet.rank("a", HISTORY, IDS[at : at + 6], layout="item_prefix")
-            assert answer["usage"]["cached_tokens"] == 0
-            found.update(scores(answer))
-
-    served(folder, ["cache.policy=none"], run, count=1)
-    return found
+def alone(folder: Path) -> Iterator[Reference]:
+    """Scores of the items of these rows, in one prompt, as `scores` has them."""
+    reference = Reference(folder)
+    yield reference
+    reference.close()
 
 
 def scores(answer: Any) -> dict[str, float]:
@@ -73,7 +101,7 @@ def served(
     folder: Path, settings: Sequence[str], run: Callable[[LocalFleet], Awaitable[None]], count: int = 2
 ) -> None:
     async def whole() -> None:
-        fleet = LocalFleet(folder, settings, count)
+        fleet = LocalFleet(folder, [*SETTINGS, *settings], count)
         try:
             await fleet.start()
             await run(fleet)
@@ -114,7 +142,7 @@ def share(fleet: LocalFleet, name: str) -> Any:
 
 
 def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
-    folder: Path, alone: Mapping[str, float]
+    folder: Path, alone: Reference
 ) -> None:
     asked = [list(range(0, 6)), list(range(6, 12)), [20, 3, 25, 8]]
 
@@ -126,7 +154,7 @@ def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
         for worker, name in enumerate("ab"):
             for rows in asked:
                 answer = await fleet.rank(name, HISTORY, [IDS[row] for row in rows])
-                assert scores(answer) == pytest.approx({IDS[r]: alone[IDS[r]] for r in rows}, abs=1e-5)
+                assert scores(answer) == alone(rows)
                 assert answer["usage"]["cached_tokens"] == 2 * len(rows), "none was computed"
                 came.append((worker, np.array(rows, np.int32)))
         new = [(0, np.arange(12)), (0, np.array([20, 25])), (1, np.arange(12)), (1, np.array([20, 25]))]
@@ -142,14 +170,14 @@ def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
     served(folder, ["fleet.items=hash", "fleet.transport=auto"], run)
 
 
-def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Mapping[str, float]) -> None:
+def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Reference) -> None:
     async def run(fleet: LocalFleet) -> None:
         assert await fleet.placements.look()
         rows = np.arange(6, dtype=np.int32)
         for _ in range(3):
             answers = await asyncio.gather(*[fleet.rank("a", HISTORY, IDS[:6]) for _ in range(2)])
             for answer in answers:
-                assert scores(answer) == pytest.approx({i: alone[i] for i in IDS[:6]}, abs=1e-5)
+                assert scores(answer) == alone(range(6))
         once = expected_bytes(placement_of(fleet), [(0, rows)], whole_cells=True).sum()
         assert await item_bytes(fleet, "a", "request") == 3 * once, "two at a time share what comes"
         assert share(fleet, "a")._used == {}
@@ -159,7 +187,7 @@ def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Mapping[str
 
 
 def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_copy_always(
-    folder: Path, alone: Mapping[str, float]
+    folder: Path, alone: Reference
 ) -> None:
     """Requests go on while the placement moves from one set of hot items to another."""
 
@@ -171,11 +199,10 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
             fleet.placements._world.placed_s = -1e9  # type: ignore[union-attr]
             moving = asyncio.create_task(fleet.placements.look())
             while not moving.done():
-                rows = [*hot][:3] + [28, 29]
+                rows = [*[*hot][:3], 28, 29]
                 for name in "ab":
                     answer = await fleet.rank(name, HISTORY, [IDS[row] for row in rows])
-                    expected = {IDS[row]: alone[IDS[row]] for row in rows}
-                    assert scores(answer) == pytest.approx(expected, abs=1e-5)
+                    assert scores(answer) == alone(rows)
             assert await moving
             placement = placement_of(fleet)
             assert placement.replicated[list(hot)].all() and not placement.replicated.all()
@@ -191,7 +218,7 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
 
 @pytest.mark.parametrize("how", ["slow", "fails", "lies", "empty", "wrong size"])
 def test_a_read_that_goes_wrong_becomes_a_computation(
-    folder: Path, alone: Mapping[str, float], how: str
+    folder: Path, alone: Reference, how: str
 ) -> None:
     released = threading.Event()
 
@@ -214,7 +241,7 @@ def test_a_read_that_goes_wrong_becomes_a_computation(
         mine = share(fleet, "a")
         mine._node.transport = broken = Broken(give)
         answer = await fleet.rank("a", HISTORY, IDS[:6])
-        assert scores(answer) == pytest.approx({i: alone[i] for i in IDS[:6]}, abs=1e-5)
+        assert scores(answer) == alone(range(6))
         assert broken.asked == 1 and answer["usage"]["computed_tokens"] > 6
         found = await fleet.series("a", "jgr_fleet_items_missing_total")
         assert (found["fetched",], found["computed",]) == (0, 3)
@@ -223,21 +250,21 @@ def test_a_read_that_goes_wrong_becomes_a_computation(
             await asyncio.wait(mine._tasks)
         assert not mine._arriving and mine._items()._in_use == 0
         again = await fleet.rank("a", HISTORY, IDS[:6])
-        assert scores(again) == pytest.approx({i: alone[i] for i in IDS[:6]}, abs=1e-5)
+        assert scores(again) == alone(range(6))
         mine._items().check()
 
     limit = ["fleet.fetch_ms=1"] if how == "slow" else []
     served(folder, ["fleet.items=hash", *limit], run)
 
 
-def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Mapping[str, float]) -> None:
+def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Reference) -> None:
     async def run(fleet: LocalFleet) -> None:
         assert await fleet.placements.look()
         fleet.gone.add("b")
         assert not await fleet.placements.look(), "items at home on b are not held"
         assert share(fleet, "a")._node.peers.keys() == {0}
         answer = await fleet.rank("a", HISTORY, IDS[:6])
-        assert scores(answer) == pytest.approx({i: alone[i] for i in IDS[:6]}, abs=1e-5)
+        assert scores(answer) == alone(range(6))
         fleet.gone.clear()
         share(fleet, "b")._leave()  # as a process that has just begun
         assert await fleet.placements.look()
@@ -268,38 +295,26 @@ def test_requests_whose_user_comes_first_fetch_nothing(folder: Path) -> None:
         (["fleet.kv=/nowhere"], "no such folder"),
     ],
 )
-def test_what_cannot_share_its_items_is_told_at_the_start(folder: Path, settings: list[str], says: str) -> None:
+def test_what_cannot_share_its_items_is_told_at_the_start(
+    folder: Path, settings: list[str], says: str
+) -> None:
     with pytest.raises(UserError, match=says):
-        LocalFleet(folder, ["fleet.items=hash", *settings])
+        LocalFleet(folder, [*SETTINGS, "fleet.items=hash", *settings])
 
 
 @pytest.fixture(scope="module")
 def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of all items' keys and values, whose build was ended once."""
-    from absl import flags
-
-    from jgr.cli import kv, main
-    from jgr.placement.kv_folder import KvBuilder
-
+    """A folder of all items' keys and values, whose build was killed in the middle of a block and begun again."""
     out = tmp_path_factory.mktemp("kv") / "kv"
-    add, left = KvBuilder.add, [2]
-
-    def killed(self: KvBuilder, blocks: Mapping[bytes, Block]) -> None:
-        if not left[0]:
-            self._blocks.write(b"half a block")
-            self._blocks.flush()
-            raise KeyboardInterrupt
-        left[0] -= 1
-        add(self, blocks)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "FLAGS", flags.FlagValues())
-        patch.setattr(KvBuilder, "add", killed)
-        assert main.run(["kv", "build", str(folder), f"--out={out}"]) == 130
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "FLAGS", flags.FlagValues())
-        assert main.run(["kv", "build", str(folder), f"--out={out}"]) == 0
-    assert kv.HELP
+    given = [str(folder), f"--out={out}", *(f"--set={setting}" for setting in SETTINGS)]
+    for run, code in ((KILLED, -signal.SIGKILL), (RUN, 0)):
+        command = [sys.executable, "-c", run, "kv", "build", *given]
+        found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert found.returncode == code, found.stderr
+        if code:
+            assert "half" in (out / "blocks.bin").read_bytes()[-4:].decode()
+    report = json.loads(found.stdout.splitlines()[-1])
+    assert report["items"] == N_ITEMS and 0 < report["new"] < N_ITEMS, "what was there was not built again"
     yield out
 
 
@@ -328,13 +343,15 @@ def test_what_was_built_ahead_is_what_the_engine_computes(folder: Path, built: P
     served(folder, [], run, count=1)
 
 
-def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alone: Mapping[str, float]) -> None:
+def test_a_replica_with_a_folder_is_warm_at_once(
+    folder: Path, built: Path, alone: Reference
+) -> None:
     async def run(fleet: LocalFleet) -> None:
         for name, ready in (("a", False), ("b", True)):
             if ready:
                 assert await fleet.placements.look()
             answer = await fleet.rank(name, HISTORY, IDS[:6])
-            assert scores(answer) == pytest.approx({i: alone[i] for i in IDS[:6]}, abs=1e-5)
+            assert scores(answer) == alone(range(6))
             assert answer["usage"]["cached_tokens"] == 12, "nothing is computed that is in the folder"
         assert await item_bytes(fleet, "a", "placement") == 0
 
@@ -343,8 +360,9 @@ def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alon
 
 def test_a_folder_of_other_cells_is_refused(folder: Path, built: Path) -> None:
     with pytest.raises(UserError, match="of another model, or of other cells"):
-        LocalFleet(folder, ["fleet.items=hash", f"fleet.kv={built}", "cache.cell_tokens=4"], 1)
-    with pytest.raises(ConfigError, match="fleet.alpha"):
+        settings = [*SETTINGS, "fleet.items=hash", f"fleet.kv={built}", "cache.cell_tokens=4"]
+        LocalFleet(folder, settings, 1)
+    with pytest.raises(ConfigError, match=r"fleet\.alpha"):
         LocalFleet(folder, ["fleet.alpha=2"], 1)
 
 
