@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     config = console.load_folder(flags.FLAGS, rest)
     if not flags.FLAGS.out:
         raise UserError("--out: name the folder for the keys and values")
-    report = asyncio.run(_build(_alone(config), Path(flags.FLAGS.out)))
+    report = asyncio.run(build(config, Path(flags.FLAGS.out)))
     print(f"{flags.FLAGS.out}: {report['items']} items, of which {report['new']} are new")
     print(json.dumps(report))
     return 0
@@ -48,7 +48,8 @@ def _alone(config: Config) -> Config:
     return replace(config, cache=cache, fleet=replace(config.fleet, items="none"))
 
 
-async def _build(config: Config, out: Path) -> dict[str, int]:
+async def build(config: Config, out: Path) -> dict[str, int]:
+    """Build; returns how many items are there, and how many are new. Raises UserError for what cannot be built."""
     from jgr.serving.decoders.caching import SHARES
     from jgr.serving.decoders.item_blocks import build
     from jgr.serving.decoders.serve import ServedDecoder
@@ -59,7 +60,7 @@ async def _build(config: Config, out: Path) -> dict[str, int]:
             "jgr kv build: the model keeps no items: it takes rank.method=item_token or item_probe, and cache.policy="
             "item, cache_agnostic or hotness"
         )
-    engine = load_any(config)
+    engine = load_any(_alone(config))
     if not isinstance(engine.served, ServedDecoder):
         raise UserError("jgr kv build: a scorer keeps no items")
     with console.progress_bar("compiling") as show:

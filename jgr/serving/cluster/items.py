@@ -54,6 +54,8 @@ FOLDER = "folder"
 """The name of the files that were built ahead, among the nodes that items come from."""
 STEP_S = 60.0
 """How long a node may take to give the items of a step."""
+TRIES, BUSY_S = 40, 0.05
+"""How often, and after how long, room is asked for again that others have still to give back."""
 MOST_COUNTED = 200_000
 """The most items whose frequencies a replica reports."""
 
@@ -147,6 +149,7 @@ class ItemShare:
         caching = engine.served.caching
         assert caching.items is not None
         caching.items.clear()
+        engine.metrics.items_held.set(0)
         name = identity(engine.info.version.rpartition("@")[2], caching.kv)
         loop = asyncio.get_running_loop()
         source = partial(_reading, loop, caching.items)
@@ -190,6 +193,7 @@ class ItemShare:
             items.drop(rows)
         else:
             return await self._copy(engine, node, items, rows, source)
+        engine.metrics.items_held.set(items.placed)
         return True
 
     # What a request needs.
@@ -431,8 +435,16 @@ class ItemShare:
         source: int | None,
     ) -> bool:
         items.give_up_placing()  # of a step whose end nobody heard of
-        to_fill = items.copy(rows)
-        if to_fill is None:
+        tries = TRIES
+        while (to_fill := items.copy(rows)) is None:
+            tries -= 1
+            if not tries:
+                _log.warning("items that are to be held here: there is no room yet")
+                return False
+            await asyncio.sleep(
+                BUSY_S
+            )  # somebody still reads what was dropped, or has just fetched one of these
+        if self._node is not node:
             return False
         try:
             async for found in self._gather(engine, node, to_fill, source):

@@ -203,6 +203,9 @@ class Metrics:
             "to",
             "purpose",
         )
+        self.items_held = Gauge(
+            "jgr_fleet_items_held", "Items that this node holds for all nodes.", registry=self.registry
+        )
         self.items_missing = self._counter(
             "jgr_fleet_items_missing",
             "Items of requests that were not here, by what became of them.",
