@@ -2,17 +2,17 @@
 """Items over the replicas of a fleet, live: replicate, hash and HRCS in processes of their own, on links of two speeds.
 
 Each node is a process with a replica as `jgr cluster` has it, without Ray: the same store, transport and steps, told by
-the same coordinator. Bytes go over sockets on the loopback. A token bucket in the owner makes a link as slow as one of 10
-or 100 Gb/s would be for the paper's model: links pass as many times fewer tokens a second as this machine computes fewer
-of them than the paper's (benchmarks/bat_nodes.py says how that is reckoned). It is an emulation, and says so here.
+the same coordinator. Bytes go over sockets on the loopback. A token bucket in the owner makes a link as slow as one of
+10 or 100 Gb/s would be for the paper's model: links pass as many times fewer tokens a second as this machine computes
+fewer of them than the paper's (benchmarks/bat_nodes.py says how that is reckoned). It is an emulation.
 
 Requests have popular candidates, by Zipf's law, and their items come first. What a request fetched is not kept, so that
 what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
 compared with that. Two sizes of memory: one that holds the items twice over, and one that holds six tenths of them, so
 that replicas must drop some.
 
-Nodes share the machine's cores, so requests a second are a tenth of what as many machines would give; the order of the
-placements is what is compared, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
+The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
+order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
 
     python -m benchmarks.fleet_items [--quick]
 """

@@ -52,7 +52,8 @@ class Lease:
 
 class Memory:
     """device_mb, host_mb: the sizes. items_mb: of the host memory beyond that, for items that the nodes of a fleet hold
-    for each other; the first model that can has all of it. page_kb: 0 for the default. shares: the weight of each model, by name.
+    for each other; the first model that can has all of it. page_kb: 0 for the default. shares: the weight of each
+    model, by name.
 
     The arrays are made when the first model asks for them, which raises ConfigError where one is larger than the memory
     that it would lie in. ConfigError where the pool has not one page.

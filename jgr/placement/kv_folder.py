@@ -37,8 +37,8 @@ CHECKED = 64
 
 
 class About(msgspec.Struct, frozen=True):
-    """identity: of the model, as `jgr.serving.decoders.caching.identity`. cell_words: 32-bit words of a cell. model: its
-    name and version, for people."""
+    """identity: of the model, as `jgr.serving.decoders.caching.identity`. cell_words: 32-bit words of a cell. model:
+    its name and version, for people."""
 
     format: int
     identity: str
@@ -98,6 +98,8 @@ class KvBuilder:
         self.path, self._about = path, about
         self._blocks: IO[bytes]
         self._index: IO[bytes]
+        self._known: set[bytes] = set()
+        self._cells = 0
 
     def __enter__(self) -> KvBuilder:
         try:

@@ -124,7 +124,8 @@ class Lifecycle:
 
     def published(self, worker: int) -> Bool:
         """Which rows the worker's readers find there, [n]."""
-        return self._published[worker].copy()
+        found: Bool = self._published[worker].copy()
+        return found
 
     def where(self, worker: int, rows: Int32) -> Int32:
         """The worker whose copy of each row `worker` reads, its own or the home's, int32; -1 where there is no copy."""
@@ -202,7 +203,8 @@ class _Draft:
         return deque([*rows[~at_home].tolist(), *rows[at_home].tolist()])
 
     def _held_by(self, worker: int, rows: Int32) -> Int32:
-        return rows[self._published[worker, rows]]
+        held: Int32 = rows[self._published[worker, rows]]
+        return held
 
     def _add(self, worker: int, rows: Int32, source: int | None) -> None:
         missing = rows[self._wanted[worker, rows] & ~self._published[worker, rows]]

@@ -30,7 +30,7 @@ CHECKSUM_BYTES = 16
 
 
 class Block(NamedTuple):
-    """An item's keys and values as they stand in cells, [cells, words of a cell] uint32, and the hash of these bytes."""
+    """An item's keys and values as they stand in cells, [cells, words of a cell] uint32, and the hash of the bytes."""
 
     words: npt.NDArray[np.uint32]
     checksum: bytes
@@ -106,7 +106,7 @@ class SharedItems:
         return entry
 
     def publish(self, entry: Entry, block: Block) -> None:
-        """The reserved item is found from now on. ValueError where the block is not of its size; it is given up then."""
+        """The reserved item is found from now on. ValueError where the block is of another size: it is given up."""
         if not self._fits(entry.cells, block):
             self.give_up(entry)
             raise ValueError(f"{entry.name}: a block of another size")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items' blocks from one node to another (BAT-7): authenticated sockets, and shared memory for the bytes on one machine.
+"""Items' blocks from one node to another (BAT-7): authenticated sockets, and shared memory on one machine.
 
 A reader connects, and both ends prove that they know the fleet's secret and speak of the same model: each sends 32
 random bytes and gets their HMAC back, so the secret never travels and an old conversation cannot be repeated. Frames
@@ -110,13 +110,13 @@ class Bucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
+        self.bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
         self._free_s, self._lock = 0.0, threading.Lock()
 
     def spend(self, count: int) -> None:
         with self._lock:
             now_s = self._clock()
-            self._free_s = max(self._free_s, now_s) + count / self._bytes_per_s
+            self._free_s = max(self._free_s, now_s) + count / self.bytes_per_s
             wait_s = self._free_s - now_s
         if wait_s > 0:
             self._sleep(wait_s)

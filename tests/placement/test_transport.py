@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks between an owner and a reader over real sockets and shared memory, and everything that can be wrong with them."""
+"""Blocks between an owner and a reader over real sockets and shared memory, and all that can be wrong with them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -97,7 +97,7 @@ class Replica:
             return self.name, None
         if what == "step":
             return self.name, await self._items.step(*arguments)
-        asked = {
+        asked: Mapping[str, Callable[..., Any]] = {
             "about": self._items.about,
             "facts": self._items.facts,
             "join": self._items.join,

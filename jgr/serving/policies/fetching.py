@@ -10,8 +10,9 @@ Pure: times are arguments in integer ns.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
+N = TypeVar("N", bound=Hashable)
 Fetching = Literal["cheaper", "always", "never"]
 
 RATE = 1 / 8
@@ -102,11 +103,11 @@ class Links:
 
     def choose(
         self,
-        missing: Mapping[Hashable, Missing],
+        missing: Mapping[N, Missing],
         now_ns: int,
         most_ns: int,
         fetching: Fetching = "cheaper",
-    ) -> tuple[Hashable, ...]:
+    ) -> tuple[N, ...]:
         """The nodes to fetch from, side by side. most_ns: how long the request can wait."""
         if fetching == "never" or most_ns <= 0:
             return ()

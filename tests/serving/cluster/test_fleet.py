@@ -152,7 +152,7 @@ def test_a_user_comes_back_to_the_replica_that_has_them(fleet: Fleet) -> None:
 
 
 def test_items_come_from_the_replica_that_holds_them(fleet: Fleet) -> None:
-    """The ranker's items, 30 of two tokens, are each on one replica; half of a list is on the other, whoever is asked."""
+    """The ranker's items, 30 of two tokens, are each on one replica, and half of a list on the one that is not asked."""
     ends_s = time.monotonic() + LONG_S
     while sum(fleet.series("jgr_fleet_items_held").values()) < 30:
         assert time.monotonic() < ends_s, fleet.series("jgr_fleet_items_held")
@@ -248,7 +248,7 @@ class Load:
 def test_a_replica_that_is_killed_loses_no_request_and_is_replaced(fleet: Fleet, alone: jgr.Engine) -> None:
     expected = [scores(answer) for answer in alone.recommend(HISTORIES, top_k=5)]
     before = names(fleet)
-    victim = pids()[0]
+    victim = pids(fleet)[0]
     with Load(fleet, expected) as load:
         load.until(lambda: load.statuses["200"] > 30)
         os.kill(victim, signal.SIGKILL)
@@ -275,12 +275,19 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
     assert old in load.versions and len(load.versions) == 2
 
 
-def pids() -> list[int]:
-    """The processes of the fleet's replicas."""
+def pids(fleet: Fleet) -> list[int]:
+    """The processes of the fleet's replicas, and of no other fleet's on this machine."""
     found = subprocess.run(
         ["pgrep", "-f", "^ray::ServeReplica:jgr:Replica"], capture_output=True, text=True, check=True
     )
-    return [int(line) for line in found.stdout.split()]
+    return [pid for pid in map(int, found.stdout.split()) if fleet.process.pid in parents(pid)]
+
+
+def parents(pid: int) -> Iterator[int]:
+    """Those who have started a process, its parent first."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
 
 
 def ready(fleet: Fleet) -> int:
