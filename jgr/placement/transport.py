@@ -62,7 +62,7 @@ class Asked(msgspec.Struct, array_like=True):
 
 
 class Given(msgspec.Struct, array_like=True):
-    """For each row that was asked for its number of cells, 0 where it is not here, and the checksum of its bytes."""
+    """cells: of each row that was asked for, 0 where it is not here. checksums: of their bytes."""
 
     cells: list[int]
     checksums: list[bytes]

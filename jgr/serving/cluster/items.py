@@ -14,14 +14,13 @@ All state belongs to the event loop. Threads move bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,12 +34,12 @@ from jgr.placement.transport import (
     ItemServer,
     Peer,
     SocketTransport,
-    Transport,
     TransportError,
     machine,
 )
 from jgr.placement.worker import item_name
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.nodes import STEP_S, Node, View, from_folder, from_peer, lend
 from jgr.serving.decoders.caching import Caching, identity
 from jgr.serving.decoders.item_blocks import compute, portions
 from jgr.serving.decoders.serve import ServedDecoder
@@ -52,47 +51,12 @@ from jgr.serving.versions.served_models import Models
 THREADS = 8
 FOLDER = "folder"
 """The name of the files that were built ahead, among the nodes that items come from."""
-STEP_S = 60.0
-"""How long a node may take to give the items of a step."""
 TRIES, BUSY_S = 40, 0.05
 """How often, and after how long, room is asked for again that others have still to give back."""
 MOST_COUNTED = 200_000
 """The most items whose frequencies a replica reports."""
 
 _log = logging.getLogger(__name__)
-
-
-class View(NamedTuple):
-    """Who holds what. peers: the nodes by number. nodes: how many there may be; row r is at home on node r % nodes.
-    published: the rows that are held at home, bits, the lowest first."""
-
-    peers: Mapping[int, Peer]
-    nodes: int
-    published: bytes
-
-
-class Node:
-    """A replica that has joined: its number, and what it fetches by. rows: of the catalog."""
-
-    def __init__(self, number: int, server: ItemServer, transport: Transport, rows: int) -> None:
-        self.number, self.server, self.transport, self._rows = number, server, transport, rows
-        self.peers: Mapping[int, Peer] = {}
-        self._nodes, self._published = 1, np.zeros(rows, bool)
-
-    def see(self, view: View) -> None:
-        self.peers, self._nodes = view.peers, view.nodes
-        bits = np.unpackbits(np.frombuffer(view.published, np.uint8), bitorder="little")
-        self._published = np.zeros(self._rows, bool)
-        self._published[: min(self._rows, len(bits))] = bits[: self._rows]
-
-    def owner(self, row: int) -> int | None:
-        """The other node that holds a row at home; None: none does."""
-        node = row % self._nodes
-        return node if node != self.number and self._published[row] and node in self.peers else None
-
-    def close(self) -> None:
-        self.server.close()
-        self.transport.close()
 
 
 class ItemShare:
@@ -152,7 +116,7 @@ class ItemShare:
         engine.metrics.items_held.set(0)
         name = identity(engine.info.version.rpartition("@")[2], caching.kv)
         loop = asyncio.get_running_loop()
-        source = partial(_reading, loop, caching.items)
+        source = partial(lend, loop, caching.items)
         server = ItemServer(source, secret, name, self._host, self._bucket)
         shares = self._fleet.transport == "auto"
         transport = SocketTransport(secret, name, caching.kv.cells.words, shares)
@@ -410,14 +374,14 @@ class ItemShare:
         digests = {row: segments.content(row).digest for row in rows}
         if of == FOLDER:
             assert self._folder is not None
-            return await loop.run_in_executor(self._threads, _from_folder, self._folder, digests)
+            return await loop.run_in_executor(self._threads, from_folder, self._folder, digests)
         assert node is not None
         peer = node.peers.get(of)
         if peer is None:
             raise TransportError("it is gone")
         wanted = {row: (digest, self._cells(row)) for row, digest in digests.items()}
         return await loop.run_in_executor(
-            self._threads, _from_peer, node.transport, Peer(*peer), wanted, until_s
+            self._threads, from_peer, node.transport, Peer(*peer), wanted, until_s
         )
 
     def _count(
@@ -453,8 +417,10 @@ class ItemShare:
                     to_fill.remove(row)
                 host = items.host
                 await asyncio.to_thread(host.catch_up)
-        except (RequestError, ValueError) as error:
+        except RequestError as error:  # the engine drains, or others leave it no time
             _log.warning("items that are to be held here: %s", error)
+        except Exception:  # the pool was lost, or a block is of another size
+            _log.exception("items that are to be held here")
         if not to_fill and self._node is node:
             return True
         if self._node is node:
@@ -480,40 +446,3 @@ class ItemShare:
         for part in portions(engine, left) if left else ():
             async with self._computing:
                 yield await compute(engine, part)
-
-
-@contextlib.contextmanager
-def _reading(
-    loop: asyncio.AbstractEventLoop, items: SharedItems, rows: Sequence[int], digests: Sequence[bytes]
-) -> Iterator[list[Block | None]]:
-    """The blocks of rows, pinned by the event loop and copied by the thread that asks."""
-    pinned = _on(loop, partial(items.pin, rows, digests))
-    try:
-        yield [None if entry is None else items.stored(entry) for entry in pinned]
-    finally:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(items.unpin, pinned)
-
-
-def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], Any]) -> Any:
-    async def run() -> Any:
-        return call()
-
-    try:
-        return asyncio.run_coroutine_threadsafe(run(), loop).result(STEP_S)
-    except RuntimeError as error:
-        raise ConnectionError("the replica has ended") from error
-
-
-def _from_folder(folder: KvFolder, digests: Mapping[int, bytes]) -> dict[int, Block]:
-    found = {row: folder.read(digest) for row, digest in digests.items()}
-    return {row: block for row, block in found.items() if block is not None}
-
-
-def _from_peer(
-    transport: Transport, peer: Peer, wanted: Mapping[int, tuple[bytes, int]], until_s: float
-) -> dict[int, Block]:
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        raise TransportError("no time is left")
-    return transport.fetch(peer, wanted, left_s)

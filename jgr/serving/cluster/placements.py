@@ -27,7 +27,7 @@ from jgr.config import FleetConfig
 from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, hrcs, replicate
 from jgr.placement.lifecycle import Lifecycle, Step
 from jgr.placement.transport import Peer
-from jgr.serving.cluster.items import View
+from jgr.serving.cluster.nodes import View
 
 LOOK_S = 1.0
 """Between two looks at who is there."""

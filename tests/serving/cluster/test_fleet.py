@@ -152,7 +152,7 @@ def test_a_user_comes_back_to_the_replica_that_has_them(fleet: Fleet) -> None:
 
 
 def test_items_come_from_the_replica_that_holds_them(fleet: Fleet) -> None:
-    """The ranker's items, 30 of two tokens, are each on one replica, and half of a list on the one that is not asked."""
+    """The ranker's items, 30 of two tokens, are each on one replica, half of a list on the one that is not asked."""
     ends_s = time.monotonic() + LONG_S
     while sum(fleet.series("jgr_fleet_items_held").values()) < 30:
         assert time.monotonic() < ends_s, fleet.series("jgr_fleet_items_held")
