@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,43 +218,49 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
     served(folder, settings, run)
 
 
-@pytest.mark.parametrize("how", ["slow", "fails", "lies", "empty", "wrong size"])
-def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Reference, how: str) -> None:
+def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Reference) -> None:
     released = threading.Event()
 
-    def give(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
-        if how == "slow":
-            released.wait(60)
-        if how == "fails":
-            raise TransportError("cut")
-        if how == "lies":
-            raise ValueError("something nobody has thought of")
-        words = share(fleets[0], "a")._caching().kv.cells.words
-        cells = {row: count + 1 for row, (_, count) in wanted.items()} if how == "wrong size" else {}
-        return {row: block_of(np.zeros((count, words), np.uint32)) for row, count in cells.items()}
+    def slow(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        released.wait(60)
+        return {}
 
-    fleets: list[LocalFleet] = []
+    def fails(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        raise TransportError("cut")
+
+    def breaks(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        raise ValueError("something nobody has thought of")
+
+    def has_none(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        return {}
+
+    def has_others(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        return {row: block_of(np.zeros((cells + 1, 256), np.uint32)) for row, (_, cells) in wanted.items()}
 
     async def run(fleet: LocalFleet) -> None:
-        fleets.append(fleet)
         assert await fleet.placements.look()
         mine = share(fleet, "a")
-        mine._node.transport = broken = Broken(give)
-        answer = await fleet.rank("a", HISTORY, IDS[:6])
-        assert scores(answer) == alone(range(6))
-        assert (broken.asked == 1 or how == "slow") and answer["usage"]["computed_tokens"] > 6
-        found = await fleet.series("a", "jgr_fleet_items_missing_total")
-        assert (found["fetched",], found["computed",]) == (0, 3)
-        released.set()
-        while mine._tasks:
-            await asyncio.wait(mine._tasks)
-        assert not mine._arriving and mine._items()._in_use == 0
+        for number, give in enumerate((slow, fails, breaks, has_none, has_others)):
+            mine._node.transport = broken = Broken(give)
+            mine._fleet = replace(mine._fleet, fetch_ms=50.0 if give is slow else 60_000.0)
+            mine._links.keep([])  # which would leave the node alone for a while
+            rows = range(6 * number, 6 * number + 6)
+            answer = await fleet.rank("a", HISTORY, [IDS[row] for row in rows])
+            assert scores(answer) == alone(rows), give
+            assert broken.asked == 1 or give is slow
+            assert answer["usage"]["cached_tokens"] == 6, "what is at home here"
+            found = await fleet.series("a", "jgr_fleet_items_missing_total")
+            assert (found["fetched",], found["computed",]) == (0, 3 * number + 3)
+            released.set()
+            while mine._tasks:
+                await asyncio.wait(mine._tasks)
+            assert not mine._arriving and mine._items()._in_use == 0
+            assert mine._links.closed(1, fleet.replicas["a"]._now_ns()) == (give in (fails, breaks))
         again = await fleet.rank("a", HISTORY, IDS[:6])
         assert scores(again) == alone(range(6))
         mine._items().check()
 
-    limit = ["fleet.fetch_ms=50"] if how == "slow" else []
-    served(folder, ["fleet.items=hash", *limit], run)
+    served(folder, ["fleet.items=hash"], run)
 
 
 def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Reference) -> None:
