@@ -8,8 +8,7 @@ fewer of them than the paper's (benchmarks/bat_nodes.py says how that is reckone
 
 Requests have popular candidates, by Zipf's law, and their items come first. What a request fetched is not kept, so that
 what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
-compared with that. Two sizes of memory: one that holds the items twice over, and one that holds six tenths of them, so
-that replicas must drop some.
+compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate must drop some.
 
 The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
 order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
@@ -26,6 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from benchmarks import bat_nodes, harness
 from benchmarks.bat_nodes import GBITS, PREFILL_S, link_tokens
-from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row, rounded
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, FleetConfig, override
 from jgr.models import checkpoint, decoder, manifest, params
@@ -63,8 +63,13 @@ class Size(NamedTuple):
     hidden: int
     sizes: Mapping[str, float]
 
+    @property
+    def events(self) -> int:
+        """Items of a history: it has as many tokens as the candidates, about as in the paper."""
+        return self.candidates * ITEM_LENGTH // 2
 
-FULL = Size(2000, 50, 60, 5, 256, {"large": 2.0, "small": 0.6})
+
+FULL = Size(2000, 50, 60, 5, 256, {"large": 1.2, "small": 0.6})
 QUICK = Size(60, 10, 4, 1, 32, {"small": 0.6})
 
 
@@ -76,14 +81,15 @@ def write_model(folder: Path, size: Size) -> Config:
     words = [" ".join(f"<b_{n}>" for n in rng.integers(0, 60, ITEM_LENGTH - 2)) for _ in names]
     catalog = Catalog.build(names, ids, [{"title": text.replace(" ", "")} for text in words])
     tokenizer = semantic_id_tokenizer(catalog)
-    tokens = 64 + size.candidates * (ITEM_LENGTH + 1)
+    user = 2 * size.events + 16
+    tokens = user + size.candidates * (ITEM_LENGTH + 1) + 16
     shapes = sorted({tokens // 8, tokens // 4, tokens // 2, tokens})
     config = override(
         Config(),
         f"model.path={folder}",
         "train.layers=4",
         f"train.hidden={size.hidden}",
-        "prompt.max_items=20",
+        f"prompt.max_items={size.events}",
         "prompt.template=<bos>{history}<sid>",
         "rank.method=item_probe",
         "rank.item={title}{sid}",
@@ -96,13 +102,13 @@ def write_model(folder: Path, size: Size) -> Config:
         f"rank.context={tokens}",
         f"rank.candidates={size.candidates}",
         "profiles.batch=1",
-        "profiles.tokens=64",
+        f"profiles.tokens={user}",
         "profiles.widths=4",
         "beam.width=4",
         "cache.policy=item",
         "cache.shadow=0",
     )
-    cfg = decoder_config(config.train, tokenizer.vocab_size, 256)
+    cfg = decoder_config(config.train, tokenizer.vocab_size, 2048)
 
     def write_beside(to: Path) -> None:
         tokenizer.save(to / "tokenizer.json")
@@ -227,10 +233,10 @@ def traffic(size: Size, seed: int) -> dict[str, list[Int32]]:
     }
 
 
-def bodies(requests: Sequence[Int32]) -> list[bytes]:
+def bodies(requests: Sequence[Int32], size: Size) -> list[bytes]:
     import msgspec
 
-    history = [f"i{row}" for row in range(10)]
+    history = [f"i{event % size.items}" for event in range(size.events)]
     return [
         msgspec.json.encode({"history": history, "candidates": [f"i{row}" for row in rows.tolist()]})
         for rows in requests
@@ -250,20 +256,25 @@ async def measure_one(
 
     fleet = await asyncio.to_thread(Fleet, folder, settings)
     try:
-        placements = Placements(fleet, config)
-        for seed in range(2):  # it has to see some requests before it can place anything well
-            await asyncio.gather(
-                *(fleet.ask(name, "serve", bodies(asked)) for name, asked in traffic(size, seed).items())
-            )
-            while not await placements.look():
-                await asyncio.sleep(0.1)
-        placement = placements.placement
-        assert placement is not None
-        rows = []
+        asked = traffic(size, 0)  # some requests have to be seen before anything can be placed well
+        await asyncio.gather(*(fleet.ask(name, "serve", bodies(asked[name], size)) for name in asked))
+        token_bytes = (await fleet.items("a", "facts"))["token_bytes"]
+        slower = await slowness(fleet)
+        rows: list[Row] = []
         for gbit in speeds:
-            token_bytes = placement.items.bytes_per_token
-            await fleet.ask_all("speed", link_tokens(gbit) * await slowness(fleet) * token_bytes)
-            rows.append({"gbit_per_s": gbit, **await run(fleet, placement, size, quiet)})
+            bytes_per_s = link_tokens(gbit) * slower * token_bytes
+            placements = Placements(fleet, replace(config, link_gbit=bytes_per_s * 8e-9))
+            await fleet.ask_all("speed", 1e12)  # what is placed needs no slow link
+            tries = 50
+            while not await placements.look():
+                tries -= 1
+                if not tries:
+                    raise Missing("the nodes could not be given their items; see the log")
+            await fleet.ask_all("speed", bytes_per_s)
+            assert placements.placement is not None
+            found = await run(fleet, placements.placement, size, quiet)
+            emulated = {"gbit_per_s": gbit, "emulated_bytes_per_s": rounded(bytes_per_s)}
+            rows.append({**emulated, **found})
         return rows
     finally:
         await asyncio.to_thread(fleet.close)
@@ -281,7 +292,7 @@ async def run(fleet: Fleet, placement: ItemPlacement, size: Size, quiet: Quiet) 
     moved = predicted = np.zeros((NODES, NODES), np.int64)
     for seed in itertools.count(10):
         asked, start, before = traffic(size, seed), quiet.wait(), await fleet.bytes()
-        told = [fleet.ask(name, "serve", bodies(requests)) for name, requests in asked.items()]
+        told = [fleet.ask(name, "serve", bodies(requests, size)) for name, requests in asked.items()]
         found = await asyncio.gather(*told)
         seconds = max(each[0] for each in found)
         moved = moved + await fleet.bytes() - before
@@ -314,38 +325,29 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         config = write_model(model, size)
-        of_all = size.items * SPAN * kv_bytes(config) / 2**20
+        of_all = size.items * ITEM_LENGTH * kv_bytes(config) / 2**20
         for (memory, share), placement in itertools.product(size.sizes.items(), PLACEMENTS):
-            for gbits in ([gbit] for gbit in GBITS) if placement == "hrcs" else [list(GBITS)]:
-                settings = (
-                    f"fleet.items={placement}",
-                    f"fleet.items_mb={of_all * share / 2}",
-                    f"fleet.fetched_mb={of_all / 2}",
-                    f"fleet.replicas={NODES}",
-                    "fleet.keep_fetched=false",
-                    "fleet.fetch=always",
-                    "fleet.fetch_ms=60000",
-                    "fleet.transport=socket",
-                    "fleet.refresh_s=100000",
-                    f"cache.device_mb={max(2.0, of_all / 4)}",
-                    f"fleet.link_gbit={link_for(config, gbits[0])}",
-                )
-                found = asyncio.run(
-                    measure_one(model, settings, override(config, *settings).fleet, size, quiet, gbits)
-                )
-                rows += [{"memory": memory, "placement": placement, **row} for row in found]
+            settings = (
+                f"fleet.items={placement}",
+                f"fleet.items_mb={of_all * share}",
+                f"fleet.fetched_mb={of_all / 2}",
+                f"fleet.replicas={NODES}",
+                "fleet.keep_fetched=false",
+                "fleet.fetch=always",
+                "fleet.fetch_ms=60000",
+                "fleet.transport=socket",
+                "fleet.refresh_s=100000",
+                f"cache.device_mb={max(2.0, of_all / 4)}",
+            )
+            fleet = override(config, *settings).fleet
+            found = asyncio.run(measure_one(model, settings, fleet, size, quiet, GBITS))
+            rows += [{"memory": memory, "placement": placement, **row} for row in found]
     return Measured(claims(rows), rows)
 
 
 def kv_bytes(config: Config) -> int:
     """The bytes of a token's keys and values, roughly: of all heads."""
     return 2 * config.train.layers * config.train.hidden * 4
-
-
-def link_for(config: Config, gbit: int) -> float:
-    """The speed that HRCS is told, in Gb/s, for which its bound is as in the paper: it takes the product of the prefill
-    time and the link's speed, which we keep by its prefill time on this machine being as many times longer."""
-    return gbit * kv_bytes(config) / bat_nodes.TOKEN_BYTES
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:

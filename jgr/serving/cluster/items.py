@@ -140,6 +140,7 @@ class ItemShare:
             "rows": rows.tobytes(),
             "frequency": frequency.tobytes(),
             "requests": seen.requests(now_ns),
+            "user_tokens": seen.user_tokens,
             "prefill_s": prefill_ns / 1e9,
             "bytes_per_s": self._links.bytes_per_s(),
         }
