@@ -404,8 +404,36 @@ class FleetConfig:
     health_s: float = (
         2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
     )
+    # Where the keys and values of the catalog's items are held, in the replicas' host memory. none: where they were
+    # computed; replicate: the hottest on every replica; hash: each on one; hrcs: the hottest on every replica, as many
+    # as the links need, the others on one. Needs cache.policy=item, cache_agnostic or hotness.
+    items: Literal["none", "replicate", "hash", "hrcs"] = "none"
+    items_mb: float = 256.0  # memory of a replica for the items that it is to hold, in MiB
+    fetched_mb: float = 32.0  # and for items that it got from others, which go when room is needed
+    keep_fetched: bool = True  # whether what was got from another replica is kept after the request
+    # A missing item is fetched from the replica that holds it where that is cheaper than to compute it, always, or
+    # never.
+    fetch: Literal["cheaper", "always", "never"] = "cheaper"
+    fetch_ms: float = 50.0  # longest time that a request waits for items of other replicas
+    transport: Literal["auto", "socket"] = (
+        "auto"  # auto: shared memory between replicas of one machine, else sockets
+    )
+    # Address on which a replica gives its items to others; node: the one by which Ray knows its machine, which several
+    # machines need.
+    items_host: str = "127.0.0.1"
+    alpha: float = 0.2  # hrcs: the share of the prefill time that fetches may take
+    link_gbit: float = 0.0  # hrcs: speed of the links between replicas, in Gb/s; 0: as it was measured
+    refresh_s: float = 3600.0  # seconds between two placements, by how often items were asked for since
+    items_window_s: float = 3600.0  # length of the window in which items' requests are counted, in seconds
+    kv: str = (
+        ""  # folder of items' keys and values that `jgr kv build` made; empty: replicas compute their share
+    )
 
     def __post_init__(self) -> None:
+        check(
+            self, items_mb=0, fetched_mb=0, fetch_ms=0, alpha=0, link_gbit=0, refresh_s=0.1, items_window_s=1
+        )
+        require(self.alpha <= 1, f"fleet.alpha must be at most 1, not {self.alpha}")
         check(
             self,
             replicas=1,

@@ -5,6 +5,9 @@ The one idea: moves are made in the order in which they were planned, and before
 them, whichever model and thread it belongs to. `plan` is called as soon as a policy has planned; `catch_up` by every
 thread that is about to dispatch. A move that is made early harms nobody, since it touches only what no plan uses.
 
+Cells of the host may also be filled with bytes from elsewhere (`fill`): in its turn among the moves, since an earlier
+one may still be about to read what stood there.
+
 Copies to the host go on while programs run, for which they wait. A copy back waits for those of its own cells alone:
 whoever makes it is about to dispatch the next program, and the device would be idle meanwhile.
 """
@@ -16,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -32,22 +36,31 @@ MOVED_BYTES, MOVED_CELLS = 16 << 20, 128
 """The most bytes, and the most cells, that one program moves."""
 
 
+class _Fill(NamedTuple):
+    """Values for cells of the host, [n, words of a cell] uint32."""
+
+    host: tuple[int, ...]
+    values: npt.NDArray[np.uint32]
+
+
 class HostTier:
     """Pages on the host, [pages, page_bytes / 4] uint32, and the moves between them and a pool.
 
-    pages: who holds them. Of a pool on several devices a page here has all of their parts, one after the other.
+    pages: for entries that the device gives up; who holds them. beyond: more pages, behind those, for items that are
+    held for all nodes (`jgr.placement.shared_items`); who holds these. Of a pool on several devices a page here has all
+    of their parts, one after the other.
     """
 
-    def __init__(self, pool: DevicePool, pages: int) -> None:
+    def __init__(self, pool: DevicePool, pages: int, beyond: int = 0) -> None:
         self._devices = pool.devices
         page_bytes = self._devices.count * pool.page_bytes
-        self.pages = Pages(pages, page_bytes)
+        self.pages, self.beyond = Pages(pages, page_bytes), Pages(beyond, page_bytes)
         self._pool = pool
-        self._array = np.zeros((pages, page_bytes // words.WORD), np.uint32)
+        self._array = np.zeros((pages + beyond, page_bytes // words.WORD), np.uint32)
         self._staging = _pinned(pool)
         self._copies = ThreadPoolExecutor(1, "jgr-host-tier")
         self._copying: list[tuple[Future[None], Cells, npt.NDArray[np.int32]]] = []
-        self._planned: deque[tuple[int, Move, Cells]] = deque()
+        self._planned: deque[tuple[int, Move | _Fill, Cells]] = deque()
         self._lock = threading.Lock()  # held by the thread that catches up
 
     @property
@@ -57,6 +70,16 @@ class HostTier:
     def plan(self, moves: Iterable[Move], cells: Cells, epoch: int) -> None:
         """Queue moves of one model's entries, which were planned in this epoch of the pool."""
         self._planned.extend((epoch, move, cells) for move in moves)
+
+    def fill(self, host: tuple[int, ...], values: npt.NDArray[np.uint32], cells: Cells) -> None:
+        """Queue these values, [n, words of a cell], for cells of the host. They must not change until they are there:
+        `catch_up` puts them there."""
+        self._planned.append((self._pool.epoch, _Fill(host, values), cells))
+
+    def stored(self, host: tuple[int, ...], cells: Cells) -> npt.NDArray[np.uint32]:
+        """A copy of what stands in cells of the host, [n, words of a cell], which nobody fills meanwhile."""
+        numbers = np.array(host, np.int32)
+        return self._view(cells)[numbers // cells.per_page, numbers % cells.per_page]
 
     def warm_up(self, cells: Cells) -> None:
         """Compile the moves of cells of this size."""
@@ -70,13 +93,22 @@ class HostTier:
             try:
                 while self._planned:
                     epoch, move, cells = self._planned.popleft()
-                    if epoch == self._pool.epoch:  # else it is of what was lost
+                    if isinstance(move, _Fill):
+                        self._fill(move, cells)
+                    elif epoch == self._pool.epoch:  # else it is of what was lost
                         direction = self._to_host if move.direction == "to_host" else self._to_device
                         direction(move.device, move.host, cells, epoch)
             except Exception as error:
                 self._copying.clear()
                 self._pool.lose(epoch, error)
                 raise
+
+    def _fill(self, fill: _Fill, cells: Cells) -> None:
+        numbers = np.array(fill.host, np.int32)
+        for copied, size, kept in self._copying:  # of an entry that has left already
+            if size == cells and np.isin(kept, numbers).any():
+                copied.result()
+        self._view(cells)[numbers // cells.per_page, numbers % cells.per_page] = fill.values
 
     def _to_host(self, device: tuple[int, ...], host: tuple[int, ...], cells: Cells, epoch: int) -> None:
         ended = [copied for copied, _, _ in self._copying if copied.done()]
@@ -113,6 +145,19 @@ class HostTier:
         return np.lib.stride_tricks.as_strided(
             used, (len(used), cells.per_page, size), (used.strides[0], size * words.WORD, words.WORD)
         )
+
+
+def read_cells(pool: DevicePool, device: tuple[int, ...], cells: Cells, epoch: int) -> npt.NDArray[np.uint32]:
+    """What stands in cells of the pool, [n, words of a cell], once the programs dispatched so far have ended.
+
+    PoolLost where the pool is not of this epoch any more.
+    """
+    read = functools.partial(_read, cells=cells, devices=pool.devices)
+    found = [
+        np.asarray(pool.read(functools.partial(read, numbers=numbers), epoch))[: len(some)]
+        for numbers, some in _portions(device, device, cells)
+    ]
+    return np.concatenate(found)
 
 
 @functools.partial(jax.jit, static_argnames=("cells", "devices"))

@@ -5,7 +5,8 @@ Both estimates are the number of accesses in the last window of W ns, the expone
 every W. It needs one number a user: the estimate at time t is exp(key - t / W), so that keys compare as estimates do,
 at any time, and a heap of keys stays in order while time passes.
 
-Users that are not cached keep their estimates too, in a table of bounded size that forgets who came longest ago.
+Users that are not cached keep their estimates too, in a table of bounded size that forgets who came longest ago. Items
+are as many as the catalog has, so they have an array (`ItemFrequencies`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from jgr.cache.entries import Name
 
@@ -111,6 +115,47 @@ class ExponentialWindow:
     def _forget(self) -> None:
         while len(self._others) > self._remembered:
             self._others.popitem(last=False)
+
+
+class ItemFrequencies:
+    """How often each item of a catalog was asked for in the last window, and with what (BAT-8).
+
+    rows: items of the catalog. window_ns: W. The estimates are exponential, as those of users are.
+    """
+
+    def __init__(self, rows: int, window_ns: int) -> None:
+        self._window_ns, self._keys = window_ns, np.full(rows, -np.inf)
+        self._requests = -math.inf  # the key of how many requests came
+        self.user_tokens = 0.0
+        """Mean tokens of a request's user, of the last requests."""
+        self.own: set[tuple[int, ...]] = set()
+        """The items of requests that nobody sent, which do not count."""
+
+    def touch(self, rows: Sequence[int], user_tokens: int, now_ns: int) -> None:
+        """A request came, for items of these rows, each once."""
+        if not rows or tuple(rows) in self.own:
+            return
+        now, at = now_ns / self._window_ns, np.array(rows, np.int64)
+        at = at[at < len(self._keys)]  # of another catalog of the same model
+        self._keys[at] = np.logaddexp(self._keys[at], now)
+        self.user_tokens = (
+            user_tokens
+            if self._requests == -math.inf
+            else self.user_tokens + (user_tokens - self.user_tokens) / 16
+        )
+        self._requests = _plus_one(self._requests, now)
+
+    def requests(self, now_ns: int) -> float:
+        """Requests in the last window."""
+        return math.exp(self._requests - now_ns / self._window_ns)
+
+    def hottest(self, most: int, now_ns: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """The rows that were asked for, at most so many, the most frequent ones, and their frequencies, [m] each."""
+        seen = np.flatnonzero(self._keys > -np.inf)
+        if len(seen) > most:
+            seen = seen[np.argpartition(-self._keys[seen], most)[:most]]
+        frequency = np.exp(self._keys[seen] - now_ns / self._window_ns)
+        return seen.astype(np.int32), frequency.astype(np.float32)
 
 
 def _plus_one(key: float, now: float) -> float:

@@ -52,7 +52,9 @@ class Lease:
 
 
 class Memory:
-    """device_mb, host_mb: the sizes. page_kb: 0 for the default. shares: the weight of each model, by name.
+    """device_mb, host_mb: the sizes. items_mb: of the host memory beyond that, for items that the nodes of a fleet hold
+    for each other; the first model that can has all of it. page_kb: 0 for the default. shares: the weight of each
+    model, by name.
 
     devices: those that share each model; device_mb is of each, host_mb of all.
 
@@ -67,27 +69,32 @@ class Memory:
         page_kb: int = 0,
         shares: Mapping[str, float] | None = None,
         devices: int = 1,
+        items_mb: float = 0.0,
     ) -> None:
-        self._mb, self._devices = (device_mb, host_mb), devices
+        self._mb, self._devices = (device_mb, host_mb + items_mb), devices
         size = int(device_mb * 2**20)
         self._page_bytes = page_kb << 10 or _page_bytes(size)
         self._count = size // self._page_bytes
-        self._host_count = int(host_mb * 2**20) // (devices * self._page_bytes)
+        self._host_count, self._item_count = (
+            int(mb * 2**20) // (devices * self._page_bytes) for mb in (host_mb, items_mb)
+        )
         if self._count < 1:
             page_mb = self._page_bytes / 2**20
             raise ConfigError(f"cache.device_mb: {device_mb} is less than a page of {page_mb:.3g} MB")
         self._shares = dict(shares or {})
         self._held: dict[Hashable, _Held] = {}
+        self._shares_items = ""
         self._lock = threading.Lock()  # a version is loaded in a thread of its own
 
     @classmethod
     def of(cls, *configs: Config) -> Memory:
         """The memory of a server, of the sizes in its first configuration. Where no model caches it is one page."""
-        first, devices = configs[0].cache, configs[0].model.tensor_parallel
+        first, fleet, devices = configs[0].cache, configs[0].fleet, configs[0].model.tensor_parallel
+        items_mb = fleet.items_mb + fleet.fetched_mb if fleet.items != "none" else 0.0
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
         if not shares:
             return cls(1 / 16, page_kb=64, devices=devices)
-        return cls(first.device_mb, first.host_mb, first.page_kb, shares, devices)
+        return cls(first.device_mb, first.host_mb, first.page_kb, shares, devices, items_mb)
 
     def devices_of(self, config: Config) -> Devices:
         """The devices that share a model. ConfigError where they are not there, or other models have other ones."""
@@ -108,9 +115,8 @@ class Memory:
     def pool(self) -> DevicePool:
         for name, mb, most in zip(("device", "host"), self._mb, (_device_bytes(), host_bytes()), strict=True):
             if mb * 2**20 > most:
-                raise ConfigError(
-                    f"cache.{name}_mb: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB"
-                )
+                field = "host_mb and fleet.items_mb" if name == "host" and self._item_count else f"{name}_mb"
+                raise ConfigError(f"cache.{field}: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB")
         return DevicePool(self._count, self._page_bytes, self.devices)
 
     @cached_property
@@ -119,8 +125,15 @@ class Memory:
 
     @cached_property
     def host(self) -> HostTier | None:
-        """The host tier; None where host_mb does not hold a page."""
-        return HostTier(self.pool, self._host_count) if self._host_count else None
+        """The host tier; None where neither host_mb nor items_mb holds a page."""
+        pages = self._host_count, self._item_count
+        return HostTier(self.pool, *pages) if any(pages) else None
+
+    def holds_items(self, model: str) -> bool:
+        """Whether this model's items are those that the nodes of a fleet hold for each other."""
+        if self._item_count and not self._shares_items:
+            self._shares_items = model
+        return self._shares_items == model != ""
 
     def limit(self, model: str) -> int:
         """Pages of the pool that a model may hold. ConfigError where its share is not one page."""

@@ -16,7 +16,8 @@ pinned entry never goes. An entry that was dropped while pinned is freed with it
 then is of no use to anybody.
 
 A host tier, where there is one, takes what the device gives up: `moves` says what is to be copied, in order, before the
-programs that are planned after it, in either direction.
+programs that are planned after it, in either direction. Below it there may be items that the host holds for all nodes
+(`Below`): what is found there is brought to the device, and stays where it is.
 
 The device may lose all pages at once. Its epoch counts how often that happened: `renew` tells the service of the
 present one, and a plan names the epoch that it was made in, so that nobody runs it later (`jgr.cache.pool`).
@@ -27,9 +28,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from jgr.cache.entries import Entry, Move, Name, Valued, serves
-from jgr.cache.hotness import Hotness
+from jgr.cache.hotness import Hotness, ItemFrequencies
 from jgr.cache.pages import Pages, Room
 
 
@@ -42,11 +44,25 @@ class _Aside:
     cells: tuple[int, ...]
 
 
+class Below(Protocol):
+    """Entries on the host that do not go when others come to the device."""
+
+    def find(self, name: Name, content: Valued) -> tuple[int, tuple[int, ...]] | None:
+        """How many tokens of the content are there, and the cells of the host that hold them."""
+
+    def valid_tokens(self, name: Name, content: Valued) -> int:
+        """The number of these tokens, 0 for none. Changes nothing."""
+
+    def holds(self, name: Name, digest: bytes) -> bool:
+        """Whether the whole of this content is there. Changes nothing."""
+
+
 class CacheMeta:
     """Entries over the pages of a device, and of a host where there are some.
 
     rooms: the room of entries, by kind. hotness: decides which users go first; None: the least recently used ones.
-    owner: a name that keeps its classes of pages apart from those of other services over the same pages.
+    owner: a name that keeps its classes of pages apart from those of other services over the same pages. frequencies:
+    counts how often items are asked for; None: nobody wants to know.
     """
 
     def __init__(
@@ -56,8 +72,11 @@ class CacheMeta:
         hotness: Hotness | None = None,
         host: Pages | None = None,
         owner: str = "",
+        frequencies: ItemFrequencies | None = None,
     ) -> None:
         self.pages, self.hotness, self.host, self._rooms = pages, hotness, host, dict(rooms)
+        self.frequencies = frequencies
+        self.below: Below | None = None
         self.epoch = 0
         self._classes = {kind: f"{owner}/{kind}" if owner else kind for kind in rooms}
         for kind, room in rooms.items():
@@ -212,7 +231,9 @@ class CacheMeta:
         if on_device is not None and on_device.ahead not in (None, lane):
             return 0
         entry = on_device or self._aside.get(name)
-        return entry.tokens if entry is not None and serves(entry, content) else 0
+        if entry is None:
+            return 0 if self.below is None else self.below.valid_tokens(name, content)
+        return entry.tokens if serves(entry, content) else 0
 
     def cells(self, kind: str, tokens: int) -> int:
         """The number of cells of an entry of so many tokens."""
@@ -324,7 +345,7 @@ class CacheMeta:
         name = entry.name
         self.counts[f"{name.kind}_evicted"] += 1
         self.drop(name)
-        if self.host is None:
+        if self.host is None or (self.below is not None and self.below.holds(name, entry.digest)):
             return
         of = self._classes[name.kind]
         used = entry.cells[: self.cells(name.kind, entry.tokens)]
@@ -342,7 +363,7 @@ class CacheMeta:
     def _bring_back(self, name: Name, content: Valued) -> Entry | None:
         aside = self._aside.get(name)
         if aside is None:
-            return None
+            return None if self.below is None else self._copy_up(self.below, name, content)
         entry = Entry(name, aside.tokens, aside.digest, ())
         if not serves(entry, content):
             self._leave_host(name)
@@ -356,6 +377,19 @@ class CacheMeta:
         self._moves.append(Move("to_device", of, entry.cells, aside.cells))
         assert self.host is not None
         self.host.give_back(of, aside.cells)
+        self._add(entry)
+        self.counts["to_device"] += 1
+        return entry
+
+    def _copy_up(self, below: Below, name: Name, content: Valued) -> Entry | None:
+        found = below.find(name, content)
+        if found is None:
+            return None
+        tokens, cells = found
+        entry = Entry(name, tokens, content.prefix(tokens), ())
+        if not self._widen(entry, tokens):
+            return None
+        self._moves.append(Move("to_device", self._classes[name.kind], entry.cells, cells))
         self._add(entry)
         self.counts["to_device"] += 1
         return entry

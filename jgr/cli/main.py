@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
     "retrieve": "jgr.cli.retrieve",
+    "kv": "jgr.cli.kv",
     "serve": "jgr.cli.serve",
     "cluster": "jgr.cli.cluster",
     "evaluate": "jgr.cli.evaluate",

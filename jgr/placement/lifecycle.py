@@ -7,13 +7,16 @@ invariant makes this safe: an item that is published anywhere is published at it
 (jgr/placement/items.py), so making room on one worker never takes another worker's last source, and no exchange of
 items can deadlock. Before a copy, a worker drops only as much as that copy needs. Hot items come first.
 
+A worker may be lost, with all that it holds (`lose`). What others hold of its items is still read there, and is what
+the worker that takes its place copies from. Until all of that is done the invariant does not hold for its items.
+
 Everything here is pure: the steps are data for whoever moves the bytes, and a step has happened when `commit` says so.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,14 +57,17 @@ class Lifecycle:
         self._used: Int64 = np.zeros(workers.count, np.int64)  # published and copied bytes
         self._copied: Step | None = None
         self._steps: deque[Step] = deque()
+        self._lost: set[int] = set()  # workers that were, until a plan that has them is done
+        self._absent: Collection[int] = ()  # of the plan
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """The steps that are left to do, in order."""
         return tuple(self._steps)
 
-    def plan(self, target: ItemPlacement) -> tuple[Step, ...]:
-        """Plan the steps from what is held now to `target`; they replace those that were left.
+    def plan(self, target: ItemPlacement, absent: Collection[int] = ()) -> tuple[Step, ...]:
+        """Plan the steps from what is held now to `target`; they replace those that were left. absent: workers that are
+        not there, and get nothing.
 
         Call it between two steps. New frequencies, a burst (`items.burst`) and new items (`items.with_new_items`) all
         come as a target. ValueError where the target is for other workers, or its rows are missing or take other room
@@ -75,7 +81,8 @@ class Lifecycle:
         target.check()
         grown = ((0, 0), (0, len(room) - known))
         self._published, self._room = np.pad(self._published, grown), room
-        draft = _Draft(self._published.copy(), self._used.copy(), target, self._step_bytes)
+        self._absent = frozenset(absent)
+        draft = _Draft(self._published.copy(), self._used.copy(), target, self._step_bytes, self._absent)
         if self._copied is not None:
             draft.publish(self._copied.worker, self._copied.rows)
         self._steps = deque(draft.to_target())
@@ -85,6 +92,8 @@ class Lifecycle:
         """Report that the next step was done. IllegalStep where `step` is another one."""
         self._must_be_next(step)
         self._steps.popleft()
+        if not self._steps:
+            self._lost &= set(self._absent)
         if step.kind == "publish":
             self._published[step.worker, step.rows] = True
             self._copied = None
@@ -104,6 +113,20 @@ class Lifecycle:
             raise IllegalStep(f"a {step.kind} cannot fail")
         self._steps.clear()
 
+    def lose(self, worker: int) -> None:
+        """A worker is gone, with all that it held, or has begun anew. The rest of the plan is forgotten."""
+        self._published[worker] = False
+        if self._copied is not None and self._copied.worker == worker:
+            self._copied = None
+        self._used[worker] = 0
+        self._steps.clear()
+        self._lost.add(worker)
+
+    def published(self, worker: int) -> Bool:
+        """Which rows the worker's readers find there, [n]."""
+        found: Bool = self._published[worker].copy()
+        return found
+
     def where(self, worker: int, rows: Int32) -> Int32:
         """The worker whose copy of each row `worker` reads, its own or the home's, int32; -1 where there is no copy."""
         homes = np.asarray(rows, np.int32) % self._workers.count
@@ -121,7 +144,8 @@ class Lifecycle:
         assert (used <= self._workers.capacity_bytes).all(), f"{used} of {self._workers.capacity_bytes} bytes"
         rows = np.arange(len(self._room))
         at_home = self._published[home(len(rows), self._workers.count), rows]
-        lost = np.flatnonzero(self._published.any(axis=0) & ~at_home)
+        whole = ~np.isin(home(len(rows), self._workers.count), list(self._lost))
+        lost = np.flatnonzero(self._published.any(axis=0) & ~at_home & whole)
         assert not len(lost), f"rows {lost} are not published at home"
         assert self._copied is None or not self._steps or self._steps[0].kind == "publish"
 
@@ -133,7 +157,15 @@ class Lifecycle:
 class _Draft:
     """What the workers would hold after the steps drafted so far. It changes `published` and `used` in place."""
 
-    def __init__(self, published: Bool, used: Int64, target: ItemPlacement, step_bytes: int) -> None:
+    def __init__(
+        self,
+        published: Bool,
+        used: Int64,
+        target: ItemPlacement,
+        step_bytes: int,
+        absent: Collection[int] = (),
+    ) -> None:
+        self._absent = absent
         self._published, self._used, self._step_bytes = published, used, step_bytes
         self._target, self._wanted = target, target.held()
         self._room = target.items.room_bytes
@@ -146,16 +178,19 @@ class _Draft:
 
     def to_target(self) -> list[Step]:
         workers = range(self._target.workers.count)
+        present = [worker for worker in workers if worker not in self._absent]
         self._surplus = [self._to_drop(worker) for worker in workers]
         order = self._target.order
         replicated = self._target.replicated[order]
         for rows in (order[replicated], order[~replicated]):
             by_home = [rows[rows % len(workers) == worker] for worker in workers]
-            for worker in workers:  # homes first: the others copy from them
+            for worker in present:  # homes first: the others copy from them
+                for other in present:  # who still has what a lost worker had
+                    self._add(worker, self._held_by(other, by_home[worker]), other)
                 self._add(worker, by_home[worker], None)
-            for worker in workers:
+            for worker in present:
                 for source in workers:
-                    self._add(worker, by_home[source], source)
+                    self._add(worker, by_home[source], None if source in self._absent else source)
         for worker in workers:
             self._make_room(worker, None)
         return self._steps
@@ -166,6 +201,10 @@ class _Draft:
         rows = coldest[self._published[worker, coldest] & ~self._wanted[worker, coldest]]
         at_home = rows % self._target.workers.count == worker
         return deque([*rows[~at_home].tolist(), *rows[at_home].tolist()])
+
+    def _held_by(self, worker: int, rows: Int32) -> Int32:
+        held: Int32 = rows[self._published[worker, rows]]
+        return held
 
     def _add(self, worker: int, rows: Int32, source: int | None) -> None:
         missing = rows[self._wanted[worker, rows] & ~self._published[worker, rows]]

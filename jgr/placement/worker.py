@@ -62,6 +62,19 @@ class CacheWorker:
             self._placed[row] = entry
         self._arriving.clear()
 
+    def arriving(self, row: int) -> Entry:
+        """The entry of a row of the last copy."""
+        return self._arriving[row]
+
+    def holds(self, row: int) -> bool:
+        """Whether the row is published here."""
+        return row in self._placed
+
+    @property
+    def count(self) -> int:
+        """The number of published rows."""
+        return len(self._placed)
+
     def fail(self) -> None:
         """Report that the last copy was given up; its cells are free again."""
         for entry in self._arriving.values():
@@ -77,6 +90,13 @@ class CacheWorker:
                 raise ValueError(f"item {row} is not published here")
             self._meta.drop(item_name(row))
             self._meta.release(self._placed.pop(row))
+
+    def clear(self) -> None:
+        """Let all rows go: they are found for as long as nothing else needs their room."""
+        self.fail()
+        for entry in self._placed.values():
+            self._meta.release(entry)
+        self._placed.clear()
 
     def check(self) -> None:
         """Audit: each placed item is pinned, complete and can be found. AssertionError names one that is not."""

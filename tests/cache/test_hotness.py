@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.cache.entries import Name
-from jgr.cache.hotness import ExponentialWindow, Hotness
+from jgr.cache.hotness import ExponentialWindow, Hotness, ItemFrequencies
 
 WINDOW = 100
 STEPS = st.lists(
@@ -75,3 +76,35 @@ def test_what_is_kept_of_cached_users_goes_with_them() -> None:
     for number in range(100):
         hotness.let_go(user(str(number)))
         hotness.check()
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 5), unique=True)), max_size=30),
+    most=st.integers(1, 6),
+)
+def test_items_frequencies_are_sums_over_the_past(steps: list[tuple[int, list[int]]], most: int) -> None:
+    seen, now = ItemFrequencies(6, WINDOW), 0
+    past: list[tuple[int, str]] = []
+    requests: list[tuple[int, str]] = []
+    for wait, rows in steps:
+        now += wait
+        seen.touch(rows, 10, now)
+        past += [(now, str(row)) for row in rows]
+        requests += [(now, "request")] if rows else []
+    assert seen.requests(now) == pytest.approx(exponential(requests, "request", now))
+    expected = np.array([exponential(past, str(row), now) for row in range(6)])
+    rows, frequency = seen.hottest(most, now)
+    assert len(rows) == min(most, np.count_nonzero(expected))
+    np.testing.assert_allclose(frequency, expected[rows], rtol=1e-5)
+    left = np.delete(expected, rows)
+    assert not len(left) or not len(rows) or left.max() <= frequency.min() * (1 + 1e-5)
+
+
+def test_requests_that_nobody_sent_and_rows_that_are_not_there_do_not_count() -> None:
+    seen = ItemFrequencies(3, WINDOW)
+    seen.own.add((0, 1))
+    seen.touch([0, 1], 10, 0)
+    assert seen.requests(0) == 0
+    seen.touch([2, 7], 20, 0)
+    assert [x.tolist() for x in seen.hottest(5, 0)] == [[2], [1.0]]
+    assert seen.user_tokens == 20

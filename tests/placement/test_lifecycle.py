@@ -49,6 +49,7 @@ class Swaps(RuleBasedStateMachine):
         self.readable: list[set[int]] = [set() for _ in range(n_workers)]
         self.arrived: tuple[int, set[int]] = (0, set())
         self.cycle = Lifecycle(self.workers, step_bytes)
+        self.lost: set[int] = set()
         items = Items(np.array([f for f, _ in rows]), np.array([t for _, t in rows]), 1)
         self.go_to(hash_items(items, self.workers))
 
@@ -96,6 +97,7 @@ class Swaps(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         self.advance(len(self.cycle.steps))
+        self.lost.clear()
         assert [sorted(rows) for rows in self.readable] == [
             self.target.held_by(worker).tolist() for worker in range(self.workers.count)
         ]
@@ -110,6 +112,19 @@ class Swaps(RuleBasedStateMachine):
             return
         self.cycle.fail(step)
         assert self.cycle.steps == ()
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        worker = data.draw(st.integers(0, self.workers.count - 1))
+        self.cycle.lose(worker)
+        assert self.cycle.steps == () and not self.cycle.published(worker).any()
+        self.lost.add(worker)
+        self.readable[worker] = set()
+        if self.arrived[0] == worker:
+            self.arrived = (0, set())
+        self.alive &= set[int]().union(*self.readable)
+        if data.draw(st.booleans()):
+            self.go_to(self.target)
 
     def apply(self, step: Step) -> None:
         rows = set(step.rows.tolist())
@@ -142,7 +157,9 @@ class Swaps(RuleBasedStateMachine):
         for worker, rows in enumerate(self.readable):
             for row, source in zip(every, self.cycle.where(worker, every), strict=True):
                 if source == -1:
-                    assert not any(row in there for there in self.readable)
+                    assert not any(row in there for there in self.readable) or (
+                        row % self.workers.count in self.lost
+                    )
                 else:
                     assert row in self.readable[source] and (source == worker or row not in rows)
 
@@ -220,6 +237,46 @@ def test_copies_beside_the_home_go_before_last_ones() -> None:
         ("publish", 0, [2], None),
         ("drop", 0, [0], None),
     ]
+
+
+def test_what_a_lost_worker_held_is_copied_from_those_that_have_it() -> None:
+    workers, items = Workers(2, 100), Items(np.ones(4), np.full(4, 10), 1)
+    holding = np.array([REPLICATED, REPLICATED, SHARDED, SHARDED], np.uint8)
+    target = ItemPlacement(items, workers, holding, np.arange(4, dtype=np.int32))
+    cycle = Lifecycle(workers)
+    cycle.plan(target)
+    _run(cycle)
+    cycle.lose(0)
+    cycle.check()
+    assert cycle.plan(target, absent=[0]) == (), "there is nobody to copy to"
+    assert cycle.where(1, np.arange(4)).tolist() == [1, 1, -1, 1]
+    # Row 0, at home on worker 0, is on worker 1 too; row 2 is nowhere, and row 1 is at home on worker 1.
+    assert _shown(cycle.plan(target)) == [
+        ("copy", 0, [0], 1),
+        ("publish", 0, [0], None),
+        ("copy", 0, [1], 1),
+        ("publish", 0, [1], None),
+        ("copy", 0, [2], None),
+        ("publish", 0, [2], None),
+    ]
+    _run(cycle)
+    cycle.check()
+    assert cycle.where(0, np.arange(4)).tolist() == [0, 0, 0, 1]
+
+
+def test_who_is_there_gets_what_is_to_be_everywhere_without_waiting_for_its_home() -> None:
+    workers, items = Workers(2, 100), Items(np.ones(2), np.full(2, 10), 1)
+    target = replicate(items, workers)
+    cycle = Lifecycle(workers)
+    cycle.lose(0)
+    assert _shown(cycle.plan(target, absent=[0])) == [
+        ("copy", 1, [1], None),
+        ("publish", 1, [1], None),
+        ("copy", 1, [0], None),
+        ("publish", 1, [0], None),
+    ]
+    _run(cycle)
+    cycle.check()
 
 
 def test_a_plan_for_other_workers_or_items_is_refused() -> None:

@@ -77,7 +77,12 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     light = {"num_cpus": 0}
     replicas = replica.bind(source)
     coordinator = serve.deployment(
-        Coordinator, name=COORDINATOR, num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
+        Coordinator,
+        name=COORDINATOR,
+        num_replicas=1,
+        max_ongoing_requests=64,
+        user_config={},
+        ray_actor_options=light,
     )
     front = serve.deployment(
         parts.front,
@@ -88,9 +93,8 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
     kept = max(config.catalog.max_versions for config in configs)
-    built: Application = front.bind(
-        tuple(spoken()), first, most, replicas, coordinator.bind(tuple(spoken()), replicas, source.key, kept)
-    )
+    coordinated = coordinator.bind(tuple(spoken()), replicas, source.key, kept, fleet)
+    built: Application = front.bind(tuple(spoken()), first, most, replicas, coordinated)
     return built
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from jgr.config import FleetConfig
+from jgr.serving.cluster.placements import Placements
 from jgr.serving.cluster.protocol import Spoken, received, require
 from jgr.serving.cluster.record import Record, States, latest, plain
 from jgr.serving.cluster.relay import Answered, Asked
@@ -26,13 +29,23 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """The deployment, of one replica. source: the key of what is deployed. kept: catalogs of each model."""
+    """The deployment, of one replica. source: the key of what is deployed. kept: catalogs of each model. fleet: how
+    items are placed."""
 
-    def __init__(self, spoken: Spoken, replicas: DeploymentHandle, source: str, kept: int) -> None:
+    def __init__(
+        self, spoken: Spoken, replicas: DeploymentHandle, source: str, kept: int, fleet: FleetConfig
+    ) -> None:
         require(spoken)
         self._replicas, self._source = Replicas(replicas), source
         self._rollouts = Rollouts(self._replicas, record=Record(source), most=kept)
         self._finding: asyncio.Task[None] | None = None
+        self._placements = Placements(self._replicas, fleet)
+        self._placing: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Ray calls it at the start."""
+        if self._placing is None and self._placements.wanted:
+            self._placing = asyncio.create_task(self._placements.go_on())
 
     async def roll(self, path: str, asked: Asked) -> Answered:
         """See Rollouts."""

@@ -20,7 +20,8 @@ class Hint(NamedTuple):
     """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
     left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
     replica that is meant; "": any. sender: the router's name. tried: replicas that come last, since they have failed
-    the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`.
+    the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`. model, layout:
+    that the request names; "": none.
     """
 
     user: str = ""
@@ -32,6 +33,8 @@ class Hint(NamedTuple):
     sender: str = ""
     tried: tuple[str, ...] = ()
     attempt: str = ""
+    model: str = ""
+    layout: str = ""
 
     def __reduce__(self) -> Any:
         return sent(self)
@@ -45,6 +48,8 @@ class _Glance(Struct):
     candidates: Any = ()
     documents: Any = ()
     deadline_ms: Any = None
+    model: Any = None
+    layout: Any = None
 
 
 _decode = msgspec.json.Decoder(_Glance).decode
@@ -68,4 +73,6 @@ def glance(path: str, body: bytes, tenant: str = "") -> Hint:
         events=len(seen.history),
         items=tuple(str(item) for item in items) if isinstance(items, list) else (),
         left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,
+        model=seen.model if isinstance(seen.model, str) else "",
+        layout=seen.layout if isinstance(seen.layout, str) else "",
     )

@@ -97,3 +97,13 @@ def _kept(before: tuple[str, ...], added: tuple[str, ...], state: State, most: i
     all_ = [version for version in before if version not in added] + list(added)
     in_use = (state.catalog, state.previous)
     return tuple(version for at, version in enumerate(all_) if version in in_use or at >= len(all_) - most)
+
+
+class NoOthers:
+    """What a replica that is in no fleet learns of the others: nobody serves anything else."""
+
+    async def record(self, source: str) -> Record:
+        return Record(source)
+
+    async def joins(self, source: str, name: str, states: States) -> Record:
+        return Record(source)

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, Protocol
 
 from jgr.config import Config, ConfigError, UserError
+from jgr.placement.transport import Bucket
 from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.items import ItemShare
 from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
@@ -72,18 +74,28 @@ class Coordination(Protocol):
 
 class Replica:
     """The deployment that Ray starts several times. name: this replica's own, as routers know it. others: how it learns
-    what the others serve; None: from Ray's deployment."""
+    what the others serve; None: from Ray's deployment. host: the address to give items on. bucket: makes its links to
+    others slower, for measurements."""
 
-    def __init__(self, source: Source, name: str = "", others: Coordination | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        name: str = "",
+        others: Coordination | None = None,
+        host: str = "",
+        bucket: Bucket | None = None,
+    ) -> None:
         self._source = received(Source, source)
         self.name = name or _own_name()
         self._others = others
+        self._host, self._bucket = host, bucket
+        self._items: ItemShare | None = None
         self._record = Record(self._source.key)
         self._missed = ""  # how it differs from the others, for good
         self._starting: asyncio.Task[None] | None = None
         self._work, self._waiting = Work(), Work()
         self._shape: Shape = {}
-        self._events = self._items = 8.0  # of a request, in the mean of the last ones
+        self._mean_events = self._mean_items = 8.0  # of a request, in the mean of the last ones
 
     def load(self, source: Source, configs: Sequence[Config], places: Sequence[str] = ()) -> list[Loaded]:
         """See `load_all`."""
@@ -123,6 +135,9 @@ class Replica:
             self._config, deployments = await asyncio.to_thread(self._load_as, self._record)
             self.models = Models(deployments)
             self._app = App(self.models, self._config.server)
+            if self._config.fleet.items != "none" and not self._source.null:
+                host = self._host or _own_host(self._config)
+                self._items = ItemShare(self.models, self._config, host, self._bucket)
             await self.models.start(lambda done, total, label: None)
             joined = await others.joins(self._source.key, self.name, self._states())
             if joined is not None:
@@ -137,17 +152,41 @@ class Replica:
         hint, asked = received(Hint, hint), received(Asked, asked)
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
-        tokens = ask_of(hint, self._shape).tokens
+        wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
+        tokens = wanted.tokens
         if hint.events:
-            self._events += RATE * (min(hint.events, MOST) - self._events)
-            self._items += RATE * (min(len(hint.items), MOST) - self._items)
+            self._mean_events += RATE * (min(hint.events, MOST) - self._mean_events)
+            self._mean_items += RATE * (min(len(hint.items), MOST) - self._mean_items)
         for work in (self._work, self._waiting):
-            work.begin(hint.sender, tokens, self._now_ns())
+            work.begin(hint.sender, tokens, begun_ns)
+        fetched: Sequence[int] = ()
         try:
-            return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
+            if self._items is not None and hint.items:
+                fetched = await self._items.fetch(hint, wanted.user_tokens)
+            waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
+            return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns})
         finally:
             for work in (self._work, self._waiting):
                 work.end(hint.sender, tokens, self._now_ns())
+            if self._items is not None:
+                self._items.done(fetched)
+
+    async def items(self, hint: Hint, what: str, *arguments: Any) -> Any:
+        """Name, and what the coordinator asks of this replica's part in the items; None where it has none, or another
+        replica is meant, which is gone."""
+        if self._items is None or received(Hint, hint).to not in ("", self.name):
+            return self.name, None
+        if what == "step":
+            return self.name, await self._items.step(*arguments)
+        asked: Mapping[str, Callable[..., Any]] = {
+            "about": self._items.about,
+            "facts": self._items.facts,
+            "join": self._items.join,
+            "see": self._items.see,
+            "counts": self._items.counts,
+        }
+        ready = what != "about" or self.models.status == "ready"
+        return self.name, asked[what](*arguments) if ready else None
 
     async def about(self) -> dict[str, Any]:
         """Name, status and versions: what a rollout and the whole view ask for."""
@@ -221,6 +260,9 @@ class Replica:
         """Finish what was accepted."""
         if hasattr(self, "models"):
             await self.models.drain(self._config.server.drain_timeout_s)
+            if self._items is not None:
+                self._items.close()
+                self._items = None
             self.models.join(1.0)
 
     def _states(self) -> States:
@@ -236,7 +278,7 @@ class Replica:
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
 
     def _ns_per_token(self) -> float:
-        return ns_per_token(self.models, round(self._events), round(self._items))
+        return ns_per_token(self.models, round(self._mean_events), round(self._mean_items))
 
     def _now_ns(self) -> int:
         return self.models.deployments[0].engine.clock()
@@ -285,6 +327,14 @@ def _prepared(engine: AnyEngine, events: int, candidates: int) -> Any:
 
 def _tokens(task: Any) -> int:
     return int(task.usage.prompt_tokens)
+
+
+def _own_host(config: Config) -> str:
+    if config.fleet.items_host != "node":
+        return config.fleet.items_host
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
 
 
 def _own_name() -> str:

@@ -54,6 +54,16 @@ class Replicas:
         found = [each for each in await self._broadcast("about") if isinstance(each, dict)]
         return sorted(found, key=lambda each: str(each["name"]))
 
+    async def items(self, name: str, what: str, *arguments: Any) -> Any:
+        """What the replica of that name answers to a question about items."""
+        return (await self._handle.items.remote(Hint(to=name), what, *arguments))[1]
+
+    async def items_all(self, what: str, *arguments: Any) -> dict[str, Any]:
+        """The same of those that answer, and have a part in the items, by name."""
+        found = await self._broadcast("items", Hint(), what, *arguments)
+        answered = [each for each in found if not isinstance(each, Exception)]
+        return {name: answer for name, answer in answered if answer is not None}
+
     async def metrics(self) -> dict[str, str]:
         """The series of those that answer, by name."""
         return dict(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET
 
-from jgr.cache.hotness import ExponentialWindow
+from jgr.cache.hotness import ExponentialWindow, ItemFrequencies
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Room, pieces
@@ -16,6 +16,7 @@ from jgr.config import CacheConfig, Config, ConfigError
 from jgr.models.decoder import DecoderConfig
 from jgr.models.packed import KVCells
 from jgr.models.words import WORD, Cells
+from jgr.placement.shared_items import SharedItems, capacity_bytes
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
@@ -26,6 +27,8 @@ REMEMBERED = 10
 """Users whose frequency is remembered without a cache entry, for each page of the pool."""
 
 
+SHARES = ("item", "cache_agnostic", "hotness")
+"""The policies that keep items."""
 MOST_FOR_ITEMS = 0.8
 """The largest share of the pages that items take where nothing is configured and users are cached too."""
 
@@ -36,7 +39,9 @@ class Caching:
 
     memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
     its entries. limits: pages of each kind of entries. groupings: by kind of request, what plans the prompts. segments:
-    makes prompts with candidates in them; None where candidates are not in the prompt.
+    makes prompts with candidates in them; None where candidates are not in the prompt. items: those that the nodes of a
+    fleet hold for each other, over the meta service of items_lease; frequencies: counts requests for them. None: none
+    are.
     """
 
     memory: Memory
@@ -45,6 +50,9 @@ class Caching:
     limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
+    items: SharedItems | None = None
+    items_lease: Lease | None = None
+    frequencies: ItemFrequencies | None = None
 
     @property
     def meta(self) -> CacheMeta:
@@ -54,11 +62,21 @@ class Caching:
         """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
         for kind, pages in self.limits.items():
             self.meta.set_limit(kind, pages)
+        if self.items is not None:
+            self.meta.below, self.meta.frequencies = self.items, self.frequencies
         host = self.memory.host
         if (
             host is not None
         ):  # now, for the next plan may be another model's, which takes the pages that became free
             host.plan(self.meta.take_moves(), self.kv.cells, self.meta.epoch)
+
+    def close(self) -> None:
+        """Give all parts back. Further calls do nothing."""
+        if self.items is not None and self.items_lease is not None:
+            if self.meta.below is self.items:
+                self.meta.below = None
+            self.items.close(self.items_lease.close)
+        self.lease.close()
 
 
 def rank_profiles(config: Config) -> tuple[Profile, ...]:
@@ -167,7 +185,36 @@ def make_caching(
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    return Caching(memory, lease, kv, limits, groupings, segments)
+    caching = Caching(memory, lease, kv, limits, groupings, segments)
+    return _with_items(config, caching, f"{name}@{revision}") if "rank" in groupings else caching
+
+
+def identity(revision: str, kv: KVCells) -> str:
+    """What keys and values must have in common for one to stand for the other: weights, numbers, and their order."""
+    return f"{revision}/{kv.dtype}/{kv.run}x{kv.tokens}x{kv.layers}x{kv.parts}"
+
+
+def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
+    """The same with a place for the items that the nodes of a fleet hold for each other, where that is asked for."""
+    fleet, segments, memory, kv = config.fleet, caching.segments, caching.memory, caching.kv
+    can = segments is not None and config.cache.policy in SHARES
+    if fleet.items == "none" or not can or memory.host is None or not memory.holds_items(config.model.name):
+        return caching
+    if config.server.journal:
+        raise ConfigError(
+            "server.journal: cannot be replayed with fleet.items, since plans depend on other nodes"
+        )
+    assert segments is not None
+    beyond = memory.host.beyond
+    pages = min(beyond.count, int(fleet.items_mb * 2**20) // beyond.page_bytes)
+    lease = memory.lease(
+        ("items", owner, kv), lambda: CacheMeta(beyond, {"item": kv_room(kv)}, owner=f"{owner}/placed")
+    )
+    bytes_of = capacity_bytes(pages, beyond.page_bytes, kv.cells, kv.parts)
+    items = SharedItems(lease.meta, memory.host, kv.cells, segments.content, bytes_of)
+    window_ns = round(fleet.items_window_s * 1e9)
+    frequencies = ItemFrequencies(len(segments.item_lengths), window_ns)
+    return replace(caching, items=items, items_lease=lease, frequencies=frequencies)
 
 
 def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]:

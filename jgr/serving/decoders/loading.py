@@ -137,7 +137,7 @@ def make_engine(
         caching = make_caching(config, memory, model.revision, paged.kv, paged.profiles, fitted.segments)
     with ExitStack() as undo:
         if caching is not None:
-            undo.callback(caching.lease.close)  # where no engine is made after all
+            undo.callback(caching.close)  # where no engine is made after all
         engine = decoder_engine(
             config.model.name,
             catalog,

@@ -156,7 +156,7 @@ class ServedDecoder:
 
     def close(self, idle: bool) -> None:
         if idle and self.caching is not None:
-            self.caching.lease.close()
+            self.caching.close()
 
     def join(self, timeout_s: float) -> bool:
         return True

@@ -196,6 +196,21 @@ class Metrics:
             registry=self.registry,
             buckets=SECONDS,
         )
+        self.item_bytes = self._counter(
+            "jgr_fleet_item_bytes",
+            "Bytes of items that this node got from another one: for requests, or for itself to hold.",
+            "from",
+            "to",
+            "purpose",
+        )
+        self.items_held = Gauge(
+            "jgr_fleet_items_held", "Items that this node holds for all nodes.", registry=self.registry
+        )
+        self.items_missing = self._counter(
+            "jgr_fleet_items_missing",
+            "Items of requests that were not here, by what became of them.",
+            "outcome",
+        )
         self.feature_counts: Callable[[], Counts] | None = None
         """Reads the counters of the feature cache in use; None: there is no such cache."""
         self.registry.register(_Features(lambda: self.feature_counts and self.feature_counts()))

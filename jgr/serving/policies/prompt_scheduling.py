@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
-from jgr.cache.entries import Entry, Name
+from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
 from jgr.prompt.layouts import LAYOUTS, Kind
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
@@ -171,6 +171,23 @@ class PromptScheduler:
             )
         )
 
+    def keeps(self, name: Name, content: Content) -> bool:
+        """Whether all of the content would be read from the cache. Changes nothing."""
+        return self._meta.valid_tokens(name, content, self._lane) == len(content)
+
+    def compute_ns(self, tokens: int) -> int:
+        """What it takes to compute so many more tokens where many wait."""
+        return round(min(self.costs.ns(p) * tokens / min(p.tokens, self._max_tokens) for p in self._profiles))
+
+    def puts_items_first(self, user: str, user_tokens: int, item_tokens: int, now_ns: int) -> bool:
+        """Whether a prompt would be planned with its items first, if all of them were cached. user: the name of the
+        user's entry, whatever its content. Changes nothing."""
+        name = Name("user", user, "user_prefix")
+        entry = self._meta.by_name(name)
+        cached_user = min(user_tokens, 0 if entry is None else entry.tokens)
+        at = self._situation(name, Situation(user_tokens, item_tokens, cached_user, item_tokens), now_ns)
+        return choose(self._policy, at, self._hysteresis, self._rule) == ITEMS_FIRST
+
     def size_class(self, job: Job) -> Profile:
         """See Grouping."""
         return self._alone(job)
@@ -249,9 +266,14 @@ class PromptScheduler:
     def _count(self, unplanned: UnplannedPrompt, now_ns: int) -> None:
         """A request counts once it is planned: whoever comes for the first time would else be as hot as one who came
         a moment ago, and take the place of somebody who came before (BAT-10)."""
-        if self._meta.hotness is not None and not (unplanned.fresh or unplanned.hint):
-            (user,) = of_kind(unplanned.prompt, Kind.USER)
+        if unplanned.fresh or unplanned.hint:
+            return
+        (user,) = of_kind(unplanned.prompt, Kind.USER)
+        if self._meta.hotness is not None:
             self._meta.hotness.touch(_name(user), now_ns)
+        if self._meta.frequencies is not None:
+            rows = [int(item.key) for item in of_kind(unplanned.prompt, Kind.ITEM) if item.key is not None]
+            self._meta.frequencies.touch(rows, len(user), now_ns)
 
     def _plan(
         self, unplanned: UnplannedPrompt, now_ns: int
@@ -322,18 +344,28 @@ class PromptScheduler:
         (user,), items = of_kind(prompt, Kind.USER), of_kind(prompt, Kind.ITEM)
         at = Situation(len(user), count_tokens(items))
         if self._policy == "hotness":
-            frequency = 0.0  # who can never be cached is not put first to be cached
-            if meta.hotness is not None and meta.can_keep("user", len(user)):
-                frequency = meta.hotness.frequency(_name(user), now_ns)
             at = replace(
                 at,
                 cached_user=meta.valid_tokens(_name(user), user.content, self._lane),
                 cached_items=sum(meta.valid_tokens(_name(item), item.content, self._lane) for item in items),
-                room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * len(user)),
-                frequency=frequency,
-                coldest=meta.coldest_frequency(now_ns),
             )
+            at = self._situation(_name(user), at, now_ns)
         return choose(self._policy, at, self._hysteresis, self._rule)
+
+    def _situation(self, user: Name, at: Situation, now_ns: int) -> Situation:
+        """The same with what the cache knows of the user, and has room for."""
+        if self._policy != "hotness":
+            return at
+        meta, tokens = self._meta, at.user_tokens
+        frequency = 0.0  # who can never be cached is not put first to be cached
+        if meta.hotness is not None and meta.can_keep("user", tokens):
+            frequency = meta.hotness.frequency(user, now_ns)
+        return replace(
+            at,
+            room=meta.has_room("user", (PLENTY if self._rule == "priced" else 1) * tokens),
+            frequency=frequency,
+            coldest=meta.coldest_frequency(now_ns),
+        )
 
     def _source(
         self,

@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import jgr
 from jgr.catalog.catalog import load_catalog
 from jgr.models import manifest
+from jgr.placement.items import Items, Workers, expected_bytes, hash_items
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
 from tests.serving.tiny_model import N_ITEMS, as_lines, make_catalog, make_folder, shuffled_catalog
@@ -43,6 +44,9 @@ HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for 
 CANDIDATES = ["i1", "i2", "i3"]
 KEPT = [[f"i{(start + event) % 30}" for event in range(12)] for start in range(12)]
 """Histories of users whom the ranker keeps."""
+TOKEN_BYTES = 512
+"""Bytes of the keys and values of a token of the ranker."""
+FETCHING = ("fleet.fetched_mb=1", "fleet.fetch=always", "fleet.fetch_ms=60000")
 
 
 @dataclass
@@ -94,7 +98,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     manifest.write(folder, make_folder(folder), make_catalog())
     ranker = folder.parent / "ranker"
     manifest.write(ranker, make_ranker(ranker, "model.name=ranker"), load_catalog(ranker / "catalog.jsonl"))
-    own = ("server.admin_key=4dm1n", "fleet.health_s=1", "fleet.fronts=2")
+    items = ("fleet.items=hash", "fleet.items_mb=1", *FETCHING)
+    own = ("server.admin_key=4dm1n", "fleet.health_s=1", "fleet.fronts=2", *items)
     settings = [f"--set={setting}" for setting in own]
     temporary = tmp_path_factory.mktemp("r")
     log = tmp_path_factory.mktemp("log") / "stderr"
@@ -158,6 +163,27 @@ def test_a_user_comes_back_to_the_replica_that_has_them(fleet: Fleet) -> None:
         while not all(map(cached, users, KEPT)):  # the other front hears of it in a report
             assert time.monotonic() < ends_s
         assert all(map(cached, users, KEPT))
+
+
+def test_items_come_from_the_replica_that_holds_them(fleet: Fleet) -> None:
+    """The ranker's items, 30 of two tokens, are each on one replica, half of a list on the one that is not asked."""
+    ends_s = time.monotonic() + LONG_S
+    while sum(fleet.series("jgr_fleet_items_held").values()) < 30:
+        assert time.monotonic() < ends_s, fleet.series("jgr_fleet_items_held")
+    lists = [[f"i{row}" for row in range(start, start + 6)] for start in range(0, 30, 6)]
+    with fleet.client(model="ranker") as client:
+        answers = [client.rank(KEPT[0], items, layout="item_prefix") for items in lists]
+    engine = jgr.Engine(str(fleet.folder.parent / "ranker"), ["cache.policy=none"])
+    for items, answer in zip(lists, answers, strict=True):
+        assert answer.usage.cached_tokens == 2 * len(items), "nobody has computed one"
+        expected = engine.rank(KEPT[0], items, layout="item_prefix")
+        assert scores(answer) == pytest.approx(scores(expected), abs=1e-4)
+    engine.close()
+    moved = fleet.series("jgr_fleet_item_bytes_total")
+    items = Items(np.ones(30), np.full(30, 2), TOKEN_BYTES)
+    reads = [(0, np.arange(start, start + 6, dtype=np.int32)) for start in range(0, 30, 6)]
+    predicted = expected_bytes(hash_items(items, Workers(2, 1 << 20)), reads).sum()
+    assert sum(value for labels, value in moved.items() if "request" in labels) == predicted > 0
 
 
 def test_an_erasure_reaches_the_replica_that_has_the_user(fleet: Fleet) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.record import Record, States
+from jgr.serving.cluster.record import NoOthers
 from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.decoders.null import NullExecutor
@@ -17,16 +17,6 @@ from jgr.serving.engine.contract import Progress
 
 PADDED_NS = 1000.0
 """Of a token of a full batch, padding included."""
-
-
-class NoOthers:
-    """Nobody serves anything else."""
-
-    async def record(self, source: str) -> Record:
-        return Record(source)
-
-    async def joins(self, source: str, name: str, states: States) -> Record:
-        return Record(source)
 
 
 class Alone(Replica):

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items over the replicas of a fleet, live: replicate, hash and HRCS in processes of their own, on links of two speeds.
+
+Each node is a process with a replica as `jgr cluster` has it, without Ray: the same store, transport and steps, told by
+the same coordinator. Bytes go over sockets on the loopback. A token bucket in the owner makes a link as slow as one of
+10 or 100 Gb/s would be for the paper's model: links pass as many times fewer tokens a second as this machine computes
+fewer of them than the paper's (benchmarks/bat_nodes.py says how that is reckoned). It is an emulation.
+
+Requests have popular candidates, by Zipf's law, and their items come first. What a request fetched is not kept, so that
+what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
+compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate must drop some.
+
+The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
+order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
+
+    python -m benchmarks.fleet_items [--quick]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import bat_nodes, harness
+from benchmarks.bat_nodes import GBITS, PREFILL_S, link_tokens
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from jgr.catalog.catalog import Catalog, save_catalog
+from jgr.config import Config, FleetConfig, override
+from jgr.models import checkpoint, decoder, manifest, params
+from jgr.placement.items import ItemPlacement, expected_bytes
+from jgr.prompt.tokens import semantic_id_tokenizer
+from jgr.traffic.workloads import BOOKS
+from jgr.training.generator import decoder_config
+
+Int32 = npt.NDArray[np.int32]
+NODES = 2
+PLACEMENTS = ("replicate", "hash", "hrcs")
+ITEM_LENGTH = 8
+SPAN = 16
+
+
+class Size(NamedTuple):
+    """candidates: of a request. requests: to each node, in a round, one after the other. sizes: of a node's memory for
+    items, over that of all items."""
+
+    items: int
+    candidates: int
+    requests: int
+    rounds: int
+    hidden: int
+    sizes: Mapping[str, float]
+
+    @property
+    def events(self) -> int:
+        """Items of a history: it has as many tokens as the candidates, about as in the paper."""
+        return self.candidates * ITEM_LENGTH // 2
+
+
+FULL = Size(2000, 50, 60, 5, 256, {"large": 1.2, "small": 0.6})
+QUICK = Size(60, 10, 4, 1, 32, {"small": 0.6})
+
+
+def write_model(folder: Path, size: Size) -> Config:
+    """A folder with random weights over items of ITEM_LENGTH tokens each."""
+    names = [f"i{row}" for row in range(size.items)]
+    rng = np.random.default_rng(0)
+    ids = [[f"<a_{row // 100}>", f"<b_{row % 100}>"] for row in range(size.items)]
+    words = [" ".join(f"<b_{n}>" for n in rng.integers(0, 60, ITEM_LENGTH - 2)) for _ in names]
+    catalog = Catalog.build(names, ids, [{"title": text.replace(" ", "")} for text in words])
+    tokenizer = semantic_id_tokenizer(catalog)
+    user = 2 * size.events + 16
+    tokens = user + size.candidates * (ITEM_LENGTH + 1) + 16
+    shapes = sorted({tokens // 8, tokens // 4, tokens // 2, tokens})
+    config = override(
+        Config(),
+        f"model.path={folder}",
+        "train.layers=4",
+        f"train.hidden={size.hidden}",
+        f"prompt.max_items={size.events}",
+        "prompt.template=<bos>{history}<sid>",
+        "rank.method=item_probe",
+        "rank.item={title}{sid}",
+        "rank.probe=<sid>",
+        "rank.positive=<b_1>",
+        "rank.negative=<b_2>",
+        f"rank.item_span={SPAN}",
+        "rank.requests=1",
+        f"rank.tokens={','.join(map(str, shapes))}",
+        f"rank.context={tokens}",
+        f"rank.candidates={size.candidates}",
+        "profiles.batch=1",
+        f"profiles.tokens={user}",
+        "profiles.widths=4",
+        "beam.width=4",
+        "cache.policy=item",
+        "cache.shadow=0",
+    )
+    cfg = decoder_config(config.train, tokenizer.vocab_size, 2048)
+
+    def write_beside(to: Path) -> None:
+        tokenizer.save(to / "tokenizer.json")
+        save_catalog(catalog, to / "catalog.jsonl")
+
+    checkpoint.save(folder, cfg, params.initialize(decoder.spec(cfg), jax.random.key(0)), write_beside)
+    manifest.write(folder, config, catalog)
+    return config
+
+
+def node(pipe: Connection, folder: str, settings: Sequence[str], name: str) -> None:
+    """A process with a replica that does what comes through the pipe."""
+    asyncio.run(_node(pipe, folder, settings, name))
+
+
+async def _node(pipe: Connection, folder: str, settings: Sequence[str], name: str) -> None:
+    from jgr.placement.transport import Bucket
+    from jgr.serving.cluster.hints import Hint
+    from jgr.serving.cluster.record import NoOthers
+    from jgr.serving.cluster.replica import Replica, Source
+
+    bucket = Bucket(1e12)
+    replica = Replica(Source((folder,), assignments=tuple(settings)), name, NoOthers(), bucket=bucket)
+    await replica.start()
+    pipe.send(replica.models.infos[0].id)
+    while (told := await asyncio.to_thread(pipe.recv)) is not None:
+        what, *arguments = told
+        if what == "items":
+            pipe.send((await replica.items(Hint(), *arguments))[1])
+        elif what == "speed":
+            bucket.bytes_per_s = arguments[0]
+            pipe.send(None)
+        elif what == "bytes":
+            pipe.send((await replica.metrics())[1])
+        else:
+            pipe.send(await _serve(replica, *arguments))
+    await replica.end()
+    pipe.close()
+    os._exit(0)  # Ray alone calls the replica's __del__
+
+
+async def _serve(replica: Any, bodies: Sequence[bytes]) -> tuple[float, int]:
+    """Seconds for requests one after the other, and the tokens that were computed."""
+    import msgspec
+
+    from jgr.serving.cluster.hints import glance
+    from jgr.serving.cluster.relay import Asked
+
+    computed, begun_s = 0, time.perf_counter()
+    for body in bodies:
+        asked = Asked("POST", "/v1/rank", b"", [(b"content-length", b"%d" % len(body))], body)
+        answered = await replica.answer(glance("/v1/rank", body), asked)
+        assert answered.status == 200, answered.body
+        computed += msgspec.json.decode(answered.body)["usage"]["computed_tokens"]
+    return time.perf_counter() - begun_s, computed
+
+
+class Fleet:
+    """The processes, as the coordinator sees them."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes: dict[str, Connection] = {}
+        self._processes = []
+        for name in "abcdefgh"[:NODES]:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=node, args=(theirs, str(folder), settings, name), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[name] = ours
+            self._processes.append(process)
+        for pipe in self._pipes.values():
+            pipe.recv()
+
+    async def ask(self, name: str, *told: Any) -> Any:
+        pipe = self._pipes[name]
+        pipe.send(told)
+        return await asyncio.to_thread(pipe.recv)
+
+    async def ask_all(self, *told: Any) -> dict[str, Any]:
+        found = await asyncio.gather(*(self.ask(name, *told) for name in self._pipes))
+        return dict(zip(self._pipes, found, strict=True))
+
+    async def items(self, name: str, what: str, *arguments: Any) -> Any:
+        return await self.ask(name, "items", what, *arguments)
+
+    async def items_all(self, what: str, *arguments: Any) -> dict[str, Any]:
+        found = await self.ask_all("items", what, *arguments)
+        return {name: answer for name, answer in found.items() if answer is not None}
+
+    async def bytes(self) -> npt.NDArray[np.int64]:
+        """The bytes for requests from each node to each other one, [NODES, NODES], since the start."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        moved = np.zeros((NODES, NODES), np.int64)
+        for text in (await self.ask_all("bytes")).values():
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name == "jgr_fleet_item_bytes_total" and sample.labels["purpose"] == "request":
+                        moved[int(sample.labels["from"]), int(sample.labels["to"])] += round(sample.value)
+        return moved
+
+    def close(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.send(None)
+        for process in self._processes:
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+
+
+def traffic(size: Size, seed: int) -> dict[str, list[Int32]]:
+    """The candidates of each node's requests, popular ones more often."""
+    rng = np.random.default_rng(seed)
+    weight = 1 / np.arange(1, size.items + 1) ** 1.07
+    share = weight / weight.sum()
+    return {
+        name: [
+            rng.choice(size.items, size.candidates, replace=False, p=share).astype(np.int32)
+            for _ in range(size.requests)
+        ]
+        for name in "abcdefgh"[:NODES]
+    }
+
+
+def bodies(requests: Sequence[Int32], size: Size) -> list[bytes]:
+    import msgspec
+
+    history = [f"i{event % size.items}" for event in range(size.events)]
+    return [
+        msgspec.json.encode({"history": history, "candidates": [f"i{row}" for row in rows.tolist()]})
+        for rows in requests
+    ]
+
+
+async def measure_one(
+    folder: Path,
+    settings: Sequence[str],
+    config: FleetConfig,
+    size: Size,
+    quiet: Quiet,
+    speeds: Sequence[int],
+) -> list[Row]:
+    """The rows of one placement in one size of memory, on each of the links."""
+    from jgr.serving.cluster.placements import Placements
+
+    fleet = await asyncio.to_thread(Fleet, folder, settings)
+    try:
+        asked = traffic(size, 0)  # some requests have to be seen before anything can be placed well
+        await asyncio.gather(*(fleet.ask(name, "serve", bodies(asked[name], size)) for name in asked))
+        token_bytes = (await fleet.items("a", "facts"))["token_bytes"]
+        slower = await slowness(fleet)
+        rows: list[Row] = []
+        for gbit in speeds:
+            bytes_per_s = link_tokens(gbit) * slower * token_bytes
+            placements = Placements(fleet, replace(config, link_gbit=bytes_per_s * 8e-9))
+            await fleet.ask_all("speed", 1e12)  # what is placed needs no slow link
+            tries = 50
+            while not await placements.look():
+                tries -= 1
+                if not tries:
+                    raise Missing("the nodes could not be given their items; see the log")
+            await fleet.ask_all("speed", bytes_per_s)
+            assert placements.placement is not None
+            found = await run(fleet, placements.placement, size, quiet)
+            emulated = {"gbit_per_s": gbit, "emulated_bytes_per_s": rounded(bytes_per_s)}
+            rows.append({**emulated, **found})
+        return rows
+    finally:
+        await asyncio.to_thread(fleet.close)
+
+
+async def slowness(fleet: Fleet) -> float:
+    """By how many times fewer tokens a second a node computes than the paper's device."""
+    counts = (await fleet.items_all("counts")).values()
+    mine = np.mean([each["user_tokens"] / each["prefill_s"] for each in counts])
+    return float(mine / (BOOKS.user_tokens / PREFILL_S))
+
+
+async def run(fleet: Fleet, placement: ItemPlacement, size: Size, quiet: Quiet) -> Row:
+    speeds, computed = [], 0
+    moved = predicted = np.zeros((NODES, NODES), np.int64)
+    for seed in itertools.count(10):
+        asked, start, before = traffic(size, seed), quiet.wait(), await fleet.bytes()
+        told = [fleet.ask(name, "serve", bodies(requests, size)) for name, requests in asked.items()]
+        found = await asyncio.gather(*told)
+        seconds = max(each[0] for each in found)
+        moved = moved + await fleet.bytes() - before
+        reads = [(number, rows) for number, requests in enumerate(asked.values()) for rows in requests]
+        predicted = predicted + expected_bytes(placement, reads, whole_cells=True)
+        if quiet.was_quiet_since(start):
+            speeds.append(NODES * size.requests / seconds)
+            computed += sum(each[1] for each in found)
+        if len(speeds) == size.rounds:
+            break
+    return {
+        "requests_per_s": harness.spread(speeds),
+        "computed_tokens": computed,
+        "bytes_from_to": moved.tolist(),
+        "predicted_bytes_from_to": predicted.tolist(),
+        "bytes_over_predicted": rounded(largest_error(moved, predicted)),
+        "replicated_items": rounded(placement.replicated_fraction, 3),
+        "dropped_items": len(placement.dropped),
+    }
+
+
+def largest_error(moved: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64]) -> float:
+    """The largest share by which a link's bytes differ from what was predicted."""
+    return float((np.abs(moved - predicted) / np.maximum(predicted, 1)).max())
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    size = QUICK if quick else FULL
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        config = write_model(model, size)
+        of_all = size.items * ITEM_LENGTH * kv_bytes(config) / 2**20
+        for (memory, share), placement in itertools.product(size.sizes.items(), PLACEMENTS):
+            settings = (
+                f"fleet.items={placement}",
+                f"fleet.items_mb={of_all * share}",
+                f"fleet.fetched_mb={of_all / 2}",
+                f"fleet.replicas={NODES}",
+                "fleet.keep_fetched=false",
+                "fleet.fetch=always",
+                "fleet.fetch_ms=60000",
+                "fleet.transport=socket",
+                "fleet.refresh_s=100000",
+                f"cache.device_mb={max(2.0, of_all / 4)}",
+            )
+            fleet = override(config, *settings).fleet
+            found = asyncio.run(measure_one(model, settings, fleet, size, quiet, GBITS))
+            rows += [{"memory": memory, "placement": placement, **row} for row in found]
+    return Measured(claims(rows), rows)
+
+
+def kv_bytes(config: Config) -> int:
+    """The bytes of a token's keys and values, roughly: of all heads."""
+    return 2 * config.train.layers * config.train.hidden * 4
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """Bytes as predicted, and the paper's order of the placements on each link."""
+    speed = {
+        (row["memory"], row["gbit_per_s"], row["placement"]): row["requests_per_s"]["median"] for row in rows
+    }
+    found = [
+        Claim(
+            "fleet-items-bytes-against-prediction",
+            max(row["bytes_over_predicted"] for row in rows),
+            "",
+            "lower",
+            0.02,
+            "The largest share by which a link's bytes differ from what the placement predicts",
+        )
+    ]
+    for (memory, gbit, placement), value in speed.items():
+        base = speed[memory, gbit, "replicate"]
+        if placement == "hrcs":
+            title = f"Requests a second of HRCS over replicate, {gbit} Gb/s emulated, {memory} memory"
+            found.append(
+                Claim(
+                    f"fleet-items-hrcs-over-replicate-{gbit}-gbit-{memory}",
+                    rounded(value / base),
+                    "x",
+                    "higher",
+                    1.0,
+                    title,
+                )
+            )
+        elif placement == "hash" and gbit == GBITS[0]:
+            title = f"Requests a second of replicate over hash, {gbit} Gb/s emulated, {memory} memory"
+            found.append(
+                Claim(
+                    f"fleet-items-replicate-over-hash-{gbit}-gbit-{memory}",
+                    rounded(base / value),
+                    "x",
+                    "higher",
+                    1.0,
+                    title,
+                )
+            )
+    return found
+
+
+if __name__ == "__main__":
+    harness.main(
+        Benchmark(
+            "fleet_items",
+            measure,
+            ("jax", "jaxlib", "numpy"),
+            (Path(__file__), Path(bat_nodes.__file__)),
+        )
+    )

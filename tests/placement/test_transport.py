@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks between an owner and a reader over real sockets and shared memory, and all that can be wrong with them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jgr.placement import transport
+from jgr.placement.shared_items import Block, block_of
+from jgr.placement.transport import (
+    MAGIC,
+    SHARED,
+    Bucket,
+    ItemServer,
+    Peer,
+    SocketTransport,
+    TransportError,
+    machine,
+)
+
+SECRET, MODEL, WORDS = b"s" * 32, "model@1", 6
+PATIENCE_S = 60.0
+
+
+class Owner:
+    """Holds blocks of some rows; counts what is lent."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.blocks = {
+            row: block_of(rng.integers(0, 2**32, (1 + row % 3, WORDS), np.uint32)) for row in range(20)
+        }
+        self.lent = self.asked = 0
+        self.broken: set[int] = set()
+
+    @contextmanager
+    def read(self, rows: Sequence[int], digests: Sequence[bytes]) -> Iterator[list[Block | None]]:
+        self.lent += 1
+        self.asked += len(rows)
+        found = [
+            self.blocks.get(row) if of == digest(row) else None for row, of in zip(rows, digests, strict=True)
+        ]
+        yield [
+            Block(block.words ^ 1, block.checksum) if row in self.broken and block is not None else block
+            for row, block in zip(rows, found, strict=True)
+        ]
+        self.lent -= 1
+
+
+def digest(row: int) -> bytes:
+    return row.to_bytes(16, "little")
+
+
+def wanted(*rows: int) -> dict[int, tuple[bytes, int]]:
+    return {row: (digest(row), 1 + row % 3) for row in rows}
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def server(owner: Owner) -> Iterator[ItemServer]:
+    server = ItemServer(owner.read, SECRET, MODEL)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["shared", "socket"])
+def peer(request: pytest.FixtureRequest, server: ItemServer) -> Peer:
+    """The owner on this machine, and as if it were on another one."""
+    return Peer("127.0.0.1", server.port, machine() if request.param == "shared" else "elsewhere")
+
+
+def reader(secret: bytes = SECRET, model: str = MODEL) -> SocketTransport:
+    return SocketTransport(secret, model, WORDS)
+
+
+def same(found: dict[int, Block], owner: Owner, rows: Sequence[int]) -> None:
+    assert list(found) == list(rows)
+    for row, block in found.items():
+        np.testing.assert_array_equal(block.words, owner.blocks[row].words)
+        assert block.checksum == owner.blocks[row].checksum
+
+
+def test_blocks_arrive_whole_and_a_connection_is_used_again(owner: Owner, peer: Peer) -> None:
+    before = set(SHARED.glob("jgr-items-*"))
+    mine = reader()
+    same(mine.fetch(peer, wanted(3, 7, 5), PATIENCE_S), owner, [3, 7, 5])
+    same(mine.fetch(peer, wanted(*range(20)), PATIENCE_S), owner, range(20))
+    assert (len(mine._idle[peer]), owner.lent) == (1, 0)
+    assert set(SHARED.glob("jgr-items-*")) <= before, "what is mapped has no name any more"
+    mine.close()
+
+
+def test_a_row_that_is_not_there_or_of_other_tokens_is_left_out(owner: Owner, peer: Peer) -> None:
+    mine = reader()
+    asked = wanted(1, 99, 2) | {4: (digest(5), 2)}
+    same(mine.fetch(peer, asked, PATIENCE_S), owner, [1, 2])
+    mine.close()
+
+
+def test_a_block_that_is_not_what_its_owner_says_is_left_out(owner: Owner, peer: Peer) -> None:
+    owner.broken = {2}
+    mine = reader()
+    same(mine.fetch(peer, wanted(1, 2, 3), PATIENCE_S), owner, [1, 3])
+    mine.close()
+
+
+def test_a_block_of_another_size_ends_the_conversation(owner: Owner, peer: Peer) -> None:
+    owner.blocks[6] = block_of(np.zeros((2, WORDS), np.uint32))
+    with pytest.raises(TransportError, match="another size"):
+        reader().fetch(peer, wanted(6), PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("secret", "model", "says"),
+    [(b"x" * 32, MODEL, "127.0.0.1"), (SECRET, "model@2", "another model")],
+)
+def test_who_does_not_know_the_secret_or_has_another_model_gets_nothing(
+    owner: Owner, server: ItemServer, secret: bytes, model: str, says: str
+) -> None:
+    peer = Peer("127.0.0.1", server.port, "elsewhere")
+    with pytest.raises(TransportError, match=says):
+        reader(secret, model).fetch(peer, wanted(1), PATIENCE_S)
+    assert owner.asked == 0
+
+
+def listening(act: object) -> tuple[Peer, threading.Thread]:
+    """Somebody who accepts one connection and does this with it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with listener, connection:
+            act(connection)  # type: ignore[operator]
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return Peer("127.0.0.1", listener.getsockname()[1], "elsewhere"), thread
+
+
+def test_a_reader_trusts_no_owner_that_does_not_know_the_secret() -> None:
+    def act(connection: socket.socket) -> None:
+        connection.sendall(MAGIC + bytes(32))
+        connection.recv(1 << 12)
+        connection.sendall(bytes(64))
+
+    peer, thread = listening(act)
+    with pytest.raises(TransportError, match="does not know the fleet's secret"):
+        reader().fetch(peer, wanted(1), PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), MAGIC[:3]])
+def test_who_speaks_otherwise_or_hangs_up_is_an_error(said: bytes) -> None:
+    peer, thread = listening(lambda connection: connection.sendall(said))
+    with pytest.raises(TransportError):
+        reader().fetch(peer, wanted(1), PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_an_owner_that_ends_in_the_middle_is_an_error_and_nobody_waits(
+    owner: Owner, peer: Peer, server: ItemServer
+) -> None:
+    mine = reader()
+    mine.fetch(peer, wanted(1), PATIENCE_S)
+    server.close()
+    with pytest.raises(TransportError):
+        mine.fetch(peer, wanted(2), PATIENCE_S)
+    with pytest.raises(TransportError):
+        mine.fetch(peer, wanted(2), PATIENCE_S)
+
+
+def test_a_slow_owner_is_given_up_at_the_time_that_was_given() -> None:
+    ended = threading.Event()
+    peer, thread = listening(lambda connection: ended.wait(PATIENCE_S))
+    # The fake clock has passed the limit when the first byte is waited for.
+    now_s = iter([0.0, 0.0, 10.1])
+    mine = SocketTransport(SECRET, MODEL, WORDS, clock=lambda: next(now_s))
+    with pytest.raises(TransportError, match="too slow"):
+        mine.fetch(peer, wanted(1), 10.0)
+    ended.set()
+    thread.join(PATIENCE_S)
+
+
+def test_bytes_are_put_nowhere_but_into_a_readers_own_file(tmp_path: Path, server: ItemServer) -> None:
+    for name in ("/dev/shm/../../etc/passwd", str(tmp_path / "jgr-items-x"), "/dev/shm/other"):
+        with pytest.raises(TransportError, match="under /dev/shm"):
+            transport._Landing.of_peer(name)
+    small = SHARED / f"jgr-items-{tmp_path.name}-small"
+    small.write_bytes(b"1")
+    try:
+        with pytest.raises(TransportError, match="another size"):
+            transport._Landing.of_peer(str(small))
+        link = SHARED / f"jgr-items-{tmp_path.name}-link"
+        link.symlink_to(small)
+        with pytest.raises(OSError, match="symbolic"):
+            transport._Landing.of_peer(str(link))
+        link.unlink()
+    finally:
+        small.unlink()
+
+
+def test_a_frame_that_was_changed_on_its_way_is_refused(owner: Owner, server: ItemServer) -> None:
+    """Somebody between both ends changes one bit of the request."""
+    there = socket.create_server(("127.0.0.1", 0))
+
+    def between() -> None:
+        near, _ = there.accept()
+        far = socket.create_connection(("127.0.0.1", server.port))
+        with there, near, far:
+            near.sendall(far.recv(1 << 12))  # the owner's first words
+            far.sendall(near.recv(1 << 12))  # the reader's proof
+            near.sendall(far.recv(1 << 12))  # the owner's proof
+            asked = bytearray(near.recv(1 << 12))
+            asked[-1] ^= 1
+            far.sendall(asked)
+            near.sendall(far.recv(1 << 12))  # nothing: it hangs up
+
+    thread = threading.Thread(target=between)
+    thread.start()
+    peer = Peer("127.0.0.1", there.getsockname()[1], "elsewhere")
+    with pytest.raises(TransportError):
+        reader().fetch(peer, wanted(1), PATIENCE_S)
+    thread.join(PATIENCE_S)
+    assert owner.asked == 0
+
+
+def test_a_bucket_lets_bytes_through_at_its_speed() -> None:
+    slept: list[float] = []
+    bucket = Bucket(100.0, clock=lambda: 7.0, sleep=slept.append)
+    for count in (50, 100, 0):
+        bucket.spend(count)
+    assert slept == pytest.approx([0.5, 1.5, 1.5])

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items over the replicas of a fleet, in one process: where they are, what is fetched, and that answers stay the same.
+
+The reference is a replica without any of this. All replicas of the file serve one folder, and each test's are new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jgr
+from jgr.catalog.catalog import load_catalog
+from jgr.cli import kv
+from jgr.config import ConfigError, UserError, override
+from jgr.models import manifest
+from jgr.models.manifest import folder_config
+from jgr.placement.items import ItemPlacement, expected_bytes
+from jgr.placement.kv_folder import KvFolder
+from jgr.placement.shared_items import Block, block_of
+from jgr.placement.transport import Peer, TransportError
+from jgr.placement.worker import item_name
+from tests.serving.cluster.local import LocalFleet
+from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
+
+ROOT = Path(__file__).resolve().parents[3]
+KILLED = """
+import os, signal
+from jgr.placement.kv_folder import KvBuilder
+def add(self, blocks, add=KvBuilder.add, left=[1]):
+    if not left:
+        self._blocks.write(b"half")
+        self._blocks.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    left.pop()
+    add(self, blocks)
+KvBuilder.add = add
+from jgr.cli.main import run
+run()
+"""
+IDS = [f"i{row}" for row in range(N_ITEMS)]
+HISTORY = ["i3", "i5", "i8"]
+SETTINGS = (
+    "cache.policy=item",
+    "cache.shadow=0",
+    "cache.item_share=0.5",
+    "rank.requests=2",
+    "profiles.batch=1",
+    "fleet.items_mb=0.25",
+    "fleet.fetched_mb=0.05",
+    "fleet.fetch=always",
+    "fleet.fetch_ms=60000",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "ranker"
+    cache = tmp_path_factory.mktemp("programs")
+    config = make_config(folder, *SETTINGS, f"model.compilation_cache={cache}")
+    manifest.write(folder, config, load_catalog(folder / "catalog.jsonl"))
+    return folder
+
+
+class Reference:
+    """One engine without a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self._engine = jgr.Engine(str(folder), [*SETTINGS[1:], "cache.policy=none"])
+
+    def __call__(self, rows: Sequence[int]) -> Any:
+        answer = self._engine.rank(HISTORY, [IDS[row] for row in rows], layout="item_prefix")
+        assert answer.usage.cached_tokens == 0
+        return pytest.approx({item.item_id: item.score for item in answer.items}, abs=1e-4)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[Reference]:
+    """Scores of the items of these rows, in one prompt, as `scores` has them."""
+    reference = Reference(folder)
+    yield reference
+    reference.close()
+
+
+def scores(answer: Any) -> dict[str, float]:
+    return {item["item_id"]: item["score"] for item in answer["items"]}
+
+
+def served(
+    folder: Path, settings: Sequence[str], run: Callable[[LocalFleet], Awaitable[None]], count: int = 2
+) -> None:
+    async def whole() -> None:
+        fleet = LocalFleet(folder, [*SETTINGS, *settings], count)
+        try:
+            await fleet.start()
+            await run(fleet)
+        finally:
+            await fleet.close()
+
+    asyncio.run(whole())
+
+
+def placement_of(fleet: LocalFleet) -> ItemPlacement:
+    placement = fleet.placements.placement
+    assert placement is not None
+    return placement
+
+
+async def item_bytes(fleet: LocalFleet, name: str, purpose: str) -> int:
+    found = await fleet.series(name, "jgr_fleet_item_bytes_total")
+    return round(sum(value for labels, value in found.items() if purpose in labels))
+
+
+class Broken:
+    """A transport that is not what it should be. blocks: what it gives; None: it fails."""
+
+    def __init__(self, give: Callable[[Mapping[int, tuple[bytes, int]]], dict[int, Block]]) -> None:
+        self.give, self.asked = give, 0
+
+    def fetch(
+        self, peer: Peer, wanted: Mapping[int, tuple[bytes, int]], timeout_s: float
+    ) -> dict[int, Block]:
+        self.asked += 1
+        return self.give(wanted)
+
+    def close(self) -> None: ...
+
+
+def share(fleet: LocalFleet, name: str) -> Any:
+    return fleet.replicas[name]._items
+
+
+def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
+    folder: Path, alone: Reference
+) -> None:
+    asked = [list(range(0, 6)), list(range(6, 12)), [20, 3, 25, 8]]
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        placement = placement_of(fleet)
+        assert len(placement.dropped) == 0 and not placement.replicated.any()
+        came: list[tuple[int, Any]] = []
+        for worker, name in enumerate("ab"):
+            for rows in asked:
+                answer = await fleet.rank(name, HISTORY, [IDS[row] for row in rows])
+                assert scores(answer) == alone(rows)
+                assert answer["usage"]["cached_tokens"] == 2 * len(rows), "none was computed"
+                came.append((worker, np.array(rows, np.int32)))
+        new = [(0, np.arange(12)), (0, np.array([20, 25])), (1, np.arange(12)), (1, np.array([20, 25]))]
+        for what, purpose in ((new, "request"), ([], "placement")):
+            predicted = expected_bytes(placement, what, whole_cells=True)
+            for worker, name in enumerate("ab"):
+                assert await item_bytes(fleet, name, purpose) == predicted[:, worker].sum(), (name, purpose)
+        assert expected_bytes(placement, new, whole_cells=True).sum() > 0
+        assert share(fleet, "a").counts()["requests"] == pytest.approx(3, rel=0.01)
+        fleet.replicas["a"].models.deployments[0].engine.check()
+        share(fleet, "a")._items().check()
+
+    served(folder, ["fleet.items=hash", "fleet.transport=auto"], run)
+
+
+def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Reference) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        rows = np.arange(6, dtype=np.int32)
+        for _ in range(3):
+            answers = await asyncio.gather(*[fleet.rank("a", HISTORY, IDS[:6]) for _ in range(2)])
+            for answer in answers:
+                assert scores(answer) == alone(range(6))
+        once = expected_bytes(placement_of(fleet), [(0, rows)], whole_cells=True).sum()
+        assert await item_bytes(fleet, "a", "request") == 3 * once, "two at a time share what comes"
+        assert share(fleet, "a")._used == {}
+
+    settings = ["fleet.items=hash", "fleet.keep_fetched=false", "fleet.transport=socket"]
+    served(folder, settings, run)
+
+
+def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_copy_always(
+    folder: Path, alone: Reference
+) -> None:
+    """Requests go on while the placement moves from one set of hot items to another."""
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        for hot in (range(0, 6), range(12, 18)):
+            for _ in range(8):
+                await fleet.rank("a", HISTORY, [IDS[row] for row in hot])
+            fleet.placements._world.placed_s = -1e9  # type: ignore[union-attr]
+            moving = asyncio.create_task(fleet.placements.look())
+            while not moving.done():
+                rows = [*[*hot][:3], 28, 29]
+                for name in "ab":
+                    answer = await fleet.rank(name, HISTORY, [IDS[row] for row in rows])
+                    assert scores(answer) == alone(rows)
+            assert await moving
+            placement = placement_of(fleet)
+            assert placement.replicated[list(hot)].all() and not placement.replicated.all()
+            for number, name in enumerate("ab"):
+                held = [row for row in range(N_ITEMS) if share(fleet, name)._items()._worker.holds(row)]
+                assert held == placement.held_by(number).tolist()
+                share(fleet, name)._items().check()
+
+    # Two thirds of all accesses may go over the links, which are slow.
+    settings = ["fleet.items=hrcs", "fleet.link_gbit=0.001", "fleet.items_mb=0.03", "fleet.items_window_s=1"]
+    served(folder, settings, run)
+
+
+def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Reference) -> None:
+    released = threading.Event()
+
+    def slow(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        released.wait(60)
+        return {}
+
+    def fails(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        raise TransportError("cut")
+
+    def breaks(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        raise ValueError("something nobody has thought of")
+
+    def has_none(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        return {}
+
+    def has_others(wanted: Mapping[int, tuple[bytes, int]]) -> dict[int, Block]:
+        return {row: block_of(np.zeros((cells + 1, 256), np.uint32)) for row, (_, cells) in wanted.items()}
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        mine = share(fleet, "a")
+        for number, give in enumerate((slow, fails, breaks, has_none, has_others)):
+            mine._node.transport = broken = Broken(give)
+            mine._fleet = replace(mine._fleet, fetch_ms=50.0 if give is slow else 60_000.0)
+            mine._links.keep([])  # which would leave the node alone for a while
+            rows = range(6 * number, 6 * number + 6)
+            answer = await fleet.rank("a", HISTORY, [IDS[row] for row in rows])
+            assert scores(answer) == alone(rows), give
+            assert broken.asked == 1 or give is slow
+            assert answer["usage"]["cached_tokens"] == 6, "what is at home here"
+            found = await fleet.series("a", "jgr_fleet_items_missing_total")
+            assert (found["fetched",], found["computed",]) == (0, 3 * number + 3)
+            released.set()
+            while mine._tasks:
+                await asyncio.wait(mine._tasks)
+            assert not mine._arriving and mine._items()._in_use == 0
+            assert mine._links.closed(1, fleet.replicas["a"]._now_ns()) == (give in (fails, breaks))
+        again = await fleet.rank("a", HISTORY, IDS[:6])
+        assert scores(again) == alone(range(6))
+        mine._items().check()
+
+    served(folder, ["fleet.items=hash"], run)
+
+
+def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Reference) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        fleet.gone.add("b")
+        assert not await fleet.placements.look(), "items at home on b are not held"
+        assert share(fleet, "a")._node.peers.keys() == {0}
+        answer = await fleet.rank("a", HISTORY, IDS[:6])
+        assert scores(answer) == alone(range(6))
+        fleet.gone.clear()
+        share(fleet, "b")._leave()  # as a process that has just begun
+        assert await fleet.placements.look()
+        assert share(fleet, "b")._items().placed == N_ITEMS // 2
+        assert await item_bytes(fleet, "a", "request") == 0
+        await fleet.rank("a", HISTORY, IDS[6:12])
+        assert await item_bytes(fleet, "a", "request") > 0
+
+    served(folder, ["fleet.items=hash"], run)
+
+
+def test_requests_whose_user_comes_first_fetch_nothing(folder: Path) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        await fleet.rank("a", HISTORY, IDS[:6], layout="user_prefix")
+        await fleet.rank("a", IDS[:12], IDS[:3], user_id="u")  # there is room for the user
+        assert await item_bytes(fleet, "a", "request") == 0
+
+    served(folder, ["fleet.items=hash", "cache.policy=hotness"], run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["cache.policy=user"], "no model keeps items"),
+        (["rank.method=likelihood"], "no model keeps items"),
+        (["server.journal=/tmp/journal"], "cannot be replayed with fleet.items"),
+        (["fleet.kv=/nowhere"], "no such folder"),
+    ],
+)
+def test_what_cannot_share_its_items_is_told_at_the_start(
+    folder: Path, settings: list[str], says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        LocalFleet(folder, [*SETTINGS, "fleet.items=hash", *settings])
+
+
+@pytest.fixture(scope="module")
+def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of all items' keys and values, whose build was killed in the middle of a block and begun again."""
+    out = tmp_path_factory.mktemp("kv") / "kv"
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    command = [sys.executable, "-c", KILLED, "kv", "build", str(folder), f"--out={out}", *settings]
+    killed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (out / "blocks.bin").read_bytes().endswith(b"half")
+    report = asyncio.run(kv.build(override(folder_config(str(folder)), *SETTINGS), out))
+    assert report["items"] == N_ITEMS and 0 < report["new"] < N_ITEMS, "what was there was not built again"
+    yield out
+
+
+def test_what_was_built_ahead_is_what_the_engine_computes(folder: Path, built: Path) -> None:
+    """The keys and values of the files, as numbers, beside those that stand in the engine's cache after a request."""
+
+    async def run(fleet: LocalFleet) -> None:
+        from jgr.serving.decoders.caching import identity
+        from jgr.serving.decoders.item_blocks import compute
+
+        engine = fleet.replicas["a"].models.deployments[0].engine
+        caching = engine.served.caching
+        found = KvFolder(built, identity(engine.info.version.rpartition("@")[2], caching.kv))
+        assert len(found) == N_ITEMS
+        for at in range(0, N_ITEMS, 7):
+            rows = list(range(at, min(at + 7, N_ITEMS)))
+            computed = await compute(engine, rows)
+            assert list(computed) == rows
+            for row in rows:
+                block = found.read(caching.segments.content(row).digest)
+                assert block is not None
+                ours, theirs = (each.words.view(np.float32) for each in (block, computed[row]))
+                assert np.abs(ours).max() > 0.1
+                np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+    served(folder, [], run, count=1)
+
+
+def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alone: Reference) -> None:
+    async def run(fleet: LocalFleet) -> None:
+        for name, ready in (("a", False), ("b", True)):
+            if ready:
+                assert await fleet.placements.look()
+            answer = await fleet.rank(name, HISTORY, IDS[:6])
+            assert scores(answer) == alone(range(6))
+            assert answer["usage"]["cached_tokens"] == 12, "nothing is computed that is in the folder"
+        assert await item_bytes(fleet, "a", "placement") == 0
+
+    served(folder, ["fleet.items=hash", f"fleet.kv={built}"], run)
+
+
+def test_a_folder_of_other_cells_is_refused(folder: Path, built: Path) -> None:
+    with pytest.raises(UserError, match="of another model, or of other cells"):
+        settings = [*SETTINGS, "fleet.items=hash", f"fleet.kv={built}", "cache.cell_tokens=4"]
+        LocalFleet(folder, settings, 1)
+    with pytest.raises(ConfigError, match=r"fleet\.alpha"):
+        LocalFleet(folder, ["fleet.alpha=2"], 1)
+
+
+def test_a_change_of_catalog_places_items_anew(folder: Path) -> None:
+    """Rows mean other items then: nothing of the old ones is given for them."""
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        key = share(fleet, "a").about()["key"]
+        for name in "ab":
+            share(fleet, name)._key = lambda engine: f"{key} changed"
+        assert await fleet.placements.look()
+        assert share(fleet, "a").about()["number"] is not None
+        entry = share(fleet, "a")._items().pin([0], [b"x" * 16])
+        assert entry == [None]
+        share(fleet, "a")._items().unpin(entry)
+        assert item_name(0).kind == "item"
+
+    served(folder, ["fleet.items=hash"], run)
