@@ -8,7 +8,7 @@ fewer of them than the paper's (benchmarks/bat_nodes.py says how that is reckone
 
 Requests have popular candidates, by Zipf's law, and their items come first. What a request fetched is not kept, so that
 what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
-compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate must drop some.
+compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate drops some.
 
 The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
 order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
