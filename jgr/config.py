@@ -377,6 +377,9 @@ class FleetConfig:
     share: float = 0.2  # weight, in the joint score, of how much of the work a replica has got lately
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
     attempts: int = 3  # to how many replicas a request is sent, one after the other, where they die
+    # Fronts, each of which reads requests and routes by its own bookings. Ray runs a proxy on every node, which prefers
+    # the fronts of its node
+    fronts: int = 1
     cpus: float = 1.0  # cores that Ray keeps for a replica
     gpus: float = 0.0  # GPUs that Ray keeps for a replica; each replica sees no other
     health_s: float = (
@@ -393,6 +396,7 @@ class FleetConfig:
             share=0,
             affinity=0,
             attempts=1,
+            fronts=1,
             cpus=0,
             gpus=0,
         )
@@ -400,6 +404,7 @@ class FleetConfig:
         require(self.replicas <= 1000, f"fleet.replicas must be at most 1000, not {self.replicas}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
         require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")
+        require(self.fronts <= 100, f"fleet.fronts must be at most 100, not {self.fronts}")
 
 
 @dataclass(frozen=True)

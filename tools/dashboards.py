@@ -92,7 +92,7 @@ def share(counter: str, where: str) -> str:
 
 
 TOTAL = 'stage="total"'
-TOKENS = "jgr_prompt_tokens_total"
+TOKENS, CACHED = "jgr_prompt_tokens_total", 'source="cached"'
 BOARDS = (
     Board(
         "overview",
@@ -229,7 +229,7 @@ BOARDS = (
             Panel(
                 "Tokens read from the cache",
                 "percentunit",
-                ((share(TOKENS, 'source="cached"'), "of prompt tokens"),),
+                ((share(TOKENS, CACHED), "of prompt tokens"),),
             ),
             Panel("Tokens", "short", ((rate(TOKENS, "source"), "{{source}}"),)),
             Panel("Layouts", "reqps", ((rate("jgr_layouts_total", "layout"), "{{layout}}"),)),
@@ -265,6 +265,74 @@ BOARDS = (
             ),
             Panel("Events", "short", ((rate("jgr_feature_events_total", "event"), "{{event}}"),)),
             Panel("Items in the cache", "short", ((gauge("jgr_feature_entries"), "items"),)),
+        ),
+    ),
+    Board(
+        "fleet",
+        "jgr: fleet",
+        (
+            Panel(
+                "Answered in time",
+                "reqps",
+                ((rate("jgr_stage_seconds_count", "replica", TOTAL), "{{replica}}"),),
+            ),
+            Panel("Latency, P99", "s", quantiles("jgr_stage_seconds", "replica", TOTAL, (0.99,))),
+            Panel("Refused by the queue", "reqps", ((rate("jgr_rejected_total", "replica"), "{{replica}}"),)),
+            Panel("Waiting requests", "short", ((gauge("jgr_queue_depth", "replica"), "{{replica}}"),)),
+            Panel(
+                "Device time", "percentunit", ((rate("jgr_device_seconds_total", "replica"), "{{replica}}"),)
+            ),
+            Panel(
+                "Tokens read from the cache",
+                "percentunit",
+                ((f"{rate(TOKENS, 'replica', CACHED)} / {rate(TOKENS, 'replica')}", "{{replica}}"),),
+            ),
+            Panel(
+                "Evictions",
+                "short",
+                ((rate("jgr_cache_events_total", "replica", 'event=~".*_evicted"'), "{{replica}}"),),
+            ),
+            Panel(
+                "Routed to",
+                "reqps",
+                ((rate("jgr_fleet_routed_total", "replica, rule", model=False), "{{replica}} {{rule}}"),),
+            ),
+            Panel(
+                "Attempts",
+                "reqps",
+                (
+                    (rate("jgr_fleet_attempts_total", "outcome", model=False), "{{outcome}}"),
+                    (rate("jgr_fleet_retries_total", model=False), "after another one"),
+                ),
+            ),
+            Panel(
+                "Time of a decision",
+                "s",
+                tuple(
+                    (
+                        f"histogram_quantile({q:g}, "
+                        f"{rate('jgr_fleet_decision_seconds_bucket', 'le', model=False)})",
+                        f"P{100 * q:g}",
+                    )
+                    for q in (0.5, 0.99)
+                ),
+            ),
+            Panel(
+                "Age of the reports", "s", (("max by (replica) (jgr_fleet_report_age_seconds)", "{{replica}}"),)
+            ),
+            Panel(
+                "Refused for a key's rate", "reqps", ((rate("jgr_fleet_refused_total", model=False), "quota"),)
+            ),
+            Panel(
+                "Versions",
+                "short",
+                (
+                    (
+                        'count by (model, version) (jgr_model_info{model=~"$model", replica!=""})',
+                        "{{model}} {{version}}",
+                    ),
+                ),
+            ),
         ),
     ),
 )
@@ -320,6 +388,27 @@ ALERTS = (
         "6h",
         "warning",
         "At this pace the process takes a tenth more memory every day.",
+    ),
+    Alert(
+        "JgrFleetLosesAttempts",
+        'sum(increase(jgr_fleet_attempts_total{outcome="lost"}[5m])) > 0',
+        "0m",
+        "warning",
+        "A replica died with requests; they were sent to others.",
+    ),
+    Alert(
+        "JgrFleetSilentReplica",
+        "max by (replica) (jgr_fleet_report_age_seconds) > 10",
+        "1m",
+        "warning",
+        "A replica that serves has not reported for long: requests are routed without knowing what it holds and does.",
+    ),
+    Alert(
+        "JgrFleetVersionsDiffer",
+        'count by (model) (count by (model, version) (jgr_model_info{replica!=""})) > 1',
+        "30m",
+        "warning",
+        "Replicas serve different versions of a model for longer than a rollout should take; /v1/models says which.",
     ),
     Alert("JgrDown", 'up{job="jgr"} == 0', "1m", "critical", "The server does not answer."),
 )

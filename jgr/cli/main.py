@@ -36,6 +36,7 @@ COMMANDS = {
     "retrieve": "jgr.cli.retrieve",
     "serve": "jgr.cli.serve",
     "cluster": "jgr.cli.cluster",
+    "top": "jgr.cli.top",
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",
     "profile": "jgr.cli.profile",

@@ -131,6 +131,10 @@ class Client(Recommender):
                 ) from None
         raise AssertionError("unreachable")
 
+    def read(self, path: str) -> bytes:
+        """The content of a GET that is answered 200, such as that of /metrics. Raises RequestFailed otherwise."""
+        return self._exchange("GET", path, None)
+
     def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         def one(at: int) -> Answer | Prefilled:
             body = bodies[at] if self._model is None else _named(bodies[at], self._model)

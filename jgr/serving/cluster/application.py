@@ -72,7 +72,7 @@ def application(source: Source) -> Application:
         Coordinator, name="Coordinator", num_replicas=1, max_ongoing_requests=64, ray_actor_options=light
     )
     front = serve.deployment(
-        Front, name="Front", num_replicas=1, max_ongoing_requests=many, ray_actor_options=light
+        Front, name="Front", num_replicas=fleet.fronts, max_ongoing_requests=many, ray_actor_options=light
     )
     most = max(config.catalog.max_upload_bytes for config in configs)
     built: Application = front.bind(first, most, replicas, coordinator.bind(replicas))
@@ -84,5 +84,8 @@ def fleet(arguments: Mapping[str, Any]) -> Application:
     unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:
         raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(ARGUMENTS)}")
-    models, configs, settings = (tuple(map(str, arguments.get(name, ()))) for name in ARGUMENTS)
+    for name, given in arguments.items():
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise UserError(f"args: {name}: must be a list of texts, not {given!r}")
+    models, configs, settings = (tuple(arguments.get(name, ())) for name in ARGUMENTS)
     return application(Source(models, configs, settings))

@@ -18,7 +18,8 @@ USERS, PREFILL = "/v1/users/", "/prefill"
 class Hint(NamedTuple):
     """user: the name of the user's cache entries, "" for nobody. events: of the history. items: ids of the candidates.
     left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
-    replica that is meant; "": any. sender: the router's name.
+    replica that is meant; "": any. sender: the router's name. attempt: the name of this attempt, see `series.CHOICES`.
+    retry: how many attempts there were before.
     """
 
     user: str = ""
@@ -28,6 +29,8 @@ class Hint(NamedTuple):
     waited_ms: float = 0.0
     to: str = ""
     sender: str = ""
+    attempt: str = ""
+    retry: int = 0
 
 
 class _Glance(Struct):

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from jgr.config import Config
-from jgr.serving.api import RankRequest, RecommendRequest, Request
+from jgr.serving.api import RankRequest, RecommendRequest, ReplicaInfo, Request, ServedVersion
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
@@ -41,15 +45,16 @@ class Source:
 
 
 class Replica:
-    """The deployment that Ray starts several times. name: this replica's own, as routers know it."""
+    """The deployment that Ray starts several times. name: this replica's own, as routers know it. node: the machine
+    that it runs on."""
 
-    def __init__(self, source: Source, name: str = "") -> None:
-        configs = source.configs()
+    def __init__(self, source: Source, name: str = "", node: str = "") -> None:
+        self.name, self.node = name or _own_name(), node or own_node()
+        configs = [_with_own_journal(config, self.name) for config in source.configs()]
         loaded = load_all(source.folders, source.assignments, configs, source.null)
         self._config = configs[0]
-        self.name = name or _own_name()
         self.models = Models([Deployment(engine, config.catalog, load) for engine, load, config in loaded])
-        self._app = App(self.models, self._config.server)
+        self._app = App(self.models, self._config.server, place(self.name, self.node))
         self._starting: asyncio.Task[None] | None = None
         self._work = Work()
         self._shape: Shape = {}
@@ -73,18 +78,26 @@ class Replica:
         tokens = ask_of(hint, self._shape).tokens
         self._work.begin(hint.sender, tokens, self._now_ns())
         try:
-            return await ask(self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6)})
+            return await ask(
+                self._app, asked, **{"jgr.waited_ns": round(hint.waited_ms * 1e6), "jgr.charged": True}
+            )
         finally:
             self._work.end(hint.sender, tokens, self._now_ns())
 
     async def about(self) -> dict[str, Any]:
-        """Name, status and versions: what a rollout and the whole view ask for."""
+        """Name, status and versions: what a rollout and the whole view ask for. info: as /v1/models tells it."""
         return {
+            "info": msgspec.to_builtins(self._info()),
             "name": self.name,
             "status": self.models.status,
             "waiting": self.models.waiting,
             "models": {info.id: (info.version, info.reload, info.reload_error) for info in self.models.infos},
         }
+
+    def _info(self) -> ReplicaInfo:
+        of = ("id", "version", "catalog_version", "state", "reload", "reload_error")
+        served = [ServedVersion(**{name: getattr(info, name) for name in of}) for info in self.models.infos]
+        return ReplicaInfo(name=self.name, node=self.node, state=self.models.status, models=served)
 
     async def metrics(self) -> tuple[str, str]:
         """Name, and the series of all models as text."""
@@ -146,6 +159,12 @@ def shape(models: Models) -> Shape:
     except RequestError:  # it needs more of a request, such as times
         return {}
     return {"event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item)}
+
+
+def _with_own_journal(config: Config, name: str) -> Config:
+    """The configuration with a journal of this replica's own: two processes cannot write to one file."""
+    own = of_replica(config.server.journal, name)
+    return replace(config, server=replace(config.server, journal=own))
 
 
 def _own_name() -> str:

@@ -16,10 +16,13 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.reports import Shape, ask_of, report
+from jgr.serving.cluster.series import CHOICES, Series
 from jgr.serving.policies.routing import Router
 
 SENDER = f"{socket.gethostname()}:{os.getpid()}"
 """This process, as replicas name it in their reports."""
+SERIES = Series(SENDER)
+"""What the router of this process does."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
 
@@ -29,6 +32,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **settings: Any) -> None:
         self._policy = Router(SENDER, **settings)
+        self._rule = str(settings.get("rule", "joint"))
         self._heard: dict[str, Any] = {}  # the last stats of each replica
         self._shape: Shape = {}
 
@@ -36,12 +40,14 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._policy.become(by_name)
+        SERIES.become(by_name)
         self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
         for name, replica in by_name.items():
             stats = replica.routing_stats
             if stats and self._heard.get(name) is not stats:
                 self._heard[name] = stats
                 self._policy.heard(name, report(stats))
+                SERIES.heard(name)
                 self._shape = stats
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -64,13 +70,20 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         best = self._policy.rank(ask, now_ns)[:TRIES]
         # Before it has arrived: what is chosen until then must know of it.
         self._policy.sent(ask, best[0], now_ns)
+        SERIES.decided((time.monotonic_ns() - now_ns) / 1e9)
+        if (choice := CHOICES.get(hint.attempt)) is not None:
+            choice.replica, choice.score = best[0], self._policy.best_score
         return [[by_name[name]] for name in best]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        ask = ask_of(_hint(pending_request), self._shape, pending_request.metadata.internal_request_id)
+        hint = _hint(pending_request)
+        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         self._policy.sent(ask, replica_id.unique_id, time.monotonic_ns())
+        if (choice := CHOICES.get(hint.attempt)) is not None:
+            choice.replica = replica_id.unique_id
+            SERIES.routed(choice.replica, self._rule)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, replica_id.unique_id)

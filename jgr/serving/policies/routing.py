@@ -264,6 +264,8 @@ class Router:
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
         self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
         self._now_ns = self._swept_ns = 0
+        self.best_score = 0.0
+        """What the first of the last ranking got; 0 under a rule without a score."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -444,6 +446,7 @@ class Router:
         for term in self._terms:
             cost -= term(view)
         order: list[int] = np.argsort(cost).tolist()
+        self.best_score = -float(cost[order[0]])
         return order
 
     def _by_hash(self, ask: Ask) -> list[int]:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An attempt at a request, on its way from the front to a replica: counted, and a span of its own in traces."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.relay import Answered, Asked
+from jgr.serving.cluster.series import CHOICES, Choice, Series
+from jgr.serving.engine.tracing import Tracing
+
+Send = Callable[[Hint, Asked], Awaitable[Answered]]
+
+_numbers = itertools.count()
+
+
+class Sending:
+    """Sends attempts. send: to the replica that the router chooses. traces: None: there are none."""
+
+    def __init__(self, send: Send, series: Series, rule: str, traces: Tracing | None) -> None:
+        self._send, self._series, self._rule, self._traces = send, series, rule, traces
+
+    async def answer(self, hint: Hint, asked: Asked) -> Answered:
+        """What `send` answers, or raises."""
+        choice = Choice()
+        hint = hint._replace(attempt=hint.attempt or f"own-{next(_numbers)}")
+        CHOICES[hint.attempt] = choice
+        self._series.began(hint.retry)
+        span = None
+        if self._traces is not None and asked.method == "POST":
+            span = self._traces.passed_on("route", asked.headers)
+            asked = asked._replace(headers=span.headers)
+        status, outcome = 0, "lost"
+        try:
+            answered = await self._send(hint, asked)
+            status, outcome = answered.status, "answered"
+            return answered
+        except asyncio.CancelledError:
+            outcome = "late"
+            raise
+        finally:
+            self._series.ended(outcome)
+            if span is not None:
+                told = {
+                    "jgr.replica": choice.replica,
+                    "jgr.score": choice.score,
+                    "jgr.attempt": hint.retry,
+                    "jgr.rule": self._rule,
+                    "jgr.front": self._series.front,
+                }
+                span.end(told, status)
