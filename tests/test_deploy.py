@@ -268,7 +268,12 @@ def pods() -> dict[str, Any]:
 @pytest.mark.parametrize("name", pods())
 def test_the_pods_of_a_fleet_fit_kubernetes(name: str, version: str) -> None:
     """RayService itself is a resource of KubeRay's, which the validator does not know."""
-    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": pods()[name]}
+    template = {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": name},
+        "template": pods()[name],
+    }
     kubernetes_validate.validate(template, version, strict=True)
     broken = {**template, "template": {"spec": {"container": []}}}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -314,6 +319,9 @@ def test_ray_takes_the_fleets_file_and_the_import_path_takes_its_arguments() -> 
     module, _, name = str(served.import_path).partition(":")
     assert getattr(application, name) is application.fleet and module == application.__name__
     assert served.args.keys() <= set(application.ARGUMENTS)
-    for wrong, said in (({"model": []}, "there is no model"), ({"models": "runs/shop"}, "models: must be a list")):
+    for wrong, said in (
+        ({"model": []}, "there is no model"),
+        ({"models": "runs/shop"}, "models: must be a list"),
+    ):
         with pytest.raises(UserError, match=said):
             application.fleet(wrong)

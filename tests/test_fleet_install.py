@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel with `jgr[cluster]` in an environment of its own: one command starts two replicas that answer.
 
-The environment's packages are those of this one, by links, so nothing is downloaded; `make fleet-wheel` does the same with
-the registry's.
+The environment's packages are those of this one, by links, so nothing is downloaded; `make fleet-wheel` does the same
+with the registry's.
 """
 
 from __future__ import annotations

@@ -318,10 +318,14 @@ BOARDS = (
                 ),
             ),
             Panel(
-                "Age of the reports", "s", (("max by (replica) (jgr_fleet_report_age_seconds)", "{{replica}}"),)
+                "Age of the reports",
+                "s",
+                (("max by (replica) (jgr_fleet_report_age_seconds)", "{{replica}}"),),
             ),
             Panel(
-                "Refused for a key's rate", "reqps", ((rate("jgr_fleet_refused_total", model=False), "quota"),)
+                "Refused for a key's rate",
+                "reqps",
+                ((rate("jgr_fleet_refused_total", model=False), "quota"),),
             ),
             Panel(
                 "Versions",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,9 +27,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jgr
 from jgr.catalog.catalog import load_catalog
+from jgr.cli import top
 from jgr.models import manifest
+from jgr.serving.engine.journal import Opened, read
+from jgr.traffic.view import View
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
+from tests.serving.http.test_tracing import Collector, attributes
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
 pytestmark = pytest.mark.ray
@@ -40,20 +45,23 @@ ROOT = Path(__file__).resolve().parents[3]
 IDS = [f"B{row:03}" for row in range(N_ITEMS)]
 HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
 CANDIDATES = ["i1", "i2", "i3"]
+KEY, SLOW = "key-of-the-tests", "key-with-a-rate."
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 KEPT = [[f"i{(start + event) % 30}" for event in range(12)] for start in range(12)]
 """Histories of users whom the ranker keeps."""
 
 
 @dataclass
 class Fleet:
-    """A fleet that runs. folder: of its model, which a reload reads again."""
+    """A fleet that runs. folder: of its model, which a reload reads again. collector: of its traces."""
 
     url: str
     folder: Path
     process: subprocess.Popen[str]
+    collector: Collector
 
     def client(self, **options: Any) -> jgr.Client:
-        return jgr.Client(self.url, timeout_s=PATIENCE_S, **options)
+        return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         """The values of a series, by its labels' values."""
@@ -75,7 +83,7 @@ class Fleet:
             method,
             self.url + path,
             body=None if body is None else json.dumps(body),
-            headers=headers,
+            headers={"authorization": f"Bearer {KEY}", **headers},
             timeout=PATIENCE_S,
             retries=False,
         )
@@ -88,7 +96,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     manifest.write(folder, make_folder(folder), make_catalog())
     ranker = folder.parent / "ranker"
     manifest.write(ranker, make_ranker(ranker, "model.name=ranker"), load_catalog(ranker / "catalog.jsonl"))
-    settings = [f"--set={setting}" for setting in ("server.admin_key=4dm1n", "fleet.health_s=1")]
+    keys = [{"name": "tests", "key": KEY}, {"name": "slow", "key": SLOW, "rate": 0.001, "burst": 3}]
+    entries = [{**key, "role": "client"} for key in keys]
+    (folder.parent / "keys.json").write_text(json.dumps({"keys": entries}))
+    (folder.parent / "keys.json").chmod(0o600)
+    collector = Collector()
+    own = (
+        "server.admin_key=4dm1n",
+        "fleet.health_s=1",
+        f"server.keys={folder.parent / 'keys.json'}",
+        f"server.traces={collector.url}",
+        f"server.journal={folder.parent / 'day.jsonl'}",
+    )
+    settings = [f"--set={setting}" for setting in own]
     log = tmp_path_factory.mktemp("log") / "stderr"
     with log.open("w") as errors:
         command = ["cluster", str(folder), str(ranker), "--replicas=2", "--port=0", *settings]
@@ -104,9 +124,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url, log.read_text()
-        yield Fleet(url, folder, process)
+        yield Fleet(url, folder, process, collector)
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
+    collector.stop()
     assert "Traceback" not in log.read_text()
 
 
@@ -169,7 +190,78 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
     assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 2, "of": 2}
     assert len(names(fleet)) == 2
-    assert json.loads(fleet.get("/v1/models"))["data"][0]["id"] == "tiny"
+    models = json.loads(fleet.get("/v1/models"))
+    assert [info["id"] for info in models["data"]] == ["tiny", "ranker"]
+    served = {info["id"]: (info["version"], info["catalog_version"]) for info in models["data"]}
+    assert {replica["name"] for replica in models["replicas"]} == names(fleet)
+    for replica in models["replicas"]:
+        assert replica["state"] == "ready" and replica["node"].startswith(socket.gethostname())
+        assert {one["id"]: (one["version"], one["catalog_version"]) for one in replica["models"]} == served
+    with fleet.client() as client:
+        shown = next(top.views(client, "fleet", 0.0, lambda seconds: None))
+    assert isinstance(shown, View)
+    assert {row.replica for row in shown.replicas} == names(fleet)
+    assert {row.versions for row in shown.replicas} == {tuple(version for version, _ in served.values())}
+
+
+def test_routing_tells_what_it_does(fleet: Fleet) -> None:
+    routed = fleet.series("jgr_fleet_routed_total")
+    assert {replica for _, replica, _ in routed} == names(fleet)
+    assert {rule for *_, rule in routed} == {"joint"}
+    attempts = {outcome: count for (_, outcome), count in fleet.series("jgr_fleet_attempts_total").items()}
+    assert attempts["answered"] >= sum(routed.values()) > 40, "each was taken, and answered but for this one"
+    assert attempts["lost"] == 0 and list(fleet.series("jgr_fleet_retries_total").values()) == [0]
+    (decisions,) = fleet.series("jgr_fleet_decision_seconds_count").values()
+    assert decisions >= sum(routed.values())
+    assert {replica for _, replica in fleet.series("jgr_fleet_report_age_seconds")} == names(fleet)
+
+
+def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:
+    asked = [
+        urllib3.request(
+            "GET", f"{fleet.url}/v1/items/B000", headers={"authorization": f"Bearer {SLOW}"}, retries=False
+        )
+        for _ in range(4)
+    ]
+    assert [answer.status for answer in asked] == [200, 200, 200, 429]
+    error = asked[3].json()["error"]
+    assert error["type"] == "quota_exceeded"
+    assert error["message"] == "the key 'slow' may make 0.001 requests a second; try again later"
+    assert 900 < int(asked[3].headers["retry-after"]) <= 1000
+    assert asked[3].headers["x-request-id"] == error["request_id"]
+    assert list(fleet.series("jgr_fleet_refused_total").values()) == [1]
+
+
+def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) -> None:
+    body = {"history": HISTORIES[0], "top_k": 2}
+    parent = f"00-{TRACE}-{PARENT}-01"
+    assert fleet.ask("POST", "/v1/recommend", body, traceparent=parent)[0] == 200
+    ends_s = time.monotonic() + PATIENCE_S
+    found: dict[str, Any] = {}
+    while not {"route", "/v1/recommend"} <= found.keys():  # they are sent every few seconds
+        assert time.monotonic() < ends_s, found.keys()
+        fleet.get("/health/ready")
+        found = {span.name: span for span in fleet.collector.spans if span.trace_id.hex() == TRACE}
+    route, request = found["route"], found["/v1/recommend"]
+    assert (route.parent_span_id.hex(), request.parent_span_id) == (PARENT, route.span_id)
+    told = attributes(route)
+    assert told["jgr.replica"] in names(fleet) and told["jgr.rule"] == "joint"
+    assert (told["jgr.attempt"], told["http.response.status_code"]) == (0, 200)
+    instances = {resource.get("service.instance.id") for resource in fleet.collector.resources}
+    assert {told["jgr.replica"], told["jgr.front"]} <= instances
+
+
+def test_each_replica_writes_a_journal_of_its_own(fleet: Fleet) -> None:
+    written = {path.name.split(".")[1]: path for path in fleet.folder.parent.glob("day.*.jsonl")}
+    assert written.keys() == names(fleet)
+    assert not (fleet.folder.parent / "day.jsonl").exists()
+    for path in written.values():
+        assert {
+            line.event.name.partition("@")[0] for line in read(path) if isinstance(line.event, Opened)
+        } == {
+            "tiny",
+            "ranker",
+        }
 
 
 @dataclass
