@@ -88,6 +88,7 @@ def draw(views: Sequence[View], picture: Path) -> None:
             marked.add(kind)
     for axes in plots:
         axes.set_ylim(bottom=0)
+    plots[-1].set_ylim(0, 1)
     load.legend(fontsize=8)
     if len(names) <= 16:
         plots[1].legend(fontsize=8)

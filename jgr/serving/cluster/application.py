@@ -21,10 +21,14 @@ from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.cluster.replicas import Replicas
 from jgr.serving.cluster.rollout import Rollouts
+from jgr.serving.cluster.router import FleetRouter as FleetRouter
 
 NAME = "jgr"
 SPARE = 256
 """Calls that a replica takes beyond its queue: what it refuses itself, it refuses well."""
+ROUTER = f"{__name__}.FleetRouter"
+"""Ray sends the module that it is named with by value: named with its own, each process would have the names of the
+one that deployed, not its own."""
 ARGUMENTS = ("models", "configs", "settings")
 
 
@@ -54,7 +58,7 @@ def application(source: Source) -> Application:
         health_check_timeout_s=fleet.health_s,
         ray_actor_options={"num_cpus": fleet.cpus, "num_gpus": fleet.gpus},
         request_router_config=RequestRouterConfig(
-            request_router_class="jgr.serving.cluster.router.FleetRouter",
+            request_router_class=ROUTER,
             request_router_kwargs={
                 "rule": fleet.routing,
                 "bits": fleet.digest_bits,
