@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -317,7 +318,7 @@ class Load:
 def test_a_replica_that_is_killed_loses_no_request_and_is_replaced(fleet: Fleet, alone: jgr.Engine) -> None:
     expected = [scores(answer) for answer in alone.recommend(HISTORIES, top_k=5)]
     before = names(fleet)
-    victim = pids()[0]
+    victim = pids(fleet)[0]
     with Load(fleet, expected) as load:
         load.until(lambda: load.statuses["200"] > 30)
         os.kill(victim, signal.SIGKILL)
@@ -344,12 +345,20 @@ def test_a_reload_goes_from_one_replica_to_the_next_and_refuses_nobody(fleet: Fl
     assert old in load.versions and len(load.versions) == 2
 
 
-def pids() -> list[int]:
-    """The processes of the fleet's replicas."""
-    found = subprocess.run(
-        ["pgrep", "-f", "^ray::ServeReplica:jgr:Replica"], capture_output=True, text=True, check=True
-    )
-    return [int(line) for line in found.stdout.split()]
+def pids(fleet: Fleet) -> list[int]:
+    """The processes of this fleet's replicas; other fleets may run on this machine."""
+    parents: dict[int, int] = {}
+    replicas = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if (process / "cmdline").read_bytes().startswith(b"ray::ServeReplica:jgr:Replica"):
+                replicas.append(int(process.name))
+
+    def ours(pid: int) -> bool:
+        return pid == fleet.process.pid or (pid in parents and ours(parents[pid]))
+
+    return [pid for pid in replicas if ours(pid)]
 
 
 def ready(fleet: Fleet) -> int:
