@@ -12,87 +12,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jgr.serving.engine.metrics import Metrics, documentation
+from tools.dashboard_fleet import FLEET
+from tools.dashboard_parts import (
+    CACHED,
+    TOKENS,
+    TOTAL,
+    WINDOW,
+    Alert,
+    Board,
+    Panel,
+    gauge,
+    growth,
+    mean,
+    quantiles,
+    rate,
+    share,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
-WINDOW = "$__rate_interval"
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 SERIES = re.compile(r"\b(?:jgr|process|python)_[a-z0-9_]+")
 SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A graph. queries: pairs of an expression and the legend of its lines. unit: Grafana's name of it."""
-
-    title: str
-    unit: str
-    queries: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Board:
-    """A dashboard. name: of its file."""
-
-    name: str
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True)
-class Alert:
-    """An alert rule. wait: how long the expression must hold."""
-
-    name: str
-    expression: str
-    wait: str
-    severity: str
-    summary: str
-
-
-def rate(counter: str, by: str = "", where: str = "", model: bool = True) -> str:
-    """What a counter grows by a second, summed by labels."""
-    chosen = ", ".join(part for part in (where, 'model=~"$model"' if model else "") if part)
-    labels = ", ".join(part for part in (("model" if model else ""), by) if part)
-    summed = f"sum by ({labels})" if labels else "sum"
-    return f"{summed} (rate({counter}{{{chosen}}}[{WINDOW}]))"
-
-
-def growth(counter: str, by: str) -> str:
-    """What a counter grows by in a window."""
-    return f'sum by (model, {by}) (increase({counter}{{model=~"$model"}}[{WINDOW}]))'
-
-
-def gauge(name: str, by: str = "") -> str:
-    labels = ", ".join(part for part in ("model", by) if part)
-    return f'sum by ({labels}) ({name}{{model=~"$model"}})'
-
-
-def quantiles(
-    histogram: str, by: str = "", where: str = "", at: Sequence[float] = (0.5, 0.99)
-) -> tuple[tuple[str, str], ...]:
-    legend = f"{{{{{by}}}}} " if by else ""
-    inner = rate(f"{histogram}_bucket", ", ".join(part for part in ("le", by) if part), where)
-    return tuple((f"histogram_quantile({q:g}, {inner})", f"{legend}P{100 * q:g}") for q in at)
-
-
-def mean(histogram: str, by: str = "") -> str:
-    return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
-
-
-def share(counter: str, where: str) -> str:
-    """The part of a counter that has these labels."""
-    return f"{rate(counter, where=where)} / {rate(counter)}"
-
-
-TOTAL = 'stage="total"'
-TOKENS, CACHED = "jgr_prompt_tokens_total", 'source="cached"'
 BOARDS = (
     Board(
         "overview",
@@ -267,78 +215,7 @@ BOARDS = (
             Panel("Items in the cache", "short", ((gauge("jgr_feature_entries"), "items"),)),
         ),
     ),
-    Board(
-        "fleet",
-        "jgr: fleet",
-        (
-            Panel(
-                "Answered in time",
-                "reqps",
-                ((rate("jgr_stage_seconds_count", "replica", TOTAL), "{{replica}}"),),
-            ),
-            Panel("Latency, P99", "s", quantiles("jgr_stage_seconds", "replica", TOTAL, (0.99,))),
-            Panel("Refused by the queue", "reqps", ((rate("jgr_rejected_total", "replica"), "{{replica}}"),)),
-            Panel("Waiting requests", "short", ((gauge("jgr_queue_depth", "replica"), "{{replica}}"),)),
-            Panel(
-                "Device time", "percentunit", ((rate("jgr_device_seconds_total", "replica"), "{{replica}}"),)
-            ),
-            Panel(
-                "Tokens read from the cache",
-                "percentunit",
-                ((f"{rate(TOKENS, 'replica', CACHED)} / {rate(TOKENS, 'replica')}", "{{replica}}"),),
-            ),
-            Panel(
-                "Evictions",
-                "short",
-                ((rate("jgr_cache_events_total", "replica", 'event=~".*_evicted"'), "{{replica}}"),),
-            ),
-            Panel(
-                "Routed to",
-                "reqps",
-                ((rate("jgr_fleet_routed_total", "replica, rule", model=False), "{{replica}} {{rule}}"),),
-            ),
-            Panel(
-                "Attempts",
-                "reqps",
-                (
-                    (rate("jgr_fleet_attempts_total", "outcome", model=False), "{{outcome}}"),
-                    (rate("jgr_fleet_retries_total", model=False), "after another one"),
-                ),
-            ),
-            Panel(
-                "Time of a decision",
-                "s",
-                tuple(
-                    (
-                        f"histogram_quantile({q:g}, "
-                        f"{rate('jgr_fleet_decision_seconds_bucket', 'le', model=False)})",
-                        f"P{100 * q:g}",
-                    )
-                    for q in (0.5, 0.99)
-                ),
-            ),
-            Panel(
-                "Age of the reports",
-                "s",
-                (("max by (replica) (jgr_fleet_report_age_seconds)", "{{replica}}"),),
-            ),
-            Panel(
-                "Refused for a key's rate",
-                "reqps",
-                ((rate("jgr_fleet_refused_total", model=False), "quota"),),
-            ),
-            Panel(
-                "Versions",
-                "short",
-                (
-                    (
-                        'count by (model, version) (jgr_model_info{model=~"$model", replica!=""})',
-                        "{{model}} {{version}}",
-                    ),
-                ),
-            ),
-        ),
-    ),
+    FLEET,
 )
 
 ALERTS = (

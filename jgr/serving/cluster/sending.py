@@ -24,7 +24,7 @@ class Sending:
         self._send, self._series, self._rule, self._traces = send, series, rule, traces
 
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
-        """What `send` answers, or raises."""
+        """Send it: the answer, or the error, of `send`."""
         choice = Choice()
         hint = hint._replace(attempt=hint.attempt or f"own-{next(_numbers)}")
         CHOICES[hint.attempt] = choice

@@ -57,7 +57,7 @@ class Series:
         registry.register(_Ages(self))
 
     def become(self, names: Collection[str]) -> None:
-        """These replicas are there now; nothing more is told of others."""
+        """Tell of these replicas, which are there now, and of no others."""
         with self._lock:
             now_s = self._clock()
             self._heard_s = {name: self._heard_s.get(name, now_s) for name in names}

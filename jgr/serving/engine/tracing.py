@@ -201,7 +201,7 @@ class PassedOn:
         self.headers.append((b"traceparent", _named(self._span)))
 
     def end(self, attributes: Mapping[str, Any], status: int) -> None:
-        """It has been answered so, or lost: 0."""
+        """End the span. status: of the answer; 0: it was lost."""
         from opentelemetry.trace.status import StatusCode
 
         if self._span.is_recording():
