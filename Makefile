@@ -14,7 +14,7 @@ GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
 
-.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest compile-gpu lint types lock clean
+.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -87,6 +87,16 @@ installed-lowest:
 
 test-lowest: installed-lowest
 	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(ON_LOWEST)
+
+# As a user does: an environment of its own, the wheel with jgr[cluster] from the registry, and one command that starts two
+# replicas. tests/test_fleet_install.py does the same with the packages that are here.
+FLEET := build/fleet
+fleet-wheel: $(STAMP)
+	rm -rf $(FLEET)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w $(FLEET) .
+	$(PYTHON) -m venv $(FLEET)/venv
+	$(FLEET)/venv/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo $(FLEET)/*.whl)[cluster]"
+	$(BIN)/python -m tools.try_fleet $(FLEET)/venv/bin/jgr
 
 # Compiles for a GPU without one.
 compile-gpu: $(GPU)/.installed

@@ -26,6 +26,7 @@ NAVIGATION = {
         "features",
         "load",
         "fleet",
+        "fleet-operations",
     ),
     "Reference": (
         "configuration",

@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 import jgr
-from jgr.cli import serve
-from jgr.config import Config, ConfigError, ServerConfig
+from jgr.cli import cluster, serve
+from jgr.config import Config, ConfigError, ServerConfig, override
 from jgr.serving.engine import tracing
 from jgr.serving.http import listener
 from jgr.serving.http.keys import read_keys
@@ -255,3 +255,73 @@ def test_the_keys_of_the_example_start_no_server_until_they_are_replaced(tmp_pat
         text = text.replace("REPLACE", f"{number:032x}", 1)
     (tmp_path / "keys.json").write_text(text)
     assert [entry.name for entry in read_keys(config)][:3] == ["shop", "prometheus", "ops"]
+
+
+def pods() -> dict[str, Any]:
+    """The pods' templates of the fleet on KubeRay."""
+    spec = read(DEPLOY / "fleet" / "rayservice.yaml")["spec"]["rayClusterConfig"]
+    workers = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return {"head": spec["headGroupSpec"]["template"], **workers}
+
+
+@pytest.mark.parametrize("version", [KUBERNETES, kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("name", pods())
+def test_the_pods_of_a_fleet_fit_kubernetes(name: str, version: str) -> None:
+    """RayService itself is a resource of KubeRay's, which the validator does not know."""
+    template = {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": name},
+        "template": pods()[name],
+    }
+    kubernetes_validate.validate(template, version, strict=True)
+    broken = {**template, "template": {"spec": {"container": []}}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, version, strict=True)
+
+
+def test_a_fleet_is_started_alike_by_ray_and_by_kuberay() -> None:
+    service = read(DEPLOY / "fleet" / "rayservice.yaml")["spec"]
+    config = read(DEPLOY / "fleet" / "fleet.yaml")
+    assert yaml.safe_load(service["serveConfigV2"]) == config
+    (application,) = config["applications"]
+    assert application["import_path"].partition(":")[0] == "jgr.serving.cluster.application"
+    assert (ROOT / "jgr" / "serving" / "cluster" / "application.py").exists()
+    fleet = override(Config(), *application["args"]["settings"])
+    (group,) = service["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["replicas"] == fleet.fleet.replicas
+    ports, claims = set(), set()
+    for pod in pods().values():
+        (container,) = pod["spec"]["containers"]
+        assert {each["name"]: each["value"] for each in container["env"]} == cluster.ENVIRONMENT
+        assert int(container["resources"]["requests"]["cpu"]) >= 1
+        ports |= {port["containerPort"] for port in container["ports"] if port["name"] == "serve"}
+        assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+        claims |= {v["persistentVolumeClaim"]["claimName"] for v in pod["spec"]["volumes"][:1]}
+        mounted = {m["mountPath"] for m in container["volumeMounts"]}
+        assert mounted == {*application["args"]["models"], str(Path(fleet.server.keys).parent)}
+    worker = pods()["replicas"]["spec"]
+    assert int(worker["containers"][0]["resources"]["requests"]["cpu"]) > fleet.fleet.cpus
+    assert worker["terminationGracePeriodSeconds"] > fleet.server.drain_timeout_s + 10
+    assert ports == {config["http_options"]["port"]}
+    assert claims == {manifest("model")["metadata"]["name"]}
+
+
+@pytest.mark.ray
+def test_ray_takes_the_fleets_file_and_the_import_path_takes_its_arguments() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from jgr.config import UserError
+    from jgr.serving.cluster import application
+
+    config = ServeDeploySchema.model_validate(read(DEPLOY / "fleet" / "fleet.yaml"))
+    (served,) = config.applications
+    module, _, name = str(served.import_path).partition(":")
+    assert getattr(application, name) is application.fleet and module == application.__name__
+    assert served.args.keys() <= set(application.ARGUMENTS)
+    for wrong, said in (
+        ({"model": []}, "there is no model"),
+        ({"models": "runs/shop"}, "models: must be a list"),
+    ):
+        with pytest.raises(UserError, match=said):
+            application.fleet(wrong)

@@ -12,87 +12,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jgr.serving.engine.metrics import Metrics, documentation
+from tools.dashboard_fleet import FLEET
+from tools.dashboard_parts import (
+    CACHED,
+    TOKENS,
+    TOTAL,
+    WINDOW,
+    Alert,
+    Board,
+    Panel,
+    gauge,
+    growth,
+    mean,
+    quantiles,
+    rate,
+    share,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
-WINDOW = "$__rate_interval"
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 SERIES = re.compile(r"\b(?:jgr|process|python)_[a-z0-9_]+")
 SUFFIXES = ("_total", "_bucket", "_sum", "_count")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A graph. queries: pairs of an expression and the legend of its lines. unit: Grafana's name of it."""
-
-    title: str
-    unit: str
-    queries: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Board:
-    """A dashboard. name: of its file."""
-
-    name: str
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True)
-class Alert:
-    """An alert rule. wait: how long the expression must hold."""
-
-    name: str
-    expression: str
-    wait: str
-    severity: str
-    summary: str
-
-
-def rate(counter: str, by: str = "", where: str = "", model: bool = True) -> str:
-    """What a counter grows by a second, summed by labels."""
-    chosen = ", ".join(part for part in (where, 'model=~"$model"' if model else "") if part)
-    labels = ", ".join(part for part in (("model" if model else ""), by) if part)
-    summed = f"sum by ({labels})" if labels else "sum"
-    return f"{summed} (rate({counter}{{{chosen}}}[{WINDOW}]))"
-
-
-def growth(counter: str, by: str) -> str:
-    """What a counter grows by in a window."""
-    return f'sum by (model, {by}) (increase({counter}{{model=~"$model"}}[{WINDOW}]))'
-
-
-def gauge(name: str, by: str = "") -> str:
-    labels = ", ".join(part for part in ("model", by) if part)
-    return f'sum by ({labels}) ({name}{{model=~"$model"}})'
-
-
-def quantiles(
-    histogram: str, by: str = "", where: str = "", at: Sequence[float] = (0.5, 0.99)
-) -> tuple[tuple[str, str], ...]:
-    legend = f"{{{{{by}}}}} " if by else ""
-    inner = rate(f"{histogram}_bucket", ", ".join(part for part in ("le", by) if part), where)
-    return tuple((f"histogram_quantile({q:g}, {inner})", f"{legend}P{100 * q:g}") for q in at)
-
-
-def mean(histogram: str, by: str = "") -> str:
-    return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
-
-
-def share(counter: str, where: str) -> str:
-    """The part of a counter that has these labels."""
-    return f"{rate(counter, where=where)} / {rate(counter)}"
-
-
-TOTAL = 'stage="total"'
-TOKENS = "jgr_prompt_tokens_total"
 BOARDS = (
     Board(
         "overview",
@@ -229,7 +177,7 @@ BOARDS = (
             Panel(
                 "Tokens read from the cache",
                 "percentunit",
-                ((share(TOKENS, 'source="cached"'), "of prompt tokens"),),
+                ((share(TOKENS, CACHED), "of prompt tokens"),),
             ),
             Panel("Tokens", "short", ((rate(TOKENS, "source"), "{{source}}"),)),
             Panel("Layouts", "reqps", ((rate("jgr_layouts_total", "layout"), "{{layout}}"),)),
@@ -267,6 +215,7 @@ BOARDS = (
             Panel("Items in the cache", "short", ((gauge("jgr_feature_entries"), "items"),)),
         ),
     ),
+    FLEET,
 )
 
 ALERTS = (
@@ -320,6 +269,27 @@ ALERTS = (
         "6h",
         "warning",
         "At this pace the process takes a tenth more memory every day.",
+    ),
+    Alert(
+        "JgrFleetLosesAttempts",
+        'sum(increase(jgr_fleet_attempts_total{outcome="lost"}[5m])) > 0',
+        "0m",
+        "warning",
+        "A replica died with requests; they were sent to others.",
+    ),
+    Alert(
+        "JgrFleetSilentReplica",
+        "max by (replica) (jgr_fleet_report_age_seconds) > 10",
+        "1m",
+        "warning",
+        "A replica that serves has not reported for long: requests are routed without knowing what it holds and does.",
+    ),
+    Alert(
+        "JgrFleetVersionsDiffer",
+        'count by (model) (count by (model, version) (jgr_model_info{replica!=""})) > 1',
+        "30m",
+        "warning",
+        "Replicas serve different versions of a model for longer than a rollout should take; /v1/models says which.",
     ),
     Alert("JgrDown", 'up{job="jgr"} == 0', "1m", "critical", "The server does not answer."),
 )

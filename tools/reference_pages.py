@@ -31,6 +31,7 @@ from jgr.cli.main import COMMANDS
 from jgr.client import errors, recommender
 from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo
+from jgr.serving.cluster.series import Series
 from jgr.serving.engine import metrics
 from jgr.serving.policies.jobs import Priority
 from tools.reference_http import http
@@ -42,7 +43,9 @@ OF_ALL_COMMANDS = "Flags of every command"
 SHOWN_CLASSES = ("Engine", "Client")
 STRUCTS = ("Answer", "Item", "Filters", "Prefilled", "ModelInfo")
 FIELD_SETS = {"recommend": "RecommendFields", "rank": "RankFields", "prefill": "PrefillFields"}
-OPEN_LABELS = ("endpoint", "status", "model", "version", "size", "part", "le")
+OPEN_LABELS = (
+    "endpoint", "status", "model", "version", "size", "part", "le", "front", "replica", "rule",
+)  # fmt: skip
 """Labels whose values are not a fixed set, or too many to be listed."""
 
 
@@ -245,7 +248,8 @@ def series() -> str:
         "server's life: rates are for the reader to compute. A histogram has the series `_bucket`, `_sum` and "
         "`_count`. A server of several models adds the label `model` to all but "
         + ", ".join(f"`{name}`" for name in metrics.OF_THE_PROCESS)
-        + ". Series of a cache, of a feature store and of scorers are there where the model has them. The client "
+        + ", and a [fleet](../fleet.md) the label `replica` to all. Series of a cache, of a feature store and of "
+        "scorers are there where the model has them, `jgr_fleet_*` of a fleet alone. The client "
         "library adds its own of the process, `process_*` and `python_*`. Dashboards and alerts that read all this are "
         "in `deploy/`; [Serving](../serving.md#deadlines-and-overload) says what to watch under load.",
         table(("series", "type", "labels", ""), rows),
@@ -269,7 +273,10 @@ def _families() -> list[Metric]:
             max_history_in_prompt=1,
         )
     )  # fmt: skip
-    return sorted(shown.registry.collect(), key=lambda family: family.name)
+    front = Series("")
+    front.become([""])
+    front.routed("", "")
+    return sorted((*shown.registry.collect(), *front.families()), key=lambda family: family.name)
 
 
 _EMPTY_CACHE = types.SimpleNamespace(

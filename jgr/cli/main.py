@@ -37,6 +37,7 @@ COMMANDS = {
     "kv": "jgr.cli.kv",
     "serve": "jgr.cli.serve",
     "cluster": "jgr.cli.cluster",
+    "top": "jgr.cli.top",
     "evaluate": "jgr.cli.evaluate",
     "bench": "jgr.cli.bench",
     "profile": "jgr.cli.profile",

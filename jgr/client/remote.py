@@ -11,6 +11,7 @@ import asyncio
 import os
 import re
 import ssl
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,8 @@ MAX_WAIT_S = 60.0
 """The longest wait before a retry. The wait doubles each time, where the server does not say how long it should be."""
 
 T = TypeVar("T")
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_first = threading.Lock()
 
 
 class Client(Recommender):
@@ -135,7 +138,7 @@ class Client(Recommender):
         for attempt in range(self._retries + 1):
             try:
                 server, content = self._exchange_with_one(method, path, body, request_id)
-                return msgspec.json.decode(content, type=type)
+                return decoder(type).decode(content)
             except (Overloaded, Unavailable) as error:
                 if attempt == self._retries or self._closed:
                     raise
@@ -147,6 +150,10 @@ class Client(Recommender):
                     f"{server.url}{path}: is not the answer of a jgr server: {error}"
                 ) from None
         raise AssertionError("unreachable")
+
+    def read(self, path: str) -> bytes:
+        """The content of a GET that is answered 200, such as that of /metrics. Raises RequestFailed otherwise."""
+        return self._exchange_with_one("GET", path, None, os.urandom(16).hex())[1]
 
     def _ask(self, kind: Kind, bodies: Sequence[bytes]) -> list[Any]:
         def one(at: int) -> Answer | Prefilled:
@@ -272,6 +279,15 @@ class _Unasked(Unavailable):
     """No connection was made, so nothing of the request was seen."""
 
 
+def decoder(type: type[T]) -> msgspec.json.Decoder[T]:
+    """The decoder of a type, the same for all threads. msgspec looks at a type when it is decoded first, and crashes
+    where two threads do so at once."""
+    with _first:
+        found: msgspec.json.Decoder[T] = _decoders.get(type) or msgspec.json.Decoder(type)
+        _decoders[type] = found
+    return found
+
+
 class _Ended(ConnectionError):
     """A kept connection ended without an answer: the server closes what was idle for long, and read no request."""
 
@@ -341,7 +357,7 @@ def _failure(url: str, response: BaseHTTPResponse, content: bytes) -> RequestFai
     waits = response.headers.get("Retry-After", "")
     retry_after = float(waits) if waits.isdecimal() else None
     try:
-        error = msgspec.json.decode(content, type=ErrorAnswer).error
+        error = decoder(ErrorAnswer).decode(content).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         types: dict[int, ErrorType] = {status: type for type, status in STATUS.items()}
         message = f"{url}: HTTP {response.status} {one_line(response.reason)}"

@@ -238,3 +238,27 @@ def test_what_is_public_is_typed_and_loaded_late() -> None:
         "assert not {'jax', 'starlette', 'uvicorn'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+FIRST = """
+import sys, threading
+import msgspec
+from jgr.client.remote import decoder
+sys.setswitchinterval(1e-6)
+for n in range(100):
+    inner = msgspec.defstruct("Inner", [("a", list[int]), ("b", str)])
+    outer = msgspec.defstruct("Outer", [("inner", list[inner]), ("c", float | None)])
+    at_once = threading.Barrier(8)
+    def decode():
+        at_once.wait()
+        assert decoder(outer).decode(b'{"inner": [{"a": [1], "b": "x"}], "c": 2.5}').c == 2.5
+    threads = [threading.Thread(target=decode) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+print("whole")
+"""
+
+
+def test_the_first_answers_of_several_threads_are_read_without_a_crash() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr

@@ -9,15 +9,20 @@ import json
 import math
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
+from jgr.serving.cluster.relay import Answered
+from jgr.serving.cluster.series import Series
+from jgr.serving.cluster.whole import metrics
 from jgr.serving.engine.metrics import documentation
 from tests.debian import PROMETHEUS, PROMTOOL
 from tests.serving.scorer_fakes import ScorerServer
@@ -99,6 +104,41 @@ def figures(port: int, expression: str) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
+@contextmanager
+def fleet_of(replica: int) -> Iterator[int]:
+    """A front's /metrics over one replica, the server on that port, to which it routes whenever it is asked."""
+    series = Series("front")
+    series.become(["r"])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", replica, timeout=PATIENCE_S)
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            connection.close()
+            series.heard("r")
+            series.decided(1e-4)
+            series.routed("r", "joint")
+            series.ended("answered")
+            body = metrics(Answered(200, [], b""), {"r": text}, [series.text()]).body
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.mark.usefixtures("toy")
 @pytest.mark.prometheus
 def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
@@ -115,7 +155,7 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
     try:
         with ScorerServer(*engine(str(store))) as scorer:
             ports = [int(url.rpartition(":")[2]) for url in (two.listener.url, scorer.url)]
-            with prometheus(tmp_path, ports) as port:
+            with fleet_of(ports[0]) as front, prometheus(tmp_path, [*ports, front]) as port:
 
                 def traffic() -> None:
                     two.call("/v1/rank", rank)

@@ -106,5 +106,8 @@ def fleet(arguments: Mapping[str, Any]) -> Application:
     unknown = sorted(arguments.keys() - ARGUMENTS)
     if unknown:
         raise UserError(f"args: there is no {', '.join(unknown)}; there are {', '.join(ARGUMENTS)}")
-    models, configs, settings = (tuple(map(str, arguments.get(name, ()))) for name in ARGUMENTS)
+    for name, given in arguments.items():
+        if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+            raise UserError(f"args: {name}: must be a list of texts, not {given!r}")
+    models, configs, settings = (tuple(arguments.get(name, ())) for name in ARGUMENTS)
     return application(Source(models, configs, settings))

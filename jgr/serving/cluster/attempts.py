@@ -30,11 +30,13 @@ TRY_ELSEWHERE = (429, 503)
 
 
 class Attempt:
-    """A request on its way to a replica. node: which one the router has chosen; "": none yet. predicted_ns: how long it
-    should take there, 0 where that is not known. sent_ns: since when."""
+    """A request on its way to a replica. number: of the attempts at this request before. node: which replica the router
+    has chosen; "": none yet. score: what that got. predicted_ns: how long it should take there, 0 where that is not
+    known. sent_ns: since when."""
 
-    def __init__(self, sent_ns: int = 0) -> None:
-        self.node, self.predicted_ns, self.sent_ns = "", 0.0, sent_ns
+    def __init__(self, sent_ns: int = 0, number: int = 0) -> None:
+        self.node, self.score, self.predicted_ns = "", 0.0, 0.0
+        self.sent_ns, self.number = sent_ns, number
 
 
 SENDER = f"{socket.gethostname()}:{os.getpid()}"
@@ -132,7 +134,7 @@ class Attempts:
         nodes = dict.fromkeys((*left_out, *(each.node for each in request.attempts)))
         tried = tuple(filter(None, nodes))
         name = str(next(_numbers))
-        attempt = ATTEMPTS[name] = Attempt(now_ns)
+        attempt = ATTEMPTS[name] = Attempt(now_ns, request.begun)
         hint = request.hint._replace(
             sender=SENDER, attempt=name, tried=tried, waited_ms=(now_ns - request.arrival_ns) / 1e6
         )

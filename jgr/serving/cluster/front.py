@@ -18,18 +18,23 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgr.config import Config
-from jgr.serving.cluster.attempts import Attempts
+from jgr.serving.cluster.attempts import SENDER, Attempts
 from jgr.serving.cluster.hints import USERS, glance
+from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
-from jgr.serving.cluster.replicas import Replicas
-from jgr.serving.cluster.whole import erased, metrics, readiness
+from jgr.serving.cluster.replicas import ALL_S, Replicas
+from jgr.serving.cluster.router import SERIES
+from jgr.serving.cluster.sending import Sending
+from jgr.serving.cluster.whole import erased, metrics, models, readiness
+from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.keys import Keys
+from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import TRY_AGAIN, error_body
-from jgr.serving.http.server import REQUEST_ID
+from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
 GRACE_S = 0.25
@@ -56,11 +61,12 @@ class Front:
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
         self._replicas, self._rollouts = Replicas(replicas), rollouts
-        self._keys = Keys(config.server)
+        self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
+        traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._default_ms = config.server.default_deadline_ms
         fleet = config.fleet
         self._attempts = Attempts(
-            self._replicas.answer,
+            Sending(self._replicas.answer, SERIES, fleet.routing, traces).answer,
             (RayActorError, RayServeException, Incompatible),
             fleet.attempts,
             Hedging(fleet.hedge if max(fleet.replicas, fleet.max_replicas) > 1 else 0),
@@ -80,6 +86,7 @@ class Front:
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
+            self._charge(scope, path)
             most = self._max_upload_bytes if path == UPLOAD_PATH else self._config.server.max_body_bytes
             asked = await read(scope, receive, most)
             headers = [each for each in asked.headers if each[0] != b"x-request-id"]
@@ -104,7 +111,9 @@ class Front:
             return erased(await self._replicas.ask_all(asked))
         first = await self._ask_one(path, asked, arrival_s)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
-            return metrics(first, await self._replicas.metrics())
+            return metrics(first, await self._replicas.metrics(), await fronts_series())
+        if asked.method == "GET" and path == "/v1/models":
+            return models(first, await self._replicas.about_all())
         if asked.method in ("GET", "HEAD") and path == "/health/ready":
             fleet = self._config.fleet
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
@@ -119,11 +128,39 @@ class Front:
         until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
         return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
 
+    def _charge(self, scope: Scope, path: str) -> None:
+        """Take a token of the caller's rate, which no replica does. Raises RequestError where it is used up; who may
+        not ask at all is refused by the replica."""
+        if path in self._open:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            caller = who(self._keys, scope["method"], path)(given[-1] if given else b"")
+        except RequestError:
+            return
+        try:
+            caller.charge(time.monotonic_ns())
+        except RequestError:
+            SERIES.refused()
+            raise
+
+    async def series(self) -> str:
+        """This front's own series."""
+        return SERIES.text()
+
     def _tenant(self, asked: Asked) -> str:
         """What the names of the caller's users begin with; a key that is nobody's is refused by the replica."""
         given = [value for name, value in asked.headers if name == b"authorization"]
         caller = self._keys.find(given[-1]) if given else None
         return "" if caller is None else caller.tenant
+
+
+async def fronts_series() -> list[str]:
+    """The series of every front that answers; where none does yet, this one's."""
+    own = serve.get_replica_context()
+    handle = serve.get_deployment_handle(own.deployment, own.app_name)
+    found = await handle.broadcast("series").results_async(timeout_s=ALL_S, return_exceptions=True)
+    return [each for each in found if isinstance(each, str)] or [SERIES.text()]
 
 
 async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:

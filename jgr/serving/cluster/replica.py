@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from typing import Any, Protocol
 
+import msgspec
+
 from jgr.config import Config, ConfigError, UserError
 from jgr.placement.transport import Bucket
-from jgr.serving.api import RankRequest, RecommendRequest, Request
+from jgr.serving.api import RankRequest, RecommendRequest, ReplicaInfo, Request, ServedVersion
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.items import ItemShare
+from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
@@ -86,7 +91,7 @@ class Replica:
         bucket: Bucket | None = None,
     ) -> None:
         self._source = received(Source, source)
-        self.name = name or _own_name()
+        self.name, self.node = (name, socket.gethostname()) if name else (_own_name(), own_node())
         self._others = others
         self._host, self._bucket = host, bucket
         self._items: ItemShare | None = None
@@ -108,6 +113,7 @@ class Replica:
         here = zip_longest(source.folders, places[: len(source.folders)])
         folders = tuple(place or folder for folder, place in here)
         configs = (replace(source, folders=folders) if places else source).configs()
+        configs = [_with_own_journal(config, self.name) for config in configs]
         deployments = []
         for one in self.load(source, configs, places):
             engine, begin = one.engine, Beginning()
@@ -133,8 +139,9 @@ class Replica:
             self._record = await others.record(self._source.key)
             # Not on the event loop: it is asked for its health meanwhile.
             self._config, deployments = await asyncio.to_thread(self._load_as, self._record)
-            self.models = Models(deployments)
-            self._app = App(self.models, self._config.server)
+            models = Models(deployments)
+            self._app = App(models, self._config.server, place(self.name, self.node))
+            self.models = models
             if self._config.fleet.items != "none" and not self._source.null:
                 host = self._host or _own_host(self._config)
                 self._items = ItemShare(self.models, self._config, host, self._bucket)
@@ -164,7 +171,7 @@ class Replica:
             if self._items is not None and hint.items:
                 fetched = await self._items.fetch(hint, wanted.user_tokens)
             waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
-            return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns})
+            return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
         finally:
             for work in (self._work, self._waiting):
                 work.end(hint.sender, tokens, self._now_ns())
@@ -189,8 +196,9 @@ class Replica:
         return self.name, asked[what](*arguments) if ready else None
 
     async def about(self) -> dict[str, Any]:
-        """Name, status and versions: what a rollout and the whole view ask for."""
+        """Name, status and versions: what a rollout and the whole view ask for. info: as /v1/models tells it."""
         return {
+            "info": msgspec.to_builtins(self._info()),
             "name": self.name,
             "spoken": tuple(spoken()),
             "status": self.models.status,
@@ -264,6 +272,13 @@ class Replica:
                 self._items.close()
                 self._items = None
             self.models.join(1.0)
+            if self._app.traces is not None:
+                await asyncio.to_thread(self._app.traces.close)
+
+    def _info(self) -> ReplicaInfo:
+        of = ("id", "version", "catalog_version", "state", "reload", "reload_error")
+        served = [ServedVersion(**{name: getattr(info, name) for name in of}) for info in self.models.infos]
+        return ReplicaInfo(name=self.name, node=self.node, state=self.models.status, models=served)
 
     def _states(self) -> States:
         return {one.name: state_of(one) for one in self.models.deployments}
@@ -335,6 +350,12 @@ def _own_host(config: Config) -> str:
     from ray.util import get_node_ip_address
 
     return str(get_node_ip_address())
+
+
+def _with_own_journal(config: Config, name: str) -> Config:
+    """The configuration with a journal of this replica's own: two processes cannot write to one file."""
+    own = of_replica(config.server.journal, name)
+    return replace(config, server=replace(config.server, journal=own))
 
 
 def _own_name() -> str:

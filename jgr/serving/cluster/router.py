@@ -16,8 +16,11 @@ from jgr.serving.cluster.attempts import ATTEMPTS, SENDER
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.protocol import PROTOCOL
 from jgr.serving.cluster.reports import Shape, ask_of, report
+from jgr.serving.cluster.series import Series
 from jgr.serving.policies.routing import Ask, Router
 
+SERIES = Series(SENDER)
+"""What the router of this process does."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
 
@@ -27,6 +30,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **settings: Any) -> None:
         self._policy = Router(SENDER, **settings)
+        self._rule = str(settings.get("rule", "joint"))
         self._heard: dict[str, Any] = {}  # the last stats of each replica
         self._shape: Shape = {}
         self._strangers: set[str] = set()  # replicas of a jgr that this one does not understand
@@ -35,6 +39,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._policy.become(by_name)
+        SERIES.become(by_name)
         self._heard = {name: stats for name, stats in self._heard.items() if name in by_name}
         self._strangers &= by_name.keys()
         for name, replica in by_name.items():
@@ -45,6 +50,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
                     self._strangers.add(name)
                     continue
                 self._policy.heard(name, report(stats))
+                SERIES.heard(name)
                 self._shape = stats
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -69,6 +75,9 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         best = self._policy.rank(ask, now_ns)[:TRIES]
         # Before it has arrived: what is chosen until then must know of it.
         self._send(hint, ask, best[0], now_ns)
+        SERIES.decided((time.monotonic_ns() - now_ns) / 1e9)
+        if (attempt := ATTEMPTS.get(hint.attempt)) is not None:
+            attempt.score = self._policy.best_score
         return [[by_name[name]] for name in best]
 
     def on_request_routed(
@@ -77,6 +86,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         hint = _hint(pending_request)
         ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         self._send(hint, ask, replica_id.unique_id, time.monotonic_ns())
+        if hint.attempt in ATTEMPTS:
+            SERIES.routed(replica_id.unique_id, self._rule)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, replica_id.unique_id)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from jgr.serving.api import Erased
+from jgr.serving.api import Erased, ModelList, ReplicaInfo
 from jgr.serving.cluster.relay import Answered, Headers
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
@@ -39,16 +39,31 @@ def merged(texts: Mapping[str, str]) -> bytes:
             whole.samples += [
                 sample._replace(labels={**sample.labels, NODE: name}) for sample in family.samples
             ]
+    return _rendered(families)
+
+
+def together(texts: Iterable[str]) -> bytes:
+    """The series of several processes, which differ in their labels, as one text."""
+    families: dict[str, Metric] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            found = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            found.samples += family.samples
+    return _rendered(families)
+
+
+def _rendered(families: Mapping[str, Metric]) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Found(families.values()))
     return generate_latest(registry)
 
 
-def metrics(first: Answered, texts: Mapping[str, str]) -> Answered:
-    """/metrics of the fleet; `first` is one replica's answer, and decides who may ask."""
+def metrics(first: Answered, texts: Mapping[str, str], fronts: Sequence[str] = ()) -> Answered:
+    """/metrics of the fleet; `first` is one replica's answer, and decides who may ask. fronts: the fronts' own series,
+    which have their labels."""
     if first.status != 200:
         return first
-    body = merged(texts)
+    body = merged(texts) + together(fronts)
     return Answered(200, _headers(first, body, CONTENT_TYPE), body)
 
 
@@ -61,6 +76,16 @@ def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) 
         waiting = next((each["waiting"] for each in about if each["waiting"]), "starting")
         raise RequestError("unavailable", f"the server is {waiting}")
     body = msgspec.json.encode({"status": "ready", "replicas": ready, "of": wanted})
+    return Answered(200, _headers(first, body, "application/json"), body)
+
+
+def models(first: Answered, about: Sequence[Mapping[str, Any]]) -> Answered:
+    """/v1/models of the fleet: what one replica says, and which versions each serves."""
+    if first.status != 200:
+        return first
+    whole = msgspec.json.decode(first.body, type=ModelList)
+    whole.replicas = [msgspec.convert(each["info"], ReplicaInfo) for each in about]
+    body = msgspec.json.encode(whole)
     return Answered(200, _headers(first, body, "application/json"), body)
 
 

@@ -105,6 +105,14 @@ class Journal:
             self._file.close()
 
 
+def of_replica(path: str, replica: str) -> str:
+    """The file of one replica of a fleet: journal.jsonl becomes journal.REPLICA.jsonl; "" stays "", for none."""
+    if not path:
+        return ""
+    whole = Path(path)
+    return str(whole.with_name(f"{whole.stem}.{replica}{whole.suffix}"))
+
+
 @functools.cache
 def journal_at(path: str) -> Journal:
     """The one journal of this process at a path."""

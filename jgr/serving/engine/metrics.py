@@ -63,6 +63,15 @@ TEXTS = {
     "jgr_features": "Feature records that requests were given, by state.",
     "jgr_feature_events": "Events of the feature cache since the engine's start.",
     "jgr_feature_entries": "Items in the feature cache.",
+    "jgr_fleet_routed": "Attempts at requests that a replica of the fleet has taken, by the rule that chose it.",
+    "jgr_fleet_attempts": (
+        "Attempts at requests that have ended: answered by the replica, lost with it, or given up since the deadline "
+        "had passed or another replica had answered (late)."
+    ),
+    "jgr_fleet_retries": "Attempts at requests that another replica was sent before.",
+    "jgr_fleet_decision_seconds": "Time that the choice of a replica takes.",
+    "jgr_fleet_report_age_seconds": "Time since the last report of a replica came to the front.",
+    "jgr_fleet_refused": "Requests that a front refused since a key's quota was used up.",
 }
 """What the families tell of that not every server has."""
 OF_THE_PROCESS = ("jgr_requests", "jgr_refused", "jgr_compilations")
@@ -79,7 +88,7 @@ class Metrics:
 
     def __init__(self, compilations: Callable[[], Mapping[str, int]] = lambda: {}) -> None:
         """compilations: reads the process's counts of compiled programs, by phase."""
-        self.registry = _Registry()
+        self.registry = Registry()
         self.registry.register(_Compilations(compilations))
         self.requests = self._counter("jgr_requests", "HTTP requests answered.", "endpoint", "status")
         refused = self._counter(
@@ -314,7 +323,7 @@ class _Labelled(Collector):
         yield from families.values()
 
 
-class _Registry(CollectorRegistry):
+class Registry(CollectorRegistry):
     """Leaves out the `_created` series: one more for each counter and histogram, all telling of the start only."""
 
     def collect(self) -> Iterator[Metric]:

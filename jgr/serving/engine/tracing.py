@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -61,20 +61,27 @@ def require_opentelemetry(config: ServerConfig) -> None:
             ) from None
 
 
-def tracing(config: ServerConfig, clock: Callable[[], int]) -> Tracing | None:
-    """The traces that are configured; None: none are. ConfigError where the extra is not installed."""
+def tracing(
+    config: ServerConfig, clock: Callable[[], int], place: Mapping[str, str] | None = None
+) -> Tracing | None:
+    """The traces that are configured; None: none are. place: see Tracing. ConfigError where the extra is missing."""
     require_opentelemetry(config)
-    return Tracing(config, clock) if config.traces else None
+    return Tracing(config, clock, place=place) if config.traces else None
 
 
 class Tracing:
     """Makes the spans of requests and sends them from a thread of its own. clock: of the tickets' times, in ns.
 
-    exporter: takes the spans in place of the configured endpoint.
+    exporter: takes the spans in place of the configured endpoint. place: attributes of the resource that tell which
+    process of a fleet this is.
     """
 
     def __init__(
-        self, config: ServerConfig, clock: Callable[[], int], exporter: SpanExporter | None = None
+        self,
+        config: ServerConfig,
+        clock: Callable[[], int],
+        exporter: SpanExporter | None = None,
+        place: Mapping[str, str] | None = None,
     ) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -90,7 +97,9 @@ class Tracing:
             exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)
         self.provider: TracerProvider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(config.trace_ratio)),
-            resource=Resource.create({"service.name": "jgr", "service.version": __version__}),
+            resource=Resource.create(
+                {"service.name": "jgr", "service.version": __version__, **(place or {})}
+            ),
             shutdown_on_exit=False,
         )
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -102,8 +111,14 @@ class Tracing:
         """A request has come. path: the endpoint's, as metrics name it."""
         return Trace(self, arrival_ns, headers, path)
 
-    def open(self, name: str, arrival_ns: int, offset_ns: int, headers: Headers) -> Span:
-        """The span of a request."""
+    def passed_on(self, name: str, headers: Headers) -> PassedOn:
+        """A request with these headers goes on to another process from now on."""
+        return PassedOn(self, name, headers)
+
+    def open(
+        self, name: str, arrival_ns: int, offset_ns: int, headers: Headers, outgoing: bool = False
+    ) -> Span:
+        """The span of a request, that has come or is passed on."""
         from opentelemetry.trace import SpanKind
 
         given: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
@@ -112,9 +127,8 @@ class Tracing:
                 found.append(value.decode("latin-1"))
         if len(given["traceparent"]) != 1:
             given.clear()  # of two parents, neither can be believed
-        return self._tracer.start_span(
-            name, self._extract(given), SpanKind.SERVER, start_time=arrival_ns + offset_ns
-        )
+        kind = SpanKind.CLIENT if outgoing else SpanKind.SERVER
+        return self._tracer.start_span(name, self._extract(given), kind, start_time=arrival_ns + offset_ns)
 
     def close(self) -> None:
         """Send what is left, for a few seconds at most, and end the thread."""
@@ -136,8 +150,7 @@ class Trace:
 
     def header(self) -> bytes:
         """The value of `traceresponse` for the answer: https://w3c.github.io/trace-context/#traceresponse-header"""
-        context = self._open().get_span_context()
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}".encode()
+        return _named(self._open())
 
     def end(self, status: int, request_id: str) -> None:
         """The answer, of this HTTP status, is with the client's connection."""
@@ -172,6 +185,36 @@ class Trace:
             self._offset_ns = time.time_ns() - self._tracing._clock()
             self._span = self._tracing.open(self._path, self._arrival_ns, self._offset_ns, self._headers)
         return self._span
+
+
+class PassedOn:
+    """A request on its way to another process, whose spans are below this one's: `headers` go there in place of its
+    own."""
+
+    def __init__(self, tracing: Tracing, name: str, headers: Headers) -> None:
+        self._clock = tracing._clock
+        now_ns = self._clock()
+        self._offset_ns = time.time_ns() - now_ns
+        given = list(headers)
+        self._span = tracing.open(name, now_ns, self._offset_ns, given, outgoing=True)
+        self.headers = [header for header in given if header[0] != b"traceparent"]
+        self.headers.append((b"traceparent", _named(self._span)))
+
+    def end(self, attributes: Mapping[str, Any], status: int) -> None:
+        """End the span. status: of the answer; 0: it was lost."""
+        from opentelemetry.trace.status import StatusCode
+
+        if self._span.is_recording():
+            self._span.set_attributes({**attributes, "http.response.status_code": status})
+            if not status or status >= 500:
+                self._span.set_status(StatusCode.ERROR)
+        self._span.end(self._clock() + self._offset_ns)
+
+
+def _named(span: Span) -> bytes:
+    """A span as `traceparent` and `traceresponse` name it."""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}".encode()
 
 
 def _times(ticket: Ticket) -> list[int]:

@@ -87,11 +87,12 @@ ANYBODY = Caller()
 class Keys:
     """The keys of a server. Raises ConfigError, which names the field of the file that cannot be used.
 
-    open: whether no client needs a key. Belongs to the event loop.
+    open: whether no client needs a key. parts: into how many the rates are divided, each counted by a process of its
+    own. Belongs to the event loop.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServerConfig, parts: int = 1) -> None:
+        self._config, self._parts = config, parts
         self._secret = os.urandom(32)
         self.open = not (config.api_key or config.keys)
         self._callers: dict[bytes, Caller] = {}
@@ -169,7 +170,8 @@ class Keys:
                 "" if self.open else tenant(entry.name),
                 entry.role,
                 limits,
-                old.bucket or (Bucket(entry.rate, burst) if entry.rate else None),
+                old.bucket
+                or (Bucket(entry.rate / self._parts, -(-burst // self._parts)) if entry.rate else None),
                 old.share or (Share(entry.share) if entry.share else None),
             )
         self._callers = callers

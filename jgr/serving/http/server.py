@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import getrandbits
@@ -35,7 +35,7 @@ from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.http.keys import ANYBODY, Caller, Keys
+from jgr.serving.http.keys import Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
@@ -105,10 +105,11 @@ class App:
     """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it. Another ASGI server could, but
     work goes on for a client that leaves unless the scope has its Departure as "jgr.departure".
 
-    Raises ConfigError for keys that cannot be used.
+    place: attributes of traces that tell which replica of a fleet this is. Raises ConfigError for keys that cannot be
+    used.
     """
 
-    def __init__(self, models: Models, config: ServerConfig) -> None:
+    def __init__(self, models: Models, config: ServerConfig, place: Mapping[str, str] | None = None) -> None:
         self.keys = Keys(config)
         self.models = models
         self.clock = models.deployments[0].engine.clock
@@ -118,7 +119,7 @@ class App:
         self._counters: dict[tuple[str, int], Counter] = {}  # by endpoint, from a fixed set, and status
         self._max_body = config.max_body_bytes
         self.access = log_access if config.access_log else None
-        self.traces: Tracing | None = tracing(config, self.clock)
+        self.traces: Tracing | None = tracing(config, self.clock, place)
         rank = msgspec.json.Decoder(RankRequest)
         self._hot: dict[str, Hot] = {
             "/v1/recommend": Hot("recommend", msgspec.json.Decoder(RecommendRequest)),
@@ -195,18 +196,15 @@ class App:
         return caller is not None and caller.role == "admin"
 
     def _admit(self, scope: Scope, key: bytes, now_ns: int) -> Caller:
-        if scope["method"] == "POST" and scope["path"].startswith(ADMIN_PATHS):
-            return self.admit(self.keys.admin, key, now_ns)
-        if scope["method"] == "DELETE" and scope["path"].startswith(USERS_PATH):
-            return self.admit(self.keys.either, key, now_ns)
-        return ANYBODY if self.keys.open else self.admit(self.keys.client, key, now_ns)
+        find = who(self.keys, scope["method"], scope["path"])
+        return self.admit(find, key, None if "jgr.charged" in scope else now_ns)
 
-    def admit(self, find: Callable[[bytes], Caller], key: bytes, now_ns: int) -> Caller:
-        """Who asks, as `find` tells by the key. Raises RequestError for a key that may not, or that may not ask so
-        often."""
+    def admit(self, find: Callable[[bytes], Caller], key: bytes, now_ns: int | None) -> Caller:
+        """Who asks, as `find` tells by the key. now_ns: None: another process has charged the key. Raises RequestError
+        for a key that may not, or that may not ask so often."""
         try:
             caller = find(key)
-            if caller.bucket is not None:
+            if caller.bucket is not None and now_ns is not None:
                 caller.charge(now_ns)
         except RequestError as error:
             self._refused["quota" if error.type == "quota_exceeded" else "unauthorized"].inc()
@@ -369,6 +367,13 @@ class _Reply:
         else:
             self.size += len(message.get("body", b""))
         await self._send(message)
+
+
+def who(keys: Keys, method: str, path: str) -> Callable[[bytes], Caller]:
+    """What tells who makes such a call by an Authorization header, and raises RequestError for who may not."""
+    if method == "POST" and path.startswith(ADMIN_PATHS):
+        return keys.admin
+    return keys.either if method == "DELETE" and path.startswith(USERS_PATH) else keys.client
 
 
 def _traced(scope: Scope) -> str | None:

@@ -265,6 +265,8 @@ class Router:
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
         self._turn = int(keys([name])[0]) % 2**32  # so that routers do not go in step
         self._now_ns = self._swept_ns = 0
+        self.best_score = 0.0
+        """What the first of the last ranking got; 0 under a rule without a score."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -452,6 +454,8 @@ class Router:
         for term in self._terms:
             cost -= term(view)
         order: list[int] = np.argsort(cost).tolist()
+        best = next((slot for slot in order if self._names[slot] not in ask.tried), order[0])
+        self.best_score = -float(cost[best])
         return order
 
     def _by_hash(self, ask: Ask) -> list[int]:

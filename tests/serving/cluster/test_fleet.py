@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +28,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import jgr
 from jgr.catalog.catalog import load_catalog
+from jgr.cli import top
 from jgr.models import manifest
 from jgr.placement.items import Items, Workers, expected_bytes, hash_items
+from jgr.traffic.view import View
 from tests.serving.decoders.test_cached_server import make_config as make_ranker
 from tests.serving.fakes import PATIENCE_S
+from tests.serving.http.test_tracing import Collector, attributes
 from tests.serving.tiny_model import N_ITEMS, as_lines, make_catalog, make_folder, shuffled_catalog
 
 pytestmark = pytest.mark.ray
@@ -42,6 +46,10 @@ ROOT = Path(__file__).resolve().parents[3]
 IDS = [f"B{row:03}" for row in range(N_ITEMS)]
 HISTORIES = [np.random.default_rng(seed).choice(IDS, 2 + seed % 7).tolist() for seed in range(24)]
 CANDIDATES = ["i1", "i2", "i3"]
+KEY, SLOW = "key-of-the-tests", "key-with-a-rate."
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+BURST = 2
+"""Requests that the second key may make at once, of each front."""
 KEPT = [[f"i{(start + event) % 30}" for event in range(12)] for start in range(12)]
 """Histories of users whom the ranker keeps."""
 TOKEN_BYTES = 512
@@ -51,15 +59,17 @@ FETCHING = ("fleet.fetched_mb=1", "fleet.fetch=always", "fleet.fetch_ms=60000")
 
 @dataclass
 class Fleet:
-    """A fleet that runs. folder: of its model, which a reload reads again; temporary: Ray's."""
+    """A fleet that runs. folder: of its model, which a reload reads again. temporary: Ray's. collector: of its
+    traces."""
 
     url: str
     folder: Path
     process: subprocess.Popen[str]
     temporary: Path
+    collector: Collector
 
     def client(self, **options: Any) -> jgr.Client:
-        return jgr.Client(self.url, timeout_s=PATIENCE_S, **options)
+        return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)
 
     def series(self, name: str) -> dict[tuple[str, ...], float]:
         """The values of a series, by its labels' values."""
@@ -85,7 +95,7 @@ class Fleet:
             method,
             self.url + path,
             body=body if body is None or isinstance(body, bytes) else json.dumps(body),
-            headers=headers,
+            headers={"authorization": f"Bearer {KEY}", **headers},
             timeout=PATIENCE_S,
             retries=False,
         )
@@ -98,8 +108,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     manifest.write(folder, make_folder(folder), make_catalog())
     ranker = folder.parent / "ranker"
     manifest.write(ranker, make_ranker(ranker, "model.name=ranker"), load_catalog(ranker / "catalog.jsonl"))
-    items = ("fleet.items=hash", "fleet.items_mb=1", *FETCHING)
-    own = ("server.admin_key=4dm1n", "fleet.health_s=1", "fleet.fronts=2", *items)
+    keys = [{"name": "tests", "key": KEY}, {"name": "slow", "key": SLOW, "rate": 0.001, "burst": 2 * BURST}]
+    entries = [{**key, "role": "client"} for key in keys]
+    (folder.parent / "keys.json").write_text(json.dumps({"keys": entries}))
+    (folder.parent / "keys.json").chmod(0o600)
+    collector = Collector()
+    own = (
+        "server.admin_key=4dm1n",
+        f"server.keys={folder.parent / 'keys.json'}",
+        f"server.traces={collector.url}",
+        "fleet.health_s=1",
+        "fleet.fronts=2",
+        "fleet.items=hash",
+        "fleet.items_mb=1",
+        *FETCHING,
+    )
     settings = [f"--set={setting}" for setting in own]
     temporary = tmp_path_factory.mktemp("r")
     log = tmp_path_factory.mktemp("log") / "stderr"
@@ -117,9 +140,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url, log.read_text()
-        yield Fleet(url, folder, process, temporary)
+        yield Fleet(url, folder, process, temporary, collector)
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
+    collector.stop()
     assert "Traceback" not in log.read_text()
 
 
@@ -210,7 +234,74 @@ def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
     assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 2, "of": 2}
     assert len(names(fleet)) == 2
     assert len(pids(fleet, "Front")) == 2
-    assert json.loads(fleet.get("/v1/models"))["data"][0]["id"] == "tiny"
+    models = json.loads(fleet.get("/v1/models"))
+    assert [info["id"] for info in models["data"]] == ["tiny", "ranker"]
+    served = {info["id"]: (info["version"], info["catalog_version"]) for info in models["data"]}
+    assert {replica["name"] for replica in models["replicas"]} == names(fleet)
+    for replica in models["replicas"]:
+        assert replica["state"] == "ready" and replica["node"].startswith(socket.gethostname())
+        assert {one["id"]: (one["version"], one["catalog_version"]) for one in replica["models"]} == served
+    with fleet.client() as client:
+        shown = next(top.views(client, "fleet", 0.0, lambda seconds: None))
+    assert isinstance(shown, View)
+    assert {row.replica for row in shown.replicas} == names(fleet)
+    assert {row.versions for row in shown.replicas} == {tuple(version for version, _ in served.values())}
+
+
+def test_routing_tells_what_it_does(fleet: Fleet) -> None:
+    routed = fleet.series("jgr_fleet_routed_total")
+    assert {replica for _, replica, _ in routed} == names(fleet)
+    assert {rule for *_, rule in routed} == {"joint"}
+    ended = Counter[str]()
+    for (front, outcome), count in fleet.series("jgr_fleet_attempts_total").items():
+        assert front in {front for front, *_ in routed}
+        ended[outcome] += int(count)
+    late = ended["late"]  # another replica has answered first
+    assert ended["answered"] + late >= sum(routed.values()) > 40, "each was taken, and has ended by now"
+    assert ended["lost"] == 0 and sum(fleet.series("jgr_fleet_retries_total").values()) >= late
+    assert sum(fleet.series("jgr_fleet_decision_seconds_count").values()) >= sum(routed.values())
+    assert {replica for _, replica in fleet.series("jgr_fleet_report_age_seconds")} == names(fleet)
+
+
+def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:
+    """Each front has half of it, and they are asked by chance."""
+    headers, answers = {"authorization": f"Bearer {SLOW}"}, []
+    ends_s = time.monotonic() + PATIENCE_S
+    while sum(count > 0 for count in fleet.series("jgr_fleet_refused_total").values()) < 2:
+        assert time.monotonic() < ends_s
+        url = f"{fleet.url}/v1/items/B000?model=tiny"
+        answers.append(urllib3.request("GET", url, headers=headers, retries=False))
+    statuses = Counter(answer.status for answer in answers)
+    assert statuses == {200: 2 * BURST, 429: len(answers) - 2 * BURST}
+    assert sum(fleet.series("jgr_fleet_refused_total").values()) == statuses[429]
+    refused = next(answer for answer in answers if answer.status == 429)
+    error = refused.json()["error"]
+    assert error["type"] == "quota_exceeded"
+    assert error["message"] == "the key 'slow' may make 0.001 requests a second; try again later"
+    assert 1800 < int(refused.headers["retry-after"]) <= 2000
+    assert refused.headers["x-request-id"] == error["request_id"]
+
+
+def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) -> None:
+    body = {"history": HISTORIES[0], "top_k": 2}
+    parent = f"00-{TRACE}-{PARENT}-01"
+    assert fleet.ask("POST", "/v1/recommend", body, traceparent=parent)[0] == 200
+    ends_s = time.monotonic() + PATIENCE_S
+    answered: list[Any] = []
+    while not answered:  # spans are sent every few seconds; where the first replica was silent, there are two attempts
+        assert time.monotonic() < ends_s
+        fleet.get("/health/ready")
+        spans = [span for span in list(fleet.collector.spans) if span.trace_id.hex() == TRACE]
+        above = {span.parent_span_id for span in spans if span.name == "/v1/recommend"}
+        routes = [span for span in spans if span.name == "route" and span.span_id in above]
+        answered = [span for span in routes if attributes(span)["http.response.status_code"] == 200]
+    route = answered[0]
+    assert route.parent_span_id.hex() == PARENT
+    told = attributes(route)
+    assert told["jgr.replica"] in names(fleet) and told["jgr.rule"] == "joint"
+    assert told["jgr.attempt"] in (0, 1)
+    instances = {resource.get("service.instance.id") for resource in fleet.collector.resources}
+    assert {told["jgr.replica"], told["jgr.front"]} <= instances
 
 
 @dataclass

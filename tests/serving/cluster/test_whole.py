@@ -6,16 +6,21 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from jgr.config import FleetConfig
+from jgr.serving.api import ModelList, ReplicaInfo, ServedVersion
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.reports import Work
-from jgr.serving.cluster.whole import erased, merged, readiness
+from jgr.serving.cluster.series import Series
+from jgr.serving.cluster.whole import erased, merged, metrics, models, readiness
 from jgr.serving.errors import RequestError
 from jgr.serving.http.server import App
 from jgr.serving.policies import routing
@@ -24,7 +29,16 @@ from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
 
 
-def text(requests: int, seconds: float) -> str:
+def values(text: str) -> dict[tuple[str, ...], float]:
+    """The values of all series, by name and labels."""
+    return {
+        (sample.name, *(f"{label}={value}" for label, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def text_of(requests: int, seconds: float) -> str:
     registry = CollectorRegistry()
     Counter("jgr_requests", "Requests.", ["status"], registry=registry).labels("200").inc(requests)
     Histogram("jgr_seconds", "Seconds.", buckets=(1.0, 2.0), registry=registry).observe(seconds)
@@ -32,7 +46,7 @@ def text(requests: int, seconds: float) -> str:
 
 
 def test_every_series_of_every_replica_is_there_once_with_the_replicas_name() -> None:
-    whole = merged({"a": text(3, 0.5), "b": text(5, 1.5)}).decode()
+    whole = merged({"a": text_of(3, 0.5), "b": text_of(5, 1.5)}).decode()
     found = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(whole)
@@ -44,6 +58,49 @@ def test_every_series_of_every_replica_is_there_once_with_the_replicas_name() ->
     assert found[("jgr_seconds_bucket", ("le", "1.0"), ("replica", "b"))] == 0
     assert found[("jgr_seconds_sum", ("replica", "b"))] == 1.5
     assert whole.count("# TYPE jgr_requests_total counter") == 1
+
+
+def test_the_series_of_fronts_stand_beside_those_of_replicas_once_each() -> None:
+    fronts = []
+    for front, routed in (("f", 3), ("g", 4)):
+        series = Series(front)
+        series.become(["a"])
+        for _ in range(routed):
+            series.routed("a", "joint")
+        fronts.append(series.text())
+    first = Answered(200, [], b"")
+    text = metrics(first, {"a": text_of(1, 0.5)}, fronts).body.decode()
+    found = values(text)
+    assert found["jgr_requests_total", "replica=a", "status=200"] == 1
+    assert found["jgr_fleet_routed_total", "front=f", "replica=a", "rule=joint"] == 3
+    assert found["jgr_fleet_routed_total", "front=g", "replica=a", "rule=joint"] == 4
+    assert text.count("# TYPE jgr_fleet_routed_total counter") == 1
+    refused = Answered(401, [], b"no")
+    assert metrics(refused, {}, fronts) is refused
+
+
+def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each() -> None:
+    def replica(name: str, version: str) -> dict[str, Any]:
+        served = ServedVersion(
+            id="m", version=version, catalog_version="c", state="ready", reload="done", reload_error=None
+        )
+        info = ReplicaInfo(name=name, node="host/1", state="ready", models=[served])
+        return {"name": name, "info": msgspec.to_builtins(info)}
+
+    engine = make_engine(make_config())
+    alone = msgspec.json.encode(ModelList(data=[engine.info]))
+    assert "replicas" not in json.loads(alone), "one server says nothing of replicas"
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(alone))]
+    whole = models(Answered(200, headers, alone), [replica("a", "m@1"), replica("b", "m@2")])
+    assert dict(whole.headers)[b"content-length"] == b"%d" % len(whole.body)
+    answer = json.loads(whole.body)
+    assert answer["data"] == json.loads(alone)["data"]
+    assert [(each["name"], each["models"][0]["version"]) for each in answer["replicas"]] == [
+        ("a", "m@1"),
+        ("b", "m@2"),
+    ]
+    refused = Answered(401, [], b"no")
+    assert models(refused, []) is refused
 
 
 def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
@@ -104,6 +161,28 @@ def test_a_request_without_a_socket_is_answered_as_over_one() -> None:
         assert late.status in (429, 504), "its time was over before it came here"
         missing = await ask(app, Asked("GET", "/v1/items/%C3%A4%2F", b"", [], b""))
         assert missing.status == 404 and "ä/" in missing.body.decode()
+        assert await models.drain(5.0)
+        assert models.join(10)
+
+    asyncio.run(run())
+
+
+def test_a_key_that_the_front_has_charged_is_not_charged_again(tmp_path: Path) -> None:
+    key = "k" * 16
+    keys = {"keys": [{"name": "ada", "key": key, "role": "client", "rate": 0.001, "burst": 1}]}
+    (tmp_path / "keys").write_text(json.dumps(keys))
+
+    async def run() -> None:
+        config = make_config(f"server.keys={tmp_path / 'keys'}")
+        models = Models([Deployment(make_engine(config), config.catalog)])
+        await models.start(lambda *_: None)
+        app = App(models, config.server)
+        asked = Asked("GET", "/v1/items/a", b"", [(b"authorization", b"Bearer " + key.encode())], b"")
+        statuses = [(await ask(app, asked, **{"jgr.charged": True})).status for _ in range(3)]
+        statuses += [(await ask(app, asked)).status for _ in range(2)]
+        assert statuses == [200, 200, 200, 200, 429]
+        stranger = asked._replace(headers=[(b"authorization", b"Bearer nobodys")])
+        assert (await ask(app, stranger, **{"jgr.charged": True})).status == 401
         assert await models.drain(5.0)
         assert models.join(10)
 

@@ -24,6 +24,7 @@ from tests.serving.decoders.test_cached_server import ids
 from tests.serving.fakes import PATIENCE_S, Pending
 from tests.serving.scorer_fakes import ITEMS, MONDAY, ScorerServer, fake_engine
 from tests.serving.versions.test_shared_memory import ADMIN, ASKED, Two
+from tools import show_journal
 
 
 class Held:
@@ -115,6 +116,10 @@ def fresh_policies(server: Two) -> tuple[Any, Any]:
     return make, lambda number: engines[number].served.close(idle=True)
 
 
+def opened_names(path: Path) -> list[str]:
+    return [line.event.name for line in read(path) if isinstance(line.event, Opened)]
+
+
 def test_a_day_of_two_models_replays_into_the_same_plans(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     server = Two(tmp_path, f"server.journal={path}", "batching.in_flight=1")
@@ -122,7 +127,13 @@ def test_a_day_of_two_models_replays_into_the_same_plans(tmp_path: Path) -> None
         the_day(server)
     finally:
         server.stop()
+    assert [line.split("  ")[:3] for line in show_journal.lines(path)] == [
+        ["journal", f"policy {number}", name] for number, name in enumerate(opened_names(path))
+    ]
     lines = list(read(path))
+    shown = show_journal.policies(path)
+    assert sum((policy.calls for policy in shown), Counter[str]()).total() == len(lines) - 6
+    assert all(policy.ended for policy in shown)
     events = Counter(type(line.event).__struct_config__.tag for line in lines)
     assert events["open"] == 3 and events["close"] == 3, "two models, and one of them again"
     assert {"submit", "plan", "commit", "cancel", "renew", "forget", "drain"} <= events.keys()

@@ -7,12 +7,14 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jgr.config import ConfigError, ServerConfig
+from jgr.serving.errors import RequestError
 from jgr.serving.http.keys import KeyEntry, Keys, read_keys
 from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
 from tests.serving.http.test_overload import process
@@ -123,6 +125,25 @@ def test_a_rate_is_of_its_key_and_of_all_that_makes_work(tmp_path: Path) -> None
         assert server.call("/v1/recommend", BODY, **bearer(BOB)).status == 200
         assert refused(server, "quota", **bearer(BOB)) == 3
         assert server.executor.batches == [1, 1]
+
+
+def test_the_parts_of_a_rate_are_together_the_rate(tmp_path: Path) -> None:
+    """Three processes that count a part each give a caller, who asks all of them on and on, what one would."""
+    path = tmp_path / "keys"
+    write(path, entry("ada", ADA, rate=100.0, burst=6))
+
+    def taken(parts: int) -> int:
+        keys = [Keys(ServerConfig(keys=str(path)), parts) for _ in range(parts)]
+        found = 0
+        for now_ns in range(0, 1_000_000_001, 1_000_000):
+            for one in keys:
+                with suppress(RequestError):
+                    one.client(b"Bearer " + ADA.encode()).charge(now_ns)
+                    found += 1
+        return found
+
+    assert taken(1) == 106, "what it holds at first, and a second of its rate"
+    assert abs(taken(3) - 106) <= 3, "each part may round by one"
 
 
 def test_a_key_holds_its_share_of_the_queue_and_leaves_the_rest_to_others(tmp_path: Path) -> None:
