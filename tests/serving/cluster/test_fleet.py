@@ -288,7 +288,9 @@ def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) ->
     assert fleet.ask("POST", "/v1/recommend", body, traceparent=parent)[0] == 200
     ends_s = time.monotonic() + PATIENCE_S
     answered: list[Any] = []
-    while not answered:  # spans are sent every few seconds; where the first replica was silent, there are two attempts
+    while (
+        not answered
+    ):  # spans are sent every few seconds; where the first replica was silent, there are two attempts
         assert time.monotonic() < ends_s
         fleet.get("/health/ready")
         spans = [span for span in list(fleet.collector.spans) if span.trace_id.hex() == TRACE]
