@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from jgr.config import Config
-from jgr.serving.api import RankRequest, RecommendRequest, ReplicaInfo, Request, ServedVersion
+from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.relay import Answered, Asked, ask
@@ -20,6 +20,7 @@ from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
 from jgr.serving.versions.deployment import Deployment
