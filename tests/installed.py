@@ -41,6 +41,8 @@ class Environment:
                 (place / inside).parent.mkdir(parents=True, exist_ok=True)
                 try:
                     os.link(path, place / inside)
+                except FileExistsError:  # two packages have the same file of a namespace
+                    pass
                 except OSError:  # another file system
                     shutil.copy2(path, place / inside)
         pip = [

@@ -308,6 +308,7 @@ def test_a_fleet_is_started_alike_by_ray_and_by_kuberay() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray's own schemas
 def test_ray_takes_the_fleets_file_and_the_import_path_takes_its_arguments() -> None:
     from ray.serve.schema import ServeDeploySchema
 

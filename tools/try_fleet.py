@@ -45,8 +45,8 @@ def try_fleet(jgr: Path, folder: Path, env: Mapping[str, str]) -> dict[str, Any]
     with fleet:
         try:
             assert fleet.stdout is not None
-            url = fleet.stdout.readline().strip()
-            if not url:
+            url = next((line.strip() for line in fleet.stdout if line.startswith("http")), "")
+            if not url:  # Ray's own lines may stand before it
                 raise RuntimeError(f"it has not started: {(folder / 'log').read_text()}")
             models = ask(f"{url}/v1/models")
             answer = ask(f"{url}/v1/recommend", {"history": ["1"], "top_k": 3})

@@ -18,6 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from jgr.catalog.catalog import MAX_NAME_CHARS
 from jgr.prompt.layouts import LayoutName
+from jgr.serving.fleet_api import ReloadState, Replicas
 from jgr.serving.policies.jobs import Priority
 
 MAX_DEADLINE_MS = 600_000
@@ -353,9 +354,6 @@ class Erased(Struct, kw_only=True):
     ]
 
 
-ReloadState = Literal["never", "running", "done", "failed"]
-
-
 class ModelInfo(Struct, kw_only=True, frozen=True):
     """A model that is served, and the limits on its requests."""
 
@@ -415,47 +413,11 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     ]
 
 
-class ServedVersion(Struct, kw_only=True, frozen=True):
-    """The version of a model, and of its catalog, that one replica of a fleet serves."""
-
-    id: Annotated[str, Meta(description="The model's name.")]
-    version: Annotated[str, Meta(description="The version, as answers name it.")]
-    catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
-    state: Annotated[
-        Literal["starting", "ready", "draining", "failed"],
-        Meta(description="Whether the replica serves the model, which it does in the state ready."),
-    ]
-    reload: Annotated[ReloadState, Meta(description="State of the replica's last reload or rollback.")]
-    reload_error: Annotated[
-        str | None, Meta(description="Why the replica's last reload failed. null: it did not.")
-    ] = None
-
-
-class ReplicaInfo(Struct, kw_only=True, frozen=True):
-    """A replica of a fleet, and what it serves."""
-
-    name: Annotated[str, Meta(description="The replica's name, as the label `replica` of /metrics has it.")]
-    node: Annotated[
-        str, Meta(description="The machine that it runs on, and the machine's id in the cluster.")
-    ]
-    state: Annotated[
-        Literal["starting", "ready", "draining", "failed"],
-        Meta(description="Whether the replica serves all of its models."),
-    ]
-    models: Annotated[list[ServedVersion], Meta(description="What it serves of each model.")]
-
-
 class ModelList(Struct, kw_only=True):
     """The models of this server."""
 
     data: Annotated[list[ModelInfo], Meta(description="The models, in the order of their configurations.")]
-    replicas: Annotated[
-        list[ReplicaInfo] | UnsetType,
-        Meta(
-            description="Only of a fleet (`jgr cluster`), whose `data` is what one replica says: what each replica "
-            "serves."
-        ),
-    ] = UNSET
+    replicas: Replicas = UNSET
 
 
 class CatalogItem(Struct, kw_only=True):

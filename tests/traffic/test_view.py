@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from jgr.fields import UserError
-from jgr.serving.api import ModelList, ReplicaInfo, ServedVersion
+from jgr.serving.api import ModelList
+from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.traffic import view_file
 from jgr.traffic.view import Counts, View, events, lines, look, quantile, view
 

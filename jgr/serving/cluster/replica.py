@@ -14,7 +14,7 @@ import msgspec
 
 from jgr.config import Config, ConfigError, UserError
 from jgr.placement.transport import Bucket
-from jgr.serving.api import RankRequest, RecommendRequest, ReplicaInfo, Request, ServedVersion
+from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.items import ItemShare
 from jgr.serving.cluster.places import own_node, place
@@ -25,6 +25,7 @@ from jgr.serving.cluster.reports import Shape, Work, ask_of
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
 from jgr.serving.versions.deployment import Beginning, Deployment

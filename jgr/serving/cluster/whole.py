@@ -11,10 +11,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from jgr.serving.api import Erased, ModelList, ReplicaInfo
+from jgr.serving.api import Erased, ModelList
 from jgr.serving.cluster.relay import Answered, Headers
 from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import ReplicaInfo
 
 NODE = "replica"
 """The label of each series: the replica that it is of."""

@@ -31,12 +31,13 @@ import msgspec
 
 from jgr.catalog.catalog import Catalog
 from jgr.config import CatalogConfig, UserError
-from jgr.serving.api import ModelInfo, ReloadState
+from jgr.serving.api import ModelInfo
 from jgr.serving.engine.contract import Progress, Status
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import ReloadState
 
 Load = Callable[[Metrics], AnyEngine]
 """Makes the next engine, not started, which writes to the given metrics. Raises for what cannot be served."""

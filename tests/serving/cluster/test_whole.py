@@ -16,12 +16,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Message
 
 from jgr.config import FleetConfig
-from jgr.serving.api import ModelList, ReplicaInfo, ServedVersion
+from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.reports import Work
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import erased, merged, metrics, models, readiness
 from jgr.serving.errors import RequestError
+from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies import routing
 from jgr.serving.versions.deployment import Deployment
