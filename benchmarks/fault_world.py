@@ -31,7 +31,7 @@ import jgr
 from benchmarks.harness import Missing
 from benchmarks.hostile_world import ADMIN, apart, as_lines, generated_catalog, make_models, scores
 from benchmarks.soak_world import drawn
-from jgr.config import load_config
+from jgr.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
@@ -235,6 +235,10 @@ class Callers:
             thread.join()
         self._clients.close()
 
+    def have(self, calls: int) -> bool:
+        """Whether so many calls have ended."""
+        return len(self.calls) >= calls
+
     def _go(self, number: int) -> None:
         rng = random.Random(f"{self.seed} {number}")
         turn = number
@@ -272,7 +276,7 @@ class Reference:
         lines = models.folder / "other.jsonl"
         lines.write_bytes(models.catalog)
         decoder, scorer = (load_config(file) for file in models.files)
-        self._left = [(scorer, [])] + [
+        self._left: list[tuple[Config, list[str]]] = [(scorer, [])] + [
             (decoder, [f"model.path={models.folder / name}", *settings])
             for settings in ([], [f"catalog.path={lines}"])
             for name in ("one", "two")

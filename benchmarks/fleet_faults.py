@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from benchmarks import fault_world, harness
@@ -262,7 +263,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         fleet = stack.enter_context(Fleet(models, 2, folder / "ray"))
         faults = Faults(models, fleet)
         for name, fault, retries in chosen:
-            rows.append(under(name, lambda fault=fault: fault(faults), fleet, reference, retries))
+            rows.append(under(name, partial(fault, faults), fleet, reference, retries))
             print(rows[-1], flush=True)
             if rows[-1]["whole_s"] is None:
                 raise Missing(f"{name}: the fleet is not whole again")
