@@ -36,10 +36,10 @@ class Counts(NamedTuple):
     busy_s: float = 0.0
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return Counts._make(mine + its for mine, its in zip(self, other, strict=True))
 
     def minus(self, other: Counts) -> Counts:
-        return Counts(*(mine - its for mine, its in zip(self, other, strict=True)))
+        return Counts._make(mine - its for mine, its in zip(self, other, strict=True))
 
 
 def cost_s(new: int, cached: int) -> float:

@@ -91,10 +91,13 @@ ROUTERS: list[MeasuredRouter] = []
 """Those of this process."""
 
 
-class MeasuredFront(Front):  # type: ignore[misc]
+_Base: Any = Front  # what Ray made of it: its `__init__` is asynchronous
+
+
+class MeasuredFront(_Base):  # type: ignore[misc]
     """A front that tells of its router."""
 
-    async def __init__(self, *given: Any) -> None:
+    async def __init__(self, *given: Any) -> None:  # type: ignore[misc]
         await super().__init__(*given)
 
     async def begin(self, rule: Rule) -> None:

@@ -59,7 +59,7 @@ def test_each_rule_runs_at_each_age_that_it_hears_of() -> None:
     assert len(fleet_routing.sequences(1, quick=True)) == 3
 
 
-def test_requests_are_the_events_of_the_busiest_users_in_their_order(tmp_path: Path) -> None:
+def test_requests_are_the_events_of_some_users_in_their_order(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
     lines = [
@@ -75,9 +75,9 @@ def test_requests_are_the_events_of_the_busiest_users_in_their_order(tmp_path: P
     prepare(Options("movielens-1m", raw, tmp_path / "out", min_user=1, min_item=1, allow_counts=True))
     replay = Replay(tmp_path / "out", item_tokens=10, candidates=5, user_tokens=60, profile_tokens=20)
     found = [msgspec.json.decode(request.body) for request in fleet_routing.requests(replay, users=2)]
-    assert {body["user_id"] for body in found} == {"u0", "u2"}
+    assert {body["user_id"] for body in found} == {"u0", "u3"}
     assert [body["user_id"] for body in found] == [
-        f"u{access.user}" for access in replay.accesses() if access.user in (0, 2)
+        f"u{access.user}" for access in replay.accesses() if access.user in (0, 3)
     ]
     histories = {
         body["user_id"]: {tuple(b["history"]) for b in found if b["user_id"] == body["user_id"]}

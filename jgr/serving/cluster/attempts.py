@@ -108,6 +108,9 @@ class Attempts:
                 return done
             now_ns, look_ns = self._clock(), self._look_ns(request)  # the router may have chosen meanwhile
             if until_ns is not None and now_ns >= until_ns:
+                for attempt in request.running.values():
+                    if attempt.node:
+                        self._hedging.late(attempt.node, attempt.sent_ns, now_ns)
                 raise RequestError("deadline_exceeded", "the deadline has passed")
             if look_ns is not None and now_ns >= look_ns:
                 request.looked_ns = now_ns

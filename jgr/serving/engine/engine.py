@@ -154,8 +154,7 @@ class Engine(Generic[S]):
         tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
         so that no two tenants share an entry; "": nobody's.
         """
-        now_ns = self.clock()
-        arrival_ns = now_ns if arrival_ns is None else arrival_ns
+        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
         deadline_ns = self._refuse_early(request, arrival_ns)
         while True:
             task, now_ns = self.served.prepare(request, tenant), self.clock()

@@ -53,12 +53,16 @@ class Hedging:
     def silent(self, name: str, sent_ns: int, now_ns: int) -> bool:
         """A node has been silent for too long with a request that was sent to it then. Whether the request is sent to
         another one too."""
-        if self._answered_ns.get(name, sent_ns) <= sent_ns:
-            _put(self._until_ns, name, now_ns + LEFT_OUT_NS)
+        self.late(name, sent_ns, now_ns)
         if self._left < 1:
             return False
         self._left -= 1
         return True
+
+    def late(self, name: str, sent_ns: int, now_ns: int) -> None:
+        """The deadline of a request that was sent to a node then has passed."""
+        if self._multiple and self._answered_ns.get(name, sent_ns) <= sent_ns:
+            _put(self._until_ns, name, now_ns + LEFT_OUT_NS)
 
     def answered(self, name: str, took_ns: int, predicted_ns: float, now_ns: int) -> None:
         """A node has answered."""

@@ -219,8 +219,7 @@ class Policy(ABC, Generic[L]):
     def plan(self, now_ns: int) -> Plan:
         """End what is late or will be, and start what can start."""
         self._advance_clock(now_ns)
-        expired = self._expire_past(now_ns)
-        starts: list[Start] = []
+        expired, starts = self._expire_past(now_ns), list[Start]()
         while self._live:
             expired += self._expire_hopeless(now_ns)
             start = self._choose(now_ns)

@@ -115,6 +115,18 @@ async def test_the_deadline_ends_it_and_its_work() -> None:
 
 
 @runs
+async def test_who_lets_a_deadline_pass_is_not_asked_next() -> None:
+    """Nobody else was asked, but the replica would seem to have nothing to do now."""
+    world = World()
+    world.replicas = {"a": world.hang, "b": ok}
+    of = Attempts(world.send, (Lost,), 3, Hedging(1, first_ns=LONG_NS))
+    with pytest.raises(RequestError):
+        await ask(of, until_ns=1)
+    assert await ask(of) == OK
+    assert world.tried == [(), ("a",)]
+
+
+@runs
 async def test_another_replica_answers_for_one_that_is_silent() -> None:
     world = World()
     world.replicas = {"a": world.hang, "b": ok}

@@ -58,6 +58,18 @@ def test_a_node_that_answers_nobody_is_left_out_but_for_one_request_now_and_then
     assert of.suspects == ()
 
 
+def test_a_node_that_lets_deadlines_pass_is_left_out_too() -> None:
+    """The time until a deadline may be too short for anybody else to be asked."""
+    of = Hedging(3)
+    of.answered("a", 1, 1, now_ns=100)
+    of.late("a", sent_ns=50, now_ns=200)
+    of.late("b", sent_ns=50, now_ns=200)
+    assert of.left_out(201) == ("b",)
+    off = Hedging(0)
+    off.late("b", sent_ns=50, now_ns=200)
+    assert off.left_out(201) == ()
+
+
 def test_no_more_nodes_are_remembered_than_a_bound() -> None:
     of = Hedging(3)
     for number in range(NODES + 5):
