@@ -377,9 +377,9 @@ class FleetConfig:
     """Replicas of the server on Ray Serve, `jgr cluster`, and how requests find one. See docs/fleet.md."""
 
     replicas: int = 2  # replicas, each with all of the models; one device is for one replica
-    # The number of replicas follows the wait that is predicted, between these two, and begins with fleet.replicas.
-    # 0: it stays fleet.replicas
-    min_replicas: int = 1
+    min_replicas: int = 1  # the fewest replicas that there are, where fleet.max_replicas is set
+    # The most replicas: their number begins with fleet.replicas and follows the wait that is predicted. 0: it stays
+    # fleet.replicas
     max_replicas: int = 0
     target_wait_ms: float = 100.0  # a request should wait for its turn at most so long, by what is predicted
     # How a replica is chosen. joint: by what its caches save of the prompt, less how much more it has to do than the
