@@ -10,8 +10,8 @@ Requests have popular candidates, by Zipf's law, and their items come first. Wha
 what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
 compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate drops some.
 
-No result has been measured yet. In its first short run fewer bytes passed than predicted, since devices still had items of
-the requests before; those leave none behind now, and new nodes serve each link, which has not been run to its end.
+No result has been measured yet. In its first short run fewer bytes passed than predicted, since devices still had items
+of the requests before; those leave none behind now, and new nodes serve each link, which has not been run to its end.
 
 The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
 order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
@@ -83,7 +83,9 @@ def write_model(folder: Path, size: Size) -> Config:
     names = [f"i{row}" for row in range(size.items)]
     rng = np.random.default_rng(0)
     ids = [[f"<a_{row // 100}>", f"<b_{row % 100}>"] for row in range(size.items)]
-    words = [" ".join(f"<b_{n}>" for n in rng.integers(0, min(60, size.items), ITEM_LENGTH - 2)) for _ in names]
+    words = [
+        " ".join(f"<b_{n}>" for n in rng.integers(0, min(60, size.items), ITEM_LENGTH - 2)) for _ in names
+    ]
     catalog = Catalog.build(names, ids, [{"title": text.replace(" ", "")} for text in words])
     tokenizer = semantic_id_tokenizer(catalog)
     user = 2 * size.events + 16
