@@ -235,6 +235,10 @@ class Callers:
             thread.join()
         self._clients.close()
 
+    def have(self, calls: int) -> bool:
+        """Whether so many calls have ended."""
+        return len(self.calls) >= calls
+
     def _go(self, number: int) -> None:
         rng = random.Random(f"{self.seed} {number}")
         turn = number

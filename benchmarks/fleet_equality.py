@@ -41,14 +41,14 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         fleet = stack.enter_context(Fleet(models, replicas, folder / "ray", f"fleet.cpus={1 / replicas}"))
         with Callers([fleet.url], rate, deadline_ms=None) as callers:
             for part, change in enumerate(("two", "kill", "one"), 1):
-                if until(partial(_answered, callers, part * requests / 4), LONGEST_S) is None:
+                if until(partial(callers.have, part * requests // 4), LONGEST_S) is None:
                     raise Missing(f"only {len(callers.calls)} requests were answered")
                 if change == "kill":
                     os.kill(fleet.pids(REPLICA)[0], signal.SIGKILL)
                     continue
                 models.switch(change)
                 fleet.change("/v1/models/jgr/reload")
-            if until(lambda: len(callers.calls) >= requests, LONGEST_S) is None:
+            if until(partial(callers.have, requests), LONGEST_S) is None:
                 raise Missing(f"only {len(callers.calls)} requests were answered")
         wrong = reference.wrong(callers.calls)
         for reason in wrong[:5]:
@@ -74,10 +74,6 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             }
         ],
     )
-
-
-def _answered(callers: Callers, more_than: float) -> bool:
-    return len(callers.calls) > more_than
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class World:
 
     @property
     def tokens(self) -> int:
-        """Of a prompt, and of the shapes that take it."""
+        """The tokens of a prompt."""
         return (HISTORY + CANDIDATES) * self.span + 2
 
     def config(self, system: System, cache: str) -> Config:

@@ -51,7 +51,10 @@ def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
 OF_EXTRAS = (
     "jgr.training",
     "jgr.evaluation.validation",
-    *(f"jgr.serving.cluster.{name}" for name in ("application", "front", "replicas", "router")),
+    *(
+        f"jgr.serving.cluster.{name}"
+        for name in ("application", "coordinator", "front", "replicas", "router", "scaling")
+    ),
 )
 """The modules that import what an extra installs."""
 

@@ -25,6 +25,7 @@ FLOORS = (
         "jgr.config_file",
         "jgr.config_formats",
         "jgr.config_reference",
+        "jgr.config_fleet",
         "jgr.config_training",
         "jgr.config_tree",
         "jgr.files",

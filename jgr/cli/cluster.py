@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.serving.cluster.replica import Source
     from jgr.serving.cluster.secret import require_token
 
-    require_token()  # Ray reads it when it is imported
+    require_token(os.environ)  # Ray reads it when it is imported
 
     source = Source(
         tuple(map(os.path.abspath, argv)),

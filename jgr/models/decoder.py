@@ -173,7 +173,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `rope` turns by for positions [...]: cos and sin, [..., 1, d / 2] float32."""
+    """The cosines and sines [..., 1, d / 2] float32 that `rope` turns by at positions [...]."""
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)

@@ -7,7 +7,6 @@ served only where Ray asks every caller for a token, or for a certificate; see d
 
 from __future__ import annotations
 
-import os
 from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ _ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 _PROBE_S = 10.0
 
 
-def require_token(environment: MutableMapping[str, str] = os.environ) -> None:
+def require_token(environment: MutableMapping[str, str]) -> None:
     """Have Ray ask for its token where nothing else is set, before Ray is imported. Raises UserError where it is told
     not to."""
     mode = environment.setdefault(MODE, "token")

@@ -305,7 +305,7 @@ def test_what_cannot_share_its_items_is_told_at_the_start(
     folder: Path, settings: list[str], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        LocalFleet(folder, [*SETTINGS, "fleet.items=hash", *settings])
+        asyncio.run(LocalFleet(folder, [*SETTINGS, "fleet.items=hash", *settings]).start())
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +363,7 @@ def test_a_replica_with_a_folder_is_warm_at_once(folder: Path, built: Path, alon
 def test_a_folder_of_other_cells_is_refused(folder: Path, built: Path) -> None:
     with pytest.raises(UserError, match="of another model, or of other cells"):
         settings = [*SETTINGS, "fleet.items=hash", f"fleet.kv={built}", "cache.cell_tokens=4"]
-        LocalFleet(folder, settings, 1)
+        asyncio.run(LocalFleet(folder, settings, 1).start())
     with pytest.raises(ConfigError, match=r"fleet\.alpha"):
         LocalFleet(folder, ["fleet.alpha=2"], 1)
 

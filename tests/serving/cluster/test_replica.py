@@ -14,6 +14,7 @@ from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.threads import Lanes
 
 PADDED_NS = 1000.0
 """Of a token of a full batch, padding included."""
@@ -33,7 +34,11 @@ def replica(monkeypatch: pytest.MonkeyPatch) -> Replica:
     def warm_up(executor: NullExecutor, progress: Progress) -> None:
         executor.costs = {p: p.batch * p.tokens * PADDED_NS / 1e9 for p in executor.profiles}
 
+    async def at_once(lanes: Lanes) -> float:
+        return 0.0
+
     monkeypatch.setattr(NullExecutor, "warm_up", warm_up)
+    monkeypatch.setattr(Lanes, "handover_s", at_once)
     settings = ("profiles.tokens=16,64,256", "profiles.batch=1,4", "fleet.digest_bits=10")
     return Alone(Source(assignments=settings, null=True), "r", NoOthers())
 

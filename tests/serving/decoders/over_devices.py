@@ -85,6 +85,12 @@ def sums(engine: jgr.Engine) -> list[Counter[str]]:
     return found
 
 
+def share(engine: jgr.Engine) -> float:
+    """The part of the weights' bytes that stands on the first device."""
+    weights = jax.tree.leaves(engine._thread.models.deployments[0].engine.served.executors.plain._params)
+    return sum(x.addressable_shards[0].data.nbytes for x in weights) / sum(x.nbytes for x in weights)
+
+
 def generated(engine: jgr.Engine) -> dict[str, Scores]:
     """What a decoder generates, one request at a time, in a batch, and with filters of both kinds."""
     filters = {"deny": CANDIDATES[:5], "segments": ["k1"]}
@@ -113,17 +119,17 @@ def answers(path: Path, devices: int, *settings: str) -> dict[str, Any]:
     """The answers of a model of any kind, and what its programs and its engine did for them."""
     chosen = (f"model.path={path}", f"model.tensor_parallel={devices}", *PLAIN, *settings)
     with jgr.Engine(override(Config(), *chosen)) as engine:
-        found, tokens, told = {}, [], []
+        found, tokens, told, part = {}, [], [], 0.0
         if engine.info.max_beam_width:
             found |= generated(engine)
-            told = sums(engine)
+            told, part = sums(engine), share(engine)
         if settings == RANKING:
             ranks, tokens = cached(engine)
             found |= ranks
         else:
             found |= ranked(engine)
         compiled = re.findall(r'jgr_compilations_total\{.*phase="request".*\} (\S+)', engine.metrics())
-        return {"scores": found, "cached_tokens": tokens, "sums": told, "compiled": compiled}
+        return {"scores": found, "cached_tokens": tokens, "sums": told, "share": part, "compiled": compiled}
 
 
 def decoder_of(catalog: Catalog, family: Any, rows: int = 1) -> DecoderConfig:

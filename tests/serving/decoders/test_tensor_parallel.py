@@ -88,6 +88,14 @@ def test_a_layer_is_two_sums_over_the_devices(
     assert all(not one for one in ran[model]["1"]["sums"])
 
 
+@pytest.mark.parametrize("model", ["ranker", "llama", "onerec"])
+def test_a_device_has_its_part_of_the_weights(ran: dict[str, dict[str, Any]], model: str) -> None:
+    """Besides the norms, OneRec's tensors of the history, and copies of key/value heads (ranker: 8 for 4)."""
+    assert ran[model]["1"]["share"] == 1
+    whole = MODELS[model] * ran[model][str(MODELS[model])]["share"]
+    assert 1 <= whole < 1.2
+
+
 def _devices(count: int) -> Any:
     return Devices(AbstractMesh((count,), (split.AXIS,)))  # type: ignore[arg-type]
 
