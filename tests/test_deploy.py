@@ -288,6 +288,7 @@ def test_a_fleet_is_started_alike_by_ray_and_by_kuberay() -> None:
     assert application["import_path"].partition(":")[0] == "jgr.serving.cluster.application"
     assert (ROOT / "jgr" / "serving" / "cluster" / "application.py").exists()
     fleet = override(Config(), *application["args"]["settings"])
+    assert service["rayClusterConfig"]["authOptions"] == {"mode": "token"}, "else jgr does not deploy"
     (group,) = service["rayClusterConfig"]["workerGroupSpecs"]
     assert group["replicas"] == fleet.fleet.replicas
     ports, claims = set(), set()

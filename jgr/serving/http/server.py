@@ -35,7 +35,7 @@ from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.http.keys import Caller, Keys
+from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
@@ -197,6 +197,8 @@ class App:
 
     def _admit(self, scope: Scope, key: bytes, now_ns: int) -> Caller:
         find = who(self.keys, scope["method"], scope["path"])
+        if self.keys.open and find == self.keys.client:
+            return ANYBODY
         return self.admit(find, key, None if "jgr.charged" in scope else now_ns)
 
     def admit(self, find: Callable[[bytes], Caller], key: bytes, now_ns: int | None) -> Caller:

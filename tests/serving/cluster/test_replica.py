@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from jgr.serving.cluster.hints import Hint
-from jgr.serving.cluster.record import NoOthers
+from jgr.serving.cluster.record import NoOthers, Record, States
 from jgr.serving.cluster.relay import Asked
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.decoders.null import NullExecutor
 from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.journal import Closed, Opened, read
 from jgr.serving.engine.threads import Lanes
 
 PADDED_NS = 1000.0
@@ -102,3 +104,30 @@ def test_the_predicted_wait_is_that_of_the_work_in_flight(
         assert await replica.record_autoscaling_stats() == {"wait_ms": pytest.approx(0)}
 
     started(replica, then)
+
+
+def test_a_replica_writes_a_journal_of_its_own(tmp_path: Path) -> None:
+    """And where it begins anew since the others have changed, that goes on."""
+
+    class Changing(NoOthers):
+        """The others serve something else at first."""
+
+        begun = 0
+
+        async def joins(self, source: str, name: str, states: States) -> Record | None:  # type: ignore[override]
+            self.begun += 1
+            return None if self.begun == 1 else Record(source)
+
+    settings = ("model.name=m", f"server.journal={tmp_path / 'day.jsonl'}")
+    others = Changing()
+    one = Alone(Source(assignments=settings, null=True), "r", others)
+
+    def then() -> None:
+        assert {path.name for path in tmp_path.iterdir()} == {"day.r.jsonl"}
+        opened = [each for each in read(tmp_path / "day.r.jsonl") if isinstance(each.event, Opened)]
+        assert [each.event.name.partition("/")[0] for each in opened] == ["m", "m"]
+
+    started(one, then)
+    assert others.begun == 2
+    closed = [each for each in read(tmp_path / "day.r.jsonl") if isinstance(each.event, Closed)]
+    assert len(closed) == 2
