@@ -181,12 +181,13 @@ class _Draft:
         present = [worker for worker in workers if worker not in self._absent]
         self._surplus = [self._to_drop(worker) for worker in workers]
         order = self._target.order
+        for worker in present:  # before anybody drops the last copy of what a lost worker had
+            for other in present:
+                self._add(worker, self._held_by(other, order[order % len(workers) == worker]), other)
         replicated = self._target.replicated[order]
         for rows in (order[replicated], order[~replicated]):
             by_home = [rows[rows % len(workers) == worker] for worker in workers]
             for worker in present:  # homes first: the others copy from them
-                for other in present:  # who still has what a lost worker had
-                    self._add(worker, self._held_by(other, by_home[worker]), other)
                 self._add(worker, by_home[worker], None)
             for worker in present:
                 for source in workers:
