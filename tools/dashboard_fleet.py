@@ -64,6 +64,26 @@ FLEET = Board(
             ((rate("jgr_fleet_refused_total", model=False), "quota"),),
         ),
         Panel(
+            "Items from other nodes",
+            "binBps",
+            ((f"{rate('jgr_fleet_item_bytes_total', 'purpose', model=False)} or vector(0)", "{{purpose}}"),),
+        ),
+        Panel(
+            "Items that were not there",
+            "reqps",
+            (
+                (
+                    f"{rate('jgr_fleet_items_missing_total', 'outcome', model=False)} or vector(0)",
+                    "{{outcome}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Items held for all nodes",
+            "short",
+            (("sum by (replica) (jgr_fleet_items_held) or vector(0)", "{{replica}}"),),
+        ),
+        Panel(
             "Versions",
             "short",
             (

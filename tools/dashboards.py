@@ -187,17 +187,6 @@ BOARDS = (
                 "Fragmentation", "percentunit", (('jgr_cache_fragmentation{model=~"$model"}', "{{kind}}"),)
             ),
             Panel("Events", "short", ((rate("jgr_cache_events_total", "event"), "{{event}}"),)),
-            Panel(
-                "A fleet's items: bytes from other nodes",
-                "binBps",
-                ((rate("jgr_fleet_item_bytes_total", "purpose"), "for a {{purpose}}"),),
-            ),
-            Panel(
-                "A fleet's items: not on this node",
-                "reqps",
-                ((rate("jgr_fleet_items_missing_total", "outcome"), "{{outcome}}"),),
-            ),
-            Panel("A fleet's items: held", "short", (("sum(jgr_fleet_items_held)", "items"),)),
             Panel("Hints", "reqps", ((rate("jgr_hints_total", "outcome"), "{{outcome}}"),)),
             Panel(
                 "Drift against no cache, P99",

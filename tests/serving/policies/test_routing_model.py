@@ -193,13 +193,16 @@ class Model(RuleBasedStateMachine):
         found = {}
         for name, node in self.nodes.items():
             mean = sum(ahead.values()) / len(ahead)
-            recent = statistics.fmean(each.recent for each in self.nodes.values()) + FEW * ask.tokens
+            sent = {
+                other: (self.nodes[other].recent + FEW * ask.tokens) * self.pace(other)
+                for other in self.nodes
+            }
             end_ns = (self.load(name) + ask.tokens - self.reused(ask, name)) * node.ns
             found[name] = (
                 self.reused(ask, name) / ask.tokens
                 + self.affinity(ask, name)
                 + LOAD * (1 - ahead[name] / mean)
-                + SHARE * (1 - (node.recent + FEW * ask.tokens) / recent)
+                + SHARE * (1 - sent[name] / statistics.fmean(sent.values()))
                 - LATE * (end_ns > (math.inf if ask.left_ns is None else ask.left_ns))
             )
         return found
