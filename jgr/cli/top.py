@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,7 @@ def _watch(
     client: Client, url: str, interval_s: float, once: bool, as_json: bool, keep: Callable[[View], None]
 ) -> None:
     """Show views until somebody ends it. Raises RequestFailed where nothing answers at first, or for the one view."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background command ignores
     from jgr.client.errors import Unavailable
 
     found = views(client, url.partition("://")[2].rstrip("/"), interval_s)
