@@ -9,6 +9,8 @@ fewer of them than the paper's (benchmarks/bat_nodes.py says how that is reckone
 Requests have popular candidates, by Zipf's law, and their items come first. What a request fetched is not kept, so that
 what passes a link is what the placement predicts, request by request (`expected_bytes`); what the series counted is
 compared with that. Two sizes of memory: a node holds all items, or six tenths of them, so that replicate drops some.
+Where it holds all of them, nothing is faster than replicate: no user's cache wants the memory that HRCS leaves free
+here (`held`), as in the paper and in benchmarks/bat_placement.py.
 
 The nodes share one machine's cores, so requests a second are not those of as many machines; what is compared is the
 order of the placements, with the paper's: HRCS first, and hash behind replicate at 10 Gb/s.
@@ -317,6 +319,7 @@ async def run(fleet: Fleet, placement: ItemPlacement, size: Size, quiet: Quiet) 
         "bytes_over_predicted": rounded(largest_error(moved, predicted)),
         "replicated_items": rounded(placement.replicated_fraction, 3),
         "dropped_items": len(placement.dropped),
+        "held": rounded(float(placement.used_bytes().max() / placement.items.room_bytes.sum()), 3),
     }
 
 
@@ -355,8 +358,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
 
 
 def kv_bytes(config: Config) -> int:
-    """The bytes of a token's keys and values, roughly: of all heads."""
-    return 2 * config.train.layers * config.train.hidden * 4
+    """The bytes of a token's keys and values."""
+    cfg = decoder_config(config.train, 1, 1)
+    return 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * 4
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
