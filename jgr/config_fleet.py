@@ -43,7 +43,8 @@ class FleetConfig:
     )
     # Where the keys and values of the catalog's items are held, in the replicas' host memory. none: where they were
     # computed; replicate: the hottest on every replica; hash: each on one; hrcs: the hottest on every replica, as many
-    # as the links need, the others on one. Needs cache.policy=item, cache_agnostic or hotness.
+    # as the links need, the others on one. Needs a cache.policy that keeps items: item, cache_agnostic, hotness or
+    # blocks.
     items: Literal["none", "replicate", "hash", "hrcs"] = "none"
     items_mb: float = 256.0  # memory of a replica for the items that it is to hold, in MiB
     fetched_mb: float = 32.0  # and for items that it got from others, which go when room is needed
