@@ -145,6 +145,10 @@ class Front:
             raise
         return caller.tenant
 
+    async def check_health(self) -> None:
+        """Ray asks every fleet.health_s. A front that can be asked is well; changed keys are read now."""
+        self._keys.refresh()
+
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
