@@ -410,9 +410,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-simulated-imbalance",
         "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
-    # fleet_faults, fleet_equality
-    (r"fleet-(?P<of>faults|equality)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
-    (r"fleet-(?P<of>faults|equality)-lost", "Requests that a fleet has lost; {of}"),
+    # fleet_faults, fleet_equality, fleet_scaling
+    (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
+    (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
+    (r"fleet-(?P<of>faults|equality|scaling)-lost", "Requests that a fleet has lost; {of}"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
     (
