@@ -205,7 +205,8 @@ class Call(NamedTuple):
 
 @dataclass
 class Callers:
-    """Callers that ask at a rate, whatever becomes of it. retries: of each request, which goes on under its id."""
+    """Callers that ask at a rate, whatever becomes of it. retries: of each request, which goes on under its id.
+    timeout_s: how long a client waits for an answer."""
 
     urls: Sequence[str]
     rate: float
@@ -213,13 +214,14 @@ class Callers:
     seed: int = 0
     threads: int = 24
     deadline_ms: float | None = DEADLINE_MS
+    timeout_s: float = 30.0
     calls: list[Call] = field(default_factory=list)
 
     def __enter__(self) -> Callers:
         self._ending = threading.Event()
         self._clients = ExitStack()
         self._client = self._clients.enter_context(
-            jgr.Client(list(self.urls), timeout_s=30.0, retries=self.retries)
+            jgr.Client(list(self.urls), timeout_s=self.timeout_s, retries=self.retries)
         )
         self._begun_s = time.monotonic()
         self._running = [threading.Thread(target=self._go, args=(at,)) for at in range(self.threads)]
