@@ -84,7 +84,8 @@ class Task:
 
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started; moves: what was moved
-    for that batch. outcome: what the executor gave, once the batch has ended. width: beam width, or number of
+    for that batch. outcome: what the executor gave, once the batch has ended. whole: see
+    `computed_whole`. width: beam width, or number of
     candidates. tokens: the most tokens that the device computes for it.
     """
 
@@ -96,6 +97,7 @@ class Task:
     plan: PlannedPrompt | None = None
     moves: tuple[Move, ...] = ()
     outcome: Outcome | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         work, prompt = self.work, self.prompt
@@ -382,6 +384,18 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     repair = task.prompt.repair if repair is None else repair
     prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair)
     return replace(task, usage=copy(task.usage), prompt=prompt)
+
+
+def computed_whole(task: Task) -> Task:
+    """The task with all of its candidates computed, in place of an approximate answer; others as they are."""
+    if (
+        task.kind != "rank"
+        or task.prompt is None
+        or task.prompt.hint
+        or task.prompt.repair == ALL_ITEM_TOKENS
+    ):
+        return task
+    return replace(task, prompt=structs.replace(task.prompt, repair=ALL_ITEM_TOKENS), whole=True)
 
 
 def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:
