@@ -67,7 +67,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         reference = Reference(models)
         stack.callback(reference.close)
         given = (*ITEMS, f"fleet.cpus={1 / replicas}", "fleet.health_s=30")
-        fleet = stack.enter_context(Fleet(models, replicas, folder / "ray", *given))
+        fleet = stack.enter_context(Fleet(models.files, replicas, folder / "ray", *given))
         with Callers([fleet.url], rate, deadline_ms=None, timeout_s=LONGEST_S) as callers:
             for part, change in enumerate(("two", "kill", "one"), 1):
                 if until(partial(callers.have, part * requests // 4), LONGEST_S) is None:

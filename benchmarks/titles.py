@@ -414,6 +414,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
     (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
     (r"fleet-(?P<of>faults|equality|scaling)-lost", "Requests that a fleet has lost; {of}"),
+    (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
     (
