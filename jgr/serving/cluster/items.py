@@ -137,10 +137,13 @@ class ItemShare:
         now_ns, seen = engine.clock(), caching.frequencies
         rows, frequency = seen.hottest(MOST_COUNTED, now_ns)
         prefill_ns = caching.groupings["rank"].compute_ns(max(1, round(seen.user_tokens)))
+        lists, lengths = seen.lists()
         return {
             "rows": rows.tobytes(),
             "frequency": frequency.tobytes(),
             "requests": seen.requests(now_ns),
+            "lists": lists.tobytes(),
+            "lengths": lengths.tobytes(),
             "user_tokens": seen.user_tokens,
             "prefill_s": prefill_ns / 1e9,
             "bytes_per_s": self._links.bytes_per_s(),

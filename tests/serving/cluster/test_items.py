@@ -218,6 +218,59 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
     served(folder, settings, run)
 
 
+def test_items_that_are_asked_for_together_have_one_home_and_move_when_that_changes(
+    folder: Path, alone: Reference
+) -> None:
+    rng = np.random.default_rng(2)
+    halves = np.arange(N_ITEMS) < N_ITEMS // 2
+    crossed = np.arange(N_ITEMS) % 2 == 0
+
+    async def ask(fleet: LocalFleet, of: np.ndarray, count: int) -> None:
+        for at in range(count):
+            rows = rng.choice(np.flatnonzero(of == bool(at % 2)), 5, replace=False)
+            await fleet.rank("ab"[at % 3 % 2], HISTORY, [IDS[row] for row in rows])
+
+    async def refresh(fleet: LocalFleet) -> None:
+        fleet.placements._world.placed_s = -1e9  # type: ignore[union-attr]
+        looking = asyncio.create_task(fleet.placements.look())
+        rows = [1, 2, 20, 21]
+        while not looking.done():
+            for name in "ab":
+                assert scores(await fleet.rank(name, HISTORY, [IDS[row] for row in rows])) == alone(rows)
+        assert await looking
+
+    def parted(fleet: LocalFleet, of: np.ndarray) -> bool:
+        homes = placement_of(fleet).home
+        return {int(home) for home in homes[of]} != {int(home) for home in homes[~of]} and (
+            len(set(homes[of].tolist())) == len(set(homes[~of].tolist())) == 1
+        )
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        assert placement_of(fleet).home.tolist() == [row % 2 for row in range(N_ITEMS)], "nobody has come yet"
+        await ask(fleet, halves, 60)
+        await refresh(fleet)
+        assert parted(fleet, halves)
+        for number, name in enumerate("ab"):
+            held = [row for row in range(N_ITEMS) if share(fleet, name)._items()._worker.holds(row)]
+            assert held == placement_of(fleet).held_by(number).tolist()
+            node = share(fleet, name)._node
+            assert [node.owner(row) for row in range(N_ITEMS) if row not in held] == [1 - number] * (
+                N_ITEMS - len(held)
+            )
+        await ask(fleet, halves, 30)
+        await refresh(fleet)
+        fleet.placements._world.requests.clear()  # type: ignore[union-attr]
+        await ask(fleet, crossed, 60)
+        await refresh(fleet)
+        assert parted(fleet, crossed), "what requests found on one node had fallen"
+        for name in "ab":
+            fleet.replicas[name].models.deployments[0].engine.check()
+            share(fleet, name)._items().check()
+
+    served(folder, ["fleet.items=similarity", "fleet.hot=0"], run)
+
+
 def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Reference) -> None:
     released = threading.Event()
 
