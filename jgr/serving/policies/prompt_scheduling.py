@@ -42,10 +42,12 @@ from jgr.serving.policies.prefix_choice import (
     Situation,
     choose,
 )
+from jgr.serving.policies.prototypes import PrototypePlace
 from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
     Approximate,
     Compute,
+    Near,
     PlannedPrompt,
     PlannedSegment,
     Reuse,
@@ -62,7 +64,7 @@ class PromptScheduler:
 
     profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and rule: see prefix_choice;
     "none" neither reads nor writes the cache. lane: stands for the lane that runs the batches; schedulers of one lane
-    share it. None: one of its own.
+    share it. None: one of its own. prototypes: of a library, where there is one.
     """
 
     def __init__(
@@ -75,12 +77,13 @@ class PromptScheduler:
         hysteresis: float = 0.1,
         rule: Rule = "priced",
         lane: object = None,
+        prototypes: PrototypePlace | None = None,
     ) -> None:
         self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
         self.costs = RunCosts()  # those of the policy, once there is one
         self._lane = lane or object()
         self._computed_share = 1.0  # of the planned tokens, those that were computed
-        self._meta, self._max_tokens = meta, max_tokens
+        self._meta, self._max_tokens, self._prototypes = meta, max_tokens, prototypes
         self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
         self._pinned: dict[tuple[int, ...], list[tuple[list[Entry], list[Entry]]]] = {}
@@ -328,8 +331,13 @@ class PromptScheduler:
         reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
+        near = None if unplanned.near is None or not moves else self._near(unplanned.near, places[0])
         for segment, place in places:
             length = len(segment)
+            if segment.kind == Kind.USER and near is not None:
+                segments.append(near)
+                cached += near.cached
+                continue
             if segment.kind == Kind.USER and moves and reads:
                 segments.append(self._user(segment, length, True, read, written))
                 cached += segments[-1].cached
@@ -351,7 +359,29 @@ class PromptScheduler:
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
         repaired = sum(firsts) + chosen if repair or moves else None
+        if near is not None and unplanned.near is not None:
+            repaired = (repaired or 0) + unplanned.near.selected
         return PlannedPrompt.of(layout, segments, chosen, repaired)
+
+    def _near(self, near: Near, placed: tuple[Segment, int]) -> PlannedSegment | None:
+        """A history of which a library stands for some tokens, which is not kept: it is not the history's own. None
+        where the library is not there."""
+        (segment, offset), prototypes = placed, self._prototypes
+        cells = None if prototypes is None or segment.kind != Kind.USER else prototypes.cells()
+        if prototypes is None or cells is None:
+            return None
+        spans: list[Source] = []
+        at, left = 0, self._most_context
+        for run in near.runs:
+            if run.tokens > left:
+                break
+            if run.first > at:
+                spans.append(Compute(run.first - at))
+            spans.append(prototypes.span(run, cells, offset + run.first))
+            at, left = run.first + run.tokens, left - run.tokens
+        if at < len(segment):
+            spans.append(Compute(len(segment) - at))
+        return PlannedSegment(segment.kind, tuple(spans))
 
     def _choose(self, unplanned: UnplannedPrompt, now_ns: int) -> CacheLayout:
         meta, prompt = self._meta, unplanned.prompt
