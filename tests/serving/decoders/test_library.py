@@ -271,6 +271,8 @@ def test_what_no_prototype_is_near_to_is_computed(world: World, served: Served) 
     for answer in answers:
         right(world, answer, history, texts)
         assert answer["usage"]["approximate_tokens"] == 0
+    first, second = (answer["explain"][0] for answer in answers)
+    assert first["kept"] and first["cached_tokens"] == 0 < second["cached_tokens"]
     none = served.rank("x", ids(*history), ids(*ROWS), history_texts=["", "", ""])
     plain = served.rank("y", ids(*history), ids(*ROWS))
     assert scores(none) == pytest.approx(scores(plain), abs=1e-5), "an empty text is none"
