@@ -123,6 +123,18 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Pairs of nodes for which three ways to count the bytes sent disagree",
     ),
     (
+        r"library-coverage-of-held-out-reviews-(?P<count>\d+)-words",
+        "Share of held-out reviews' tokens with a prototype at a cosine of .99; random weights, a tokenizer of {count}",
+    ),
+    (
+        r"library-search-finds-of-held-out-tokens-(?P<count>\d+)-words",
+        "Share of the near prototypes of held-out tokens that the search finds; a tokenizer of {count}",
+    ),
+    (
+        r"library-search-finds-of-noisy-tokens-(?P<count>\d+)-words",
+        "Share of the near prototypes of noisy embeddings that the search finds; a tokenizer of {count}",
+    ),
+    (
         r"bat-over-up-on-the-best-workload" + _SKEW,
         "Requests per second of BAT over always the user first, where it gains most; " + _SKEWED,
     ),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from jgr.library.clusters import Prototypes
 from jgr.library.embeddings import TokenEmbeddings, keys_of
-from jgr.library.index import LshIndex, Settings
+from jgr.library.index import LshIndex, Settings, search_alone
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -36,6 +36,7 @@ class Finder:
         numbers, cosines = self._order[at], np.ones(len(keys), np.float32)
         others = np.flatnonzero(~same)
         if len(others):
+            search_alone()
             unique, back = np.unique(keys[others], return_inverse=True)
             found, near = self._index.nearest(self._embeddings.of(unique))
             numbers[others], cosines[others] = found[back], near[back]

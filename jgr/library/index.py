@@ -42,6 +42,11 @@ LADDER = tuple(
 """From the cheapest to the dearest search; the first are the spec's."""
 
 
+def search_alone() -> None:
+    """Have the searches of this thread take no other threads, which the model computes on."""
+    faiss.omp_set_num_threads(1)
+
+
 class LshIndex:
     """vectors: [n, D] float32 of length 1. Searches from several threads at once are fine."""
 

@@ -331,7 +331,8 @@ class PromptScheduler:
         reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
-        near = None if unplanned.near is None or not moves else self._near(unplanned.near, places[0])
+        wanted = unplanned.near if moves else None
+        near = self._near(wanted, places[0]) if wanted is not None and wanted.runs else None
         for segment, place in places:
             length = len(segment)
             if segment.kind == Kind.USER and near is not None:
@@ -359,8 +360,8 @@ class PromptScheduler:
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
         repaired = sum(firsts) + chosen if repair or moves else None
-        if near is not None and unplanned.near is not None:
-            repaired = (repaired or 0) + unplanned.near.selected
+        if repaired is not None and wanted is not None:
+            repaired += wanted.selected
         return PlannedPrompt.of(layout, segments, chosen, repaired)
 
     def _near(self, near: Near, placed: tuple[Segment, int]) -> PlannedSegment | None:
