@@ -32,7 +32,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         models = Models(folder)
         reference = Reference(models)
         stack.callback(reference.close)
-        fleet = stack.enter_context(Fleet(models, 1, folder / "ray", *SETTINGS))
+        fleet = stack.enter_context(Fleet(models.files, 1, folder / "ray", *SETTINGS))
         with Callers([fleet.url], QUICK_RATE if quick else RATE, deadline_ms=None) as loaded:
             grown_s = until(lambda: len(fleet.served()) > 1, LONGEST_S)
         if grown_s is None:
