@@ -83,7 +83,7 @@ class Nodes:
         """`jgr cluster` on both nodes, deployed from the head."""
         given = ("server.host=0.0.0.0", f"server.port={PORT}", *settings)
         fleet = Fleet(
-            self._models,
+            self._models.files,
             2,
             self._folder / "deploy",
             *given,

@@ -113,8 +113,12 @@ class Served(Protocol[T]):
         """A new policy. Called once more after the warm-up, when the costs of the programs are known. measured: the
         JSON of another engine's `measured`, in place of its own."""
 
-    def prepare(self, request: Asked, tenant: str, /) -> T:
-        """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's.
+    async def read(self, request: Asked) -> Any:
+        """What a request's texts say, read by other threads, for `prepare`; None: nothing. Called for requests with
+        texts. Raises RequestError, which names the text that a limit or the model refuses."""
+
+    def prepare(self, request: Asked, tenant: str, read: Any = None, /) -> T:
+        """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's. read: of `read`.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """
