@@ -46,6 +46,8 @@ from benchmarks.soak_world import drawn
 RATE = 12.0
 BEFORE_S, AFTER_S, SETTLED_S = 2.0, 4.0, 2.0
 CUT_S = 8.0
+BEGUN_S = 1.0
+"""So long after it was asked for, a reload has begun and has not ended."""
 SLOW_S, SLOWER = 8.0, 10
 """So long a replica runs at a tenth of its speed."""
 
@@ -113,14 +115,15 @@ class Faults:
         return lambda: self._one_version() and not before & set(self._fleet.served().values())
 
     def reload_with_a_bad_second(self) -> Whole:
-        """The folder is good for the first replica and broken for the second: all must go back."""
+        """The folder is good for the first replica and broken for the second: all must go back. A load looks where
+        the link leads once, when it begins."""
         before = self._fleet.served()
         (old,) = set(before.values())
         self._models.switch("one")
         self._fleet.change("/v1/models/jgr/reload")
-        changed = until(lambda: any(version != old for version in self._fleet.served().values()))
+        time.sleep(BEGUN_S)
         self._models.switch("empty")
-        if changed is None:
+        if until(lambda: any(version != old for version in self._fleet.served().values())) is None:
             raise RuntimeError("no replica has reloaded")
 
         def back() -> bool:

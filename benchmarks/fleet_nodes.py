@@ -170,7 +170,8 @@ class Nodes:
             "--save",
             "",
         )
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        # Not --block: it would end all of a node with the head's storage that is killed.
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1"]
         ray += ["--object-store-memory=100000000", "--disable-usage-stats"]
         self._run(
             self.head, *ray, "--head", f"--node-ip-address={self.addresses[0]}", f"--port={GCS}",
