@@ -50,7 +50,7 @@ PER_TURN = 2
 OF_FLOOR = 0.8
 """What is wanted of the gain that the floor allows."""
 LOADS = (0.5, 0.8)
-UNDER_LOAD = 60
+UNDER_LOAD = 40
 """Requests of a system at a rate."""
 WIDE = TrainConfig(hidden=384, heads=4, kv_heads=2, head_dim=32, mlp=1280)
 NARROW = TrainConfig(hidden=192, heads=2, kv_heads=1, head_dim=32, mlp=640)
@@ -66,9 +66,9 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(WIDE, 4, 78, 7),
-    Size(WIDE, 4, 39, 7),
-    Size(WIDE, 4, 157, 5),
+    Size(WIDE, 4, 78, 5),
+    Size(WIDE, 4, 39, 5),
+    Size(WIDE, 4, 157, 4),
     Size(WIDE, 8, 78, 5),
     Size(NARROW, 28, 78, 4),
     Size(WIDE, 8, 39, 5),
@@ -77,7 +77,7 @@ SIZES = (
     Size(WIDE, 8, 157, 3),
 )
 """In the order of what they tell; the first one is measured under load."""
-LAST_BEGIN_S = 400
+LAST_BEGIN_S = 300
 """Sizes that would begin later than so many seconds after the start are left out; a row says which."""
 
 
@@ -167,7 +167,10 @@ class World:
             f"cache.device_mb={pages_mb:.1f}",
             "cache.item_share=0.9",
             "cache.shadow=0",
+            "beam.width=1",
             "profiles.batch=1",
+            "profiles.widths=1",
+            "profiles.candidates=1",
             f"profiles.tokens={-(-(HISTORY * self.span + 2) // 64) * 64}",
             *method.settings,
         )
