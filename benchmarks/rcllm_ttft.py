@@ -77,7 +77,7 @@ SIZES = (
     Size(WIDE, 8, 157, 3),
 )
 """In the order of what they tell; the first one is measured under load."""
-LAST_BEGIN_S = 300
+LAST_BEGIN_S = 240
 """Sizes that would begin later than so many seconds after the start are left out; a row says which."""
 
 
@@ -385,7 +385,7 @@ def claims(rows: Sequence[Row], loaded: Sequence[Row]) -> list[Claim]:
         )
     for share in LOADS if loaded else ():
         prefix, chosen = (each["p99_ms"] for each in loaded if each["of_prefix_capacity"] == share)
-        name = f"rcllm-p99-faster-at-{share:g}-of-prefix-capacity".replace("0.", "")
+        name = f"rcllm-p99-faster-at-{round(10 * share)}-of-prefix-capacity"
         found.append(Claim(name, rounded(prefix / chosen), "x", "higher", 2.0))
     whole = max(each["whole_when_all_is_computed"] for each in rows if "whole_when_all_is_computed" in each)
     found.append(Claim("rcllm-with-all-computed-anew-from-the-whole-prompt", whole, "", "lower", 1e-3))
