@@ -154,6 +154,19 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"workloads-on-which-bat-is-slower-than-the-better" + _SKEW,
         "Workloads on which BAT is slower than the better fixed order; " + _SKEWED,
     ),
+    # rcllm_ttft
+    (
+        r"rcllm-of-what-its-plan-allows-(?P<layers>\d+)-layers-(?P<tokens>\d+)-tokens",
+        "RcLLM's gain over full recompute at r = .3, over what its plan allows; {layers} layers, {tokens} tokens",
+    ),
+    (
+        r"rcllm-p99-faster-at-(?P<share>\d)-of-prefix-capacity",
+        "P99 of the prefix cache over that of RcLLM at r = .3, at {share} tenths of the prefix cache's capacity",
+    ),
+    (
+        r"rcllm-with-all-computed-anew-from-the-whole-prompt",
+        "Largest difference of a score of RcLLM at r = 1 from the prompt computed whole",
+    ),
     # beam_attention, beam_memory, beam_vs_peers, beam_width, early_termination
     (r"beam-attention-forms-differ-by", "Largest difference between the results of all forms of beam attention"),
     (

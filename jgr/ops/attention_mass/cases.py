@@ -48,7 +48,7 @@ CASES = (
             prompts=((user_first(300, (9,) * 20, 5),),),
             heads=8,
             kv_heads=4,
-            dim=128,
+            dim=64,
             dtype="float32",
         ),
         _COMPILE,

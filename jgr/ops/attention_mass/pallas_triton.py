@@ -35,7 +35,15 @@ from jgr.ops.segment_attention.visibility import (
 _MASKED = -1e30  # finite, so that differences are never NaN
 _NOTHING_SEEN = 1e30
 
-supports = segments.supports
+_MOST_FLOAT32 = 64
+"""The widest heads of float32: kernels for wider ones spill registers when compiled for an H200."""
+
+
+def supports(call: Arguments) -> str | None:
+    """Why the kernel cannot run, or None."""
+    if call.q.dtype == jnp.float32 and call.q.shape[-1] > _MOST_FLOAT32:
+        return f"float32 heads are larger than {_MOST_FLOAT32}"
+    return segments.supports(call)
 
 
 class _Static(NamedTuple):
