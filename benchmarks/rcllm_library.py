@@ -45,7 +45,7 @@ from jgr.prompt.tokens import Tokenizer
 HELD_OUT = 0.2
 REVIEW_TOKENS = 512
 VOCABULARIES = (1024, 4096, 16384)
-HIDDEN, THETA = 256, 1e6
+HIDDEN, THETA = 64, 1e6
 COSINE = 0.95
 KV_BYTES = 114_688
 """Bytes of a token's keys and values in a Qwen3-0.6B, in 16 bits."""
