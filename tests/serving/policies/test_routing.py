@@ -11,22 +11,17 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from jgr.serving.policies import routing
+from jgr.serving.policies import routing, routing_terms
 from jgr.serving.policies.bookings import LOST_NS
 from jgr.serving.policies.digests import digest
-from jgr.serving.policies.routing import (
-    BOUND,
-    REPORTED_NS,
+from jgr.serving.policies.routing import BOUND, REPORTED_NS, SILENT_NS, Ask, Report, Router
+from jgr.serving.policies.routing_terms import (
     RULES,
-    SILENT_NS,
     Affinity,
-    Ask,
     ItemEntries,
     Late,
     Load,
     Matched,
-    Report,
-    Router,
     Rule,
     Running,
     Share,
@@ -86,7 +81,7 @@ def report(
         (Late(), [0, 0, 0]),
     ],
 )
-def test_each_term(term: routing.Term, score: list[float]) -> None:
+def test_each_term(term: routing_terms.Term, score: list[float]) -> None:
     np.testing.assert_allclose(term(VIEW), score, atol=1e-12)
 
 
