@@ -19,7 +19,8 @@ from jgr.serving.cluster.front import Front
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.replica import Replica, Source
 from jgr.serving.cluster.router import FleetRouter
-from jgr.serving.policies.routing import Ask, Router, Rule
+from jgr.serving.policies.routing import Ask, Router
+from jgr.serving.policies.routing_terms import Rule
 from jgr.serving.versions.sources import Loaded
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row, rounded
 from jgr.serving.policies.digests import digest
-from jgr.serving.policies.routing import RULES, Ask, Report, Router, Rule
+from jgr.serving.policies.routing import Ask, Report, Router
+from jgr.serving.policies.routing_terms import RULES, Rule
 
 NODES, CANDIDATES, IN_FLIGHT = 100, 100, 200
 USERS = ITEMS = 20_000

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row, rounded
-from jgr.serving.policies.routing import RULES, Router, Rule
+from jgr.serving.policies.routing import Router
+from jgr.serving.policies.routing_terms import RULES, Rule
 from jgr.simulation.fleet import SECOND, Outcomes, World, capacity, simulate, traffic
 
 WORLDS = {

@@ -14,6 +14,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "otel": ("opentelemetry",),
     "cluster": ("ray",),
+    "library": ("faiss",),
 }
 """The modules of each extra."""
 

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 
 from jgr.serving.policies import routing
-from jgr.serving.policies.routing import RULES, Ask, Router, Rule
+from jgr.serving.policies.routing import Ask, Router
+from jgr.serving.policies.routing_terms import RULES, Rule
 from jgr.simulation.fleet import MS, SECOND, Arrival, Loss, Outcomes, World, capacity, simulate, traffic
 
 WORLD = World(

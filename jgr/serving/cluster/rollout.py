@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from jgr.serving.api import CatalogInfo
+from jgr.serving.catalog_api import CatalogInfo
 from jgr.serving.cluster.protocol import require
 from jgr.serving.cluster.record import NOTHING, Record, States, plain, served
 from jgr.serving.cluster.relay import Answered, Asked

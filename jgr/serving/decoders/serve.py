@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,8 @@ from jgr.config import Config
 from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
+from jgr.serving.decoders.paged_executor import DecoderExecutors
+from jgr.serving.decoders.reading import Read, TextReader
 from jgr.serving.decoders.translation import Prompts, Task, Translator
 from jgr.serving.decoders.work import Outcome, Work
 from jgr.serving.degrading import smaller
@@ -30,10 +33,13 @@ from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError, invalid
 from jgr.serving.explanations import Explanation
 from jgr.serving.policies.batching import Batcher
+from jgr.serving.policies.fidelity import Watch, agreement
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.run_costs import RunCosts
-from jgr.serving.policies.sources import ALL_ITEM_TOKENS
+from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Repair
 from jgr.serving.prefill import Asked, Prefill
+
+_log = logging.getLogger(__name__)
 
 
 class ProfiledExecutors(Executors, Protocol):
@@ -52,7 +58,8 @@ class ProfiledExecutors(Executors, Protocol):
 @dataclass(eq=False)
 class ServedDecoder:
     """See jgr.serving.engine.contract.Served. executors: their profiles bound the prompts, beam widths and numbers of
-    candidates that are served. caching: None where nothing is cached. memory: bytes that its parts take."""
+    candidates that are served. caching: None where nothing is cached. memory: bytes that its parts take. reader: of the
+    texts of requests; None: they have none."""
 
     executors: ProfiledExecutors
     translator: Translator
@@ -60,6 +67,7 @@ class ServedDecoder:
     metrics: Metrics
     caching: Caching | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    reader: TextReader | None = None
 
     def __post_init__(self) -> None:
         self.info: ModelInfo = self.translator.info
@@ -69,8 +77,18 @@ class ServedDecoder:
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0
-        self.prepare: Callable[[Asked, str], Task] = self.translator.prepare
+        self._watch = Watch(self.config.cache.max_drift)
+        self.metrics.fell_back.set(0)
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
+
+    def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
+        task = self.translator.prepare(request, tenant, read)
+        return translation.computed_whole(task) if self._watch.fell_back else task
+
+    async def read(self, request: Asked) -> Read | None:
+        return (
+            None if self.reader is None or isinstance(request, Prefill) else await self.reader.read(request)
+        )
 
     def measured(self) -> list[tuple[Profile, float]]:
         return [(profile, s + self._handover_s) for profile, s in self.executors.costs.items()]
@@ -138,23 +156,61 @@ class ServedDecoder:
         return self.translator.explanation(task, answer)
 
     def shadows(self, task: Task) -> list[tuple[Task, Callable[[Task], None]]]:
-        """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15)."""
+        """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15). Where it
+        was computed whole in place of that, as it is repaired."""
         assert task.outcome is not None
         compare = partial(_compare, task.outcome)
         shadows: list[tuple[Task, Callable[[Task], None]]] = [
             (translation.shadow(task), partial(compare, self.metrics.drift))
         ]
-        if task.usage.repaired_tokens is not UNSET:
-            causal = translation.shadow(task, ALL_ITEM_TOKENS)
-            shadows.append((causal, partial(compare, self.metrics.repair_drift)))
+        if task.usage.repaired_tokens is UNSET:
+            return shadows
+        if task.whole:
+            repaired = translation.shadow(task, Repair.of(self.config.cache))
+            shadows.append((repaired, partial(self._judge, task)))
+        elif task.prompt is not None and task.prompt.repair != ALL_ITEM_TOKENS:
+            whole = translation.shadow(task, ALL_ITEM_TOKENS)
+            shadows.append((whole, partial(self._judge, task)))
         return shadows
+
+    def _judge(self, answered: Task, again: Task) -> None:
+        """Count how far approximate scores are from whole ones; one of the two was the answer."""
+        metrics, repair = self.metrics, Repair.of(self.config.cache)
+        exact, approximate = (answered, again) if answered.whole else (again, answered)
+        assert (
+            exact.outcome is not None and approximate.outcome is not None and approximate.prompt is not None
+        )
+        _compare(approximate.outcome, metrics.repair_drift, exact)
+        found = agreement(exact.outcome.scores, approximate.outcome.scores)
+        if found is None:
+            return
+        metrics.repair_tau.observe(found.tau)
+        metrics.repair_overlap.observe(found.overlap)
+        metrics.repair_divergence.observe(found.kl)
+        if approximate.prompt.repair != repair:  # what a request asked for says nothing of the others
+            return
+        changed = self._watch.observe(found.tau)
+        metrics.repair_disorder.set(self._watch.mean)
+        if changed:
+            metrics.fell_back.set(self._watch.fell_back)
+            said = "prompts are computed whole" if self._watch.fell_back else "prompts are approximated again"
+            most = self.config.cache.max_drift
+            _log.warning(
+                "%s: %s: the order drifts by %.3f, cache.max_drift is %s",
+                self.info.version, said, self._watch.mean, most,
+            )  # fmt: skip
 
     def started(self, handover_s: float = 0.0) -> None:
         self._handover_s = handover_s
         if self.caching is not None:
             self.caching.start()
+        reader, executors = self.reader, self.executors
+        if reader is not None and reader.library is not None and isinstance(executors, DecoderExecutors):
+            reader.threads.submit(executors.catch_up)  # so that the first request need not wait for it
 
     def close(self, idle: bool) -> None:
+        if self.reader is not None:
+            self.reader.close()
         if idle and self.caching is not None:
             self.caching.close()
 
@@ -198,6 +254,7 @@ def decoder_engine(
     rebuild: Rebuild | None = None,
     caching: Caching | None = None,
     memory: Mapping[str, int] | None = None,
+    reader: TextReader | None = None,
 ) -> Engine[ServedDecoder]:
     """The engine of one decoder over one catalog, not started.
 
@@ -216,8 +273,9 @@ def decoder_engine(
         max_candidates=batcher.max_width("rank"),
         segments=None if caching is None else caching.segments,
         cached=caching is not None and "recommend" in caching.groupings,
+        library=None if reader is None else reader.library,
     )
-    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
+    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {}, reader)
     timed = {} if clock is None else {"clock": clock}
     return Engine(
         served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal, **timed

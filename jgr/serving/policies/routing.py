@@ -17,36 +17,21 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from jgr.serving.policies.bookings import Bookings, without
 from jgr.serving.policies.digests import Digests, Keys, keys
+from jgr.serving.policies.routing_terms import AFFINITY, LOAD, SHARE, Rule, View, terms_of
 
 Float64 = npt.NDArray[np.float64]
-Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
-"""joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
-requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
-RULES: tuple[Rule, ...] = get_args(Rule)
-
-LOAD = 0.7
-"""The weight of load: so much of a prompt saved is worth ending later by as much of the mean node's time."""
-SHARE = 0.2
-FEW = 2
-"""As if each node had been sent so many requests like this one before, since the first ones say little of its share."""
-AFFINITY = 0.05
-BELIEF = 0.7
-"""How likely a user who was sent to a node is kept there until a report tells."""
 REPORTED_NS = 1_000_000_000
 """So long after it was sent a request may be in no report yet."""
 BOUND = 1.25
 """A node takes at most so many times the mean number of requests under the rule `hash`, rounded up."""
 SLOW = 1.5
 """A node counts as slow from so many times the median time of a token on; by less, estimates differ themselves."""
-LATE = 1e6
-"""What a node's score lacks that would be late: more than any sum of other terms."""
 REMEMBERED_USERS = 65_536
 """So many users' last nodes a router remembers."""
 UNSENT = 1024
@@ -65,7 +50,8 @@ class Ask:
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
     other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
-    none. tried: nodes that have refused or failed it, which come last whatever the rule.
+    none. tried: nodes that have refused or failed it, which come last whatever the rule. both: nodes reuse the user and
+    the items of a prompt, wherever they stand, and not only what comes first.
     """
 
     id: str
@@ -76,6 +62,7 @@ class Ask:
     other_tokens: float
     left_ns: int | None = None
     tried: Collection[str] = ()
+    both: bool = False
 
     @property
     def tokens(self) -> float:
@@ -102,140 +89,12 @@ class Report:
                 raise ValueError(f"{name}: must be finite and not negative, got {value}")
 
 
-class View(NamedTuple):
-    """What the terms see of a request and the n nodes; arrays are [n] float64.
-
-    user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
-    running: requests in flight; recent: tokens sent of late, in flight or not. pace: times the median time of a token,
-    1 where it is near it; ns: of a token, 0 where that is not known. last: where the user was last; expected: tokens of
-    the user that should be kept there, 0 where a report must have told. tokens: of the whole prompt. left_ns: until
-    the deadline, or inf.
-    """
-
-    user: Float64
-    reused: Float64
-    load: Float64
-    running: Float64
-    recent: Float64
-    pace: Float64
-    ns: Float64
-    last: int | None
-    expected: float
-    tokens: float
-    left_ns: float
-
-    @property
-    def computed(self) -> Float64:
-        """Tokens that each node would compute."""
-        return self.tokens - self.reused
-
-
-class Term(Protocol):
-    """A part of the score of each node, [n] float64, an array of its own; more is better."""
-
-    def __call__(self, view: View) -> Float64: ...
-
-
-@dataclass(frozen=True)
-class UserEntries:
-    """The share of the prompt that the user's own entry saves."""
-
-    weight: float = 1.0
-
-    def __call__(self, view: View) -> Float64:
-        return view.user * (self.weight / view.tokens)
-
-
-@dataclass(frozen=True)
-class ItemEntries:
-    """The share of the prompt that the candidates' entries save beyond what the user's would."""
-
-    weight: float = 1.0
-
-    def __call__(self, view: View) -> Float64:
-        return (view.reused - view.user) * (self.weight / view.tokens)
-
-
-@dataclass(frozen=True)
-class Load:
-    """How much earlier than at the mean node the request would end, if none held any of it: a share of that time."""
-
-    weight: float = LOAD
-
-    def __call__(self, view: View) -> Float64:
-        ahead = (view.load + view.tokens) * view.pace
-        return self.weight - ahead * (self.weight * len(ahead) / float(np.add.reduce(ahead)))
-
-
-@dataclass(frozen=True)
-class Share:
-    """How much less work than the mean node a node was sent of late, ended or not, by the time that it takes there: a
-    share of that mean."""
-
-    weight: float = SHARE
-
-    def __call__(self, view: View) -> Float64:
-        recent = (view.recent + FEW * view.tokens) * view.pace
-        return self.weight - recent * (self.weight * len(recent) / float(np.add.reduce(recent)))
-
-
-@dataclass(frozen=True)
-class Running:
-    """How many requests fewer than the mean node a node has, this one counted: a share of that mean."""
-
-    weight: float = 1.0
-
-    def __call__(self, view: View) -> Float64:
-        running = view.running + 1
-        return self.weight - running * (self.weight * len(running) / float(np.add.reduce(running)))
-
-
-@dataclass(frozen=True)
-class Affinity:
-    """The node that had the user last gets a bonus, and so much of the share of the prompt that it should save by now,
-    though no report says so yet."""
-
-    bonus: float = AFFINITY
-    belief: float = BELIEF
-
-    def __call__(self, view: View) -> Float64:
-        score = np.zeros(len(view.user))
-        if view.last is not None:
-            unreported = max(0.0, view.expected - float(view.reused[view.last]))
-            score[view.last] = self.bonus + self.belief * unreported / view.tokens
-        return score
-
-
-@dataclass(frozen=True)
-class Late:
-    """A node that would miss the deadline comes after all that would not."""
-
-    penalty: float = LATE
-
-    def __call__(self, view: View) -> Float64:
-        end_ns = (view.load + view.computed) * view.ns
-        return (end_ns > view.left_ns).astype(np.float64) * -self.penalty
-
-
-def terms_of(
-    rule: Rule, load: float = LOAD, affinity: float = AFFINITY, share: float = SHARE
-) -> tuple[Term, ...]:
-    """The terms of a rule; empty where it has no score."""
-    reuse = (UserEntries(), ItemEntries(), Affinity(affinity))
-    by_rule: Mapping[Rule, tuple[Term, ...]] = {
-        "joint": (*reuse, Load(load), Share(share), Late()),
-        "hit": reuse,
-        "load": (Load(),),
-        "least": (Running(),),
-    }
-    return by_rule.get(rule, ())
-
-
 class Router:
     """Ranks the nodes for each request.
 
     name: this router's own, by which nodes report what it has sent; no two routers of a fleet have the same. bits: of
-    the nodes' digests, as a power of two. load, affinity, share: weights of the rule `joint`.
+    the nodes' digests, as a power of two. load, affinity, share: weights of the rule `joint`; load
+    also of `matched` and `rcllm`.
 
     The nodes stand side by side in slots 0, 1, ...; the last one takes the place of one that leaves.
     """
@@ -359,7 +218,8 @@ class Router:
     def view(self, ask: Ask) -> View:
         """What is known of the request and of `nodes`, in their order."""
         of = keys((ask.user, *ask.items))
-        items = self._items.count(of[1:]) * ask.item_tokens
+        held = self._items.count(of[1:])
+        items = held * ask.item_tokens
         user, last, expected = np.zeros(len(self._names)), None, 0.0
         if ask.user:
             user = self._users.count(of[:1]) * ask.user_tokens
@@ -370,7 +230,9 @@ class Router:
                     expected = float(ask.user_tokens)
         return View(
             user,
-            np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
+            # A prompt begins with its user or with its items (BAT-10).
+            user + items if ask.both else np.maximum(user, items),
+            held / max(1, len(ask.items)),
             self._bookings.work + self._elsewhere,
             self._bookings.running,
             self._bookings.recent,

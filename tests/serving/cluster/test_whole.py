@@ -24,7 +24,7 @@ from jgr.serving.cluster.whole import erased, merged, metrics, models, readiness
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
-from jgr.serving.policies import routing
+from jgr.serving.policies import routing, routing_terms
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
@@ -222,5 +222,6 @@ def test_a_body_is_read_whole_and_no_further_than_it_may_be() -> None:
 
 def test_the_weights_of_a_configuration_are_the_policys_own() -> None:
     fleet = FleetConfig()
-    assert (fleet.load, fleet.share, fleet.affinity) == (routing.LOAD, routing.SHARE, routing.AFFINITY)
+    own = (routing_terms.LOAD, routing_terms.SHARE, routing_terms.AFFINITY)
+    assert (fleet.load, fleet.share, fleet.affinity) == own
     assert routing.Router("r", fleet.routing).nodes == ()

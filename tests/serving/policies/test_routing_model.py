@@ -21,22 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jgr.serving.policies.bookings import LOST_NS, MEMORY
 from jgr.serving.policies.digests import digest
-from jgr.serving.policies.routing import (
-    AFFINITY,
-    BELIEF,
-    FEW,
-    LATE,
-    LOAD,
-    REPORTED_NS,
-    SHARE,
-    SILENT_NS,
-    SLOW,
-    TRUST,
-    Ask,
-    Report,
-    Router,
-    Rule,
-)
+from jgr.serving.policies.routing import REPORTED_NS, SILENT_NS, SLOW, TRUST, Ask, Report, Router
+from jgr.serving.policies.routing_terms import AFFINITY, BELIEF, FEW, LATE, LOAD, SHARE, Rule
 
 BITS = 10
 NODES = [f"node-{number}" for number in range(11)]
