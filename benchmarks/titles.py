@@ -435,7 +435,15 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-simulated-imbalance",
         "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
-    # fleet_faults, fleet_equality, fleet_scaling
+    # fleet_items, fleet_faults, fleet_equality, fleet_scaling
+    (
+        r"fleet-items-bytes-against-prediction",
+        "The largest share by which a link's bytes differ from what the placement predicts",
+    ),
+    (
+        r"fleet-items-(?P<of>hrcs|replicate)-over-(?P<base>replicate|hash)-(?P<gbit>\d+)-gbit-(?P<memory>large|small)",
+        "Requests a second of {of} over {base}, {gbit} Gb/s emulated, {memory} memory",
+    ),
     (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
     (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
     (r"fleet-(?P<of>faults|equality|scaling)-lost", "Requests that a fleet has lost; {of}"),
