@@ -85,7 +85,10 @@ class PromptConfig:
     """How a history becomes tokens."""
 
     template: str = "<bos>{history}"  # text of the whole prompt; {history} stands for the items
-    item: str = "{sid}"  # text of one history item; may name metadata fields, as in "{title}: {sid}"
+    # Text of one history item; may name metadata fields, as in "{title}: {sid}". {review} stands for the event's own
+    # text, of a request's history_texts.
+    item: str = "{sid}"
+    review_tokens: int = 128  # most tokens of an event's own text; what follows is cut
     max_items: int = 50  # how many of a history's last items are kept
     # Items by which a history above prompt.max_items is cut at a time: between two cuts its first tokens stay the same,
     # so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
@@ -93,7 +96,7 @@ class PromptConfig:
     separator: str = ""  # text between two items
 
     def __post_init__(self) -> None:
-        check(self, max_items=1, stride=1)
+        check(self, max_items=1, stride=1, review_tokens=1)
         fits = self.stride <= self.max_items
         require(fits, f"prompt.stride ({self.stride}) must be at most prompt.max_items ({self.max_items})")
         require(self.template.count("{history}") == 1, "prompt.template must hold {history} exactly once")
@@ -210,10 +213,20 @@ class CacheConfig:
     # over the last 200 samples of cache.shadow. Beyond it the model computes all prompts whole, until the samples are
     # below half of it again. none: no limit.
     max_drift: float | None = None
+    # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
+    # history_texts take the keys and values of the nearest prototype (RcLLM). Empty: they are computed. Needs
+    # jgr[library].
+    library: str = ""
+    library_cosine: float = (
+        0.9  # how near a prototype must be to a token that takes its keys and values, as a cosine
+    )
 
     def __post_init__(self) -> None:
         check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
-        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0)
+        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0, library_cosine=0.9)
+        require(
+            self.library_cosine <= 1, f"cache.library_cosine must be at most 1, not {self.library_cosine}"
+        )
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
@@ -310,6 +323,7 @@ class ServerConfig:
     keys: str = ""  # JSON file of more keys, each with a name, role, rate and share; empty: none
     max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
     max_history: int = 4096  # most items in a request's history
+    max_text_bytes: int = 1 << 16  # most bytes of a request's history_texts, all together
     max_candidates: int = 10_000  # most candidates in a request
     max_filter_items: int = 4096  # most item ids in a request's filters, all lists together
     unknown_items: Literal["skip", "reject"] = "skip"  # what happens to history items that the catalog lacks
@@ -348,7 +362,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(self, port=0, max_body_bytes=1, max_history=1, max_candidates=1, drain_timeout_s=0)
-        check(self, max_filter_items=0, max_connections=1, write_timeout_s=0.1, patience_ms=0)
+        check(
+            self, max_text_bytes=0, max_filter_items=0, max_connections=1, write_timeout_s=0.1, patience_ms=0
+        )
         require(self.patience_ms <= 1e9, f"server.patience_ms must be at most 1e9, not {self.patience_ms}")
         same = bool(self.api_key) and self.api_key == self.admin_key
         require(not same, "server.admin_key must not be server.api_key, which clients have")

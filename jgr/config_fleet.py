@@ -42,13 +42,14 @@ class FleetConfig:
     cpus: float = 1.0  # cores that Ray keeps for a replica
     # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel.
     gpus: float = 0.0
-    health_s: float = (
-        2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
-    )
+    # Seconds between questions after the health of a replica or a front, which then reads a changed server.keys. A
+    # replica is replaced after three unanswered ones.
+    health_s: float = 2.0
     # Where the keys and values of the catalog's items are held, in the replicas' host memory. none: where they were
     # computed; replicate: the hottest on every replica; hash: each on one; hrcs: the hottest on every replica, as many
     # as the links need, the others on one; similarity: the hottest on every replica, the others on one, together
-    # with those that the same requests ask for. Needs cache.policy=item, cache_agnostic or hotness.
+    # with those that the same requests ask for. Needs a cache.policy that keeps items: item,
+    # cache_agnostic, hotness or blocks.
     items: Literal["none", "replicate", "hash", "hrcs", "similarity"] = "none"
     hot: float = 0.001  # similarity: the share of the items that every replica holds
     items_mb: float = 256.0  # memory of a replica for the items that it is to hold, in MiB

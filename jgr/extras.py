@@ -15,6 +15,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "placement": ("pymetis",),
     "otel": ("opentelemetry",),
     "cluster": ("ray",),
+    "library": ("faiss",),
 }
 """The modules of each extra."""
 

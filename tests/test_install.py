@@ -51,6 +51,7 @@ def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
 OF_EXTRAS = (
     "jgr.training",
     "jgr.evaluation.validation",
+    *(f"jgr.library.{name}" for name in ("build", "clusters", "finder", "index")),
     *(
         f"jgr.serving.cluster.{name}"
         for name in ("application", "coordinator", "front", "replicas", "router", "scaling")

@@ -37,7 +37,7 @@ FLOORS = (
     ),
     ("jgr.ops",),
     ("jgr.models", "jgr.training"),
-    ("jgr.cache", "jgr.placement", "jgr.features", "jgr.embeddings"),
+    ("jgr.cache", "jgr.placement", "jgr.features", "jgr.embeddings", "jgr.library"),
     ("jgr.serving.policies",),
     ("jgr.serving", "jgr.client", "jgr.simulation", "jgr.evaluation", "jgr.traffic", "jgr.ablation"),
     ("jgr.cli", "tools"),

@@ -33,7 +33,7 @@ WORDS = {
     "bench": ("ops", "serve"),
     "catalog": ("build", "inspect"),
     "features": ("load",),
-    "kv": ("build",),
+    "kv": ("build", "library"),
     "completion": tuple(SCRIPTS),
 }
 """The first arguments of commands that take one of a few words."""

@@ -24,7 +24,7 @@ History = Sequence[ItemId]
 Histories = Sequence[list[str]] | Sequence[list[int]] | Sequence[list[ItemId]] | Sequence[tuple[ItemId, ...]]
 T = TypeVar("T")
 
-PER_HISTORY = frozenset(("user_id", "history_times", "time", "history_actions", "context"))
+PER_HISTORY = frozenset(("user_id", "history_texts", "history_times", "time", "history_actions", "context"))
 """Fields about one user: with several histories they are lists of one value for each."""
 
 
@@ -46,6 +46,7 @@ class CommonFields(TypedDict, total=False):
 
 
 class RecommendFields(CommonFields, total=False):
+    history_texts: Sequence[str] | Sequence[Sequence[str]] | None
     beam_width: int | None
     min_beam_width: int | None
     exclude_history: bool
@@ -57,6 +58,7 @@ class RankFields(CommonFields, total=False):
     exclude_history: bool
     layout: Literal["user_prefix", "item_prefix", "causal"] | None
     reuse_budget: float | None
+    history_texts: Sequence[str] | Sequence[Sequence[str]] | None
     history_times: Sequence[int] | Sequence[Sequence[int]] | None
     time: int | Sequence[int] | None
     history_actions: Sequence[int] | Sequence[Sequence[int]] | None

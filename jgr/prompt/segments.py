@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,16 @@ class Segment(Struct, frozen=True):
 
 
 Prompt = tuple[Segment, ...]
+
+PartKind = Literal["instruction", "structure", "review", "item"]
+"""What tokens of a prompt are to reuse beyond the prefix (RCLLM-5): only reviews and items are ever approximated."""
+
+
+class Part(NamedTuple):
+    """So many tokens of one kind."""
+
+    kind: PartKind
+    tokens: int
 
 
 def make_prompt(

@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from string import Formatter
 
@@ -31,6 +32,7 @@ from jgr.catalog.catalog import MAX_TOKEN, Catalog
 from jgr.config import PromptConfig, UserError
 from jgr.fields import one_line
 from jgr.files import read_whole, writing
+from jgr.prompt.segments import Part
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -92,6 +94,25 @@ class Tokenizer:
         except Exception as cause:  # likewise bare; WordLevel raises for a word it does not know
             raise PromptError(f"the tokenizer cannot encode the text: {cause}") from None
         return [list(one.ids) for one in encoded]
+
+    def encode_untrusted(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that somebody else wrote: they never hold a special token, whatever the text spells."""
+        try:
+            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as cause:
+            raise PromptError(f"the tokenizer cannot encode the text: {cause}") from None
+        return [[token for token in one.ids if token not in self._special] for one in encoded]
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._inner.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     def token_id(self, name: str) -> int | None:
         return self.vocabulary.get(name)
@@ -164,27 +185,32 @@ class PromptBuilder:
 
     prefix, suffix: [t] int32, the template's text before and after `{history}`.
     max_tokens: no prompt is longer. min_item_tokens: no item is shorter.
+    review_tokens: the most tokens of an event's own text, which stands where prompt.item has {review}; 0: nowhere.
     largest_token: must be below the model's vocabulary size.
     """
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer | None, catalog: Catalog) -> None:
         """Tokenises the template and every item once. PromptError names the field that does not fit."""
-        before, after = _split_template(config.template)
-        self.prefix = encode_template("prompt.template", before, tokenizer)
+        _, after = _split_template(config.template)
+        self.prefix = template_prefix(config, tokenizer)
         self.suffix = encode_template("prompt.template", after, tokenizer)
         self._max_items, self._stride = config.max_items, config.stride
         # Every item's tokens are stored with the separator after them, which `user` takes off the last one.
         separator = encode_fixed("prompt.separator", config.separator, tokenizer)
-        items, lengths = encode_items("prompt.item", config.item, tokenizer, catalog)
+        texts = _split_at_review(config.item)
+        columns = [encode_items("prompt.item", text, tokenizer, catalog) for text in texts if text]
         separators = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
-        self._tokens, self._lengths = _interleave([(items, lengths), separators], catalog.n_items)
+        self._tokens, self._lengths = _interleave([*columns, separators], catalog.n_items)
+        # Where an event's own text stands in the tokens of its item.
+        self._cut = columns[0][1] if texts[0] else np.zeros(catalog.n_items, np.int64)
+        self.review_tokens = config.review_tokens if len(texts) > 1 else 0
         self._separator = len(separator)
         self.min_item_tokens = int(self._lengths.min()) - self._separator
         self._starts = np.cumsum(self._lengths) - self._lengths
         # Items of one length, as nearly all are, stand in rows, so that no index for each token is needed.
         alike = bool((self._lengths == self._lengths[0]).all())
         self._alike = self._tokens.reshape(catalog.n_items, -1) if alike else None
-        history = config.max_items * int(self._lengths.max()) - self._separator
+        history = config.max_items * (int(self._lengths.max()) + self.review_tokens) - self._separator
         self.max_tokens = len(self.prefix) + history + len(self.suffix)
         parts = (self.prefix, self._tokens, self.suffix)
         self.largest_token = max(int(part.max(initial=0)) for part in parts)
@@ -210,6 +236,43 @@ class PromptBuilder:
         source = np.repeat(self._starts[rows] - ends + lengths, lengths) + np.arange(total)
         history = self._tokens[source[: max(total - self._separator, 0)]]
         return np.concatenate((self.prefix, history))
+
+    def user_with(self, rows: Int32, reviews: Sequence[Int32]) -> tuple[Int32, tuple[Part, ...]]:
+        """The prompt up to the end of the history, where each event has a text of its own, and what its tokens are.
+
+        reviews: [t] int32 of each event, empty where it has no text; of more than review_tokens the first are kept.
+        """
+        start = first_kept(len(rows), self._max_items, self._stride)
+        pieces, parts = [self.prefix], [Part("instruction", len(self.prefix))]
+        for row, review in zip(rows[start:].tolist(), reviews[start:], strict=True):
+            first, cut, length = self._starts[row], self._cut[row], self._lengths[row]
+            item, text = self._tokens[first : first + length], review[: self.review_tokens]
+            pieces += [item[:cut], text, item[cut:]]
+            parts += [
+                Part("structure", int(cut)),
+                Part("review", len(text)),
+                Part("structure", int(length - cut)),
+            ]
+        if len(pieces) > 1 and self._separator:
+            pieces[-1] = pieces[-1][: -self._separator]
+            parts[-1] = Part("structure", len(pieces[-1]))
+        return np.concatenate(pieces), tuple(part for part in parts if part.tokens)
+
+
+def _split_at_review(item: str) -> list[str]:
+    """The text of a history's item before and after {review}, where it has that, else all of it."""
+    count = sum(field == "review" for _, field in parse_template("prompt.item", item))
+    texts = re.split(r"(?<!\{)\{review\}", item)
+    if len(texts) != count + 1 or count > 1:
+        raise PromptError("prompt.item: {review} may occur once, and no brace may stand before it")
+    if not any(texts):
+        raise PromptError("prompt.item: needs more than {review}, since an event may have no text")
+    return texts
+
+
+def template_prefix(config: PromptConfig, tokenizer: Tokenizer | None) -> Int32:
+    """The tokens of a prompt before the history, [t] int32."""
+    return encode_template("prompt.template", _split_template(config.template)[0], tokenizer)
 
 
 def _split_template(template: str) -> tuple[str, str]:

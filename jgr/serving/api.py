@@ -27,8 +27,6 @@ MAX_SECONDS = 1 << 40
 MAX_CODE = (1 << 31) - 1
 MAX_NAMED = 256
 """The most slots of context, or tasks, that a request may name."""
-MAX_SEARCHED = 1 << 15
-"""The most items of a catalog that a search by words looks at."""
 
 Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Code = Annotated[int, Meta(ge=0, le=MAX_CODE)]
@@ -69,6 +67,15 @@ PriorityField = Annotated[
 ]
 Explain = Annotated[
     bool, Meta(description="Tell how many tokens of each part of the prompt came from the cache.")
+]
+HistoryTexts = Annotated[
+    list[str] | None,
+    Meta(
+        description="The user's own words on each history item, such as a review, for servers whose prompts have a "
+        "place for them (prompt.item with {review}); others refuse the field. As many as history has items; an empty "
+        "text stands for none. Of a long text the first tokens are read (prompt.review_tokens).",
+        examples=[["The tone is warm.", ""]],
+    ),
 ]
 HistoryTimes = Annotated[
     list[Seconds] | None,
@@ -141,6 +148,7 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     ] = None
     exclude_history: Annotated[bool, Meta(description="Leave out the items of the history.")] = False
     filters: Annotated[Filters | None, Meta(description="Rules that all items meet. null: no rules.")] = None
+    history_texts: HistoryTexts = None
     deadline_ms: Deadline = None
     priority: PriorityField = "interactive"
     include_metadata: IncludeMetadata = False
@@ -189,12 +197,13 @@ class RankRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
     reuse_budget: Annotated[
         Annotated[float, Meta(ge=0.0, le=1.0)] | None,
         Meta(
-            description="Share of the candidates' tokens that is computed anew, for servers that reuse candidates "
-            "wherever they stand in the prompt (cache.policy=blocks with cache.repair_share above 0); others refuse "
-            "the field. 1: all of them, so that the scores are those of a prompt that is computed whole. null: the "
-            "server's own share."
+            description="Share of the candidates' tokens that is computed anew, and of the tokens of history_texts "
+            "that a library has, for servers that reuse candidates wherever they stand in the prompt "
+            "(cache.policy=blocks with cache.repair_share above 0); others refuse the field. 1: all of them, so that "
+            "the scores are those of a prompt that is computed whole. null: the server's own share."
         ),
     ] = None
+    history_texts: HistoryTexts = None
     history_times: HistoryTimes = None
     time: Time = None
     history_actions: HistoryActions = None
@@ -249,20 +258,29 @@ class Usage(Struct, kw_only=True):
             description="Number of candidates' tokens that were computed again, so that they see the candidates before "
             "their own. Scores then approximate those of a prompt that is computed whole. Only if the server repairs "
             "tokens (cache.repair_tokens, cache.repair_share) and the candidates come first in the prompt, or are "
-            "reused wherever they stand in it (cache.policy=blocks)."
+            "reused wherever they stand in it (cache.policy=blocks). Tokens of history_texts count too that a library "
+            "has and that were computed all the same (cache.library)."
         ),
     ] = UNSET
     approximate_tokens: Annotated[
         int | UnsetType,
         Meta(
             description="Number of candidates' tokens that were taken as they are where the candidate stands alone, "
-            "without what stands before it. Only if the server reuses candidates wherever they stand in the prompt "
+            "without what stands before it, and of tokens of history_texts that were taken as a library has like ones "
+            "(cache.library). Only if the server reuses candidates wherever they stand in the prompt "
             "(cache.policy=blocks)."
         ),
     ] = UNSET
     full_recompute: Annotated[
         bool | UnsetType,
         Meta(description="true: computed whole, since approximate answers drifted (cache.max_drift)."),
+    ] = UNSET
+    exact_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="Number of prompt tokens that are neither in repaired_tokens nor in approximate_tokens. Only "
+            "beside approximate_tokens."
+        ),
     ] = UNSET
     layout: Annotated[
         LayoutName,
@@ -310,6 +328,12 @@ class Reuse(Struct, kw_only=True):
         int | UnsetType,
         Meta(
             description="Number of this part's first tokens that were computed again (cache.repair_tokens); see Usage."
+        ),
+    ] = UNSET
+    approximate_tokens: Annotated[
+        int | UnsetType,
+        Meta(
+            description="Number of the history's tokens that came from a library (cache.library); see Usage."
         ),
     ] = UNSET
     kept: Annotated[bool, Meta(description="Whether the part's computed tokens were put into the cache.")]
@@ -422,73 +446,6 @@ class ModelList(Struct, kw_only=True):
 
     data: Annotated[list[ModelInfo], Meta(description="The models, in the order of their configurations.")]
     replicas: Replicas = UNSET
-
-
-class CatalogItem(Struct, kw_only=True):
-    """An item of the catalog."""
-
-    item_id: Annotated[str, Meta(description="The catalog's id of the item.")]
-    semantic_id: Annotated[
-        list[str | int], Meta(description="The item's semantic id: a token name or token id for each level.")
-    ]
-    metadata: Annotated[dict[str, Any], Meta(description="The item's metadata in the catalog.")]
-    catalog_version: Annotated[str, Meta(description="Content hash of the catalog.")]
-
-
-class ItemList(Struct, kw_only=True):
-    """Items of the catalog that were looked for."""
-
-    data: Annotated[
-        list[CatalogItem],
-        Meta(
-            description="The item whose id is the query, if there is one; then the others, in the catalog's order. Of "
-            "item_id: the items that are there, in the order of the request."
-        ),
-    ]
-    searched: Annotated[
-        int,
-        Meta(
-            description="Number of the catalog's items that were looked at, from the first on, until there were "
-            f"enough; {MAX_SEARCHED} at most."
-        ),
-    ]
-
-
-CatalogState = Literal["active", "activating", "previous", "idle"]
-
-
-class CatalogInfo(Struct, kw_only=True):
-    """A catalog that the server holds."""
-
-    version: Annotated[str, Meta(description="Content hash: equal catalogs have equal versions.")]
-    items: Annotated[int, Meta(description="Number of items in the catalog.")]
-    state: Annotated[
-        CatalogState,
-        Meta(
-            description="active: requests are answered from it. activating: it is being made active. previous: a "
-            "rollback returns to it. idle: none of these."
-        ),
-    ]
-    uploaded_at: Annotated[
-        str | None,
-        Meta(description="Time of the upload; UTC, RFC 3339. null: it came with a start or reload."),
-    ]
-
-
-class CatalogList(Struct, kw_only=True):
-    """The catalogs of this server, oldest first."""
-
-    data: Annotated[list[CatalogInfo], Meta(description="The catalogs, oldest first.")]
-    activation: Annotated[
-        ReloadState,
-        Meta(
-            description="State of the last activation or rollback. running: until the new catalog is served and the "
-            "old one's requests are finished. failed: nothing was changed."
-        ),
-    ]
-    activation_error: Annotated[
-        str | None, Meta(description="Why the last activation failed. null: it did not.")
-    ]
 
 
 class Health(Struct, kw_only=True):

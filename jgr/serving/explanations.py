@@ -12,8 +12,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jgr.serving.api import Answer, RankRequest, RecommendRequest
 
-SpanKind = Literal["preamble", "instruction", "user", "item", "probe", "context"]
-Source = Literal["computed", "device", "host"]
+SpanKind = Literal["preamble", "instruction", "user", "structure", "review", "item", "probe", "context"]
+Source = Literal["computed", "device", "host", "library"]
 
 
 class ExplainRecommend(RecommendRequest, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -31,7 +31,9 @@ class ExplainedSpan(Struct, kw_only=True):
         SpanKind,
         Meta(
             description="user: the history. item: a candidate. probe: what asks about one candidate. instruction: the "
-            "text that ends the prompt. preamble: fixed text before everything. context: contextual slots."
+            "text that begins or ends the prompt. preamble: fixed text before everything. context: contextual slots. "
+            "Where the request has history_texts, the history is told as review, which these are, and structure, what "
+            "stands between them."
         ),
     ]
     name: Annotated[
@@ -52,7 +54,8 @@ class ExplainedSpan(Struct, kw_only=True):
         Source,
         Meta(
             description="computed: by the request's own batch. device: read from the cache's pool on the device. host: "
-            "brought back for this batch from the host's memory (cache.host_mb), and read from the pool then."
+            "brought back for this batch from the host's memory (cache.host_mb), and read from the pool then. library: "
+            "those of like tokens, from a library of prototypes (cache.library): an approximation."
         ),
     ]
 

@@ -256,11 +256,13 @@ class Replica:
         return {"wait_ms": tokens * self._ns_per_token() / 1e6}
 
     async def check_health(self) -> None:
-        """Raises where Ray is to replace this replica."""
+        """Raises where Ray is to replace this replica. Ray asks every fleet.health_s, so changed keys are read here."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
         if self._missed:
             raise RuntimeError(f"replica {self.name} {self._missed}")
+        if hasattr(self, "_app"):
+            self._app.keys.refresh()
 
     async def __del__(self) -> None:
         """Ray calls it, and waits for it, when the requests that it has sent are answered."""

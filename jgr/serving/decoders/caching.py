@@ -18,17 +18,17 @@ from jgr.models.packed import KVCells
 from jgr.models.words import WORD, Cells
 from jgr.placement.shared_items import SharedItems, capacity_bytes
 from jgr.prompt.candidates import SegmentPrompts
+from jgr.serving.decoders.library import LibraryLoader
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
+from jgr.serving.policies.prefix_choice import KEEP_ITEMS
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
+from jgr.serving.policies.prototypes import KIND, PrototypePlace
 
 REMEMBERED = 10
 """Users whose frequency is remembered without a cache entry, for each page of the pool."""
 
-
-SHARES = ("item", "cache_agnostic", "hotness")
-"""The policies that keep items."""
 MOST_FOR_ITEMS = 0.8
 """The largest share of the pages that items take where nothing is configured and users are cached too."""
 
@@ -39,7 +39,8 @@ class Caching:
 
     memory: the server's. lease: on the meta service, which other engines of the same model may share. kv: the cells of
     its entries. limits: pages of each kind of entries. groupings: by kind of request, what plans the prompts. segments:
-    makes prompts with candidates in them; None where candidates are not in the prompt. items: those that the nodes of a
+    makes prompts with candidates in them; None where candidates are not in the prompt. prototypes, loader: where the
+    library of prototypes stands in the pool, and what fills that; None: there is none. items: those that the nodes of a
     fleet hold for each other, over the meta service of items_lease; frequencies: counts requests for them. None: none
     are.
     """
@@ -50,6 +51,8 @@ class Caching:
     limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
     segments: SegmentPrompts | None
+    prototypes: PrototypePlace | None = None
+    loader: LibraryLoader | None = None
     items: SharedItems | None = None
     items_lease: Lease | None = None
     frequencies: ItemFrequencies | None = None
@@ -69,6 +72,14 @@ class Caching:
             host is not None
         ):  # now, for the next plan may be another model's, which takes the pages that became free
             host.plan(self.meta.take_moves(), self.kv.cells, self.meta.epoch)
+        if self.prototypes is not None:
+            self.prototypes.cells()
+        self.plan_library()
+
+    def plan_library(self) -> None:
+        """What is planned from now on may read the library where its cells are."""
+        if self.prototypes is not None and self.loader is not None:
+            self.loader.plan(self.prototypes.take())
 
     def close(self) -> None:
         """Give all parts back. Further calls do nothing."""
@@ -76,6 +87,8 @@ class Caching:
             if self.meta.below is self.items:
                 self.meta.below = None
             self.items.close(self.items_lease.close)
+        if self.prototypes is not None:
+            self.prototypes.close()
         self.lease.close()
 
 
@@ -156,12 +169,26 @@ def make_caching(
     kv: KVCells,
     profiles: Sequence[Profile],
     segments: SegmentPrompts | None,
+    loader: LibraryLoader | None = None,
 ) -> Caching:
-    """The policies over the pool. revision: of the model. profiles: packed ones, of the kinds that are planned."""
+    """The policies over the pool. revision: of the model. profiles: packed ones, of the kinds that are planned. loader:
+    of its library. ConfigError where the pool has no room for the library beside other entries."""
     cache, name = config.cache, config.model.name
-    count = memory.limit(name) if cache.policy != "none" else 0
+    pages = memory.limit(name) if cache.policy != "none" else 0
+    of_library = 0 if loader is None else -(-kv_room(kv).of(loader.prototypes) // kv.cells.per_page)
+    count = pages - of_library
+    if of_library and count < 1:
+        least = (of_library + 1) * memory.pages.page_bytes / 2**20
+        raise ConfigError(
+            f"cache.device_mb: the pool has no room for the prototypes of cache.library, which need {least:.3g} MB "
+            "with the least of other entries"
+        )
     items = round(item_share(cache, kv, count, segments) * count)
     limits = {"item": items, "user": count - items}
+    kinds = ["user", "item"]
+    if loader is not None:
+        limits[KIND] = of_library
+        kinds.append(KIND)
 
     def make() -> CacheMeta:
         hotness = None
@@ -169,9 +196,12 @@ def make_caching(
             hotness = ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * count)
         host = None if memory.host is None or not count else memory.host.pages
         room, owner = kv_room(kv), f"{name}@{revision}/{kv.dtype}/{kv.tokens}"
-        return CacheMeta(memory.pages, {"user": room, "item": room}, hotness, host, owner)
+        return CacheMeta(memory.pages, dict.fromkeys(kinds, room), hotness, host, owner)
 
-    lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s), make)
+    lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s, *kinds), make)
+    prototypes = (
+        None if loader is None else PrototypePlace(lease.meta, loader.prototypes, kv.tokens, kv.parts)
+    )
     lane = object()  # of this engine: another one's programs may be dispatched at any time
     groupings = {
         kind: PromptScheduler(
@@ -182,10 +212,11 @@ def make_caching(
             hysteresis=cache.hysteresis,
             rule=cache.rule,
             lane=lane,
+            prototypes=prototypes,
         )
         for kind in {profile.kind: None for profile in profiles}
     }
-    caching = Caching(memory, lease, kv, limits, groupings, segments)
+    caching = Caching(memory, lease, kv, limits, groupings, segments, prototypes, loader)
     return _with_items(config, caching, f"{name}@{revision}") if "rank" in groupings else caching
 
 
@@ -197,7 +228,7 @@ def identity(revision: str, kv: KVCells) -> str:
 def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
     """The same with a place for the items that the nodes of a fleet hold for each other, where that is asked for."""
     fleet, segments, memory, kv = config.fleet, caching.segments, caching.memory, caching.kv
-    can = segments is not None and config.cache.policy in SHARES
+    can = segments is not None and config.cache.policy in KEEP_ITEMS
     if fleet.items == "none" or not can or memory.host is None or not memory.holds_items(config.model.name):
         return caching
     if config.server.journal:
@@ -221,6 +252,7 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
     """Give each task's work the plan of its batch, and write into each task what the plan says of it."""
     if caching.memory.host is not None:
         caching.memory.host.plan(start.moves, caching.kv.cells, start.epoch)
+    caching.plan_library()
     works: list[Work] = []
     for task, request in zip(tasks, start.work, strict=True):
         assert isinstance(request, Request)
@@ -232,10 +264,12 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
-        if task.whole and plan.repaired_tokens is not None:
+        if task.whole is not None and plan.repaired_tokens is not None:
             task.usage.full_recompute = True
         if plan.layout == "causal" and plan.repaired_tokens is not None:
-            task.usage.approximate_tokens = plan.approximate_tokens
+            usage, near = task.usage, plan.approximate_tokens
+            usage.approximate_tokens = near
+            usage.exact_tokens = usage.prompt_tokens - near - plan.repaired_tokens
         assert isinstance(task.work, SegmentsWork)
         works.append(replace(task.work, plan=plan, epoch=start.epoch))
     return works

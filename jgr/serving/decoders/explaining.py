@@ -7,6 +7,7 @@ Pure functions of what the executor and the planner left behind: no device, no c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, groupby, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from jgr.cache.entries import Move
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.models.beam import Levels
 from jgr.prompt.layouts import Kind
-from jgr.prompt.segments import Prompt, Segment
+from jgr.prompt.segments import Part, Prompt, Segment
 from jgr.serving.explanations import ExplainedBeam, ExplainedLevel, ExplainedSpan, Source, SpanKind
-from jgr.serving.policies.sources import Compute, PlannedPrompt, PlannedSegment
+from jgr.serving.policies.sources import Approximate, Compute, PlannedPrompt, PlannedSegment
 
 Int32 = npt.NDArray[np.int32]
 
@@ -91,28 +92,48 @@ def _below(tree: PrefixTree, level: int, nodes: Int32) -> tuple[Int32, npt.NDArr
     return np.stack(codes, axis=1), tree.leaf_offsets[end] - tree.leaf_offsets[first]
 
 
-def unplanned_spans(user: int, instruction: int) -> list[ExplainedSpan]:
-    """The spans of a prompt that no cache is asked for: so many tokens of the history, and of what follows it."""
+def unplanned_spans(user: int, instruction: int, parts: Sequence[Part] = ()) -> list[ExplainedSpan]:
+    """The spans of a prompt that no cache is asked for: so many tokens of the history, and of what follows it. parts:
+    of the history, where it has texts of its own."""
     told = [
-        _span("user", "history", user, "computed"),
+        *_parted("history", [(user, "computed")], parts),
         _span("instruction", "instruction", instruction, "computed"),
     ]
     return [span for span in told if span.tokens]
 
 
 def planned_spans(
-    placed: Prompt, plan: PlannedPrompt, moves: Sequence[Move], item_ids: Sequence[str]
+    placed: Prompt,
+    plan: PlannedPrompt,
+    moves: Sequence[Move],
+    item_ids: Sequence[str],
+    parts: Sequence[Part] = (),
 ) -> list[ExplainedSpan]:
     """The spans of a prompt as it was planned. placed: in the plan's layout. moves: those of its batch. item_ids: by
-    catalog row."""
+    catalog row. parts: as of `unplanned_spans`."""
     brought = {cell for move in moves if move.direction == "to_device" for cell in move.device}
     names = {x.number: item_ids[x.key] for x in placed if x.kind == Kind.ITEM and isinstance(x.key, int)}
     told: list[ExplainedSpan] = []
     for segment, planned in zip(placed, plan.segments, strict=True):
         kind = KINDS[segment.kind]
-        name = "history" if kind == "user" else names.get(segment.number, kind)
+        if kind == "user":
+            told += _parted("history", list(_sources(segment, planned, brought)), parts)
+            continue
+        name = names.get(segment.number, kind)
         told += [_span(kind, name, *one) for one in _sources(segment, planned, brought)]
     return told
+
+
+def _parted(
+    name: str, sources: Sequence[tuple[int, Source]], parts: Sequence[Part]
+) -> Iterator[ExplainedSpan]:
+    """The spans of a history whose tokens came from these sources, in order, by its parts, where it has any."""
+    kinds: Sequence[tuple[SpanKind, int]] = [(part.kind, part.tokens) for part in parts]
+    kinds = kinds or [("user", sum(tokens for tokens, _ in sources))]
+    each = chain.from_iterable(repeat(kind, tokens) for kind, tokens in kinds)
+    for tokens, source in sources:
+        for kind, run in groupby(islice(each, tokens)):
+            yield _span(kind, name, len(list(run)), source)
 
 
 def _sources(segment: Segment, planned: PlannedSegment, brought: set[int]) -> Iterator[tuple[int, Source]]:
@@ -125,6 +146,8 @@ def _sources(segment: Segment, planned: PlannedSegment, brought: set[int]) -> It
         if isinstance(span, Compute):
             if span.tokens:
                 yield span.tokens, "computed"
+        elif isinstance(span, Approximate) and segment.kind == Kind.USER:
+            yield span.tokens, "library"
         else:
             yield span.tokens, "device" if brought.isdisjoint(span.cells) else "host"
 

@@ -32,7 +32,9 @@ from jgr.models.model_files import ModelFiles
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 from jgr.serving.decoders.caching import kv_cells, make_caching, rank_profiles, recommend_profiles
+from jgr.serving.decoders.library import Library, LibraryLoader
 from jgr.serving.decoders.paged_executor import DecoderExecutors, PagedExecutor
+from jgr.serving.decoders.reading import TextReader
 from jgr.serving.decoders.row_executor import RowExecutor
 from jgr.serving.decoders.serve import ServedDecoder, decoder_engine
 from jgr.serving.engine.compilation import preparing
@@ -118,7 +120,7 @@ def make_engine(
     if like is not None:
         executor = like.over(tables, segment_rows)
     else:
-        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts.max_tokens, memory)
+        executor = _make_executors(model, config, tables, segment_rows, fitted.prompts, memory)
     _log.info(
         "model %s@%s: %s, %d layers, hidden %d, on %d x %s; catalog %s: %d items; %d shapes",
         config.model.name,
@@ -132,9 +134,10 @@ def make_engine(
         catalog.n_items,
         len(executor.profiles),
     )
-    paged, caching = executor.paged, None
+    paged, caching, loader = executor.paged, None, None
     if paged is not None:
-        caching = make_caching(config, memory, model.revision, paged.kv, paged.profiles, fitted.segments)
+        loader, given = paged.library, (paged.kv, paged.profiles, fitted.segments, paged.library)
+        caching = make_caching(config, memory, model.revision, *given)
     with ExitStack() as undo:
         if caching is not None:
             undo.callback(caching.close)  # where no engine is made after all
@@ -165,15 +168,28 @@ def make_engine(
                 "buffers": executor.buffer_bytes,
                 **memory.parts(config.model.name),
             },
+            reader=TextReader(
+                model.tokenizer,
+                fitted.prompts.review_tokens,
+                max_bytes=config.server.max_text_bytes,
+                max_waiting=config.batching.max_queue,
+                library=None if loader is None else loader.library,
+            ),
         )
         undo.pop_all()
     return engine
 
 
 def _make_executors(
-    model: Model, config: Config, tables: CatalogTables, segment_rows: int, longest: int, memory: Memory
+    model: Model,
+    config: Config,
+    tables: CatalogTables,
+    segment_rows: int,
+    prompts: PromptBuilder,
+    memory: Memory,
 ) -> DecoderExecutors:
     """Prompts with candidates in them, and with a cache all that generate, are packed; the others have a row each."""
+    longest = prompts.max_tokens
     settings = _settings(config, segment_rows)
     packed: list[Profile] = []
     if isinstance(model.cfg, DecoderConfig):
@@ -190,6 +206,10 @@ def _make_executors(
         kv = kv_cells(
             config.cache, model.cfg, dtype.name, dtype.itemsize, pool.page_bytes, pool.devices.count
         )
+        loader = None
+        if config.cache.library:
+            given = (config.cache, model.params, model.cfg, model.revision, prompts.prefix)
+            loader = LibraryLoader(Library(*given), kv)
         paged = PagedExecutor(
             model.cfg,
             model.params,
@@ -203,6 +223,7 @@ def _make_executors(
             chosen_by=config.cache.repair_by,
             moves=config.cache.policy == "blocks",
             host=memory.host,
+            library=loader,
             explains=config.server.explain,
             **settings,
         )
@@ -248,6 +269,8 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
         raise ConfigError(
             f"{model.folder}: a model of family {model.cfg.family} takes rank.method=likelihood and cache.policy=none"
         )
+    if config.cache.library:
+        _check_library(config, prompts)
     if config.cache.repair_share and model.cfg.layers < 2:
         raise ConfigError("cache.repair_share: a model of one layer has nothing to repair")
     if config.rank.method != "likelihood":
@@ -258,6 +281,18 @@ def _fit(model: Model, config: Config, catalog: Catalog) -> Fitted:
             )
     _check_lengths(config, prompts, catalog, segments, model)
     return Fitted(tokens, prompts, segments, bool(catalog_segments(catalog, config.catalog.segments)))
+
+
+def _check_library(config: Config, prompts: PromptBuilder) -> None:
+    """ConfigError where no prompt reads the library."""
+    if config.cache.policy != "blocks" or config.rank.method == "likelihood":
+        raise ConfigError(
+            "cache.library: needs cache.policy=blocks, and a rank.method with candidates in the prompt"
+        )
+    if not prompts.review_tokens:
+        raise ConfigError("cache.library: needs {review} in prompt.item, where the texts of a history stand")
+    if config.server.journal:
+        raise ConfigError("server.journal: cannot be replayed with cache.library, which stands in the pool")
 
 
 def _check_lengths(

@@ -30,6 +30,7 @@ from jgr.models.packed import ChosenBy, KVCells
 from jgr.ops import split
 from jgr.prompt.layouts import USER_PREFIX
 from jgr.prompt.segments import Content, arrange, make_prompt
+from jgr.serving.decoders.library import LibraryLoader
 from jgr.serving.decoders.packing import Kept, Packed, blank, pack
 from jgr.serving.decoders.row_executor import (
     ProfilePrograms,
@@ -52,7 +53,8 @@ class PagedExecutor(ProfilePrograms):
     pool, kv: the cells for keys and values. longest: the most tokens of a prompt that generation goes on from. repair:
     which item tokens are repaired, chosen_by: how those that the program chooses, and moves: whether items are read at
     other places than where they were computed, since these change the programs that rank. host: the tier below the
-    pool; None: there is none. For the other arguments see RowExecutor.
+    pool; None: there is none. library: fills the pool with prototypes;
+    None: there are none. For the other arguments see RowExecutor.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class PagedExecutor(ProfilePrograms):
         chosen_by: ChosenBy = "deviation",
         moves: bool = False,
         host: HostTier | None = None,
+        library: LibraryLoader | None = None,
     ) -> None:
         super().__init__(profiles, tables, listed, segment_rows, explains, pool.devices)
         self._cfg, self._params, self._repair = cfg, params, repair
         self._chosen_by, self._moves = chosen_by, moves
-        self.pool, self.kv, self._host = pool, kv, host
+        self.pool, self.kv, self._host, self.library = pool, kv, host, library
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
         self._writes: dict[int, jax.stages.Compiled] = {}
 
@@ -154,8 +157,7 @@ class PagedExecutor(ProfilePrograms):
         """Dispatch a batch. PoolLost where it was planned for an earlier epoch of the pool."""
         own = [work for work in works if isinstance(work, SegmentsWork)]
         epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
-        if self._host is not None:
-            self._host.catch_up()
+        self.catch_up()
         program, staged = self._program(profile, own), self._staged[profile].stage()
         keep = self._pack(staged.arrays, profile, own)
         others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
@@ -181,6 +183,33 @@ class PagedExecutor(ProfilePrograms):
             ends = np.cumsum([len(work.columns) for work in works])
             return [RankOutcome(x) for x in np.split(found[: ends[-1]], ends[:-1])]
         return recommend_outcomes(found, works)
+
+    def catch_up(self) -> None:
+        """Make all copies to the pool that plans rely on. Raises what one raised; the pool is empty then."""
+        if self._host is not None:
+            self._host.catch_up()
+        if self.library is not None:
+            self.library.catch_up(self)
+
+    @property
+    def written_at_once(self) -> int:
+        """The most tokens of one `put`."""
+        return max(self._writes)
+
+    def put(
+        self, kv: ContextKV, slots: npt.NDArray[np.int32], shift: npt.NDArray[np.int32], epoch: int
+    ) -> None:
+        """Write keys and values [L, 1, K, n, d] of other origin into slots [n, P] of the pool, as `packed.write`.
+        PoolLost where the pool is not of this epoch; needs `moves`."""
+        length, most = len(slots), self.written_at_once
+        room = [(0, 0), (0, 0), (0, 0), (0, most - length), (0, 0)]
+        sharding = self._devices.along(2) if self._devices.count > 1 else None
+        both = (np.pad(np.asarray(x), room) for x in kv)
+        given = ContextKV(*(jax.device_put(x, sharding) for x in both))
+        where = np.full((most, self.kv.parts), self._slots, np.int32)
+        back = np.zeros(most, np.int32)
+        where[:length], back[:length] = slots, shift
+        self.pool.write(lambda array: self._writes[most](array, given, where, back), epoch)
 
     @property
     def longest(self) -> int:
@@ -291,6 +320,11 @@ class DecoderExecutors:
     def program_texts(self) -> list[str]:
         """See RowExecutor."""
         return [text for executor in self._all for text in executor.program_texts()]
+
+    def catch_up(self) -> None:
+        """See PagedExecutor."""
+        if self.paged is not None:
+            self.paged.catch_up()
 
     def bind(self) -> None:
         """See jgr.serving.engine.contract.Executors."""

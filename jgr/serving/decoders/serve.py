@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,8 @@ from jgr.config import Config
 from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
+from jgr.serving.decoders.paged_executor import DecoderExecutors
+from jgr.serving.decoders.reading import Read, TextReader
 from jgr.serving.decoders.translation import Prompts, Task, Translator
 from jgr.serving.decoders.work import Outcome, Work
 from jgr.serving.degrading import smaller
@@ -56,7 +58,8 @@ class ProfiledExecutors(Executors, Protocol):
 @dataclass(eq=False)
 class ServedDecoder:
     """See jgr.serving.engine.contract.Served. executors: their profiles bound the prompts, beam widths and numbers of
-    candidates that are served. caching: None where nothing is cached. memory: bytes that its parts take."""
+    candidates that are served. caching: None where nothing is cached. memory: bytes that its parts take. reader: of the
+    texts of requests; None: they have none."""
 
     executors: ProfiledExecutors
     translator: Translator
@@ -64,6 +67,7 @@ class ServedDecoder:
     metrics: Metrics
     caching: Caching | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    reader: TextReader | None = None
 
     def __post_init__(self) -> None:
         self.info: ModelInfo = self.translator.info
@@ -77,9 +81,14 @@ class ServedDecoder:
         self.metrics.fell_back.set(0)
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
 
-    def prepare(self, request: Asked, tenant: str = "") -> Task:
-        task = self.translator.prepare(request, tenant)
+    def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
+        task = self.translator.prepare(request, tenant, read)
         return translation.computed_whole(task) if self._watch.fell_back else task
+
+    async def read(self, request: Asked) -> Read | None:
+        return (
+            None if self.reader is None or isinstance(request, Prefill) else await self.reader.read(request)
+        )
 
     def measured(self) -> list[tuple[Profile, float]]:
         return [(profile, s + self._handover_s) for profile, s in self.executors.costs.items()]
@@ -156,8 +165,8 @@ class ServedDecoder:
         ]
         if task.usage.repaired_tokens is UNSET:
             return shadows
-        if task.whole:
-            repaired = translation.shadow(task, Repair.of(self.config.cache))
+        if task.whole is not None:
+            repaired = translation.shadow(replace(task, prompt=task.whole))
             shadows.append((repaired, partial(self._judge, task)))
         elif task.prompt is not None and task.prompt.repair != ALL_ITEM_TOKENS:
             whole = translation.shadow(task, ALL_ITEM_TOKENS)
@@ -167,7 +176,7 @@ class ServedDecoder:
     def _judge(self, answered: Task, again: Task) -> None:
         """Count how far approximate scores are from whole ones; one of the two was the answer."""
         metrics, repair = self.metrics, Repair.of(self.config.cache)
-        exact, approximate = (answered, again) if answered.whole else (again, answered)
+        exact, approximate = (answered, again) if answered.whole is not None else (again, answered)
         assert (
             exact.outcome is not None and approximate.outcome is not None and approximate.prompt is not None
         )
@@ -195,8 +204,13 @@ class ServedDecoder:
         self._handover_s = handover_s
         if self.caching is not None:
             self.caching.start()
+        reader, executors = self.reader, self.executors
+        if reader is not None and reader.library is not None and isinstance(executors, DecoderExecutors):
+            reader.threads.submit(executors.catch_up)  # so that the first request need not wait for it
 
     def close(self, idle: bool) -> None:
+        if self.reader is not None:
+            self.reader.close()
         if idle and self.caching is not None:
             self.caching.close()
 
@@ -240,6 +254,7 @@ def decoder_engine(
     rebuild: Rebuild | None = None,
     caching: Caching | None = None,
     memory: Mapping[str, int] | None = None,
+    reader: TextReader | None = None,
 ) -> Engine[ServedDecoder]:
     """The engine of one decoder over one catalog, not started.
 
@@ -258,8 +273,9 @@ def decoder_engine(
         max_candidates=batcher.max_width("rank"),
         segments=None if caching is None else caching.segments,
         cached=caching is not None and "recommend" in caching.groupings,
+        library=None if reader is None else reader.library,
     )
-    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {})
+    served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {}, reader)
     timed = {} if clock is None else {"clock": clock}
     return Engine(
         served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal, **timed

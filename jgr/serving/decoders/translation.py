@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -27,9 +28,21 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
-from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
-from jgr.serving.api import Answer, Filters, Item, ModelInfo, RankRequest, RecommendRequest, Reuse, Usage
+from jgr.prompt.segments import Content, Part, Prompt, arrange, count_tokens, make_prompt
+from jgr.serving.api import (
+    Answer,
+    Filters,
+    Item,
+    ModelInfo,
+    RankRequest,
+    RecommendRequest,
+    Request,
+    Reuse,
+    Usage,
+)
 from jgr.serving.decoders.explaining import explain_levels, planned_spans, unplanned_spans
+from jgr.serving.decoders.library import Found, Library
+from jgr.serving.decoders.reading import Read, found_in_prompt
 from jgr.serving.decoders.work import (
     Outcome,
     RankOutcome,
@@ -52,6 +65,7 @@ from jgr.serving.known_items import MAX_LISTED_IDS, known_candidates, known_hist
 from jgr.serving.policies.jobs import Kind as RequestKind
 from jgr.serving.policies.sources import (
     ALL_ITEM_TOKENS,
+    Approximate,
     PlannedPrompt,
     PlannedSegment,
     Repair,
@@ -77,6 +91,9 @@ class Prompts(Protocol):
     def user(self, rows: Int32) -> Int32:
         """The tokens of `build` without the suffix."""
 
+    def user_with(self, rows: Int32, reviews: Sequence[Int32]) -> tuple[Int32, tuple[Part, ...]]:
+        """The same with a text for each item, [t] int32 tokens, and what its tokens are."""
+
 
 @dataclass(eq=False)
 class Task:
@@ -84,8 +101,8 @@ class Task:
 
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started; moves: what was moved
-    for that batch. outcome: what the executor gave, once the batch has ended. whole: see
-    `computed_whole`. width: beam width, or number of
+    for that batch. outcome: what the executor gave, once the batch has ended. parts: of the history, where it has texts
+    of its own. whole: its approximate prompt, where all is computed in place of that. width: beam width, or number of
     candidates. tokens: the most tokens that the device computes for it.
     """
 
@@ -97,7 +114,8 @@ class Task:
     plan: PlannedPrompt | None = None
     moves: tuple[Move, ...] = ()
     outcome: Outcome | None = None
-    whole: bool = False
+    whole: UnplannedPrompt | None = None
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         work, prompt = self.work, self.prompt
@@ -127,6 +145,7 @@ class Translator:
         revision: str = "",
         segments: SegmentPrompts | None = None,
         cached: bool = False,
+        library: Library | None = None,
     ) -> None:
         if 0 < max_beam_width < config.beam.width:
             raise ConfigError(
@@ -136,7 +155,7 @@ class Translator:
         self.catalog = catalog
         catalog.index()  # now, and not on the event loop
         self._tree = tree
-        self._prompts, self._segments, self._cached = prompts, segments, cached
+        self._prompts, self._segments, self._cached, self._library = prompts, segments, cached, library
         self._repair, self._plain = Repair.of(config.cache), config.cache.policy == "blocks"
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
@@ -157,16 +176,16 @@ class Translator:
             max_history_in_prompt=config.prompt.max_items,
         )
 
-    def prepare(self, request: Asked, tenant: str = "") -> Task:
-        """Check a request and make its task. tenant: whose the user's cache entries are.
+    def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
+        """Check a request and make its task. tenant: whose the user's cache entries are. read: its texts.
 
         Raises RequestError, which names the field that the catalog or a limit refuses.
         """
         if isinstance(request, RecommendRequest):
-            return self._recommend(request, tenant)
+            return self._recommend(request, tenant, read)
         if isinstance(request, Prefill):
             return self._prefill(request, tenant)
-        return self._rank(request, tenant)
+        return self._rank(request, tenant, read)
 
     def items(self, task: Task, outcome: Outcome) -> list[Item]:
         """The answer's items, best first. ValueError for a score that is not finite: an executor's fault."""
@@ -211,11 +230,11 @@ class Translator:
     def _spans(self, task: Task) -> list[ExplainedSpan]:
         if task.prompt is None or task.plan is None:
             instruction = len(self._prompts.suffix)
-            return unplanned_spans(task.usage.prompt_tokens - instruction, instruction)
+            return unplanned_spans(task.usage.prompt_tokens - instruction, instruction, task.parts)
         placed = arrange(task.prompt.prompt, LAYOUTS[task.plan.layout])
-        return planned_spans(placed, task.plan, task.moves, self.catalog.item_ids)
+        return planned_spans(placed, task.plan, task.moves, self.catalog.item_ids, task.parts)
 
-    def _recommend(self, request: RecommendRequest, tenant: str) -> Task:
+    def _recommend(self, request: RecommendRequest, tenant: str, read: Read | None) -> Task:
         info = self.info
         width = request.beam_width or info.beam_width
         if width > info.max_beam_width:
@@ -229,19 +248,38 @@ class Translator:
         explained = isinstance(request, ExplainRecommend)
         work: Work
         unplanned = None
+        history, parts, _ = self._history(request, rows, unknown, read)
         if self._cached:
-            user = Content.of(self._prompts.user(rows))
+            user = Content.of(history)
             prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user, tenant))
             work = SegmentsWork(prompt, beam_width=width, filter=chosen, explained=explained)
             unplanned, tokens = UnplannedPrompt(prompt, "user_prefix"), count_tokens(prompt)
         else:
-            work = RecommendWork(self._prompts.build(rows), width, chosen, explained)
+            work = RecommendWork(np.concatenate((history, self._prompts.suffix)), width, chosen, explained)
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.beam_width = width
         if request.filters is not None:
             usage.unknown_filter_items = unknown_filtered
-        return Task(request, work, usage, rows, unplanned)
+        return Task(request, work, usage, rows, unplanned, parts=parts)
+
+    def _history(
+        self, request: Request, rows: Int32, unknown: list[str], read: Read | None
+    ) -> tuple[Int32, tuple[Part, ...], Found | None]:
+        """The prompt up to the end of the history; where it has texts of its own, what its tokens are, and what a
+        library has for these."""
+        if read is None:
+            if request.history_texts is not None:
+                raise invalid("history_texts", f"history_texts: model {self.info.id!r} has no use for it")
+            return self._prompts.user(rows), (), None
+        missing = set(unknown)
+        known = [at for at, item_id in enumerate(texts(request.history)) if item_id not in missing]
+        tokens, parts = self._prompts.user_with(rows, [read.reviews[at] for at in known])
+        if read.found is None:
+            return tokens, parts, None
+        have = [read.found[at] for at in known if len(read.reviews[at])]
+        kept = sum(part.kind == "review" for part in parts)  # of a history that was cut, the last ones
+        return tokens, parts, found_in_prompt(have[len(have) - kept :], parts)
 
     def _filter(self, request: RecommendRequest, history: Int32) -> tuple[ItemFilter, int]:
         """What may be returned, and how many ids of the request's filters the catalog lacks."""
@@ -277,20 +315,25 @@ class Translator:
                 field = f"filters.segments[{at}]"
                 raise invalid(field, f"{field}: there is no segment {quoted(name)}; {there}")
 
-    def _rank(self, request: RankRequest, tenant: str) -> Task:
+    def _rank(self, request: RankRequest, tenant: str, read: Read | None) -> Task:
         self._refuse_useless(request)
         candidates = known_candidates(request, self.catalog, self.info.max_candidates)
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         work: Work
         unplanned = None
+        history, parts, found = self._history(request, rows, unknown, read)
         if self._segments is not None:
-            user = Content.of(self._prompts.user(rows))
+            user = Content.of(history)
             key = _user_key(request, user, tenant)
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
             if request.layout == CAUSAL.name or (request.layout is None and self._plain):
                 _check_positions(prompt, self._segments.max_position)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
-            unplanned = UnplannedPrompt(prompt, request.layout, repair=self._repair_of(request))
+            repair = self._repair_of(request)
+            near = None
+            if found is not None and self._library is not None and repair != ALL_ITEM_TOKENS:
+                near = self._library.near(found, repair.share)
+            unplanned = UnplannedPrompt(prompt, request.layout, repair=repair, near=near)
             tokens = count_tokens(prompt)
         elif request.layout is not None or request.reuse_budget is not None:
             field = "layout" if request.layout is not None else "reuse_budget"
@@ -298,11 +341,13 @@ class Translator:
                 field, f"{field}: this server ranks by likelihood, without candidates in the prompt"
             )
         else:
-            work = RankWork(self._prompts.build(rows), self._tree.leaf_of_row[candidates])
+            work = RankWork(
+                np.concatenate((history, self._prompts.suffix)), self._tree.leaf_of_row[candidates]
+            )
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
-        return Task(request, work, usage, candidates, unplanned)
+        return Task(request, work, usage, candidates, unplanned, parts=parts)
 
     def _repair_of(self, request: RankRequest) -> Repair:
         """What is repaired of the request's candidates."""
@@ -381,21 +426,20 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     repair: what to repair; None: the same.
     """
     assert task.prompt is not None and task.plan is not None
+    near = task.prompt.near if repair is None else None
     repair = task.prompt.repair if repair is None else repair
-    prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair)
+    prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair, near=near)
     return replace(task, usage=copy(task.usage), prompt=prompt)
 
 
 def computed_whole(task: Task) -> Task:
-    """The task with all of its candidates computed, in place of an approximate answer; others as they are."""
-    if (
-        task.kind != "rank"
-        or task.prompt is None
-        or task.prompt.hint
-        or task.prompt.repair == ALL_ITEM_TOKENS
-    ):
+    """The task with all of its prompt computed, in place of an approximate answer; others as they are."""
+    prompt = task.prompt
+    if task.kind != "rank" or prompt is None or prompt.hint:
         return task
-    return replace(task, prompt=structs.replace(task.prompt, repair=ALL_ITEM_TOKENS), whole=True)
+    if prompt.repair == ALL_ITEM_TOKENS and prompt.near is None:
+        return task
+    return replace(task, prompt=structs.replace(prompt, repair=ALL_ITEM_TOKENS, near=None), whole=prompt)
 
 
 def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:
@@ -421,6 +465,11 @@ def _check_positions(prompt: Prompt, limit: int) -> None:
         )
 
 
+def _of_library(user: PlannedSegment) -> int | UnsetType:
+    """Tokens of a history that are as a prototype of a library."""
+    return sum(span.tokens for span in user.spans if isinstance(span, Approximate)) or UNSET
+
+
 def _reuse(
     segment: Literal["user", "item"], tokens: int, planned: PlannedSegment, item_id: str | UnsetType = UNSET
 ) -> Reuse:
@@ -430,5 +479,6 @@ def _reuse(
         tokens=tokens,
         cached_tokens=planned.cached,
         repaired_tokens=planned.repaired or UNSET,
+        approximate_tokens=_of_library(planned) if segment == "user" else UNSET,
         kept=planned.write is not None,
     )

@@ -31,8 +31,8 @@ Status = Literal["starting", "ready", "draining", "failed"]
 
 
 class Executors(Protocol):
-    """Compiled programs with their buffers, on lanes: each has a thread that launches its runs one after the other, and
-    where it has several in flight, another one that collects them in the same order."""
+    """Compiled programs with their buffers, on lanes. Each has a thread for each run that may be in flight; the lane's
+    launches come one after the other, in the order of its runs, and so do its collects."""
 
     @property
     def lanes(self) -> int:
@@ -46,7 +46,7 @@ class Executors(Protocol):
         """Compile every program and run it once. Raises what that raises."""
 
     def bind(self) -> None:
-        """Called in each lane's thread before anything else."""
+        """Called in each of a lane's threads before anything else."""
 
     def launch(self, start: Start, work: Any) -> Any:
         """Hand the work to the device, on the lane of `start`; returns what `collect` takes, without waiting for it."""
@@ -113,8 +113,12 @@ class Served(Protocol[T]):
         """A new policy. Called once more after the warm-up, when the costs of the programs are known. measured: the
         JSON of another engine's `measured`, in place of its own."""
 
-    def prepare(self, request: Asked, tenant: str, /) -> T:
-        """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's.
+    async def read(self, request: Asked) -> Any:
+        """What a request's texts say, read by other threads, for `prepare`; None: nothing. Called for requests with
+        texts. Raises RequestError, which names the text that a limit or the model refuses."""
+
+    def prepare(self, request: Asked, tenant: str, read: Any = None, /) -> T:
+        """Check a request and make its task. tenant: whose the user's cache entries are; "": nobody's. read: of `read`.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
         """

@@ -88,10 +88,8 @@ class Engine(Generic[S]):
         journal: str = "",
     ) -> None:
         self.served, self.clock, self.rebuild = served, clock, rebuild
-        self.metrics: Metrics = served.metrics
-        """May be shared with the engines of other versions."""
-        self.info: ModelInfo = served.info
-        """What is served, and the limits on its requests."""
+        self.metrics: Metrics = served.metrics  # may be shared with the engines of other versions
+        self.info: ModelInfo = served.info  # what is served, and the limits on its requests
         self.catalog: Catalog = served.catalog
         self.meta: CacheMeta | None = served.meta
         """The meta service of its cache; None where nothing is cached."""
@@ -143,21 +141,20 @@ class Engine(Generic[S]):
 
     @property
     def max_queue(self) -> int:
-        """The most requests that may wait."""
-        return self._policy.max_queue
+        return self._policy.max_queue  # of requests that wait
 
     def submit(
-        self, request: Asked, request_id: str = "", arrival_ns: int | None = None, tenant: str = ""
+        self, request: Asked, request_id: str = "", arrival_ns: int = 0, tenant: str = "", read: Any = None
     ) -> Ticket:
-        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it.
+        """Accept a request or raise RequestError. arrival_ns: when it came in; deadlines count from it. read: of enter.
 
         tenant: whose the user's cache entries are, which their names begin with: a name without "/" and ":", and a "/",
         so that no two tenants share an entry; "": nobody's.
         """
-        arrival_ns = self.clock() if arrival_ns is None else arrival_ns
+        arrival_ns = arrival_ns or self.clock()
         deadline_ns = self._refuse_early(request, arrival_ns)
         while True:
-            task, now_ns = self.served.prepare(request, tenant), self.clock()
+            task, now_ns = self.served.prepare(request, tenant, read), self.clock()
             found = self.served.foreseen(task, now_ns) if isinstance(request, Prefill) else None
             if found is not None:
                 ticket = Ticket(-1, request_id, task, self._loop.create_future(), arrival_ns, now_ns)
@@ -179,9 +176,12 @@ class Engine(Generic[S]):
         self._pump_soon()
         return ticket
 
-    async def enter(self, request: Asked, arrival_ns: int) -> None:
-        """Wait for the request's turn on the event loop; `submit` follows at once. RequestError for one that is known
-        to be refused."""
+    async def enter(self, request: Asked, arrival_ns: int) -> Any:
+        """Wait for the request's turn on the loop; `submit` follows at once, with what this returns: what other threads
+        read of its texts. RequestError for one that is known to be refused."""
+        read = (
+            await self.served.read(request) if getattr(request, "history_texts", None) is not None else None
+        )
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))
@@ -190,6 +190,7 @@ class Engine(Generic[S]):
             await turns.take(sort)
         else:  # its line may stand still for long
             await self._take_until(arrival_ns + round(deadline_ms * 1e6))
+        return read
 
     async def _take_until(self, deadline_ns: int) -> None:
         try:
@@ -263,8 +264,8 @@ class Engine(Generic[S]):
     async def answer(self, request: Asked, request_id: str = "") -> Answer | Prefilled:
         """Submit and wait. RequestError as in `submit` and for failures; a cancelled caller cancels it."""
         arrival_ns = self.clock()
-        await self.enter(request, arrival_ns)
-        ticket = self.submit(request, request_id, arrival_ns)
+        read = await self.enter(request, arrival_ns)
+        ticket = self.submit(request, request_id, arrival_ns, read=read)
         try:
             answer: Answer | Prefilled = await ticket.answer
             self.encoded(ticket)
@@ -408,8 +409,7 @@ class Engine(Generic[S]):
         if ticket.compare is not None:
             return ticket.compare(task)
         if isinstance(task.request, Prefill):
-            kept, _ = served.foreseen(task, committed_ns) or (False, 0)
-            usage = task.usage
+            (kept, _), usage = served.foreseen(task, committed_ns) or (False, 0), task.usage
             self._hinted(ticket, committed_ns, kept, usage.cached_tokens, usage.computed_tokens)
             return None
         try:

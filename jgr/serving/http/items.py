@@ -16,7 +16,7 @@ from typing import Any
 from starlette.datastructures import QueryParams
 
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import MAX_SEARCHED, CatalogItem, ItemList
+from jgr.serving.catalog_api import MAX_SEARCHED, CatalogItem, ItemList
 from jgr.serving.engine.engine import ClientGone
 from jgr.serving.errors import invalid, quoted
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from jgr.config import ServerConfig
-from jgr.serving import api, explanations, prefill
+from jgr.serving import api, catalog_api, explanations, prefill
 from jgr.serving.errors import ErrorType
 from jgr.serving.http import docs_page, items, kserve, rerank, ui_page
 
@@ -266,7 +266,7 @@ OPERATIONS = (
         "list_catalogs",
         "catalogs",
         "List the catalogs that the server holds, and say which one is served",
-        api.CatalogList,
+        catalog_api.CatalogList,
         errors=_NAMED,
         of_model=True,
     ),
@@ -276,7 +276,7 @@ OPERATIONS = (
         "upload_catalog",
         "catalogs",
         "Upload a catalog, one line of JSON for each item, to be activated later",
-        api.CatalogInfo,
+        catalog_api.CatalogInfo,
         "application/x-ndjson",
         errors=_CHANGE,
         admin=True,
@@ -289,7 +289,7 @@ OPERATIONS = (
         "activate_catalog",
         "catalogs",
         "Serve an uploaded catalog, without a pause",
-        api.CatalogInfo,
+        catalog_api.CatalogInfo,
         errors=_CHANGE,
         admin=True,
         of_model=True,
@@ -301,7 +301,7 @@ OPERATIONS = (
         "roll_back_catalog",
         "catalogs",
         "Serve the catalog before the active one, without a pause",
-        api.CatalogInfo,
+        catalog_api.CatalogInfo,
         errors=_CHANGE,
         admin=True,
         of_model=True,
@@ -313,7 +313,7 @@ OPERATIONS = (
         "find_items",
         "catalogs",
         "Find items of the catalog by their ids or by words of their metadata, or list given ones",
-        api.ItemList,
+        catalog_api.ItemList,
         errors=_NAMED,
         of_model=True,
         parameters=(
@@ -341,7 +341,7 @@ OPERATIONS = (
         "get_item",
         "catalogs",
         "Look up one item of the catalog",
-        api.CatalogItem,
+        catalog_api.CatalogItem,
         errors=_NAMED,
         of_model=True,
     ),

@@ -272,10 +272,10 @@ class App:
     async def _computed(self, engine: AnyEngine, request: Asked, call: Call, encode: Callable[[Any], T]) -> T:
         """The engine's answer, encoded; the work of a client that leaves is cancelled."""
         departure = call.departure
-        await engine.enter(request, call.arrival_ns)
+        read = await engine.enter(request, call.arrival_ns)
         if departure.happened:
             raise ClientGone
-        ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant)
+        ticket = engine.submit(request, call.request_id, call.arrival_ns, call.caller.tenant, read)
         if call.trace is not None:
             call.trace.accepted(ticket, engine.info)
         departure.cancels(partial(engine.cancel, ticket))

@@ -39,13 +39,12 @@ def agreement(exact: Float, approximate: Float) -> Agreement | None:
     exact, approximate = exact.astype(np.float64), approximate.astype(np.float64)
     if len(exact) < 2 or not (np.isfinite(exact).all() and np.isfinite(approximate).all()):
         return None
-    pairs = concordance = untied_exact = untied_approximate = 0
+    concordance, untied_exact, untied_approximate = 0.0, 0, 0
     for at in range(len(exact) - 1):
         one, other = np.sign(exact[at + 1 :] - exact[at]), np.sign(approximate[at + 1 :] - approximate[at])
-        pairs += len(one)
         concordance += float(one @ other)
-        untied_exact += np.count_nonzero(one)
-        untied_approximate += np.count_nonzero(other)
+        untied_exact += int(np.count_nonzero(one))
+        untied_approximate += int(np.count_nonzero(other))
     if not untied_exact:
         return None
     tau = concordance / np.sqrt(untied_exact * untied_approximate) if untied_approximate else 0.0

@@ -27,16 +27,27 @@ from itertools import chain
 
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
-from jgr.prompt.layouts import LAYOUTS, Kind
+from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.policy import Load
-from jgr.serving.policies.prefix_choice import CacheLayout, Policy, Rule, Situation, choose
+from jgr.serving.policies.prefix_choice import (
+    ITEMS_FIRST,
+    KEEP_ITEMS,
+    KEEP_USERS,
+    CacheLayout,
+    Policy,
+    Rule,
+    Situation,
+    choose,
+)
+from jgr.serving.policies.prototypes import PrototypePlace
 from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
     Approximate,
     Compute,
+    Near,
     PlannedPrompt,
     PlannedSegment,
     Reuse,
@@ -46,10 +57,6 @@ from jgr.serving.policies.sources import (
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
-_KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness", "blocks")
-_KEEP_ITEMS: tuple[Policy, ...] = ("item", "cache_agnostic", "hotness", "blocks")
-ITEMS_FIRST: CacheLayout = "item_prefix"
-"""The layout whose items can be reused as they are. In the others the user stands first, and the user's part can be."""
 
 
 class PromptScheduler:
@@ -57,7 +64,7 @@ class PromptScheduler:
 
     profiles: of one kind. max_tokens: of new tokens in a batch of several requests. policy and rule: see prefix_choice;
     "none" neither reads nor writes the cache. lane: stands for the lane that runs the batches; schedulers of one lane
-    share it. None: one of its own.
+    share it. None: one of its own. prototypes: of a library, where there is one.
     """
 
     def __init__(
@@ -70,12 +77,13 @@ class PromptScheduler:
         hysteresis: float = 0.1,
         rule: Rule = "priced",
         lane: object = None,
+        prototypes: PrototypePlace | None = None,
     ) -> None:
         self._profiles = sorted(profiles, key=lambda p: (p.tokens + p.context, p.batch, p.width))
         self.costs = RunCosts()  # those of the policy, once there is one
         self._lane = lane or object()
         self._computed_share = 1.0  # of the planned tokens, those that were computed
-        self._meta, self._max_tokens = meta, max_tokens
+        self._meta, self._max_tokens, self._prototypes = meta, max_tokens, prototypes
         self._policy, self._hysteresis, self._rule = policy, hysteresis, rule
         self._most_context = max((p.context for p in profiles), default=0)
         self._pinned: dict[tuple[int, ...], list[tuple[list[Entry], list[Entry]]]] = {}
@@ -179,14 +187,19 @@ class PromptScheduler:
         """What it takes to compute so many more tokens where many wait."""
         return round(min(self.costs.ns(p) * tokens / min(p.tokens, self._max_tokens) for p in self._profiles))
 
-    def puts_items_first(self, user: str, user_tokens: int, item_tokens: int, now_ns: int) -> bool:
-        """Whether a prompt would be planned with its items first, if all of them were cached. user: the name of the
-        user's entry, whatever its content. Changes nothing."""
+    def would_read_items(
+        self, layout: str, user: str, user_tokens: int, item_tokens: int, now_ns: int
+    ) -> bool:
+        """Whether a prompt would be planned to read its items, if all of them were cached. layout: the one that the
+        caller insists on; empty: the planner chooses. user: the name of the user's entry, whatever its content.
+        Changes nothing."""
+        if layout:
+            return self._reads_items(layout)
         name = Name("user", user, "user_prefix")
         entry = self._meta.by_name(name)
         cached_user = min(user_tokens, 0 if entry is None else entry.tokens)
         at = self._situation(name, Situation(user_tokens, item_tokens, cached_user, item_tokens), now_ns)
-        return choose(self._policy, at, self._hysteresis, self._rule) == ITEMS_FIRST
+        return self._reads_items(choose(self._policy, at, self._hysteresis, self._rule))
 
     def size_class(self, job: Job) -> Profile:
         """See Grouping."""
@@ -199,7 +212,7 @@ class PromptScheduler:
     def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
         """How many tokens of a hint's user need not be computed; None: the user is not to be kept. Changes nothing."""
         (user,) = of_kind(unplanned.prompt, Kind.USER)
-        reads = self._policy in _KEEP_USERS and self._meta.can_keep("user", len(user))
+        reads = self._policy in KEEP_USERS and self._meta.can_keep("user", len(user))
         if not reads or self._choose(unplanned, now_ns) == ITEMS_FIRST:
             return None
         return self._meta.valid_tokens(_name(user), user.content, self._lane)
@@ -282,9 +295,9 @@ class PromptScheduler:
         written: list[Entry] = []
         prompt, chosen = unplanned.prompt, self._choose(unplanned, now_ns)
         layout = unplanned.layout or chosen
-        if layout == ITEMS_FIRST or (layout == "causal" and self._policy == "blocks"):
+        if self._reads_items(layout):
             return self._plan_items(unplanned, layout, read, written), read, written
-        reads = not unplanned.fresh and self._policy in _KEEP_USERS
+        reads = not unplanned.fresh and self._policy in KEEP_USERS
         segments: list[PlannedSegment] = []
         for segment, _ in segment_places(prompt, LAYOUTS[layout]):
             if segment.kind == Kind.USER and reads:
@@ -296,6 +309,10 @@ class PromptScheduler:
                 segments.append(PlannedSegment(segment.kind, (Compute(len(segment)),)))
         return PlannedPrompt.of(layout, segments), read, written
 
+    def _reads_items(self, layout: str) -> bool:
+        """Whether items in this layout are what they are alone."""
+        return layout == ITEMS_FIRST or (layout == "causal" and self._policy == "blocks")
+
     def _user(
         self, segment: Segment, most: int, keep: bool, read: list[Entry], written: list[Entry]
     ) -> PlannedSegment:
@@ -303,7 +320,7 @@ class PromptScheduler:
         return PlannedSegment(segment.kind, spans, write)
 
     def _plan_items(
-        self, unplanned: UnplannedPrompt, layout: CacheLayout, read: list[Entry], written: list[Entry]
+        self, unplanned: UnplannedPrompt, layout: LayoutName, read: list[Entry], written: list[Entry]
     ) -> PlannedPrompt:
         """A prompt whose items are what they are alone, but for their repaired tokens."""
         places, repair = segment_places(unplanned.prompt, LAYOUTS[layout]), unplanned.repair
@@ -311,11 +328,17 @@ class PromptScheduler:
         lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
         firsts = repair.firsts(lengths)
         chosen = repair.chosen(lengths)
-        reads = not unplanned.fresh and self._policy in _KEEP_ITEMS
+        reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
+        wanted = unplanned.near if moves else None
+        near = self._near(wanted, places[0]) if wanted is not None and wanted.runs else None
         for segment, place in places:
             length = len(segment)
+            if segment.kind == Kind.USER and near is not None:
+                segments.append(near)
+                cached += near.cached
+                continue
             if segment.kind == Kind.USER and moves and reads:
                 segments.append(self._user(segment, length, True, read, written))
                 cached += segments[-1].cached
@@ -337,7 +360,29 @@ class PromptScheduler:
             if spans and not isinstance(spans[0], Compute):
                 cached += spans[0].tokens
         repaired = sum(firsts) + chosen if repair or moves else None
+        if repaired is not None and wanted is not None:
+            repaired += wanted.selected
         return PlannedPrompt.of(layout, segments, chosen, repaired)
+
+    def _near(self, near: Near, placed: tuple[Segment, int]) -> PlannedSegment | None:
+        """A history of which a library stands for some tokens, which is not kept: it is not the history's own. None
+        where the library is not there."""
+        (segment, offset), prototypes = placed, self._prototypes
+        cells = None if prototypes is None or segment.kind != Kind.USER else prototypes.cells()
+        if prototypes is None or cells is None:
+            return None
+        spans: list[Source] = []
+        at, left = 0, self._most_context
+        for run in near.runs:
+            if run.tokens > left:
+                break
+            if run.first > at:
+                spans.append(Compute(run.first - at))
+            spans.append(prototypes.span(run, cells, offset + run.first))
+            at, left = run.first + run.tokens, left - run.tokens
+        if at < len(segment):
+            spans.append(Compute(len(segment) - at))
+        return PlannedSegment(segment.kind, tuple(spans))
 
     def _choose(self, unplanned: UnplannedPrompt, now_ns: int) -> CacheLayout:
         meta, prompt = self._meta, unplanned.prompt

@@ -55,8 +55,7 @@ UNSENT = 1024
 TRUST = 0.25
 """So much of a difference between nodes counts where others have sent it. It is old when it is heard, and others act on
 it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
-SLO_NS = 1_000_000_000
-"""Under the rule `rcllm` a node is full with the work of so long."""
+SLO_NS = 1_000_000_000  # under the rule `rcllm` a node is full with the work of so long
 SILENT_NS = 30 * 1_000_000_000
 """After so long without a report, what others have sent to a node is taken for done."""
 _TIE = 1e-9 / 2**64  # smaller than any difference that is one
@@ -68,8 +67,7 @@ class Ask:
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
     other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
-    none. tried: nodes that have refused or failed it, which come last whatever the rule. both: nodes reuse the user and
-    the items of a prompt, wherever they stand, and not only what comes first.
+    none. tried: nodes that refused or failed it, which come last whatever the rule. both: nodes reuse user and items.
     """
 
     id: str
@@ -176,22 +174,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Matched:
-    """alpha times the share of the candidates that a node holds, less beta times its load (RCLLM-8).
-
-    slo_ns: the load is what is in flight there as a share of what it can do in so long, at most 1, and its absence
-    counts, as the paper has it. None: by how much it is above the mean node's, a share of that, which needs no unit and
-    does not end where all nodes are full.
-    """
+    """alpha times the share of the candidates that a node holds, less beta times its load (RCLLM-8): by how much it is
+    above the mean node's, a share of that. slo_ns: as the paper has it, what is in flight as a share of so long."""
 
     alpha: float = 1.0
     beta: float = LOAD
     slo_ns: float | None = None
 
     def __call__(self, view: View) -> Float64:
+        matched: Float64 = self.alpha * view.matched
         if self.slo_ns is None:
-            return self.alpha * view.matched + Load(self.beta)(view)
-        idle: Float64 = 1 - np.minimum(1.0, view.load * view.ns / self.slo_ns)
-        return self.alpha * view.matched + self.beta * idle
+            return matched + Load(self.beta)(view)
+        return matched + self.beta * (1 - np.minimum(1.0, view.load * view.ns / self.slo_ns))
 
 
 @dataclass(frozen=True)
@@ -401,8 +395,7 @@ class Router:
                     expected = float(ask.user_tokens)
         return View(
             user,
-            # A prompt begins with its user or with its items (BAT-10).
-            user + items if ask.both else np.maximum(user, items),
+            user + items if ask.both else np.maximum(user, items),  # BAT-10: what comes first
             held / max(1, len(ask.items)),
             self._bookings.work + self._elsewhere,
             self._bookings.running,

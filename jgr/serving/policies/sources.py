@@ -80,11 +80,31 @@ ALL_ITEM_TOKENS = Repair(first=2**30, of_all=True)
 """Plain causal order among the items: what a repair is measured against."""
 
 
+class Run(Struct, frozen=True):
+    """Tokens of a history, from `first` on, that may take the keys and values of consecutive prototypes of a library.
+
+    prototype: the number of the first one. place: its place in its own review, for which its keys stand rotated.
+    """
+
+    first: int
+    tokens: int
+    prototype: int
+    place: int
+
+
+class Near(Struct, frozen=True):
+    """Which tokens of a history a library stands for (RCLLM-9), in order. selected: so many others have prototypes too,
+    and are computed all the same: the farthest from theirs."""
+
+    runs: tuple[Run, ...]
+    selected: int = 0
+
+
 class UnplannedPrompt(Struct, frozen=True):
     """A prompt and how it may be planned. layout: the one that the caller insists on; None: the planner chooses.
 
     fresh: compute all of it, for a comparison. hint: nobody came yet; it only says that the user will. repair: what is
-    repaired where the items stand first.
+    repaired where the items stand first. near: what a library stands for, where the prompt is planned in plain order.
     """
 
     prompt: Prompt
@@ -92,6 +112,7 @@ class UnplannedPrompt(Struct, frozen=True):
     fresh: bool = False
     repair: Repair = NO_REPAIR
     hint: bool = False
+    near: Near | None = None
 
     @property
     def computed_at_most(self) -> int:
@@ -158,12 +179,14 @@ class PlannedPrompt(Struct, frozen=True):
 
     @property
     def approximate_tokens(self) -> int:
-        """Item tokens that are as where the item stands alone, in a layout in which it sees what stands before it."""
+        """Item tokens that are as where the item stands alone, in a layout in which it sees what stands before it; and
+        tokens of the history that are as a prototype of a library."""
         if self.layout != "causal":
             return 0
+        near = sum(span.tokens for span in self.user.spans if isinstance(span, Approximate))
         alone = [x for x in self.items if x.alone or any(isinstance(span, Approximate) for span in x.spans)]
         tokens = sum(span.tokens for x in alone for span in x.spans)
-        return tokens - sum(x.repaired for x in alone if x.alone) - self.chosen
+        return near + tokens - sum(x.repaired for x in alone if x.alone) - self.chosen
 
     @property
     def user(self) -> PlannedSegment:

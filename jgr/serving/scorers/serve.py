@@ -71,7 +71,7 @@ class ServedScorer:
         self.info: ModelInfo = self.translator.info
         self.catalog: Catalog = self.translator.catalog
         self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
-        self.prepare: Callable[[Asked, str], ScorerTask] = self.translator.prepare
+        self.prepare: Callable[..., ScorerTask] = self.translator.prepare
         self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._handover_s = 0.0
@@ -109,6 +109,9 @@ class ServedScorer:
             waits=self.features is not None and count > 0,
             priority=task.request.priority,
         )
+
+    async def read(self, request: Asked) -> None:
+        """A scorer reads no texts."""
 
     def foreseen(self, task: ScorerTask, now_ns: int) -> tuple[bool, int] | None:
         if self.cache is None:

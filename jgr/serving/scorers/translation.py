@@ -125,7 +125,7 @@ class ScorerTranslator:
             max_history_in_prompt=needs.max_items,
         )
 
-    def prepare(self, request: Asked, tenant: str = "") -> ScorerTask:
+    def prepare(self, request: Asked, tenant: str = "", read: None = None) -> ScorerTask:
         """Check a request and make its task. tenant: whose the user's cache entries are.
 
         Raises RequestError, which names the field that the catalog, a limit or the model refuses.
@@ -212,6 +212,7 @@ class ScorerTranslator:
         used = {
             "layout": False,
             "reuse_budget": False,
+            "history_texts": False,
             "history_times": needs.timed,
             "time": needs.timed,
             "history_actions": needs.actions > 0,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from jgr.catalog.catalog import Catalog, CatalogError, load_catalog
 from jgr.config import UserError
-from jgr.serving.api import CatalogInfo, CatalogList, CatalogState
+from jgr.serving.catalog_api import CatalogInfo, CatalogList, CatalogState
 from jgr.serving.errors import RequestError, quoted
 from jgr.serving.versions.deployment import Deployment, now
 

@@ -335,6 +335,28 @@ def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Re
     served(folder, ["fleet.items=hash"], run)
 
 
+def test_items_in_plain_order_are_fetched_too(folder: Path) -> None:
+    blocks = ["cache.policy=blocks", "cache.repair_tokens=1"]
+    asked = [[7, 2, 20, 11], [3, 25, 8]]
+    engine = jgr.Engine(str(folder), [*SETTINGS[1:], *blocks])
+    try:
+        wanted = [engine.rank(HISTORY, [IDS[row] for row in rows]) for rows in asked]
+    finally:
+        engine.close()
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        for rows, want in zip(asked, wanted, strict=True):
+            answer = await fleet.rank("a", HISTORY, [IDS[row] for row in rows])
+            assert scores(answer) == pytest.approx({i.item_id: i.score for i in want.items}, abs=1e-4)
+            assert want.usage.layout == answer["usage"]["layout"] == "causal"
+            assert answer["usage"]["cached_tokens"] > want.usage.cached_tokens, "items came"
+        assert await item_bytes(fleet, "a", "request") > 0
+        share(fleet, "a")._items().check()
+
+    served(folder, ["fleet.items=hash", *blocks], run)
+
+
 def test_requests_whose_user_comes_first_fetch_nothing(folder: Path) -> None:
     async def run(fleet: LocalFleet) -> None:
         assert await fleet.placements.look()

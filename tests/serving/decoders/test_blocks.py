@@ -19,8 +19,6 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from jgr.cache.meta import CacheMeta
-from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig, Config, ConfigError, override
@@ -28,14 +26,14 @@ from jgr.models import beam, decoder, params
 from jgr.models.packed import ChosenBy
 from jgr.prompt.layouts import CAUSAL, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
-from jgr.serving.decoders.caching import kv_cells, kv_room
+from jgr.serving.decoders.caching import kv_cells
 from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
 from jgr.serving.policies.fidelity import FEWEST, agreement
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Approximate, PlannedPrompt, Repair, UnplannedPrompt
 from tests.serving.decoders.dense import Dense
+from tests.serving.decoders.driven import Driven
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 3, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
@@ -144,41 +142,17 @@ def executor(chooses: bool, by: ChosenBy) -> PagedExecutor:
     return made
 
 
-class Server:
-    """Policies and executor as the engine drives them, with an empty cache."""
-
+class Server(Driven):
     def __init__(self, method: Method, items: int = 16, users: int = 8) -> None:
-        """items, users: pages of each."""
-        self.method, self.executor = method, executor(method.repair.share > 0, method.by)
-        room = kv_room(self.executor.kv)
-        self.meta = CacheMeta(Pages(PAGES, self.executor.pool.page_bytes), {"user": room, "item": room})
-        self.meta.set_limit("item", items)
-        self.meta.set_limit("user", users)
-        self.scheduler = PromptScheduler([PROFILE], self.meta, max_tokens=120, policy="blocks")
+        self.method = method
+        made = executor(method.repair.share > 0, method.by)
+        super().__init__(made, PROFILE, "blocks", 120, items, users)
 
     def serve(
         self, *requests: Request, repair: Repair | None = None, fresh: bool = False
     ) -> list[tuple[PlannedPrompt, Float64]]:
-        """Plans and scores; all are queued at once."""
-        jobs = []
-        for at, request in enumerate(requests):
-            unplanned = UnplannedPrompt(request.prompt, None, fresh, repair or self.method.repair)
-            jobs.append(Job(at, "rank", unplanned.computed_at_most, len(request.rows), at, None, unplanned))
-        found: list[tuple[PlannedPrompt, Float64]] = []
-        while jobs:
-            group = self.scheduler.group(jobs, True, len(found))
-            assert group is not None
-            chosen = zip(group.jobs, group.prompts, strict=True)
-            works = [replace(requests[job].work, plan=plan) for job, plan in chosen]
-            outcomes = self.executor.run(group.profile, works)
-            self.scheduler.check()
-            self.scheduler.finished(group.jobs, True)
-            for plan, outcome in zip(group.prompts, outcomes, strict=True):
-                assert isinstance(outcome, RankOutcome)
-                found.append((plan, outcome.scores.astype(np.float64)))
-            jobs = jobs[len(group.jobs) :]
-        self.meta.check()
-        return found
+        repair = repair or self.method.repair
+        return self.score([(UnplannedPrompt(r.prompt, None, fresh, repair), r.work) for r in requests])
 
 
 A = Request("a", range(12, 24), [3, 1, 2, 8])

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jgr.catalog.catalog import Catalog
-from jgr.serving.api import MAX_SEARCHED
+from jgr.serving.catalog_api import MAX_SEARCHED
 from jgr.serving.decoders.null import null_catalog
 from jgr.serving.engine.engine import ClientGone
 from jgr.serving.http import cold, items

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a library (RCLLM-4): what `jgr kv library` writes and a server maps.
+
+`library.json` says what it is of, `prototypes.npy` has a record for each prototype, and `kv.npy` its keys, as they are
+before rope, and values in the model's own dtype. A library is written beside its place and put there when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from jgr.fields import UserError
+from jgr.files import read_whole, writing
+from jgr.library.prototypes import Prototypes, Settings
+
+FORMAT = 1
+ABOUT, RECORDS, KV = "library.json", "prototypes.npy", "kv.npy"
+_RECORD = np.dtype([(name, "<i8") for name in Prototypes._fields])
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a library is of.
+
+    identity: of the model and the text before a history, see `identity`. dtype: of the keys and values. prototypes:
+    their number. search: how the nearest is found, with which `recall` on held-out tokens; whose `coverage` says, for
+    some sizes of the pool, the shares with a prototype at a cosine of at least .99 and .9. model, texts: for people.
+    """
+
+    format: int
+    identity: str
+    dtype: str
+    prototypes: int
+    search: Settings
+    recall: float
+    coverage: list[dict[str, float]]
+    model: str = ""
+    texts: str = ""
+
+
+def identity(revision: str, dtype: str, shape: tuple[int, int, int], prefix: npt.NDArray[np.int32]) -> str:
+    """What a library and a server must have in common. revision: of the model. shape: layers, key/value heads and head
+    size. prefix: [t], the prompt's tokens before the history."""
+    lead = "-".join(map(str, prefix.tolist()))
+    return f"{revision}/{dtype}/{'x'.join(map(str, shape))}/{lead}"
+
+
+class LibraryFolder:
+    """A library whose keys and values are mapped. Raises UserError where it is missing, cut short or of another model.
+
+    prototypes: their records. kv: [n, layers, 2, key/value heads, head size], of the dtype's bits.
+    """
+
+    def __init__(self, path: Path, wanted: str) -> None:
+        self.path = path
+        self.about = _about(path)
+        if self.about.identity != wanted:
+            raise UserError(
+                f"{path}: is of another model, or of another prompt.template ({self.about.identity}; this model's is "
+                f"{wanted}); build it again with jgr kv library"
+            )
+        records, self.kv = _mapped(path / RECORDS), _mapped(path / KV)
+        count = self.about.prototypes
+        whole = records.dtype == _RECORD and records.shape == (count,)
+        if not whole or self.kv.ndim != 5 or len(self.kv) != count or self.kv.dtype != bits(self.about.dtype):
+            raise UserError(f"{path}: {RECORDS} and {KV} are not those of {ABOUT}; build it again")
+        self.prototypes = Prototypes(*(np.ascontiguousarray(records[name]) for name in Prototypes._fields))
+
+    def __len__(self) -> int:
+        return self.about.prototypes
+
+
+def bits(dtype: str) -> np.dtype[Any]:
+    """The unsigned integers that stand for numbers of a dtype in files, which know no bfloat16."""
+    return np.dtype("<u2" if dtype in ("bfloat16", "float16") else "<u4")
+
+
+@contextmanager
+def writing_library(path: Path) -> Iterator[Path]:
+    """A folder to write a library to; it is put at `path` when the block succeeds, and removed otherwise.
+
+    UserError where something stands at `path`, or the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    if path.exists():
+        raise UserError(f"{path}: is there already; name another folder, or remove it")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_about(path: Path, about: About) -> None:
+    with writing(path / ABOUT, UserError) as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+
+
+def write_records(path: Path, prototypes: Prototypes) -> None:
+    records = np.zeros(len(prototypes.keys), _RECORD)
+    for name, column in prototypes._asdict().items():
+        records[name] = column
+    np.save(path / RECORDS, records)
+
+
+def create_kv(path: Path, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
+    """A mapped file for keys and values, which the caller fills with bits. UserError where the disk lacks room."""
+    need, free = int(np.prod(shape)) * bits(dtype).itemsize, shutil.disk_usage(path).free
+    if need > free:
+        raise UserError(
+            f"{path}: the disk has {free / 2**20:.0f} MB left, the prototypes' keys and values need {need / 2**20:.0f}"
+        )
+    made: npt.NDArray[Any] = np.lib.format.open_memmap(path / KV, "w+", bits(dtype), shape)
+    return made
+
+
+def _about(path: Path) -> About:
+    if not path.is_dir():
+        raise UserError(
+            f"cache.library: there is no folder {path}; jgr kv library MODEL --out={path} makes it"
+        )
+    try:
+        about = msgspec.json.decode(read_whole(path / ABOUT, UserError), type=About)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path / ABOUT}: is not what jgr kv library writes: {error}") from None
+    if about.format != FORMAT:
+        raise UserError(f"{path}: was made by another version of jgr; build it again")
+    return about
+
+
+def _mapped(path: Path) -> npt.NDArray[Any]:
+    load: Callable[..., npt.NDArray[Any]] = np.load
+    try:
+        return load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{path}: cannot be read, or is cut short: {error}; build the library again"
+        ) from None

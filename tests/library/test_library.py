@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries of prototypes (RCLLM-2..4, 16): the search against brute force, clusters by their definition, the files,
+and the keys and values against a decoder in numpy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jgr.config import UserError
+from jgr.library import clusters, folder, index
+from jgr.library.build import build, keys_values
+from jgr.library.corpus import Corpus, is_held_out
+from jgr.library.embeddings import BUCKET, TokenEmbeddings, keys_of
+from jgr.library.finder import Finder
+from jgr.library.folder import LibraryFolder, identity
+from jgr.models import decoder, params
+from tests.serving.decoders.dense import Dense
+
+CFG = decoder.DecoderConfig("qwen3", 40, 16, 2, 2, 1, 8, 24, 1e4, 1e-6, True, 256)
+PARAMS = jax.tree.map(lambda x: 3 * x, params.initialize(decoder.spec(CFG), jax.random.key(1)))
+PREFIX = np.array([1, 2, 1], np.int32)
+RNG = np.random.default_rng(0)
+TABLE = RNG.normal(size=(300, 24)).astype(np.float32)
+EMBEDDINGS = TokenEmbeddings(TABLE, 1e4)
+Int32 = npt.NDArray[np.int32]
+
+
+def like_words(seed: int, reviews: int, vocabulary: int = 300) -> list[Int32]:
+    """Reviews whose tokens are as unequally frequent as words."""
+    rng = np.random.default_rng(seed)
+    return [
+        np.minimum(rng.zipf(1.3, rng.integers(1, 90)), vocabulary - 1).astype(np.int32)
+        for _ in range(reviews)
+    ]
+
+
+def by_definition(tokens: Int32) -> npt.NDArray[np.complex128]:
+    """Position-aware embeddings of a review's tokens, pairs of dimensions as complex numbers, each of length 1."""
+    half = TABLE.shape[1] // 2
+    found = []
+    for place, token in enumerate(tokens.tolist()):
+        pairs = TABLE[token, :half].astype(np.float64) + 1j * TABLE[token, half:]
+        turned = pairs * np.exp(1j * (place // BUCKET * BUCKET) * 1e4 ** (-np.arange(half) / half))
+        found.append(turned / np.sqrt((abs(turned) ** 2).sum()))
+    return np.array(found)
+
+
+def test_embeddings_are_rotated_by_buckets_of_positions() -> None:
+    tokens = RNG.integers(0, 300, 100).astype(np.int32)
+    wanted = by_definition(tokens)
+    found = EMBEDDINGS.of(keys_of(tokens))
+    np.testing.assert_allclose(found, np.concatenate([wanted.real, wanted.imag], axis=1), atol=1e-5)
+    same = np.full(70, 7, np.int32)
+    cosines = EMBEDDINGS.of(keys_of(same)) @ EMBEDDINGS.of(keys_of(same))[0]
+    assert np.allclose(cosines[:32], 1, atol=1e-5) and cosines[32] == pytest.approx(cosines[63])
+    assert cosines[32] < 0.99
+
+
+def test_the_search_finds_what_brute_force_finds() -> None:
+    """With vectors near to others but equal to none, which is harder than any token. The spec's settings do not."""
+    vectors = RNG.normal(size=(3000, 32)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    queries = vectors[:400] + RNG.normal(size=(400, 32)).astype(np.float32) * 0.3 / np.sqrt(32)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    wanted = index.nearest_of_all(vectors, queries)
+    np.testing.assert_allclose(wanted[1], (queries @ vectors.T).max(axis=1), atol=1e-6)
+    published = index.LshIndex(vectors, index.Settings(4, 18, 0)).nearest(queries)[1]
+    assert 0.3 < index.recall(published, wanted[1], 0.9) < 0.8
+    chosen, told = index.tuned(vectors, queries, 0.9)
+    numbers, cosines = index.LshIndex(vectors, chosen).nearest(queries)
+    share = index.recall(cosines, wanted[1], 0.9)
+    assert share == told >= index.LEAST_RECALL
+    hits = numbers >= 0
+    np.testing.assert_allclose(cosines[hits], (queries[hits] * vectors[numbers[hits]]).sum(axis=1), atol=1e-5)
+    assert (
+        numbers[hits & (cosines > wanted[1] - 1e-6)] == wanted[0][hits & (cosines > wanted[1] - 1e-6)]
+    ).all()
+
+
+def test_recall_counts_only_what_is_near_enough() -> None:
+    found, wanted = np.array([0.95, 0.2, -1, 0.9], np.float32), np.array([0.95, 0.99, 0.5, 0.97], np.float32)
+    assert index.recall(found, wanted, 0.9) == pytest.approx(1 / 3)
+    assert index.recall(found, wanted, 0.9, np.array([6, 1, 5, 1])) == pytest.approx(6 / 8)
+    assert index.recall(found, wanted, 0.999) == 1
+
+
+def test_clusters_are_greedy_leaders_of_frequent_keys() -> None:
+    reviews = like_words(1, 60)
+    found = clusters.cluster(reviews, EMBEDDINGS, 0.95, 10_000)
+    keys, counts = np.unique(np.concatenate([keys_of(x) for x in reviews]), return_counts=True)
+    vectors = EMBEDDINGS.of(keys)
+    left = dict.fromkeys(np.argsort(-counts, kind="stable").tolist())
+    expected = {}
+    while left:
+        leader = next(iter(left))
+        members = [at for at in left if at == leader or vectors[at] @ vectors[leader] >= 0.95]
+        centre = (vectors[members] * counts[members][:, None]).sum(axis=0)
+        nearest = max(members, key=lambda at: (round(float(vectors[at] @ centre), 4), -at))
+        expected[int(keys[nearest])] = int(counts[members].sum())
+        for at in members:
+            del left[at]
+    assert dict(zip(found.keys.tolist(), found.members.tolist(), strict=True)) == expected
+    assert found.members.sum() == sum(map(len, reviews))
+    for key, review, place in zip(found.keys, found.reviews, found.places, strict=True):
+        assert keys_of(reviews[review])[place] == key, "a prototype is a real token"
+    order = found.reviews * 1000 + found.places
+    assert (np.diff(order) > 0).all(), "prototypes stand in the order of the corpus"
+    few = clusters.cluster(reviews, EMBEDDINGS, 0.95, 40)
+    assert sorted(few.members, reverse=True) == sorted(found.members, reverse=True)[:40]
+
+
+def test_coverage_is_the_share_of_held_out_tokens_with_a_near_prototype() -> None:
+    found, held_out = clusters.cluster(like_words(1, 60), EMBEDDINGS, 0.95, 500), like_words(2, 20)
+    told = clusters.coverage(found, EMBEDDINGS, held_out, [50, 5, 500])
+    queries = EMBEDDINGS.of(np.concatenate([keys_of(x) for x in held_out]))
+    for cover in told:
+        best = (queries @ EMBEDDINGS.of(found.keys[found.largest()[: cover.size]]).T).max(axis=1)
+        shares = [(best > least - 1e-4).mean() for least in (0.99, 0.9)]
+        assert (cover.at_99, cover.at_90) == pytest.approx(shares)
+    assert [cover.size for cover in told] == [5, 50, 500]
+    assert told[0].at_99 < told[1].at_99 < told[2].at_99 < 1
+
+
+FOUND = clusters.cluster(like_words(1, 60), EMBEDDINGS, 0.95, 200)
+FINDER = Finder(FOUND, EMBEDDINGS, index.LADDER[2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 299), max_size=100))
+def test_what_is_found_is_that_near_and_what_is_the_same_is_found(tokens: list[int]) -> None:
+    review = np.array(tokens, np.int32)
+    numbers, cosines = FINDER.find(review)
+    assert numbers.shape == cosines.shape == review.shape
+    vectors = EMBEDDINGS.of(FOUND.keys)
+    wanted = by_definition(review)
+    for at, (number, cosine) in enumerate(zip(numbers.tolist(), cosines.tolist(), strict=True)):
+        pair = np.concatenate([wanted[at].real, wanted[at].imag])
+        best = float((vectors @ pair).max())
+        assert cosine <= best + 1e-4, "nothing is nearer than the nearest"
+        if number >= 0:
+            assert float(vectors[number] @ pair) == pytest.approx(cosine, abs=1e-4)
+        if keys_of(review)[at] in FOUND.keys:
+            assert FOUND.keys[number] == keys_of(review)[at] and cosine == pytest.approx(1)
+
+
+def test_writers_are_held_out_as_often_as_asked() -> None:
+    held_out = [is_held_out(f"u{n}", 0.2) for n in range(4000)]
+    assert sum(held_out) == pytest.approx(800, abs=100)
+    assert not is_held_out("u1", 0.0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Int32]]:
+    reviews = [RNG.integers(3, 40, length).astype(np.int32) for length in (5, 40, 1, 12)]
+    out = tmp_path_factory.mktemp("made") / "library"
+    steps: list[int] = []
+    report = build(
+        out,
+        PARAMS,
+        CFG,
+        "r1",
+        PREFIX,
+        Corpus(reviews, reviews[:1]),
+        lambda done, *_: steps.append(done),
+        most=1000,
+    )
+    assert steps[0] == 0 and steps[-1] == report["prototypes"]
+    assert report["coverage"][-1]["at_99"] == 1, "what it is made of is covered"
+    assert report["recall"] == 1
+    return out, reviews
+
+
+WANTED = identity("r1", "float32", (2, 1, 8), PREFIX)
+
+
+def test_keys_and_values_are_those_of_the_own_review(made: tuple[Path, list[Int32]]) -> None:
+    """Keys as before rope: those of a numpy decoder at their place, rotated back."""
+    out, reviews = made
+    library = LibraryFolder(out, WANTED)
+    dense = Dense(CFG, PARAMS)
+    kv = np.asarray(library.kv).view(np.float32)
+    for number, (review, place) in enumerate(
+        zip(library.prototypes.reviews.tolist(), library.prototypes.places.tolist(), strict=True)
+    ):
+        tokens = np.concatenate([PREFIX, reviews[review]])
+        at, positions = len(PREFIX) + place, np.arange(len(tokens))
+        of_layers = dense.run(tokens, positions, np.tril(np.ones((len(tokens), len(tokens)), bool)))
+        for layer, (k, v) in enumerate(of_layers):
+            np.testing.assert_allclose(
+                kv[number, layer, 0], dense._rotate(k, -positions)[at], rtol=1e-5, atol=5e-5
+            )
+            np.testing.assert_allclose(kv[number, layer, 1], v[at], rtol=1e-5, atol=5e-5)
+
+
+def test_a_library_of_something_else_or_cut_short_is_refused(
+    made: tuple[Path, list[Int32]], tmp_path: Path
+) -> None:
+    import shutil
+
+    with pytest.raises(UserError, match="jgr kv library MODEL --out="):
+        LibraryFolder(tmp_path / "none", WANTED)
+    with pytest.raises(UserError, match="of another model"):
+        LibraryFolder(made[0], identity("r2", "float32", (2, 1, 8), PREFIX))
+    with pytest.raises(UserError, match=r"another prompt\.template"):
+        LibraryFolder(made[0], identity("r1", "float32", (2, 1, 8), PREFIX[:1]))
+    for name in (folder.KV, folder.RECORDS, folder.ABOUT):
+        copy = tmp_path / name
+        shutil.copytree(made[0], copy)
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=name):
+            LibraryFolder(copy, WANTED)
+    (copy / folder.ABOUT).write_bytes(whole.replace(b'"prototypes": ', b'"prototypes": 1'))
+    with pytest.raises(UserError, match="are not those of"):
+        LibraryFolder(copy, WANTED)
+
+
+def test_a_build_that_fails_leaves_nothing(made: tuple[Path, list[Int32]], tmp_path: Path) -> None:
+    corpus = Corpus(made[1], [])
+
+    def fail(done: int, total: int, label: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "a", PARAMS, CFG, "r1", PREFIX, corpus, fail, most=9)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="is there already"):
+        build(made[0], PARAMS, CFG, "r1", PREFIX, corpus, fail, most=9)
+    with pytest.raises(UserError, match="no token"):
+        build(tmp_path / "b", PARAMS, CFG, "r1", PREFIX, Corpus([], []), fail, most=9)
+
+
+def test_reviews_are_computed_once_whatever_stands_after_the_last_prototype() -> None:
+    reviews = [RNG.integers(3, 40, 50).astype(np.int32) for _ in range(6)]
+    few = clusters.Prototypes(*(np.array(x) for x in ([5, 6, 7], [1, 1, 1], [1, 1, 4], [2, 9, 0])))
+    found = list(keys_values(PARAMS, CFG, PREFIX, reviews, few))
+    assert sorted(np.concatenate([numbers for numbers, _ in found]).tolist()) == [0, 1, 2]
+    assert sum(len(values) for _, values in found) == 3
