@@ -28,8 +28,7 @@ from jgr.serving.policies.digests import Digests, Keys, keys
 Float64 = npt.NDArray[np.float64]
 Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"]
 """joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
-requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests; matched, rcllm:
-candidates held and load, in the two forms of `Matched`."""
+requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many; matched, rcllm: `Matched`."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 LOAD = 0.7
