@@ -166,9 +166,7 @@ class _State:
         mine = np.flatnonzero(self._part == part)
         order = np.argsort(-self._loads[mine, load], kind="stable")
         # Evenly over all of them, so that a small excess finds a small vertex.
-        some = np.unique(np.linspace(0, len(mine) - 1, min(PAIRS, len(mine))).astype(int))
-        found: npt.NDArray[np.intp] = mine[order[some]]
-        return found
+        return mine[order[np.unique(np.linspace(0, len(mine) - 1, min(PAIRS, len(mine))).astype(int))]]
 
     def _lightest(self, part: int) -> npt.NDArray[np.intp]:
         mine = np.flatnonzero(self._part == part)
@@ -192,7 +190,8 @@ class _State:
         """The weight of a vertex's edges to each part, [k]."""
         ends = slice(self._edges.indptr[vertex], self._edges.indptr[vertex + 1])
         where = self._part[self._edges.indices[ends]]
-        return np.bincount(where, self._edges.data[ends], self._parts).astype(np.float64)
+        found: Float64 = np.bincount(where, self._edges.data[ends], self._parts).astype(np.float64)
+        return found
 
     def _to_parts(self, vertices: npt.NDArray[np.intp]) -> Float64:
         """The weight of the edges of some vertices to each part, [m, k]."""
