@@ -23,6 +23,7 @@ import tokenizers
 from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.config import Config, TrainConfig, override
 from jgr.models import checkpoint, decoder, params
+from jgr.models.decoder import DecoderConfig
 from jgr.prompt.tokens import Tokenizer
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
@@ -39,6 +40,28 @@ MODEL = TrainConfig(hidden=384, layers=2, heads=4, kv_heads=1, head_dim=32, mlp=
 costs; in Qwen2-1.5B it is ten times. In a model whose attention dominates, reuse would save little."""
 
 
+def write_model(folder: Path, catalog: Catalog, shape: TrainConfig, longest: int, seed: int) -> DecoderConfig:
+    """Write a model folder with random weights, whose tokenizer knows WORDS words and the catalog's symbols.
+
+    longest: positions that it is made for. Returns what it is.
+    """
+    words = ["<pad>", "<bos>", "<sid>", "<unk>", *(f"w{n}" for n in range(WORDS)), *catalog.symbols[0]]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({str(word): at for at, word in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = [str(word) for word in words if str(word).startswith("<")]
+    inner.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in special])
+    cfg = decoder_config(shape, len(words), longest)
+
+    def write_beside(folder: Path) -> None:
+        Tokenizer(inner).save(folder / "tokenizer.json")
+        save_catalog(catalog, folder / "catalog.jsonl")
+
+    checkpoint.save(folder, cfg, params.initialize(decoder.spec(cfg), jax.random.key(seed)), write_beside)
+    return cfg
+
+
 class World:
     """A workload's users and items as a model folder and requests. speed: of the trace's clock, see Traffic."""
 
@@ -51,32 +74,8 @@ class World:
         self.catalog = Catalog.build(
             [str(row) for row in range(workload.items)], names, [{"title": title} for title in titles]
         )
-        self._write_model()
+        write_model(folder, self.catalog, MODEL, 16384, seed)
         self._histories = Histories(self.traffic, seed)
-
-    def _write_model(self) -> None:
-        words = [
-            "<pad>",
-            "<bos>",
-            "<sid>",
-            "<unk>",
-            *(f"w{n}" for n in range(WORDS)),
-            *self.catalog.symbols[0],
-        ]
-        inner = tokenizers.Tokenizer(
-            tokenizers.models.WordLevel({str(word): at for at, word in enumerate(words)}, unk_token="<unk>")
-        )
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        special = [str(word) for word in words if str(word).startswith("<")]
-        inner.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in special])
-        cfg = decoder_config(MODEL, len(words), 16384)
-        drawn = params.initialize(decoder.spec(cfg), jax.random.key(self._seed))
-
-        def write_beside(folder: Path) -> None:
-            Tokenizer(inner).save(folder / "tokenizer.json")
-            save_catalog(self.catalog, folder / "catalog.jsonl")
-
-        checkpoint.save(self.folder, cfg, drawn, write_beside)
 
     def config(self, policy: str, device_mb: float, cache: str, *settings: str) -> Config:
         """The configuration that serves the world under a cache policy. cache: the folder of compiled programs."""

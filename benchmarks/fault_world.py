@@ -76,7 +76,7 @@ class Fleet:
 
     def __init__(
         self,
-        models: Models,
+        files: Sequence[Path],
         replicas: int,
         folder: Path,
         *settings: str,
@@ -87,7 +87,7 @@ class Fleet:
         folder.mkdir(exist_ok=True)
         self.log = folder / "stderr"
         command = [*before, sys.executable, "-c", RUN, "cluster", f"--replicas={replicas}"]
-        command += [f"--config={file}" for file in models.files]
+        command += [f"--config={file}" for file in files]
         command += [f"--set={setting}" for setting in settings]
         command += [f"--address={address}"] if address else []
         with self.log.open("w") as errors:
@@ -205,7 +205,8 @@ class Call(NamedTuple):
 
 @dataclass
 class Callers:
-    """Callers that ask at a rate, whatever becomes of it. retries: of each request, which goes on under its id."""
+    """Callers that ask at a rate, whatever becomes of it. retries: of each request, which goes on under its id.
+    timeout_s: how long a client waits for an answer. draw: makes a request."""
 
     urls: Sequence[str]
     rate: float
@@ -213,13 +214,15 @@ class Callers:
     seed: int = 0
     threads: int = 24
     deadline_ms: float | None = DEADLINE_MS
+    timeout_s: float = 30.0
+    draw: Callable[[random.Random], tuple[str, dict[str, Any]]] = drawn
     calls: list[Call] = field(default_factory=list)
 
     def __enter__(self) -> Callers:
         self._ending = threading.Event()
         self._clients = ExitStack()
         self._client = self._clients.enter_context(
-            jgr.Client(list(self.urls), timeout_s=30.0, retries=self.retries)
+            jgr.Client(list(self.urls), timeout_s=self.timeout_s, retries=self.retries)
         )
         self._begun_s = time.monotonic()
         self._running = [threading.Thread(target=self._go, args=(at,)) for at in range(self.threads)]
@@ -246,7 +249,7 @@ class Callers:
             at_s = self._begun_s + turn / self.rate
             if self._ending.wait(max(0.0, at_s - time.monotonic())):
                 return
-            path, body = drawn(rng)
+            path, body = self.draw(rng)
             for name in ("priority", "deadline_ms"):
                 body.pop(name, None)
             if self.deadline_ms is not None:

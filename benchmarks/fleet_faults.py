@@ -14,6 +14,7 @@ later. Where two nodes cannot be made
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 import threading
@@ -22,8 +23,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks import fault_world, harness
+from benchmarks import fault_world, fleet_features, fleet_nodes, harness
 from benchmarks.fault_world import (
     COORDINATOR,
     FRONT,
@@ -36,12 +38,16 @@ from benchmarks.fault_world import (
     outcomes,
     until,
 )
+from benchmarks.fleet_features import Featured, FeaturedReference
 from benchmarks.fleet_nodes import Nodes
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from benchmarks.soak_world import drawn
 
 RATE = 12.0
 BEFORE_S, AFTER_S, SETTLED_S = 2.0, 4.0, 2.0
 CUT_S = 8.0
+BEGUN_S = 1.0
+"""So long after it was asked for, a reload has begun and has not ended."""
 SLOW_S, SLOWER = 8.0, 10
 """So long a replica runs at a tenth of its speed."""
 
@@ -109,14 +115,15 @@ class Faults:
         return lambda: self._one_version() and not before & set(self._fleet.served().values())
 
     def reload_with_a_bad_second(self) -> Whole:
-        """The folder is good for the first replica and broken for the second: all must go back."""
+        """The folder is good for the first replica and broken for the second: all must go back. A load looks where
+        the link leads once, when it begins."""
         before = self._fleet.served()
         (old,) = set(before.values())
         self._models.switch("one")
         self._fleet.change("/v1/models/jgr/reload")
-        changed = until(lambda: any(version != old for version in self._fleet.served().values()))
+        time.sleep(BEGUN_S)
         self._models.switch("empty")
-        if changed is None:
+        if until(lambda: any(version != old for version in self._fleet.served().values())) is None:
             raise RuntimeError("no replica has reloaded")
 
         def back() -> bool:
@@ -187,6 +194,7 @@ class NodeFaults(Faults):
 
 
 KILLED = "replica killed"
+STORE = "the feature store's Redis gone for 6 s"
 NODE_FAULTS = (
     "two nodes, nothing goes between them for 8 s",
     "two nodes, the head's storage killed and started again from Redis",
@@ -209,7 +217,7 @@ FAULTS = (
 )
 """Words, what is done, and how often a caller sends a request again."""
 QUICK = (KILLED,)
-LOSES = (KILLED, "reload", "jgr.Client", "catalog", "nothing")
+LOSES = (KILLED, "reload", "jgr.Client", "catalog", "nothing", STORE)
 """Faults that may lose nothing."""
 
 
@@ -217,16 +225,20 @@ def under(
     name: str,
     begin: Callable[[], Whole],
     fleet: Fleet,
-    reference: Reference,
+    reference: Reference | FeaturedReference,
     retries: int,
     urls: Sequence[str] = (),
+    draw: Callable[[random.Random], tuple[str, dict[str, Any]]] = drawn,
 ) -> Row:
-    """One fault in load. urls: of several proxies, where there are."""
+    """One fault in load. urls: of several proxies, where there are. draw: makes a request."""
     patience = fault_world.PATIENCE_S
-    with Callers(urls or [fleet.url], RATE, retries, seed=len(name)) as callers:
+    with Callers(urls or [fleet.url], RATE, retries, seed=len(name), draw=draw) as callers:
         time.sleep(BEFORE_S)
         begun_s = time.monotonic()
-        whole = begin()
+        try:
+            whole = begin()
+        except (RuntimeError, ValueError) as error:
+            return {"fault": name, "ran": False, "why": str(error)}
         waited_s = until(whole, patience)
         whole_s = time.monotonic() - begun_s
         time.sleep(AFTER_S)
@@ -234,9 +246,8 @@ def under(
     found = outcomes(calls)
     wrong = reference.wrong(calls)
     late = [call for call in calls if call.at_s > begun_s + SETTLED_S and call.outcome != "ok"]
-    for reason in (*wrong[:3], *{str(call.answer) for call in calls if call.outcome == "lost"}):
-        harness.note(f"{name}: {reason}")
-    return {
+    reasons = sorted({str(call.answer.get("error"))[:200] for call in calls if call.outcome == "lost"})
+    row: Row = {
         "fault": name,
         "ran": True,
         "sent": len(calls),
@@ -246,7 +257,11 @@ def under(
         "wrong": len(wrong),
         "missed_later": len(late),
         "whole_s": None if waited_s is None else rounded(whole_s, 3),
+        **({"why_lost": reasons[:3]} if reasons else {}),
+        **({"why_wrong": [reason[:300] for reason in wrong[:3]]} if wrong else {}),
     }
+    print(row, flush=True)
+    return row
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
@@ -260,16 +275,26 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         models = Models(folder)
         reference = Reference(models)
         stack.callback(reference.close)
-        fleet = stack.enter_context(Fleet(models, 2, folder / "ray"))
+        fleet = stack.enter_context(Fleet(models.files, 2, folder / "ray"))
         faults = Faults(models, fleet)
         for name, fault, retries in chosen:
             rows.append(under(name, partial(fault, faults), fleet, reference, retries))
-            print(rows[-1], flush=True)
-            if rows[-1]["whole_s"] is None:
-                raise Missing(f"{name}: the fleet is not whole again")
     if not quick:
-        rows += between_nodes()
+        rows += [without_features(), *between_nodes()]
     return Measured(claims([row for row in rows if row["ran"]]), rows)
+
+
+def without_features() -> Row:
+    """The feature store is gone for some seconds."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-r")))
+        featured = stack.enter_context(Featured(folder))
+        reference = featured.reference()
+        stack.callback(reference.close)
+        fleet = stack.enter_context(Fleet(featured.files, 2, folder / "ray"))
+        begin = partial(featured.gone_and_back, fleet)
+        row = under(STORE, begin, fleet, reference, 0, draw=fleet_features.drawn)
+        return {**row, "answers_without_all_features": reference.without_features}
 
 
 def between_nodes() -> list[Row]:
@@ -300,15 +325,17 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     found = [
         Claim("fleet-faults-wrong", sum(int(row["wrong"]) for row in rows), "answers", "lower", 0.0),
         Claim("fleet-faults-lost", sum(int(row["lost"]) for row in strict), "requests", "lower", 0.0),
+        Claim("fleet-faults-not-whole", sum(row["whole_s"] is None for row in rows), "faults", "lower", 0.0),
     ]
     for row in rows:
         if row["fault"] == KILLED:
-            found += [
-                Claim("fleet-faults-missed", int(row["missed_later"]), "requests", "lower", 0.0),
-                Claim("fleet-faults-whole", float(row["whole_s"]), "s", "lower", 30.0),
-            ]
+            found.append(Claim("fleet-faults-missed", int(row["missed_later"]), "requests", "lower", 0.0))
+            if row["whole_s"] is not None:
+                found.append(Claim("fleet-faults-whole", float(row["whole_s"]), "s", "lower", 30.0))
     return found
 
 
+SOURCES = [Path(__file__), *(Path(str(each.__file__)) for each in (fault_world, fleet_features, fleet_nodes))]
+
 if __name__ == "__main__":
-    harness.main(Benchmark("fleet_faults", measure, ("numpy",), (Path(__file__), Path(fault_world.__file__))))
+    harness.main(Benchmark("fleet_faults", measure, ("numpy",), SOURCES))

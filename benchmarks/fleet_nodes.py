@@ -83,7 +83,7 @@ class Nodes:
         """`jgr cluster` on both nodes, deployed from the head."""
         given = ("server.host=0.0.0.0", f"server.port={PORT}", *settings)
         fleet = Fleet(
-            self._models,
+            self._models.files,
             2,
             self._folder / "deploy",
             *given,
@@ -170,7 +170,8 @@ class Nodes:
             "--save",
             "",
         )
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
+        # Not --block: it would end all of a node with the head's storage that is killed.
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1"]
         ray += ["--object-store-memory=100000000", "--disable-usage-stats"]
         self._run(
             self.head, *ray, "--head", f"--node-ip-address={self.addresses[0]}", f"--port={GCS}",

@@ -35,10 +35,11 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, 
 from jgr.config import UserError
 from jgr.files import read_lines
 from jgr.library.build import REUSED_FROM, pool_sizes
-from jgr.library.clusters import Prototypes, cluster, coverage
+from jgr.library.clusters import cluster, coverage
 from jgr.library.corpus import is_held_out
 from jgr.library.embeddings import TokenEmbeddings, keys_of
-from jgr.library.index import LADDER, LshIndex, Settings, nearest_of_all, recall, tuned
+from jgr.library.index import LADDER, LshIndex, nearest_of_all, recall, tuned
+from jgr.library.prototypes import Prototypes, Settings
 from jgr.models import decoder, params
 from jgr.prompt.tokens import Tokenizer
 

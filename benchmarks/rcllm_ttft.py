@@ -2,13 +2,17 @@
 """Reuse beyond the prefix: the time until the candidates are scored, for every method of the family on one engine.
 
 A prompt is a history of 6 items in words, 20 candidates and a question; users are new, so that a prefix cache has
-nothing, and all items have been computed alone before. full computes prompts whole, prefix too but with the cache in
-place; naive, EPIC, CacheBlend and RcLLM are settings of one path (docs/cache.md, Blocks). Weights are random, since
-times do not depend on them. Systems take turns, each with the same next requests, one request at a time.
+nothing, and all items are in the cache, as after a long run (their pages hold zeros, for times do not depend on them).
+full computes prompts whole; prefix too, but with the cache in place; naive, EPIC, CacheBlend and RcLLM are settings of
+one path (docs/cache.md, Blocks). Weights are random. Systems take turns, each with the same next requests, one request
+at a time.
 
 The floor is what a method can gain where time is work: the token-layers of its plan over those of the whole prompt. The
 layers are wide and their heads narrow, so that besides attention a token costs about twelve times what its attention to
-1,000 others costs; in Qwen3-0.6B it is seven times. An answer with all tokens computed anew must be the whole prompt's.
+1,000 others costs; in Qwen3-0.6B it is seven times. The model of 28 layers is as deep as that one and far narrower:
+this benchmark must end in ten minutes on two cores. An answer with all tokens computed anew must be the whole prompt's.
+
+Under load, requests come at random times, at half and at four fifths of what the prefix cache can serve.
 
     python -m benchmarks.rcllm_ttft [--quick]
 """
@@ -19,101 +23,131 @@ import asyncio
 import math
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import tokenizers
 
 from benchmarks import harness
-from benchmarks.bat_world import event_loop
+from benchmarks.bat_world import WORDS, event_loop, write_model
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row, rounded
-from jgr.catalog.catalog import Catalog, save_catalog
+from jgr.catalog.catalog import Catalog
 from jgr.config import Config, TrainConfig, override
-from jgr.models import checkpoint, decoder, params
-from jgr.prompt.tokens import Tokenizer
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
-from jgr.training.generator import decoder_config
+from jgr.serving.policies.jobs import Job
 
-WORDS, ITEMS = 500, 120
+ITEMS = 120
 HISTORY, CANDIDATES = 6, 20
-SHARES = (0.1, 0.3, 0.5)
-AT = "rcllm .3"
+SHARES = (0.1, 0.3, 0.5, 1.0)
+AT, PREFIX = "rcllm .3", "prefix"
 PER_TURN = 2
 """Requests that a system serves in its turn."""
 OF_FLOOR = 0.8
 """What is wanted of the gain that the floor allows."""
+LOADS = (0.5, 0.8)
+UNDER_LOAD = 40
+"""Requests of a system at a rate."""
+WIDE = TrainConfig(hidden=384, heads=4, kv_heads=2, head_dim=32, mlp=1280)
+NARROW = TrainConfig(hidden=192, heads=2, kv_heads=1, head_dim=32, mlp=640)
 
 
-class System(NamedTuple):
-    """A method. settings: of its engine. request: fields of its requests."""
+class Size(NamedTuple):
+    """A model and its prompts. span: tokens of an item. rounds: turns of each system."""
+
+    model: TrainConfig
+    layers: int
+    span: int
+    rounds: int
+
+
+SIZES = (
+    Size(WIDE, 4, 78, 5),
+    Size(WIDE, 4, 39, 5),
+    Size(WIDE, 4, 157, 4),
+    Size(WIDE, 8, 78, 5),
+    Size(NARROW, 28, 78, 4),
+    Size(WIDE, 8, 39, 5),
+    Size(NARROW, 28, 157, 3),
+    Size(NARROW, 28, 39, 5),
+    Size(WIDE, 8, 157, 3),
+)
+"""In the order of what they tell; the first one is measured under load."""
+LAST_BEGIN_S = 240
+"""Sizes that would begin later than so many seconds after the start are left out; a row says which."""
+
+
+class Method(NamedTuple):
+    """A server of the family. settings: of its engine. budgets: its systems, by name, each with the share of the
+    candidates' tokens that its requests ask for; None: what the engine is set to. sizes: the tokens that it computes
+    for a prompt of each. repaired: the most item tokens that are computed anew."""
 
     settings: tuple[str, ...]
-    request: dict[str, object]
+    budgets: dict[str, float | None]
+    sizes: tuple[int, ...]
+    repaired: int
 
 
-def systems(span: int) -> dict[str, System]:
+def methods(span: int) -> dict[str, Method]:
     """By name. span: tokens of an item."""
     blocks = ("cache.policy=blocks",)
-    chosen = (*blocks, "cache.repair_tokens=1", "cache.repair_by=attention")
-    found = {
-        "full": System(("cache.policy=none",), {"layout": "causal"}),
-        "prefix": System((*blocks, f"cache.repair_tokens={span}"), {}),
-        "naive": System(blocks, {}),
-        "epic 2": System((*blocks, "cache.repair_tokens=2"), {}),
-        "cacheblend .3": System((*blocks, "cache.repair_share=0.3"), {}),
+    own, items = HISTORY * span + 2, CANDIDATES * span
+
+    def chosen(share: float, first: int) -> int:
+        return min(items, CANDIDATES * first + math.ceil(share * items))
+
+    def name(share: float) -> str:
+        return f"rcllm {share:g}".replace(" 0.", " .")
+
+    epic = 2 * CANDIDATES
+    anew = [chosen(share, 1) for share in SHARES]
+    return {
+        "full": Method(("cache.policy=none",), {"full": None}, (own + items,), 0),
+        "prefix": Method((*blocks, f"cache.repair_tokens={span}"), {PREFIX: None}, (own + items,), items),
+        "naive": Method(blocks, {"naive": None}, (own,), 0),
+        "epic": Method((*blocks, "cache.repair_tokens=2"), {"epic 2": None}, (own + epic,), epic),
+        "cacheblend": Method(
+            (*blocks, "cache.repair_share=0.3"),
+            {"cacheblend .3": None},
+            (own + chosen(0.3, 0),),
+            chosen(0.3, 0),
+        ),
+        "rcllm": Method(
+            (*blocks, "cache.repair_tokens=1", "cache.repair_by=attention", "cache.repair_share=0.3"),
+            {name(share): share for share in SHARES},
+            tuple(own + tokens for tokens in anew),
+            max(anew),
+        ),
     }
-    for share in SHARES:
-        found[f"rcllm {share:g}".replace(" 0.", " .")] = System((*chosen, f"cache.repair_share={share}"), {})
-    return found
 
 
 class World:
-    """A model of some layers and items of `span` tokens each, as a folder."""
+    """A model and items of `span` tokens each, as a folder."""
 
-    def __init__(self, folder: Path, layers: int, span: int) -> None:
-        self.folder, self.layers, self.span = folder, layers, span
-        self._rng = np.random.default_rng(layers)
-        titles = [" ".join(f"w{w}" for w in self._rng.integers(0, WORDS, span - 1)) for _ in range(ITEMS)]
+    def __init__(self, folder: Path, size: Size) -> None:
+        self.folder, self.layers, self.span = folder, size.layers, size.span
+        self._rng = np.random.default_rng(size.layers)
+        titles = [
+            " ".join(f"w{w}" for w in self._rng.integers(0, WORDS, size.span - 1)) for _ in range(ITEMS)
+        ]
         names = [[f"<i_{row}>"] for row in range(ITEMS)]
         catalog = Catalog.build([str(row) for row in range(ITEMS)], names, [{"title": t} for t in titles])
-        words = ["<pad>", "<bos>", "<sid>", "<unk>", *(f"w{n}" for n in range(WORDS)), *catalog.symbols[0]]
-        inner = tokenizers.Tokenizer(
-            tokenizers.models.WordLevel({str(word): at for at, word in enumerate(words)}, unk_token="<unk>")
-        )
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-        special = [str(word) for word in words if str(word).startswith("<")]
-        inner.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in special])
-        shape = TrainConfig(hidden=384, layers=layers, heads=4, kv_heads=2, head_dim=32, mlp=1280)
-        cfg = decoder_config(shape, len(words), 8192)
-
-        def write_beside(folder: Path) -> None:
-            Tokenizer(inner).save(folder / "tokenizer.json")
-            save_catalog(catalog, folder / "catalog.jsonl")
-
-        drawn = params.initialize(decoder.spec(cfg), jax.random.key(0))
-        checkpoint.save(folder, cfg, drawn, write_beside)
-        self.bytes_per_token = 2 * layers * cfg.kv_heads * cfg.head_dim * 4
+        cfg = write_model(folder, catalog, replace(size.model, layers=size.layers), 8192, 0)
+        self.bytes_per_token = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * 4
 
     @property
     def tokens(self) -> int:
         """The tokens of a prompt."""
         return (HISTORY + CANDIDATES) * self.span + 2
 
-    def config(self, system: System, cache: str) -> Config:
+    def config(self, method: Method, cache: str) -> Config:
         most = -(-self.tokens // 128) * 128
-        own, all = HISTORY * self.span + 2, CANDIDATES * self.span
-        wanted = (
-            own,
-            own + 2 * CANDIDATES,
-            *(own + CANDIDATES + math.ceil(share * all) for share in SHARES),
-            most,
-        )
-        sizes = sorted({-(-tokens // 32) * 32 for tokens in wanted})
-        copies = most + (HISTORY + CANDIDATES) * self.span  # where an item is missed, it is computed twice
+        # What is missed is computed twice, and a server takes only what it could serve with nothing cached.
+        sizes = sorted({-(-tokens // 32) * 32 for tokens in (*method.sizes, self.tokens + method.repaired)})
         pages_mb = 2 * (ITEMS + 16) * self.span * self.bytes_per_token / 2**20
         return override(
             Config(),
@@ -126,16 +160,19 @@ class World:
             "rank.item={title}{sid}",
             f"rank.item_span={self.span}",
             "rank.requests=1",
-            f"rank.tokens={','.join(map(str, [*sizes, copies]))}",
+            f"rank.tokens={','.join(map(str, sizes))}",
             f"rank.context={most}",
             f"rank.candidates={CANDIDATES}",
-            f"batching.max_tokens={copies}",
+            f"batching.max_tokens={sizes[-1]}",
             f"cache.device_mb={pages_mb:.1f}",
             "cache.item_share=0.9",
             "cache.shadow=0",
+            "beam.width=1",
             "profiles.batch=1",
+            "profiles.widths=1",
+            "profiles.candidates=1",
             f"profiles.tokens={-(-(HISTORY * self.span + 2) // 64) * 64}",
-            *system.settings,
+            *method.settings,
         )
 
     def rows(self) -> list[str]:
@@ -152,37 +189,71 @@ class Served(NamedTuple):
 
 
 class Running:
-    """A system's engine, which has computed every item. requests: rows of the items that it is asked for, in turn."""
+    """A method's engine, with every item in its cache. requests: rows of the items that it is asked for, in turn."""
 
     def __init__(
         self,
         world: World,
-        system: System,
+        method: Method,
         loop: asyncio.AbstractEventLoop,
         cache: str,
         requests: Sequence[Sequence[str]],
     ) -> None:
-        self._loop, self._fields, self._requests, self._next = loop, system.request, requests, 0
-        self.engine = load_engine(world.config(system, cache))
+        self._loop, self._requests = loop, requests
+        self._next: dict[float | None, int] = {}
+        self.engine = load_engine(world.config(method, cache))
         loop.run_until_complete(self.engine.start())
         rows = [str(row) for row in range(ITEMS)]
         for at in range(0, ITEMS, CANDIDATES):
-            self.serve([*rows[:HISTORY], *rows[at : at + CANDIDATES]])
+            self._plan(_request([*rows[:HISTORY], *rows[at : at + CANDIDATES]]))
 
-    def serve(self, rows: Sequence[str], **fields: object) -> Served:
-        given = {"history": rows[:HISTORY], "candidates": rows[HISTORY:], **self._fields, **fields}
-        request = RankRequest(**given)  # type: ignore[arg-type]
-        start_s = time.perf_counter()
-        answer = self._loop.run_until_complete(self.engine.answer(request))
-        return Served((time.perf_counter() - start_s) * 1e3, answer)
+    def _plan(self, request: RankRequest) -> None:
+        """Have the cache as if the request had been served."""
+        served = self.engine.served
+        if served.caching is None:
+            return
+        task, grouping = served.translator.prepare(request), served.caching.groupings["rank"]
+        job = Job(0, "rank", task.tokens, task.width, time.monotonic_ns(), None, task.prompt)
+        group = grouping.group([job], True, time.monotonic_ns())
+        assert group is not None
+        grouping.finished(group.jobs, True)
 
-    def turn(self) -> list[Served]:
+    def serve(self, rows: Sequence[str], budget: float | None = None) -> Served:
+        return self._loop.run_until_complete(self._serve(rows, budget, time.perf_counter()))
+
+    async def _serve(self, rows: Sequence[str], budget: float | None, due_s: float) -> Served:
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        answer = await self.engine.answer(_request(rows, budget))
+        return Served((time.perf_counter() - due_s) * 1e3, answer)
+
+    def turn(self, budget: float | None) -> list[Served]:
         """The next requests."""
-        at, self._next = self._next, self._next + PER_TURN
-        return [self.serve(rows) for rows in self._requests[at : at + PER_TURN]]
+        at = self._next.get(budget, 0)
+        self._next[budget] = at + PER_TURN
+        return [self.serve(rows, budget) for rows in self._requests[at : at + PER_TURN]]
+
+    def at_rate(self, per_second: float, budget: float | None) -> list[Served]:
+        """Requests at random times; each one's time counts from when it was due."""
+        due = np.cumsum(np.random.default_rng(0).exponential(1 / per_second, UNDER_LOAD))
+
+        async def all_of_them() -> list[Served]:
+            start_s = time.perf_counter()
+            several = zip(self._requests, due.tolist(), strict=False)
+            return list(
+                await asyncio.gather(*(self._serve(rows, budget, start_s + s) for rows, s in several))
+            )
+
+        return self._loop.run_until_complete(all_of_them())
 
     def stop(self) -> None:
         self._loop.run_until_complete(self.engine.drain(None))
+
+
+def _request(rows: Sequence[str], budget: float | None = None) -> RankRequest:
+    given: Any = {} if budget is None else {"reuse_budget": budget}
+    return RankRequest(
+        history=list(rows[:HISTORY]), candidates=list(rows[HISTORY:]), layout="causal", **given
+    )
 
 
 def floor(name: str, layers: int, answer: Answer) -> float:
@@ -203,31 +274,77 @@ def difference(one: Answer, other: Answer) -> float:
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
-    worlds = ((4, 16),) if quick else ((4, 39), (4, 78), (4, 157), (8, 39), (8, 78), (8, 157), (28, 39))
-    rounds = 2 if quick else 7
+    sizes: Sequence[Size] = (Size(WIDE, 4, 16, 2),) if quick else SIZES
     rows: list[Row] = []
+    loaded: list[Row] = []
+    start_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="jgr-rcllm-") as folder, event_loop() as loop:
-        for layers, span in worlds:
-            world = World(Path(folder) / f"{layers}-{span}", layers, span)
-            requests = [world.rows() for _ in range(20 * PER_TURN)]
+        for at, size in enumerate(sizes):
+            if time.perf_counter() - start_s > LAST_BEGIN_S:
+                rows.append(
+                    {"left_out": [f"{x.layers} layers, {x.span * 26 + 2} tokens" for x in sizes[at:]]}
+                )
+                break
+            world = World(Path(folder) / str(at), size)
+            requests = [world.rows() for _ in range(max(UNDER_LOAD, PER_TURN * (size.rounds + 9)))]
             running = {
-                name: Running(world, system, loop, f"{folder}/xla", requests)
-                for name, system in systems(span).items()
+                name: Running(world, method, loop, f"{folder}/xla", requests)
+                for name, method in methods(size.span).items()
             }
-            found = harness.interleave({name: each.turn for name, each in running.items()}, rounds, quiet)
+            systems = {
+                system: (running[name], budget)
+                for name, method in methods(size.span).items()
+                for system, budget in method.budgets.items()
+            }
+            turns = {name: partial(each.turn, budget) for name, (each, budget) in systems.items()}
+            found = harness.interleave(turns, size.rounds, quiet)
             whole = running["full"].serve(requests[0]).answer
-            anew = running[AT].serve(requests[0], reuse_budget=1).answer
+            anew = running["rcllm"].serve(requests[0], 1.0).answer
             rows += [
-                row(name, layers, [one for turn in turns for one in turn], found["full"])
-                for name, turns in found.items()
+                row(name, size, [one for turn in served for one in turn], found["full"])
+                for name, served in found.items()
             ]
             rows[-1]["whole_when_all_is_computed"] = rounded(difference(anew, whole))
+            if not loaded and not quick:
+                loaded = under_load(systems, found[PREFIX], size.layers, quiet)
             for each in running.values():
                 each.stop()
-    return Measured(claims(rows), rows)
+    return Measured(claims(rows, loaded), [*rows, *loaded])
 
 
-def row(name: str, layers: int, served: Sequence[Served], full: Sequence[Sequence[Served]]) -> Row:
+def under_load(
+    systems: Mapping[str, tuple[Running, float | None]],
+    prefix: Sequence[Sequence[Served]],
+    layers: int,
+    quiet: Quiet,
+) -> list[Row]:
+    """The time of the answers at shares of what the prefix cache can serve, one request at a time."""
+    capacity = 1e3 / float(np.median([one.ms for turn in prefix for one in turn]))
+    rows: list[Row] = []
+    for share in LOADS:
+        at = {
+            name: partial(systems[name][0].at_rate, share * capacity, systems[name][1])
+            for name in (PREFIX, AT)
+        }
+        quiet.wait()
+        for name, run in at.items():
+            ms = [one.ms for one in run()]
+            p50, p99 = (rounded(float(x)) for x in np.percentile(ms, (50, 99)))
+            rows.append(
+                {
+                    "method": name,
+                    "layers": layers,
+                    "of_prefix_capacity": share,
+                    "requests_per_s": rounded(share * capacity),
+                    "p50_ms": p50,
+                    "p99_ms": p99,
+                    "requests": len(ms),
+                }
+            )
+    return rows
+
+
+def row(name: str, size: Size, served: Sequence[Served], full: Sequence[Sequence[Served]]) -> Row:
     whole = [one for turn in full for one in turn]
     answer, ms = served[-1].answer, [one.ms for one in served]
     ratios = [a.ms / b.ms for a, b in zip(whole, served, strict=True)]
@@ -236,7 +353,8 @@ def row(name: str, layers: int, served: Sequence[Served], full: Sequence[Sequenc
     timing = answer.timing_ms
     return {
         "method": name,
-        "layers": layers,
+        "layers": size.layers,
+        "hidden": size.model.hidden,
         "prompt_tokens": answer.usage.prompt_tokens,
         "computed_tokens": answer.usage.computed_tokens,
         "ms": harness.spread(ms),
@@ -244,17 +362,14 @@ def row(name: str, layers: int, served: Sequence[Served], full: Sequence[Sequenc
         "queue_and_prepare_ms": rounded(timing.queue + timing.prepare),
         "faster_than_full": rounded(float(np.median(ratios))),
         "interval": [rounded(float(low)), rounded(float(high))],
-        "floor_allows": rounded(floor(name, layers, answer)),
-        "score_difference": rounded(
-            float(np.mean([difference(a.answer, b.answer) for a, b in zip(served, whole, strict=True)]))
-        ),
+        "floor_allows": rounded(floor(name, size.layers, answer)),
     }
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
+def claims(rows: Sequence[Row], loaded: Sequence[Row]) -> list[Claim]:
     found = []
     for each in rows:
-        if each["method"] != AT:
+        if each.get("method") != AT:
             continue
         low, high = each["interval"]
         share = each["floor_allows"]
@@ -268,6 +383,10 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
                 interval=(rounded(low / share), rounded(high / share)),
             )
         )
+    for share in LOADS if loaded else ():
+        prefix, chosen = (each["p99_ms"] for each in loaded if each["of_prefix_capacity"] == share)
+        name = f"rcllm-p99-faster-at-{round(10 * share)}-of-prefix-capacity"
+        found.append(Claim(name, rounded(prefix / chosen), "x", "higher", 2.0))
     whole = max(each["whole_when_all_is_computed"] for each in rows if "whole_when_all_is_computed" in each)
     found.append(Claim("rcllm-with-all-computed-anew-from-the-whole-prompt", whole, "", "lower", 1e-3))
     return found

@@ -154,6 +154,19 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"workloads-on-which-bat-is-slower-than-the-better" + _SKEW,
         "Workloads on which BAT is slower than the better fixed order; " + _SKEWED,
     ),
+    # rcllm_ttft
+    (
+        r"rcllm-of-what-its-plan-allows-(?P<layers>\d+)-layers-(?P<tokens>\d+)-tokens",
+        "RcLLM's gain over full recompute at r = .3, over what its plan allows; {layers} layers, {tokens} tokens",
+    ),
+    (
+        r"rcllm-p99-faster-at-(?P<share>\d)-of-prefix-capacity",
+        "P99 of the prefix cache over that of RcLLM at r = .3, at {share} tenths of the prefix cache's capacity",
+    ),
+    (
+        r"rcllm-with-all-computed-anew-from-the-whole-prompt",
+        "Largest difference of a score of RcLLM at r = 1 from the prompt computed whole",
+    ),
     # beam_attention, beam_memory, beam_vs_peers, beam_width, early_termination
     (r"beam-attention-forms-differ-by", "Largest difference between the results of all forms of beam attention"),
     (
@@ -422,9 +435,11 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-simulated-imbalance",
         "The most over the mean of the work in flight at eight nodes, averaged over time; worst case, simulated",
     ),
-    # fleet_faults, fleet_equality
-    (r"fleet-(?P<of>faults|equality)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
-    (r"fleet-(?P<of>faults|equality)-lost", "Requests that a fleet has lost; {of}"),
+    # fleet_faults, fleet_equality, fleet_scaling
+    (r"fleet-scaling-grown", "Seconds of load until a fleet has one replica more"),
+    (r"fleet-(?P<of>faults|equality|scaling)-wrong", "Answers of a fleet that are not those of one engine; {of}"),
+    (r"fleet-(?P<of>faults|equality|scaling)-lost", "Requests that a fleet has lost; {of}"),
+    (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
     (

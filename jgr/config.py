@@ -209,6 +209,10 @@ class CacheConfig:
     # Which tokens these are. deviation: those that differ most in the second layer (CacheBlend); attention: those that
     # get the most attention in the first layer (RcLLM).
     repair_by: Literal["deviation", "attention"] = "deviation"
+    # How far the order of approximate answers may be from that of prompts computed whole: the mean of 1 - Kendall's tau
+    # over the last 200 samples of cache.shadow. Beyond it the model computes all prompts whole, until the samples are
+    # below half of it again. none: no limit.
+    max_drift: float | None = None
     # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
     # history_texts take the keys and values of the nearest prototype (RcLLM). Empty: they are computed. Needs
     # jgr[library].
@@ -227,6 +231,13 @@ class CacheConfig:
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")
+        if self.max_drift is not None:
+            require(
+                0 < self.max_drift <= 2, f"cache.max_drift must be above 0, at most 2, not {self.max_drift}"
+            )
+            approximates = self.policy == "blocks" or self.repair_tokens or self.repair_share
+            require(bool(approximates), "cache.max_drift: without blocks and repair nothing approximates")
+            require(self.shadow > 0, "cache.max_drift: needs samples, cache.shadow above 0")
 
 
 @dataclass(frozen=True)

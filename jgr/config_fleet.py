@@ -22,10 +22,14 @@ class FleetConfig:
     # How a replica is chosen. joint: by what its caches save of the prompt, less how much more it has to do than the
     # mean. The others are baselines. hit: by its caches alone; load: by tokens in flight; least: by requests in flight;
     # hash: by the user's name, unless it has too much to do.
-    routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"] = "joint"
+    # matched: by the share of the candidates that it holds, less fleet.load times how much more it has to do than the
+    # mean (RcLLM); rcllm: the same with its work as a share of a second's, as the paper has it.
+    routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"] = (
+        "joint"
+    )
     report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
     digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
-    load: float = 0.7  # weight of the load in the joint score
+    load: float = 0.7  # weight of the load in the scores of joint, matched and rcllm
     share: float = 0.2  # weight, in the joint score, of how much of the work a replica has got lately
     affinity: float = 0.05  # what the replica that had the user last gets more, as a share of a whole prompt
     attempts: int = 3  # to how many replicas a request is sent, where they die or are silent
@@ -38,13 +42,16 @@ class FleetConfig:
     cpus: float = 1.0  # cores that Ray keeps for a replica
     # GPUs that Ray keeps for a replica; each replica sees no other. At least model.tensor_parallel.
     gpus: float = 0.0
-    health_s: float = (
-        2.0  # seconds between questions after a replica's health; it is replaced after three unanswered
-    )
+    # Seconds between questions after the health of a replica or a front, which then reads a changed server.keys. A
+    # replica is replaced after three unanswered ones.
+    health_s: float = 2.0
     # Where the keys and values of the catalog's items are held, in the replicas' host memory. none: where they were
     # computed; replicate: the hottest on every replica; hash: each on one; hrcs: the hottest on every replica, as many
-    # as the links need, the others on one. Needs cache.policy=item, cache_agnostic or hotness.
-    items: Literal["none", "replicate", "hash", "hrcs"] = "none"
+    # as the links need, the others on one; similarity: the hottest on every replica, the others on one, together
+    # with those that the same requests ask for. Needs a cache.policy that keeps items: item,
+    # cache_agnostic, hotness or blocks.
+    items: Literal["none", "replicate", "hash", "hrcs", "similarity"] = "none"
+    hot: float = 0.001  # similarity: the share of the items that every replica holds
     items_mb: float = 256.0  # memory of a replica for the items that it is to hold, in MiB
     fetched_mb: float = 32.0  # and for items that it got from others, which go when room is needed
     keep_fetched: bool = True  # whether what was got from another replica is kept after the request
@@ -82,6 +89,7 @@ class FleetConfig:
             load=0,
             share=0,
             affinity=0,
+            hot=0,
             attempts=1,
             hedge=0,
             fronts=1,
@@ -91,6 +99,7 @@ class FleetConfig:
         check(self, health_s=0.5)
         largest = max(self.replicas, self.max_replicas)
         require(largest <= 1000, f"fleet.replicas and max_replicas must be at most 1000, not {largest}")
+        require(self.hot <= 1, f"fleet.hot must be at most 1, not {self.hot}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
         require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")
         require(self.fronts <= 100, f"fleet.fronts must be at most 100, not {self.fronts}")

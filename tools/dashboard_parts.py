@@ -58,6 +58,11 @@ def gauge(name: str, by: str = "") -> str:
     return f'sum by ({labels}) ({name}{{model=~"$model"}})'
 
 
+def most(name: str) -> str:
+    """The largest of a gauge's values for a model, such as those of a fleet's replicas."""
+    return f'max by (model) ({name}{{model=~"$model"}})'
+
+
 def quantiles(
     histogram: str, by: str = "", where: str = "", at: Sequence[float] = (0.5, 0.99)
 ) -> tuple[tuple[str, str], ...]:

@@ -29,6 +29,7 @@ from tools.dashboard_parts import (
     gauge,
     growth,
     mean,
+    most,
     quantiles,
     rate,
     share,
@@ -199,6 +200,17 @@ BOARDS = (
                     ),
                 ),
             ),
+            Panel(
+                "Approximate answers against whole ones",
+                "none",
+                (
+                    (most("jgr_repair_disorder"), "1 - Kendall's tau, of the last samples"),
+                    (most("jgr_repair_fell_back"), "computed whole in place of that"),
+                    (mean("jgr_repair_kendall_tau"), "Kendall's tau"),
+                    (mean("jgr_repair_top10_overlap"), "overlap of the first ten"),
+                    (mean("jgr_repair_kl"), "KL divergence"),
+                ),
+            ),
         ),
     ),
     Board(
@@ -247,6 +259,13 @@ ALERTS = (
         "15m",
         "critical",
         "Answers from the cache differ from those computed without it.",
+    ),
+    Alert(
+        "JgrApproximationDrifts",
+        "max(jgr_repair_fell_back) > 0",
+        "0m",
+        "warning",
+        "Approximate answers drifted beyond cache.max_drift: prompts are computed whole, which takes longer.",
     ),
     Alert(
         "JgrCompilesForRequests",

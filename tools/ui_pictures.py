@@ -91,10 +91,15 @@ def load(url: str, shop: Shop) -> Iterator[None]:
         thread.join()
 
 
+def few_colours(shot: Image.Image) -> Image.Image:
+    """The picture with a palette. By coverage of the colours: one that counts pixels turns a small green arrow grey."""
+    return shot.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+
+
 def take(page: Page, folder: Path, name: str) -> None:
     path = folder / f"ui-{name}.png"
     shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
-    shot.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    few_colours(shot).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

@@ -96,7 +96,8 @@ BAT = System(
         Fixed(
             ("BAT-11", "BAT-12"),
             "hot items on every cache worker, cold ones on one",
-            "jgr serve uses one device; python -m benchmarks.bat_placement compares placements on four nodes",
+            "one server has one worker; a fleet has several: fleet.items=hrcs of jgr cluster, which python -m "
+            "benchmarks.fleet_items compares with other placements",
         ),
     ),
     counts=(

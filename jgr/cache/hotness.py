@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -21,6 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.cache.entries import Name
+
+LISTS = 4096
+"""So many requests' items are remembered, to be told of together."""
 
 
 class Hotness(Protocol):
@@ -130,6 +133,7 @@ class ItemFrequencies:
         """Mean tokens of a request's user, of the last requests."""
         self.own: set[tuple[int, ...]] = set()
         """The items of requests that nobody sent, which do not count."""
+        self._lists: deque[npt.NDArray[np.int32]] = deque(maxlen=LISTS)
 
     def touch(self, rows: Sequence[int], user_tokens: int, now_ns: int) -> None:
         """A request came, for items of these rows, each once."""
@@ -138,6 +142,7 @@ class ItemFrequencies:
         now, at = now_ns / self._window_ns, np.array(rows, np.int64)
         at = at[at < len(self._keys)]  # of another catalog of the same model
         self._keys[at] = np.logaddexp(self._keys[at], now)
+        self._lists.append(at.astype(np.int32))
         self.user_tokens = (
             user_tokens
             if self._requests == -math.inf
@@ -148,6 +153,12 @@ class ItemFrequencies:
     def requests(self, now_ns: int) -> float:
         """Requests in the last window."""
         return math.exp(self._requests - now_ns / self._window_ns)
+
+    def lists(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The items of the last requests that were not told of yet, one after the other, and how many each had."""
+        told, self._lists = self._lists, deque(maxlen=LISTS)
+        lengths = np.array([len(rows) for rows in told], np.int32)
+        return np.concatenate([np.zeros(0, np.int32), *told]), lengths
 
     def hottest(self, most: int, now_ns: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """The rows that were asked for, at most so many, the most frequent ones, and their frequencies, [m] each."""

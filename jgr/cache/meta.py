@@ -56,6 +56,9 @@ class Below(Protocol):
     def holds(self, name: Name, digest: bytes) -> bool:
         """Whether the whole of this content is there. Changes nothing."""
 
+    def names(self, kind: str) -> Iterator[Name]:
+        """The names of the entries of a kind that hold anything."""
+
 
 class CacheMeta:
     """Entries over the pages of a device, and of a host where there are some.

@@ -376,7 +376,10 @@ def _serve(config: Config, catalog: Catalog, options: Options) -> Iterator[Serve
     from jgr.evaluation.recommendations import LocalEngine
     from jgr.serving.versions.loading import load_any
 
-    with LocalEngine(load_any(config), catalog, config.server.drain_timeout_s) as engine:
+    with contextlib.ExitStack() as stack:
+        with console.progress_bar("compiling") as bar:
+            engine = LocalEngine(load_any(config), catalog, config.server.drain_timeout_s, bar)
+            stack.enter_context(engine)
         yield engine
 
 

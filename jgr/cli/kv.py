@@ -111,15 +111,15 @@ def _alone(config: Config) -> Config:
 
 async def build(config: Config, out: Path) -> dict[str, int]:
     """Build; returns how many items are there, and how many are new. Raises UserError for what cannot be built."""
-    from jgr.serving.decoders.caching import SHARES
     from jgr.serving.decoders.item_blocks import build
     from jgr.serving.decoders.serve import ServedDecoder
+    from jgr.serving.policies.prefix_choice import KEEP_ITEMS
     from jgr.serving.versions.loading import load_any
 
-    if config.cache.policy not in SHARES or config.rank.method == "likelihood":
+    if config.cache.policy not in KEEP_ITEMS or config.rank.method == "likelihood":
         raise UserError(
             "jgr kv build: the model keeps no items: it takes rank.method=item_token or item_probe, and cache.policy="
-            "item, cache_agnostic or hotness"
+            f"{' or '.join(KEEP_ITEMS)}"
         )
     engine = load_any(_alone(config))
     if not isinstance(engine.served, ServedDecoder):

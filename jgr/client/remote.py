@@ -55,6 +55,8 @@ CONNECT_S = 2.0
 """So long a connection to one of several addresses may take before the next one is tried."""
 CHANGES = ("/v1/catalogs", "/v1/models/")
 """Where a POST changes the server. It is sent to another address only where the first has not seen it."""
+BETWEEN = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
+"""Statuses that are not the server's own where the body is not its own: a proxy has lost whom it asked."""
 FIRST_WAIT_S = 0.1
 MAX_TIMEOUT_S = 1e6
 MAX_WAIT_S = 60.0
@@ -75,9 +77,9 @@ class Client(Recommender):
     last, and where nobody is there or the connection breaks, under the same id to the next, each once. key: the
     server's API key, if it has one. model: the name of the model to ask; None: the first that serves what is asked.
     timeout_s: how long to wait for the next byte of an answer. retries: how often a request is sent again that found
-    the server overloaded or unavailable, after the time that the server names. connections: how many of several
-    histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's certificate;
-    None: the system's.
+    the server overloaded or unavailable, or that a proxy lost, after the time that the server names. connections: how
+    many of several histories are asked for at a time. ca_file: a PEM file of the authorities that may sign the server's
+    certificate; None: the system's.
     """
 
     def __init__(
@@ -139,8 +141,9 @@ class Client(Recommender):
             try:
                 server, content = self._exchange_with_one(method, path, body, request_id)
                 return decoder(type).decode(content)
-            except (Overloaded, Unavailable) as error:
-                if attempt == self._retries or self._closed:
+            except (Overloaded, Unavailable, _Between) as error:
+                repeats = not isinstance(error, _Between) or _may_repeat(method, path)
+                if attempt == self._retries or self._closed or not repeats:
                     raise
                 doubled_s = FIRST_WAIT_S * 2.0 ** min(attempt, 10)  # beyond MAX_WAIT_S already
                 wait_s = doubled_s if error.retry_after is None else error.retry_after
@@ -275,6 +278,10 @@ class _Server(NamedTuple):
     pool: HTTPConnectionPool
 
 
+class _Between(InternalError):
+    """Somebody on the way failed, such as a fleet's proxy whose front died with the request."""
+
+
 class _Unasked(Unavailable):
     """No connection was made, so nothing of the request was seen."""
 
@@ -361,6 +368,8 @@ def _failure(url: str, response: BaseHTTPResponse, content: bytes) -> RequestFai
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         types: dict[int, ErrorType] = {status: type for type, status in STATUS.items()}
         message = f"{url}: HTTP {response.status} {one_line(response.reason)}"
+        if response.status in BETWEEN:
+            return _Between(message, "internal", retry_after=retry_after)
         return failure(types.get(response.status, "internal"), message, retry_after=retry_after)
     field = error.field if isinstance(error.field, str) else None
     told = printable(error.message), field and printable(field), printable(error.request_id)

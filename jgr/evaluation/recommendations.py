@@ -15,6 +15,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.data.interactions import Examples
 from jgr.evaluation.served import EvaluationError, Query, check_catalog, ranks, rows_of
 from jgr.serving.api import Answer, Item, ModelInfo, RankRequest, RecommendRequest, Request
+from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.errors import RequestError
 
@@ -93,20 +94,26 @@ class LocalEngine:
     """An engine of this process behind blocking calls, as jgr.evaluation.served.Served.
 
     A context manager: entering it starts the engine, which compiles; leaving it drains. catalog: the dataset's;
-    EvaluationError where the engine serves another.
+    EvaluationError where the engine serves another. on_compiled: told how many programs are compiled, of how many.
     """
 
     in_flight = CONCURRENCY
 
-    def __init__(self, engine: AnyEngine, catalog: Catalog, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: AnyEngine,
+        catalog: Catalog,
+        drain_timeout_s: float,
+        on_compiled: Progress = lambda done, total, label: None,
+    ) -> None:
         self.info: ModelInfo = engine.info
         check_catalog("model", {self.info.catalog_version}, catalog)
-        self._engine, self._drain_timeout_s = engine, drain_timeout_s
+        self._engine, self._drain_timeout_s, self._on_compiled = engine, drain_timeout_s, on_compiled
 
     def __enter__(self) -> LocalEngine:
         self._runner = asyncio.Runner()
         try:
-            self._runner.run(self._engine.start())
+            self._runner.run(self._engine.start(self._on_compiled))
         except BaseException:
             self._runner.close()
             raise

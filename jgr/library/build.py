@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.fields import UserError
-from jgr.library.clusters import Prototypes, cluster, coverage
+from jgr.library.clusters import cluster, coverage
 from jgr.library.corpus import Corpus
 from jgr.library.embeddings import TokenEmbeddings, keys_of
 from jgr.library.folder import (
@@ -32,7 +32,8 @@ from jgr.library.folder import (
     write_records,
     writing_library,
 )
-from jgr.library.index import Settings, tuned
+from jgr.library.index import tuned
+from jgr.library.prototypes import Prototypes, Settings
 from jgr.models import decoder
 from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.rope import rope

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from jgr.library.embeddings import TokenEmbeddings, keys_of
 from jgr.library.index import LADDER, LshIndex
+from jgr.library.prototypes import Prototypes
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -18,23 +19,6 @@ Float32 = npt.NDArray[np.float32]
 
 _NEIGHBOURS = 32
 _CHUNK = 512
-
-
-class Prototypes(NamedTuple):
-    """Tokens of a corpus that stand for their clusters, [n] each, in the order of the corpus.
-
-    keys: see embeddings. members: how many tokens of the corpus each one's cluster has. reviews, places: where it
-    stands: the number of the review, and of the token in it.
-    """
-
-    keys: Int64
-    members: Int64
-    reviews: Int64
-    places: Int64
-
-    def largest(self) -> Int64:
-        """Their numbers, the largest clusters first, [n]."""
-        return np.lexsort((np.arange(len(self.keys)), -self.members))
 
 
 def cluster(reviews: Sequence[Int32], embeddings: TokenEmbeddings, least: float, most: int) -> Prototypes:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from jgr.library.clusters import Prototypes
 from jgr.library.embeddings import TokenEmbeddings, keys_of
-from jgr.library.index import LshIndex, Settings, search_alone
+from jgr.library.index import LshIndex, search_alone
+from jgr.library.prototypes import Prototypes, Settings
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

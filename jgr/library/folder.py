@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from jgr.fields import UserError
 from jgr.files import read_whole, writing
-from jgr.library.clusters import Prototypes
-from jgr.library.index import Settings
+from jgr.library.prototypes import Prototypes, Settings
 
 FORMAT = 1
 ABOUT, RECORDS, KV = "library.json", "prototypes.npy", "kv.npy"
@@ -112,7 +111,7 @@ def write_records(path: Path, prototypes: Prototypes) -> None:
     records = np.zeros(len(prototypes.keys), _RECORD)
     for name, column in prototypes._asdict().items():
         records[name] = column
-    np.save(path / RECORDS, records, allow_pickle=False)
+    np.save(path / RECORDS, records)
 
 
 def create_kv(path: Path, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
@@ -143,7 +142,7 @@ def _about(path: Path) -> About:
 def _mapped(path: Path) -> npt.NDArray[Any]:
     load: Callable[..., npt.NDArray[Any]] = np.load
     try:
-        return load(path, mmap_mode="r", allow_pickle=False)
+        return load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise UserError(
             f"{path}: cannot be read, or is cut short: {error}; build the library again"

@@ -14,7 +14,8 @@ from __future__ import annotations
 import faiss
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+
+from jgr.library.prototypes import Settings
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -25,15 +26,6 @@ LEAST_RECALL = 0.95
 _CHUNK = 1024
 _SAME = 1e-5
 """Cosines that differ by less are equal."""
-
-
-class Settings(Struct, frozen=True):
-    """tables: how often a vector is hashed. bits: of each hash. flips: bits in which a bucket that is looked into may
-    differ."""
-
-    tables: int
-    bits: int
-    flips: int
 
 
 LADDER = tuple(

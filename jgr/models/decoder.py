@@ -208,6 +208,15 @@ def queries_keys(
     return _queries(cfg, layer, x, *turn), _keys_values(cfg, layer, x, *turn)[0]
 
 
+def keys_values(
+    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The keys and values [..., K, d] of one layer, whose leaves have no layer axis, for its input h [..., D] at
+    positions [...]."""
+    x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+    return _keys_values(cfg, layer, x, *rotations(cfg, positions))
+
+
 def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
     """The values [..., K * d] of one layer, whose leaves have no layer axis, for its input h [..., D]."""
     v = dense(rms_norm(h, layer.attention_norm, cfg.norm_eps), layer.wv)

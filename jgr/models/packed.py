@@ -202,6 +202,14 @@ def _prompts(row: Row, choice: RepairChoice) -> tuple[jax.Array, Tokens]:
     return tokens, Tokens(*(jnp.concatenate(pair) for pair in joined))
 
 
+def _in_order(prompts: Tokens) -> jax.Array:
+    """Which of the tokens [C + T] stands at each place of the prompts, one prompt after the other; those of none last.
+
+    In this order attention leaves out the blocks of which nothing is seen.
+    """
+    return jnp.lexsort((prompts.order, jnp.where(prompts.request < 0, NOBODY, prompts.request)))
+
+
 def _chosen(row: Row, choice: RepairChoice, prompts: Tokens, worth: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which rows [T] are filled, and with which of the prompts' tokens [C + T]: those worth [C + T] the most."""
     from_cache = jnp.arange(len(prompts.kind)) < len(row.slots)
@@ -228,8 +236,7 @@ def _forward_by_attention(
     chosen ones go through no layer, not even the first, where what is reused is exact."""
     tokens, prompts = _prompts(row, choice)
     with jax.named_scope("choose"):
-        # In the prompts' order, so that blocks of which nothing is seen are left out.
-        order = jnp.lexsort((prompts.order, jnp.where(prompts.request < 0, NOBODY, prompts.request)))
+        order = _in_order(prompts)
         described = Tokens(*(x[order][None] for x in prompts))
         embedded = split.rows(params.embed, tokens[order][None])
         q, k = decoder.queries_keys(cfg, layer_of(params.layers, 0), embedded, described.position)
@@ -254,33 +261,68 @@ def _forward_by_deviation(
 
     The first layer's keys and values depend on token and position only, so nothing is repaired in it.
     """
-    first, others = slice(1), slice(1, None)
-    alone = _prefill(params, pool, row, cfg, kv, first, keep_layers=True)
+    cached, others = len(row.slots), slice(1, None)
     tokens, prompts = _prompts(row, choice)
-    described, looks = Tokens(*(x[None] for x in prompts)), choice.looks[None]
-    plain = decoder.prefill(
-        params,
-        cfg,
-        tokens[None],
-        tokens[None],
-        segments=described,
-        layout=looks,
-        layers=first,
-        keep_layers=True,
+    plain = _first_layer_of_prompts(params, tokens, prompts, choice.looks, cfg, max(cached, len(row.tokens)))
+    own = (
+        choice.prompts == row.described.request
+    )  # the others are computed alone, or in another prompt's place
+    alone = jax.lax.cond(
+        (~own & (row.described.request >= 0)).any(),
+        lambda: _first_layer(_prefill(params, pool, row, cfg, kv, slice(1), keep_layers=True)),
+        lambda: jnp.zeros_like(plain[cached:]),
     )
-    assert alone.layers is not None and plain.layers is not None
+    hidden = jnp.where(own[:, None], plain[cached:], alone)
     with jax.named_scope("choose"):
         check = layer_of(params.layers, 1)
         kept = _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
-        new = decoder.values(cfg, check, alone.layers[0, 0])
-        old = jnp.concatenate([kept.reshape(len(row.slots), -1), new])
-        change = (decoder.values(cfg, check, plain.layers[0, 0]) - old).astype(jnp.float32)
+        old = jnp.concatenate([kept.reshape(cached, -1), decoder.values(cfg, check, hidden)])
+        change = (decoder.values(cfg, check, plain) - old).astype(jnp.float32)
         picked, chosen = _chosen(row, choice, prompts, jnp.square(change).sum(-1))
-    hidden = jnp.where(picked[:, None], plain.layers[0, 0, chosen], alone.layers[0, 0])[None]
+    hidden = jnp.where(picked[:, None], plain[chosen], hidden)[None]
+    begin = decoder.keys_values(
+        cfg, layer_of(params.layers, 0), split.rows(params.embed, row.tokens), row.described.position
+    )
     row = _with_repairs(row, prompts, choice.looks, picked, chosen)
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
-    both = zip(alone.context, rest.context, strict=True)
+    first = (x.swapaxes(0, 1)[None, None] for x in begin)
+    both = zip(first, rest.context, strict=True)
     return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
+
+
+def _first_layer(out: Prefill) -> jax.Array:
+    """What the first layer gives for the one row [T, D]."""
+    assert out.layers is not None
+    return out.layers[0, 0]
+
+
+def _first_layer_of_prompts(
+    params: DecoderParams, tokens: jax.Array, prompts: Tokens, looks: jax.Array, cfg: DecoderConfig, few: int
+) -> jax.Array:
+    """What the first layer gives for all tokens [C + T, D] of the prompts, 0 for others.
+
+    Most batches have far fewer tokens than cached and new ones together may be; few: so many are computed for less.
+    """
+    order = _in_order(prompts)
+
+    def of(count: int) -> jax.Array:
+        which = order[:count]
+        out = decoder.prefill(
+            params,
+            cfg,
+            tokens[which][None],
+            tokens[which][None],
+            segments=Tokens(*(x[which][None] for x in prompts)),
+            layout=looks[which][None],
+            layers=slice(1),
+            keep_layers=True,
+        )
+        found = _first_layer(out)
+        return jnp.zeros((len(tokens), found.shape[1]), found.dtype).at[which].set(found)
+
+    number = (prompts.request >= 0).sum()
+    found: jax.Array = jax.lax.cond(number <= few, lambda: of(few), lambda: of(len(tokens)))
+    return found
 
 
 def _with_repairs(row: Row, prompts: Tokens, looks: jax.Array, picked: jax.Array, chosen: jax.Array) -> Row:

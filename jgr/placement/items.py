@@ -4,7 +4,7 @@
 Every item has a home, `row % N`, and is held everywhere, at home only, or nowhere. The home is the stable hash of the
 row that also divides any run of rows evenly, so a catalog in order of popularity spreads its hot items; and because it
 does not depend on the frequencies, an item that cools down or warms up never moves from one worker to another: copies
-beside the one at home come and go, which is what keeps the life cycle simple.
+beside the one at home come and go. A placement may have homes of its own (jgr/placement/similarity.py), which move.
 
 One copy of every item is worth more than two copies of some: where memory is short, HRCS first replicates fewer items,
 and then drops the coldest. Only items that were never accessed are dropped in favour of replicas.
@@ -126,6 +126,7 @@ class ItemPlacement:
 
     holding: [n] uint8, NOWHERE, SHARDED (at home only) or REPLICATED (everywhere).
     order: [n] int32, the rows, the most wanted first. budget: the bound that HRCS was given; None for other placements.
+    homes: [n] int32, each row's home; None: `home`, which is row % N.
     """
 
     items: Items
@@ -133,6 +134,7 @@ class ItemPlacement:
     holding: npt.NDArray[np.uint8]
     order: Int32
     budget: LinkBudget | None = None
+    homes: Int32 | None = None
 
     @property
     def replicated(self) -> Bool:
@@ -147,9 +149,12 @@ class ItemPlacement:
     @cached_property
     def owner(self) -> Int32:
         """The one worker that holds each sharded item, [n] int32; -1 for other items."""
-        return np.where(self.holding == SHARDED, home(len(self.items), self.workers.count), -1).astype(
-            np.int32
-        )
+        return np.where(self.holding == SHARDED, self.home, -1).astype(np.int32)
+
+    @cached_property
+    def home(self) -> Int32:
+        """The home of each row, [n] int32."""
+        return home(len(self.items), self.workers.count) if self.homes is None else self.homes
 
     @property
     def replicated_fraction(self) -> float:
@@ -198,10 +203,12 @@ class ItemPlacement:
         used = self.used_bytes()
         assert (used <= self.workers.capacity_bytes).all(), f"{used} bytes of {self.workers.capacity_bytes}"
         assert np.array_equal(np.sort(self.order), np.arange(len(self.items))), "order is not a permutation"
+        assert self.home.shape == self.order.shape, "not every row has a home"
+        assert ((self.home >= 0) & (self.home < self.workers.count)).all(), "a home is no worker"
 
 
 def home(n: int, n_workers: int) -> Int32:
-    """The home of each row, [n] int32: the worker that holds it if any does."""
+    """The home of each row, [n] int32, where nothing else is known: the worker that holds it if any does."""
     return np.arange(n, dtype=np.int32) % n_workers
 
 
@@ -216,6 +223,11 @@ def replicate(items: Items, workers: Workers) -> ItemPlacement:
 def hash_items(items: Items, workers: Workers) -> ItemPlacement:
     """Every item at home only. Where a home is short of memory, its coldest items are dropped."""
     return _place(items, workers, items.by_share, wanted=0)
+
+
+def place_at(items: Items, workers: Workers, order: Int32, wanted: int, homes: Int32) -> ItemPlacement:
+    """The first `wanted` rows of `order` on every worker, the others at these homes, as far as memory allows."""
+    return _place(items, workers, order, wanted, homes=homes)
 
 
 def hrcs(
@@ -273,8 +285,9 @@ def burst(placement: ItemPlacement, rows: Iterable[int]) -> ItemPlacement:
     wanted = len(np.union1d(pushed, np.flatnonzero(placement.replicated)))
     order = np.concatenate([pushed, placement.order[~np.isin(placement.order, pushed)]])
     return _place(
-        placement.items, placement.workers, order, wanted, at_least=len(pushed), budget=placement.budget
-    )
+        placement.items, placement.workers, order, wanted,
+        at_least=len(pushed), budget=placement.budget, homes=placement.homes,
+    )  # fmt: skip
 
 
 def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) -> ItemPlacement:
@@ -292,7 +305,10 @@ def with_new_items(placement: ItemPlacement, frequency: Float64, tokens: Int64) 
     )
     hot = placement.order[placement.replicated[placement.order]]
     order = np.concatenate([hot, items.by_share[~np.isin(items.by_share, hot)]])
-    return _place(items, placement.workers, order, len(hot), budget=placement.budget)
+    homes = placement.homes
+    if homes is not None:
+        homes = np.concatenate([homes, home(len(items), placement.workers.count)[len(old) :]])
+    return _place(items, placement.workers, order, len(hot), budget=placement.budget, homes=homes)
 
 
 def expected_bytes(
@@ -330,19 +346,21 @@ def _place(
     *,
     at_least: int = 0,
     budget: LinkBudget | None = None,
+    homes: Int32 | None = None,
 ) -> ItemPlacement:
     """Replicate the first `wanted` rows of `order` and shard the rest, as far as memory allows.
 
     Fewer are replicated where otherwise some accessed item would be held nowhere; but the first `at_least` rows are
     replicated whenever they fit. Then each home is filled in order.
     """
-    room, homes = items.room_bytes[order], order % workers.count
+    room = items.room_bytes[order]
+    at = order % workers.count if homes is None else homes[order]
     replicas = np.concatenate([[0], np.cumsum(room)])  # [n + 1]: of the k first
     fullest = np.zeros(
         len(items), np.int64
     )  # [n]: the fullest home's shard if the k first are not part of it
     for worker in range(workers.count):
-        mine = np.where((homes == worker) & (items.share[order] > 0), room, 0)
+        mine = np.where((at == worker) & (items.share[order] > 0), room, 0)
         np.maximum(fullest, np.cumsum(mine[::-1])[::-1], out=fullest)
     all_held = _fitting(replicas + np.append(fullest, 0), workers) - 1
     count = max(min(wanted, all_held), min(at_least, _fitting(replicas[1:], workers)), 0)
@@ -351,9 +369,9 @@ def _place(
     holding[order[:count]] = REPLICATED
     left = Workers(workers.count, workers.capacity_bytes - int(replicas[count]))
     for worker in range(workers.count):
-        cold = np.flatnonzero(homes[count:] == worker) + count
+        cold = np.flatnonzero(at[count:] == worker) + count
         holding[order[cold[: _fitting(np.cumsum(room[cold]), left)]]] = SHARDED
-    return ItemPlacement(items, workers, holding, order, budget)
+    return ItemPlacement(items, workers, holding, order, budget, homes)
 
 
 def _fitting(sizes: Int64, workers: Workers) -> int:

@@ -3,9 +3,13 @@
 
 There are three steps: copy, publish, drop. A copy takes its memory before it can be read. A published copy is read
 until it is dropped. A copy is dropped if the item has others, or if the new placement holds the item nowhere. One
-invariant makes this safe: an item that is published anywhere is published at its home. Homes never change
-(jgr/placement/items.py), so making room on one worker never takes another worker's last source, and no exchange of
-items can deadlock. Before a copy, a worker drops only as much as that copy needs. Hot items come first.
+invariant makes this safe: an item that is published anywhere is published at its home. So making room on one worker
+never takes another worker's last source, and no exchange of items can deadlock. Before a copy, a worker drops only as
+much as that copy needs. Hot items come first.
+
+Where the new placement has other homes (jgr/placement/similarity.py), an item's home is the old one until the new one
+has published it; then the old copy goes. Items move in turns of step_bytes, so that room which one worker gives back
+serves the next turn. Only where there is no room at all is an item dropped before it has moved, and computed anew.
 
 A worker may be lost, with all that it holds (`lose`). What others hold of its items is still read there, and is what
 the worker that takes its place copies from. Until all of that is done the invariant does not hold for its items.
@@ -22,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-from jgr.placement.items import Bool, Int32, Int64, ItemPlacement, Workers, home
+from jgr.placement.items import Bool, Int32, Int64, ItemPlacement, Workers
 
 
 class IllegalStep(RuntimeError):
@@ -59,6 +63,8 @@ class Lifecycle:
         self._steps: deque[Step] = deque()
         self._lost: set[int] = set()  # workers that were, until a plan that has them is done
         self._absent: Collection[int] = ()  # of the plan
+        self._home: Int32 = np.zeros(0, np.int32)  # [n], where each row is read by those who have no copy
+        self._next_home: Int32 = self._home  # of the plan
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -81,8 +87,23 @@ class Lifecycle:
         target.check()
         grown = ((0, 0), (0, len(room) - known))
         self._published, self._room = np.pad(self._published, grown), room
-        self._absent = frozenset(absent)
-        draft = _Draft(self._published.copy(), self._used.copy(), target, self._step_bytes, self._absent)
+        self._absent, self._next_home = frozenset(absent), target.home
+        self._home = np.concatenate([self._home, self._next_home[known:]])
+        at_next = self._published[self._next_home, np.arange(len(room))]
+        # What nobody has, or the next home has already, has nothing to wait for.
+        had = self._published.any(axis=0)
+        if self._copied is not None:
+            had[self._copied.rows] = True
+        free = at_next | ~had
+        self._home = np.where(free, self._next_home, self._home).astype(np.int32)
+        draft = _Draft(
+            self._published.copy(),
+            self._used.copy(),
+            self._home.copy(),
+            target,
+            self._step_bytes,
+            self._absent,
+        )
         if self._copied is not None:
             draft.publish(self._copied.worker, self._copied.rows)
         self._steps = deque(draft.to_target())
@@ -96,6 +117,8 @@ class Lifecycle:
             self._lost &= set(self._absent)
         if step.kind == "publish":
             self._published[step.worker, step.rows] = True
+            moved_home = step.rows[self._next_home[step.rows] == step.worker]
+            self._home[moved_home] = step.worker
             self._copied = None
             return
         moved = int(self._room[step.rows].sum())
@@ -129,9 +152,14 @@ class Lifecycle:
 
     def where(self, worker: int, rows: Int32) -> Int32:
         """The worker whose copy of each row `worker` reads, its own or the home's, int32; -1 where there is no copy."""
-        homes = np.asarray(rows, np.int32) % self._workers.count
+        homes = self._home[rows]
         elsewhere = np.where(self._published[homes, rows], homes, -1)
         return np.where(self._published[worker, rows], worker, elsewhere).astype(np.int32)
+
+    @property
+    def homes(self) -> Int32:
+        """The home of each row now, [n]."""
+        return self._home.copy()
 
     def check(self) -> None:
         """Audit the invariants. AssertionError names what is broken."""
@@ -143,8 +171,8 @@ class Lifecycle:
             used[self._steps[0].worker] += self._room[self._steps[0].rows].sum()
         assert (used <= self._workers.capacity_bytes).all(), f"{used} of {self._workers.capacity_bytes} bytes"
         rows = np.arange(len(self._room))
-        at_home = self._published[home(len(rows), self._workers.count), rows]
-        whole = ~np.isin(home(len(rows), self._workers.count), list(self._lost))
+        at_home = self._published[self._home, rows]
+        whole = ~np.isin(self._home, list(self._lost))
         lost = np.flatnonzero(self._published.any(axis=0) & ~at_home & whole)
         assert not len(lost), f"rows {lost} are not published at home"
         assert self._copied is None or not self._steps or self._steps[0].kind == "publish"
@@ -161,6 +189,7 @@ class _Draft:
         self,
         published: Bool,
         used: Int64,
+        homes: Int32,
         target: ItemPlacement,
         step_bytes: int,
         absent: Collection[int] = (),
@@ -168,40 +197,71 @@ class _Draft:
         self._absent = absent
         self._published, self._used, self._step_bytes = published, used, step_bytes
         self._target, self._wanted = target, target.held()
+        self._home, self._next_home = homes, target.home
         self._room = target.items.room_bytes
         self._steps: list[Step] = []
-        self._surplus: list[deque[int]] = []
+        self._surplus: list[deque[int]] = [deque() for _ in range(target.workers.count)]
+        # What other workers have still to get from here, the coldest first; it goes where nothing else can.
+        self._unmoved = [deque[int]() for _ in range(target.workers.count)]
 
     def publish(self, worker: int, rows: Int32) -> None:
         self._steps.append(Step("publish", worker, rows))
         self._published[worker, rows] = True
+        moved = rows[(self._next_home[rows] == worker) & (self._home[rows] != worker)]
+        for row, old in zip(moved.tolist(), self._home[moved].tolist(), strict=True):
+            if self._published[old, row] and not self._wanted[old, row]:
+                self._surplus[old].append(row)
+        self._home[moved] = worker
 
     def to_target(self) -> list[Step]:
         workers = range(self._target.workers.count)
         present = [worker for worker in workers if worker not in self._absent]
         self._surplus = [self._to_drop(worker) for worker in workers]
-        order = self._target.order
+        self._unmoved = [self._to_move(worker) for worker in workers]
+        order, homes = self._target.order, self._next_home
         for worker in present:  # before anybody drops the last copy of what a lost worker had
             for other in present:
-                self._add(worker, self._held_by(other, order[order % len(workers) == worker]), other)
+                lost = order[(homes[order] == worker) & ~self._published[self._home[order], order]]
+                self._add(worker, self._held_by(other, lost), other)
+        moving = order[(homes[order] != self._home[order]) & self._wanted[homes[order], order]]
+        for some in self._parts(moving):
+            for worker in present:
+                for other in present:
+                    there = some[(homes[some] == worker) & (self._home[some] == other)]
+                    self._add(worker, self._held_by(other, there), other)
         replicated = self._target.replicated[order]
         for rows in (order[replicated], order[~replicated]):
-            by_home = [rows[rows % len(workers) == worker] for worker in workers]
+            by_home = [rows[homes[rows] == worker] for worker in workers]
             for worker in present:  # homes first: the others copy from them
                 self._add(worker, by_home[worker], None)
             for worker in present:
                 for source in workers:
-                    self._add(worker, by_home[source], None if source in self._absent else source)
+                    if source not in self._absent:
+                        self._add(worker, by_home[source], source)
+                        continue
+                    for other in present:  # where they still are until their next home is there
+                        there = by_home[source][self._home[by_home[source]] == other]
+                        self._add(worker, self._held_by(other, there), other)
+                    self._add(worker, by_home[source], None)
         for worker in workers:
             self._make_room(worker, None)
         return self._steps
 
     def _to_drop(self, worker: int) -> deque[int]:
         """The rows to drop, in order: copies away from home, the coldest first, then copies at home."""
+        rows = self._unwanted(worker)
+        at_home = self._home[rows] == worker
+        gone = at_home & ~self._wanted[:, rows].any(axis=0)
+        return deque([*rows[~at_home].tolist(), *rows[gone].tolist()])
+
+    def _to_move(self, worker: int) -> deque[int]:
+        rows = self._unwanted(worker)
+        return deque(rows[(self._home[rows] == worker) & self._wanted[:, rows].any(axis=0)].tolist())
+
+    def _unwanted(self, worker: int) -> Int32:
         coldest = self._target.order[::-1]
-        rows = coldest[self._published[worker, coldest] & ~self._wanted[worker, coldest]]
-        at_home = rows % self._target.workers.count == worker
-        return deque([*rows[~at_home].tolist(), *rows[at_home].tolist()])
+        found: Int32 = coldest[self._published[worker, coldest] & ~self._wanted[worker, coldest]]
+        return found
 
     def _held_by(self, worker: int, rows: Int32) -> Int32:
         held: Int32 = rows[self._published[worker, rows]]
@@ -226,19 +286,25 @@ class _Draft:
             start = stop
 
     def _make_room(self, worker: int, needed: int | None) -> None:
-        """Drop what the target does not want on the worker until `needed` bytes are free; None: drop all of it."""
+        """Drop what the target does not want on the worker until `needed` bytes are free; None: drop all of it
+        that others need not get from here first."""
         free = self._target.workers.capacity_bytes - int(self._used[worker])
-        surplus, rows = self._surplus[worker], list[int]()
+        surplus, unmoved, rows = self._surplus[worker], self._unmoved[worker], list[int]()
         while surplus and (needed is None or free < needed):
             row = surplus.popleft()
             if self._published[worker, row]:
+                rows.append(row)
+                free += int(self._room[row])
+        while unmoved and needed is not None and free < needed:
+            row = unmoved.popleft()
+            if self._published[worker, row] and self._home[row] == worker:
                 rows.append(row)
                 free += int(self._room[row])
         self._drop(worker, np.array(rows, np.int32))
 
     def _drop(self, worker: int, rows: Int32) -> None:
         """Drop the rows on the worker; where it is their home, first drop their copies on other workers."""
-        leaving = rows[rows % self._target.workers.count == worker]
+        leaving = rows[self._home[rows] == worker]
         for other in range(self._target.workers.count):
             there = leaving[self._published[other, leaving]]
             if other != worker and len(there):

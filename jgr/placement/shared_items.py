@@ -14,7 +14,7 @@ by one thread, that of the device's meta service.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +96,10 @@ class SharedItems:
         """See Below."""
         entry = self._meta.by_name(name) if name.kind == "item" else None
         return entry is not None and entry.digest == digest
+
+    def names(self, kind: str) -> Iterator[Name]:
+        """See Below."""
+        return self._meta.names(kind) if kind == "item" else iter(())
 
     # What comes from another node, for one request.
 

@@ -271,6 +271,10 @@ class Usage(Struct, kw_only=True):
             "(cache.policy=blocks)."
         ),
     ] = UNSET
+    full_recompute: Annotated[
+        bool | UnsetType,
+        Meta(description="true: computed whole, since approximate answers drifted (cache.max_drift)."),
+    ] = UNSET
     exact_tokens: Annotated[
         int | UnsetType,
         Meta(

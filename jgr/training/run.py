@@ -135,6 +135,8 @@ def train_to_best(
                 "step %d was the last, by train.patience: with a larger one it goes on", int(state.step)
             )
         elif int(state.step) < train.steps:
+            # A line of the log as well: without a terminal nothing is seen of a compilation, which may take minutes.
+            _log.info("compiling the step")
             progress(int(state.step), train.steps, "compiling the step")
             with Board(train.tensorboard, folder.lines()) as board:
                 state = fit(trainer, state, windows.batches(int(state.step)), on_step)

@@ -15,6 +15,7 @@ import pytest
 
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
+from jgr.cli import console
 from jgr.cli.evaluate import Options, _rank_trained, evaluate
 from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
@@ -59,8 +60,15 @@ def run(served: Served, dataset: Dataset, **options: Any) -> tuple[list[str], di
     return lines, report
 
 
-def test_an_engine_and_a_server_give_the_same_numbers(served: Served, dataset: Dataset) -> None:
-    lines, local = run(served, dataset, exclude_history=True)
+def test_an_engine_and_a_server_give_the_same_numbers(
+    served: Served, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(console, "TELL_EVERY_S", 0.0)
+    with caplog.at_level("INFO", "jgr"):
+        lines, local = run(served, dataset, exclude_history=True)
+    told = [text for text in caplog.messages if text.startswith(("compiling: ", "evaluating: "))]
+    compiled = [text for text in told if text.startswith("compiling: ")]
+    assert told[: len(compiled)] == compiled and f" of {len(compiled) - 1}" in compiled[-1]
     remote_lines, remote = run(served, dataset, exclude_history=True, url=served.url)
     assert (local.pop("through"), remote.pop("through")) == ("engine", served.url)
     assert local == remote

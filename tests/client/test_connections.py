@@ -131,6 +131,19 @@ def test_an_answer_that_is_cut_off_may_be_asked_for_again() -> None:
         assert client.recommend(["x"]).id == "r2"
 
 
+def test_what_a_proxy_lost_is_sent_again_and_what_a_server_failed_at_is_not() -> None:
+    """A fleet's proxy whose front died answers 500 in words of its own. A change is not sent again: it may be done."""
+    lost = reply("500 Internal Server Error", b"Internal Server Error")
+    failed = reply("500 Internal Server Error", {"error": {"type": "internal", "message": "a fault"}})
+    with scripted(lost, ANSWER) as (url, seen), jgr.Client(url, retries=1) as client:
+        assert client.recommend(["x"]).id == "r2" and len(seen) == 2
+    for path, answer in (("/v1/models/jgr/reload", lost), ("/v1/recommend", failed)):
+        with scripted(answer) as (url, seen), jgr.Client(url, retries=1) as client:
+            with pytest.raises(jgr.InternalError):
+                client.fetch("POST", path, b"{}", dict)
+            assert len(seen) == 1
+
+
 def test_what_is_too_large_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", len(ANSWER))
     endless = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1000\r\n%b\r\n" % (b" " * 4096)

@@ -18,7 +18,13 @@ from tests.serving.scorer_fakes import make_folder as make_scorer_folder
 from tests.serving.tiny_model import N_ITEMS, make_catalog, make_folder
 
 # Shapes that no other test compiles: one of these counts its own.
-SETTINGS = ("model.compilation_cache=", "profiles.widths=12", "profiles.candidates=12")
+SETTINGS = (
+    "model.compilation_cache=",
+    "profiles.batch=4",
+    "profiles.tokens=32",
+    "profiles.widths=12",
+    "profiles.candidates=12",
+)
 HISTORIES = [
     [f"B{row:03}" for row in np.random.default_rng(seed).integers(0, N_ITEMS, 1 + seed % 9)]
     for seed in range(24)

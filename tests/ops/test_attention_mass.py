@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgr.ops.attention_mass import xla
+from jgr.ops.attention_mass import pallas_triton, xla
 from jgr.ops.attention_mass.cases import FIELDS, OP
 from jgr.prompt.layouts import EARLIER, LAYOUTS
 
@@ -46,11 +46,12 @@ def by_hand(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("form", ["reference", "xla"])
+@pytest.mark.parametrize("form", ["reference", "xla", "pallas_interpret"])
 def test_the_sums_by_hand(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "BLOCK", 16)  # several blocks
     arrays = OP.draw(CASES[case], jnp.float32)
     options = OP.options(CASES[case])
+    monkeypatch.setattr(pallas_triton, "choose_tiles", lambda *shape: pallas_triton.Tiles(32, 16, 1, 1))
     got = jax.jit(functools.partial(OP.call, **options, implementation=form))(**arrays)
     rows = {name: np.asarray(array) for name, array in arrays.items()}
     bits = LAYOUTS[options["layout"]].bits
@@ -70,6 +71,6 @@ def test_what_stands_in_padding_has_no_effect() -> None:
         "k": jnp.where(padding[:, None, :, None], jnp.nan, arrays["k"]),
         "q": jnp.where(padding[:, :, None, None], jnp.nan, arrays["q"]),
     }
-    for form in ("reference", "xla"):
+    for form in ("reference", "xla", "pallas_interpret"):
         call = functools.partial(OP.call, layout="causal", implementation=form)
         np.testing.assert_array_equal(call(**spoilt), call(**arrays), err_msg=form)

@@ -182,7 +182,7 @@ class LiveServer:
         self.ready = threading.Event()
         self.listener = Listener(self.engine, self.config, on_ready=lambda url: self.ready.set(), **listener)
         self.port = int(self.listener.url.rpartition(":")[2])
-        self._thread = threading.Thread(target=self.listener.serve_until_stopped)
+        self._thread = threading.Thread(target=self.listener.serve_until_stopped, daemon=True)
         self._hold = hold
 
     def __enter__(self) -> LiveServer:

@@ -175,7 +175,7 @@ class ScorerServer:
         self._ready = threading.Event()
         self.engine = engine or load_any(config)
         self._listener = Listener(self.engine, config, on_ready=lambda url: self._ready.set())
-        self._thread = threading.Thread(target=self._listener.serve_until_stopped)
+        self._thread = threading.Thread(target=self._listener.serve_until_stopped, daemon=True)
 
     def __enter__(self) -> ScorerServer:
         self._thread.start()

@@ -210,10 +210,14 @@ def fixed(config: Any, params: Any) -> float:
     return 0.5
 
 
-def test_every_step_is_told_of_with_a_loss_that_need_not_be_waited_for(tmp_path: Path) -> None:
+def test_every_step_is_told_of_with_a_loss_that_need_not_be_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     told = list[tuple[int, int, str]]()
     config = override(rule_config(tmp_path / "ring"), *SETTINGS, "train.evaluate_every=4")
-    train_generator(config, rule_dataset(), lambda *call: told.append(call), fixed)
+    with caplog.at_level("INFO", "jgr"):
+        train_generator(config, rule_dataset(), lambda *call: told.append(call), fixed)
+    assert caplog.messages.count("compiling the step") == 1  # for those who see no bar
     assert told[0] == (0, 12, "compiling the step")
     steps = [(done, text) for done, total, text in told[1:] if text != "validating"]
     assert [done for done, _ in steps] == list(range(1, 13))

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import jax
 
-from jgr.ops.attention_mass import reference, xla
-from jgr.ops.dispatch import Implementation, dispatch
+from jgr.ops.attention_mass import pallas_triton, reference, xla
+from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention.visibility import Arguments
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 __all__ = ["IMPLEMENTATIONS", "attention_mass"]
 
 IMPLEMENTATIONS = (
+    *kernel(pallas_triton.attention_mass, pallas_triton.interpreted, pallas_triton.supports),
     Implementation("xla", xla.attention_mass),
     Implementation("reference", reference.attention_mass),
 )

@@ -16,7 +16,7 @@ from jgr.ops.segment_attention.cases import batch, items_first, tokens_of, user_
 from jgr.ops.testing import Case, OpCases, Work
 from jgr.prompt.layouts import LAYOUTS
 
-_BENCH = frozenset({"bench"})
+_BENCH, _COMPILE = frozenset({"bench"}), frozenset({"compile"})
 _SMALL = dict(heads=4, kv_heads=2, dim=32)
 _QWEN3 = dict(heads=16, kv_heads=8, dim=128)
 FIELDS = ("request", "segment", "kind", "order")
@@ -36,7 +36,28 @@ CASES = (
         "long",
         dict(layout="causal", prompts=((user_first(300, (9,) * 20, 5),),), heads=8, kv_heads=8, dim=16),
     ),
-    Case("books_2k", dict(layout="causal", prompts=((user_first(518, (15,) * 100, 30),),), **_QWEN3), _BENCH),
+    Case(
+        "books_2k",
+        dict(layout="causal", prompts=((user_first(518, (15,) * 100, 30),),), **_QWEN3),
+        _BENCH | _COMPILE,
+    ),
+    Case(
+        "f32",
+        dict(
+            layout="causal",
+            prompts=((user_first(300, (9,) * 20, 5),),),
+            heads=8,
+            kv_heads=4,
+            dim=64,
+            dtype="float32",
+        ),
+        _COMPILE,
+    ),
+    Case(
+        "head_96",
+        dict(layout="item_prefix", prompts=((items_first(300, (9,) * 20, 5),),), heads=8, kv_heads=8, dim=96),
+        _COMPILE,
+    ),
     Case(
         "books_4k", dict(layout="causal", prompts=((user_first(1066, (30,) * 100, 30),),), **_QWEN3), _BENCH
     ),
@@ -77,5 +98,4 @@ OP = OpCases(
     _integers,
     _work,
     lambda case: {"layout": case.shape["layout"]},
-    ("xla",),
 )

@@ -182,7 +182,11 @@ all [B, n, 2]."""
 
 
 def lists(queries: Queries, keys: Keys, tiles: Tiles) -> Lists:
-    related = relation(queries, keys, tiles.queries, tiles.keys)
+    return in_lists(relation(queries, keys, tiles.queries, tiles.keys))
+
+
+def in_lists(related: jax.Array) -> Lists:
+    """The lists of blocks that are related so [B, n, m]."""
     counts = jnp.stack([(related == ALL).sum(-1), (related != NOTHING).sum(-1)], axis=-1)
     return jnp.argsort(-related, axis=-1, stable=True).astype(jnp.int32), counts.astype(jnp.int32)
 
@@ -196,7 +200,7 @@ def causal_lists(lengths: jax.Array, n: int, m: int, tiles: Tiles) -> Lists:
     return order, counts.astype(jnp.int32)
 
 
-def _stacked(x: Queries | Keys) -> tuple[tuple[str, ...], jax.Array]:
+def stacked(x: Queries | Keys) -> tuple[tuple[str, ...], jax.Array]:
     """The vectors that are not None: their names, and all of them as [B, fields, T]."""
     there = {name: value for name, value in x._asdict().items() if value is not None}
     return tuple(there), jnp.stack(list(there.values()), axis=1)
@@ -222,7 +226,7 @@ def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) ->
 
     # Later blocks of a causal prompt see more: they start first.
     rows = pl.BlockSpec((None, tiles.queries, None, dim), lambda i, h, b: (b, blocks - 1 - i, h, 0))
-    query_fields, vectors = _stacked(queries)
+    query_fields, vectors = stacked(queries)
     operands = [q, vectors]
     specs = [
         rows,
@@ -231,7 +235,7 @@ def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) ->
     key_fields: tuple[str, ...] = ()
     for source in sources:
         padded = pad_tokens(source.keys, tiles.keys)
-        key_fields, key_vectors = _stacked(padded)
+        key_fields, key_vectors = stacked(padded)
         source_k, source_v = (fill(x, 2, tiles.keys) for x in (source.k, source.v))
         span = source_k.shape[2]
         if call.triangle and isinstance(call.tokens, Causal):

@@ -30,6 +30,7 @@ from jgr.ops.segment_attention.visibility import (
 )
 
 MOST_SCORE_BYTES = 8 << 20
+MOST_SCATTERED = 128
 _MASKED = -1e30  # finite, not -inf: a row that sees nothing yet must not become NaN
 
 
@@ -83,7 +84,13 @@ def features(shape: Shape, blocks: Blocks) -> tuple[float, ...]:
 
 
 def heuristic(shape: Shape) -> Blocks:
-    """The largest blocks with which one turn's scores fit into a core's caches (over 48 shapes 5 % off the best)."""
+    """The largest blocks with which one turn's scores fit into a core's caches (over 48 shapes 5 % off the best).
+
+    Where the visible blocks are not known at trace time they have at most MOST_SCATTERED tokens: queries that are
+    chosen from a prompt see a part of many blocks of keys, and large blocks hold much that is not seen.
+    """
+    if not shape.triangle:
+        return Blocks(MOST_SCATTERED)
     fitting = [blocks for blocks in candidates(shape) if features(shape, blocks)[0] <= MOST_SCORE_BYTES]
     return fitting[-1] if fitting else candidates(shape)[0]
 

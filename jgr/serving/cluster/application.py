@@ -89,6 +89,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         name="Front",
         num_replicas=fleet.fronts,
         max_ongoing_requests=many,
+        health_check_period_s=fleet.health_s,
         ray_actor_options=light,
     )
     most = max(config.catalog.max_upload_bytes for config in configs)

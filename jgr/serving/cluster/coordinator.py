@@ -77,11 +77,10 @@ class Coordinator:
         waited_s = 0.0
         while waited_s < FIND_S and await asyncio.to_thread(_running):
             try:
-                found = latest(await self._replicas.records(), self._source)
+                await self._rollouts.resume(latest(await self._replicas.records(), self._source))
             except (RayServeException, TimeoutError) as error:
                 _log.info("no replica can be asked yet: %s", error)
             else:
-                self._rollouts.record = found
                 return
             await asyncio.sleep(LOOK_S)
             waited_s += LOOK_S

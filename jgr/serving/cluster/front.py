@@ -86,12 +86,12 @@ class Front:
         request_id = request_id or os.urandom(16).hex()
         path = own_path(scope["path"], self._config.server.base_path)
         try:
-            self._charge(scope, path)
+            tenant = self._charge(scope, path)
             most = self._max_upload_bytes if path == UPLOAD_PATH else self._config.server.max_body_bytes
             asked = await read(scope, receive, most)
             headers = [each for each in asked.headers if each[0] != b"x-request-id"]
             asked = asked._replace(headers=[*headers, (b"x-request-id", request_id.encode())])
-            answered = await self._answer(path, asked, arrival_s)
+            answered = await self._answer(path, asked, arrival_s, tenant)
         except ConnectionError:
             return
         except RequestError as error:  # one that Ray brings from the coordinator is one too
@@ -104,12 +104,12 @@ class Front:
         headers = [each for each in answered.headers if each[0] != b"x-request-id"]  # which Ray's proxy sends
         await reply(send, answered._replace(headers=headers))
 
-    async def _answer(self, path: str, asked: Asked, arrival_s: float) -> Answered:
+    async def _answer(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         if asked.method == "POST" and path.startswith(ADMIN_PATHS):
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
-        first = await self._ask_one(path, asked, arrival_s)
+        first = await self._ask_one(path, asked, arrival_s, tenant)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return metrics(first, await self._replicas.metrics(), await fronts_series())
         if asked.method == "GET" and path == "/v1/models":
@@ -120,39 +120,38 @@ class Front:
             return readiness(first, await self._replicas.about_all(), wanted)
         return first
 
-    async def _ask_one(self, path: str, asked: Asked, arrival_s: float) -> Answered:
+    async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent."""
-        hint = glance(path, asked.body, self._tenant(asked))
+        hint = glance(path, asked.body, tenant)
         left_ms = hint.left_ms or self._default_ms
         arrival_ns = round(arrival_s * 1e9)
         until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
         return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
 
-    def _charge(self, scope: Scope, path: str) -> None:
-        """Take a token of the caller's rate, which no replica does. Raises RequestError where it is used up; who may
-        not ask at all is refused by the replica."""
+    def _charge(self, scope: Scope, path: str) -> str:
+        """Take a token of the caller's rate, which no replica does; returns what the names of the caller's users begin
+        with. Raises RequestError where the rate is used up; who may not ask at all is refused by the replica."""
         if path in self._open:
-            return
+            return ""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
             caller = who(self._keys, scope["method"], path)(given[-1] if given else b"")
         except RequestError:
-            return
+            return ""
         try:
             caller.charge(time.monotonic_ns())
         except RequestError:
             SERIES.refused()
             raise
+        return caller.tenant
+
+    async def check_health(self) -> None:
+        """Ray asks every fleet.health_s. A front that can be asked is well; changed keys are read now."""
+        self._keys.refresh()
 
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
-
-    def _tenant(self, asked: Asked) -> str:
-        """What the names of the caller's users begin with; a key that is nobody's is refused by the replica."""
-        given = [value for name, value in asked.headers if name == b"authorization"]
-        caller = self._keys.find(given[-1]) if given else None
-        return "" if caller is None else caller.tenant
 
 
 async def fronts_series() -> list[str]:

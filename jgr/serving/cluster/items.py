@@ -46,6 +46,7 @@ from jgr.serving.decoders.serve import ServedDecoder
 from jgr.serving.engine.engine import Engine
 from jgr.serving.errors import RequestError
 from jgr.serving.policies.fetching import Links, Missing
+from jgr.serving.policies.prefix_choice import KEEP_ITEMS
 from jgr.serving.versions.served_models import Models
 
 THREADS = 8
@@ -80,7 +81,7 @@ class ItemShare:
         if self._bind() is None:
             raise ConfigError(
                 "fleet.items: no model keeps items: it takes rank.method=item_token or item_probe, and cache.policy="
-                "item, cache_agnostic or hotness"
+                f"{' or '.join(KEEP_ITEMS)}"
             )
 
     # What the coordinator asks.
@@ -136,10 +137,13 @@ class ItemShare:
         now_ns, seen = engine.clock(), caching.frequencies
         rows, frequency = seen.hottest(MOST_COUNTED, now_ns)
         prefill_ns = caching.groupings["rank"].compute_ns(max(1, round(seen.user_tokens)))
+        lists, lengths = seen.lists()
         return {
             "rows": rows.tobytes(),
             "frequency": frequency.tobytes(),
             "requests": seen.requests(now_ns),
+            "lists": lists.tobytes(),
+            "lengths": lengths.tobytes(),
             "user_tokens": seen.user_tokens,
             "prefill_s": prefill_ns / 1e9,
             "bytes_per_s": self._links.bytes_per_s(),
@@ -286,13 +290,11 @@ class ItemShare:
         rows: Sequence[int],
         user_tokens: int,
     ) -> bool:
-        """Whether the request is likely to be planned with its items first."""
-        if hint.layout:
-            return hint.layout == "item_prefix"
+        """Whether the request is likely to be planned to read items."""
         assert caching.segments is not None
         tokens = int(caching.segments.item_lengths[rows].sum())
         grouping = caching.groupings["rank"]
-        return grouping.puts_items_first(hint.user, user_tokens, tokens, engine.clock())
+        return grouping.would_read_items(hint.layout, hint.user, user_tokens, tokens, engine.clock())
 
     def _sources(
         self, node: Node | None, caching: Caching, missing: Iterable[int]

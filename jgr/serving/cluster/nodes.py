@@ -24,12 +24,13 @@ STEP_S = 60.0
 
 
 class View(NamedTuple):
-    """Who holds what. peers: the nodes by number. nodes: how many there may be; row r is at home on node r % nodes.
-    published: the rows that are held at home, bits, the lowest first."""
+    """Who holds what. peers: the nodes by number. nodes: how many there may be. published: the rows that are held at
+    home, bits, the lowest first. homes: the node of each row, int16; empty: row r is at home on node r % nodes."""
 
     peers: Mapping[int, Peer]
     nodes: int
     published: bytes
+    homes: bytes = b""
 
 
 class Node:
@@ -39,16 +40,18 @@ class Node:
         self.number, self.server, self.transport, self._rows = number, server, transport, rows
         self.peers: Mapping[int, Peer] = {}
         self._nodes, self._published = 1, np.zeros(rows, bool)
+        self._homes = np.zeros(0, np.int16)
 
     def see(self, view: View) -> None:
         self.peers, self._nodes = view.peers, view.nodes
+        self._homes = np.frombuffer(view.homes, np.int16)
         bits = np.unpackbits(np.frombuffer(view.published, np.uint8), bitorder="little")
         self._published = np.zeros(self._rows, bool)
         self._published[: min(self._rows, len(bits))] = bits[: self._rows]
 
     def owner(self, row: int) -> int | None:
         """The other node that holds a row at home; None: none does."""
-        node = row % self._nodes
+        node = int(self._homes[row]) if row < len(self._homes) else row % self._nodes
         return node if node != self.number and self._published[row] and node in self.peers else None
 
     def close(self) -> None:

@@ -17,15 +17,17 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jgr.config import FleetConfig
-from jgr.placement.items import ItemPlacement, Items, Workers, hash_items, hrcs, replicate
+from jgr.placement.items import Int32, ItemPlacement, Items, Workers, hash_items, home, hrcs, replicate
 from jgr.placement.lifecycle import Lifecycle, Step
+from jgr.placement.similarity import Drift, best_share, homes, similarity
 from jgr.placement.transport import Peer
 from jgr.serving.cluster.nodes import View
 
@@ -34,6 +36,8 @@ LOOK_S = 1.0
 PREFILL_S, CANDIDATES = 0.03, 100
 """What is believed of a request before any came: its prefill time, and how many items it has."""
 LINK_BYTES_PER_S = 1.25e9
+REQUESTS = 50_000
+"""So many requests' items are known at most, for fleet.items=similarity."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +69,8 @@ class _World:
     placement: ItemPlacement | None = None
     placed_s: float = 0.0
     told: Any = None
+    drift: Drift = field(default_factory=Drift)
+    requests: deque[Int32] = field(default_factory=lambda: deque(maxlen=REQUESTS))
 
 
 class Placements:
@@ -166,6 +172,8 @@ class Placements:
             return replicate(items, world.workers)
         if kind == "hash":
             return hash_items(items, world.workers)
+        if kind == "similarity":
+            return await self._place_by_similarity(world, items, counted)
         requests = sum(each["requests"] for each in counted)
         asked = float(frequency @ items.tokens) / requests if requests > 0 else 0.0
         prefills = [each["prefill_s"] for each in counted if each["prefill_s"] > 0]
@@ -186,6 +194,25 @@ class Placements:
                 placement.alpha,
             )
         return placement
+
+    async def _place_by_similarity(
+        self, world: _World, items: Items, counted: Sequence[Mapping[str, Any]]
+    ) -> ItemPlacement:
+        """The hottest items everywhere, the others by who asks for them together (RCLLM-7), with the homes they had
+        where requests still find them together. The graph is parted in a thread."""
+        new = [rows for each in counted for rows in _lists(each)]
+        world.requests.extend(new)
+        before, workers, requests = world.placement, world.workers, list(world.requests)
+        share = best_share(before.held(), new) if before is not None and new else None
+        at = home(len(items), workers.count) if before is None else before.home
+        if world.drift.due(len(items), len(requests), share):
+            at = await asyncio.to_thread(homes, items, workers, requests, at, hot=self._config.hot)
+            world.drift.parted(len(items), len(requests))
+            _log.info(
+                "items: parted anew by %d requests; the last ones found %s of their items on one node",
+                len(requests), "none" if share is None else f"{share:.2f}",
+            )  # fmt: skip
+        return similarity(items, workers, at, hot=self._config.hot)
 
     def _unfinished(self, world: _World) -> bool:
         """Whether somebody who is there lacks what it is to hold."""
@@ -225,16 +252,18 @@ class Placements:
 
     async def _tell(self, world: _World, leaving: Sequence[Step] = ()) -> None:
         """Tell everybody who holds what at home, where that has changed. leaving: what is dropped next."""
-        rows, count = np.arange(len(world.items)), world.workers.count
-        held = np.zeros(len(rows), bool)
+        homes, count = world.life.homes, world.workers.count
+        held = np.zeros(len(world.items), bool)
         if world.placement is not None:
             for number in world.members:
-                mine = rows % count == number
-                held[mine] = world.life.published(number)[mine]
+                mine = homes == number
+                held[: len(mine)][mine] = world.life.published(number)[mine]
         for step in leaving:
-            held[step.rows[step.rows % count == step.worker]] = False
+            held[step.rows[homes[step.rows] == step.worker]] = False
         peers = {number: member.peer for number, member in world.members.items()}
-        view = View(peers, count, np.packbits(held, bitorder="little").tobytes())
+        moved = self._config.items == "similarity"
+        at = homes.astype(np.int16).tobytes() if moved else b""
+        view = View(peers, count, np.packbits(held, bitorder="little").tobytes(), at)
         if view != world.told:
             for member in world.members.values():
                 try:
@@ -242,3 +271,11 @@ class Placements:
                 except Exception as error:
                     _log.warning("items: %s was not told who holds what: %s", member.name, error)
             world.told = view
+
+
+def _lists(counted: Mapping[str, Any]) -> list[Int32]:
+    """The items of each request that a replica tells of."""
+    lengths = np.frombuffer(counted["lengths"], np.int32)
+    return (
+        np.split(np.frombuffer(counted["lists"], np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []
+    )

@@ -63,6 +63,10 @@ class Record(NamedTuple):
             {version: body for version, body in bodies.items() if version in kept},
         )
 
+    def later(self) -> Record:
+        """The same, which is heard by those that know this one."""
+        return self._replace(number=self.number + 1)
+
     def merged(self, told: Record) -> Record:
         """The later record, with the bodies that are known here and still of use."""
         kept = {version for state in told.states.values() for version in state.uploads}

@@ -7,7 +7,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Protocol
 
 import msgspec
@@ -22,6 +22,7 @@ from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
+from jgr.serving.decoders.serve import ServedDecoder
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
@@ -255,11 +256,13 @@ class Replica:
         return {"wait_ms": tokens * self._ns_per_token() / 1e6}
 
     async def check_health(self) -> None:
-        """Raises where Ray is to replace this replica."""
+        """Raises where Ray is to replace this replica. Ray asks every fleet.health_s, so changed keys are read here."""
         if self.models.status == "failed":
             raise RuntimeError(f"a model of replica {self.name} failed")
         if self._missed:
             raise RuntimeError(f"replica {self.name} {self._missed}")
+        if hasattr(self, "_app"):
+            self._app.keys.refresh()
 
     async def __del__(self) -> None:
         """Ray calls it, and waits for it, when the requests that it has sent are answered."""
@@ -290,7 +293,8 @@ class Replica:
             meta, catalog = deployment.engine.meta, deployment.engine.served.catalog
             if meta is None or kind not in meta.kinds:
                 continue
-            for name in meta.names(kind):
+            below = meta.below.names(kind) if meta.below is not None else ()
+            for name in chain(meta.names(kind), below):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
 
     def _ns_per_token(self) -> float:
@@ -314,7 +318,15 @@ def shape(models: Models) -> Shape:
     except RequestError:  # it needs more of a request, such as times
         return {}
     event, item = (events - one) / (some - 1), (items - one) / (some - 1)
-    return {"event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item)}
+    both = float(_blocks(engine))
+    return {
+        "event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item), "both": both,
+    }  # fmt: skip
+
+
+def _blocks(engine: AnyEngine) -> bool:
+    """Whether it reuses the user and the items of one prompt."""
+    return isinstance(engine.served, ServedDecoder) and engine.served.config.cache.policy == "blocks"
 
 
 def ns_per_token(models: Models, events: int, candidates: int) -> float:

@@ -10,7 +10,8 @@ from jgr.serving.cluster.hints import Hint
 from jgr.serving.policies.routing import Ask, Report
 
 Shape = Mapping[str, float]
-"""Tokens of a prompt: `event_tokens` and `item_tokens` of each, and `other_tokens`; empty: that is not known."""
+"""Tokens of a prompt: `event_tokens` and `item_tokens` of each, and `other_tokens`; `both`: 1 where users and
+items of one prompt are reused; empty: that is not known."""
 
 
 def ask_of(hint: Hint, shape: Shape, request_id: str = "") -> Ask:
@@ -24,6 +25,7 @@ def ask_of(hint: Hint, shape: Shape, request_id: str = "") -> Ask:
         other_tokens=shape.get("other_tokens", 1.0),
         left_ns=None if hint.left_ms is None else round((hint.left_ms - hint.waited_ms) * 1e6),
         tried=hint.tried,
+        both=bool(shape.get("both", 0.0)),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -19,7 +20,7 @@ import msgspec
 
 from jgr.serving.catalog_api import CatalogInfo
 from jgr.serving.cluster.protocol import require
-from jgr.serving.cluster.record import NOTHING, Record, States, plain
+from jgr.serving.cluster.record import NOTHING, Record, States, plain, served
 from jgr.serving.cluster.relay import Answered, Asked
 from jgr.serving.errors import RequestError
 from jgr.serving.http.cold import UPLOAD_PATH
@@ -27,6 +28,8 @@ from jgr.serving.versions.served_state import packed
 
 POLL_S = 0.2
 LONGEST_S = 3600.0
+STILL_S = 60.0
+"""So long a new coordinator waits for the change that an earlier one had begun on a replica."""
 JOINING_S = 30.0
 """So long a replica that has joined is waited for until requests can be sent to it."""
 BACK = "/rollback"
@@ -72,6 +75,34 @@ class Rollouts:
             return False
         self._joined[name] = JOINING_S
         return True
+
+    async def resume(self, record: Record) -> None:
+        """Go on for a coordinator that was lost, maybe within a change, before the change was recorded. record: the
+        latest that the replicas have. Where all serve the same, that is recorded; else those that do not serve what is
+        recorded are told so, and are replaced."""
+        states = await self._still()
+        if record.number and not all(record.agrees(each) for each in states):
+            alike = all(served(each) == served(states[0]) for each in states)
+            record = record.after(states[0], most=self._most) if alike else record.later()
+            _log.warning("a change was not finished: %s", "it stands" if alike else "those that have it go")
+            await self._fleet.remember(record)
+        self.record = record
+
+    async def _still(self) -> list[States]:
+        """What each replica that is ready serves, once none of them changes."""
+        waited_s = 0.0
+        while True:
+            found: list[States] = []
+            changing = False
+            for name in await self._fleet.names():
+                with suppress(KeyError):  # it is lost
+                    about = await self._fleet.about(name)
+                    changing |= any(state == "running" for _, state, _ in about["changes"].values())
+                    found.append(plain(about["states"]))
+            if waited_s >= STILL_S or not changing:
+                return found
+            await self._wait(POLL_S)
+            waited_s += POLL_S
 
     async def roll(self, path: str, asked: Asked) -> Answered:
         """The first replica's answer; the change of the others goes on in the background. Raises RequestError where

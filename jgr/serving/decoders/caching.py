@@ -22,15 +22,13 @@ from jgr.serving.decoders.library import LibraryLoader
 from jgr.serving.decoders.translation import Task
 from jgr.serving.decoders.work import SegmentsWork, Work
 from jgr.serving.policies.jobs import Kind, Profile, Request, Start
+from jgr.serving.policies.prefix_choice import KEEP_ITEMS
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.prototypes import KIND, PrototypePlace
 
 REMEMBERED = 10
 """Users whose frequency is remembered without a cache entry, for each page of the pool."""
 
-
-SHARES = ("item", "cache_agnostic", "hotness")
-"""The policies that keep items."""
 MOST_FOR_ITEMS = 0.8
 """The largest share of the pages that items take where nothing is configured and users are cached too."""
 
@@ -230,7 +228,7 @@ def identity(revision: str, kv: KVCells) -> str:
 def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
     """The same with a place for the items that the nodes of a fleet hold for each other, where that is asked for."""
     fleet, segments, memory, kv = config.fleet, caching.segments, caching.memory, caching.kv
-    can = segments is not None and config.cache.policy in SHARES
+    can = segments is not None and config.cache.policy in KEEP_ITEMS
     if fleet.items == "none" or not can or memory.host is None or not memory.holds_items(config.model.name):
         return caching
     if config.server.journal:
@@ -266,6 +264,8 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
+        if task.whole and plan.repaired_tokens is not None:
+            task.usage.full_recompute = True
         if plan.layout == "causal" and plan.repaired_tokens is not None:
             usage, near = task.usage, plan.approximate_tokens
             usage.approximate_tokens = near

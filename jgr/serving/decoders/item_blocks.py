@@ -8,6 +8,7 @@ leaves each item's keys and values in its cache, from where they are read.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,8 +37,9 @@ def portions(engine: Engine[ServedDecoder], rows: Sequence[int]) -> Iterator[lis
     caching = _caching(engine)
     assert caching.segments is not None
     lengths, probe = caching.segments.item_lengths, len(caching.segments.probe)
-    one = engine.served.prepare(_request(engine, rows[:1]), "").usage.prompt_tokens
-    fixed = one - int(lengths[rows[0]]) - probe
+    one = engine.served.prepare(_request(engine, rows[:1]), "")
+    assert one.prompt is not None
+    fixed, repair = one.usage.prompt_tokens - int(lengths[rows[0]]) - probe, one.prompt.repair
     most = max(profile.tokens for profile in engine.served.executors.profiles if profile.kind == "rank")
     kv = caching.kv
     cells = caching.limits["item"] * kv.cells.per_page // 2  # half, for others keep theirs meanwhile
@@ -45,13 +47,14 @@ def portions(engine: Engine[ServedDecoder], rows: Sequence[int]) -> Iterator[lis
     tokens, kept = fixed, 0
     for row in rows:
         length = int(lengths[row])
+        new = length + probe + min(repair.first, length) + math.ceil(repair.share * length)
         takes = -(-length // kv.tokens) * kv.parts
         full = len(part) >= engine.info.max_candidates
-        if part and (full or tokens + length + probe > most or kept + takes > cells):
+        if part and (full or tokens + new > most or kept + takes > cells):
             yield part
             part, tokens, kept = [], fixed, 0
         part.append(row)
-        tokens, kept = tokens + length + probe, kept + takes
+        tokens, kept = tokens + new, kept + takes
     if part:
         yield part
 

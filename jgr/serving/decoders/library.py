@@ -17,9 +17,9 @@ import numpy.typing as npt
 from jgr.cache.pool import PoolLost
 from jgr.config import CacheConfig, Config, ConfigError
 from jgr.extras import require
-from jgr.library.clusters import Prototypes
 from jgr.library.embeddings import TokenEmbeddings
 from jgr.library.folder import LibraryFolder, identity
+from jgr.library.prototypes import Prototypes
 from jgr.models import checkpoint
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.model_files import ModelFiles

@@ -197,23 +197,9 @@ def _add_spans(spans: _Spans, own: int, alone: int, work: SegmentsWork) -> None:
                 shift = span.shift if isinstance(span, Approximate) else 0
             add_raw(raw[at * TOKEN_BYTES : (at + tokens) * TOKEN_BYTES])
             position, count = offset + at, len(cells)
-            add_numbers(
-                (
-                    request,
-                    own,
-                    number,
-                    kind,
-                    position,
-                    sees,
-                    looks,
-                    hidden,
-                    shift,
-                    cached,
-                    first,
-                    tokens,
-                    count,
-                )
-            )
+            add_numbers((
+                request, own, number, kind, position, sees, looks, hidden, shift, cached, first, tokens, count,
+            ))  # fmt: skip
             spans.cells += cells
             at += tokens
 

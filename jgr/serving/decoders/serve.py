@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,10 +33,13 @@ from jgr.serving.engine.metrics import Metrics
 from jgr.serving.errors import RequestError, invalid
 from jgr.serving.explanations import Explanation
 from jgr.serving.policies.batching import Batcher
+from jgr.serving.policies.fidelity import Watch, agreement
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.run_costs import RunCosts
-from jgr.serving.policies.sources import ALL_ITEM_TOKENS
+from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Repair
 from jgr.serving.prefill import Asked, Prefill
+
+_log = logging.getLogger(__name__)
 
 
 class ProfiledExecutors(Executors, Protocol):
@@ -73,8 +77,13 @@ class ServedDecoder:
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0
-        self.prepare: Callable[..., Task] = self.translator.prepare
+        self._watch = Watch(self.config.cache.max_drift)
+        self.metrics.fell_back.set(0)
         self._cost_tokens = {profile: profile.cost_tokens for profile in self.executors.profiles}
+
+    def prepare(self, request: Asked, tenant: str = "", read: Read | None = None) -> Task:
+        task = self.translator.prepare(request, tenant, read)
+        return translation.computed_whole(task) if self._watch.fell_back else task
 
     async def read(self, request: Asked) -> Read | None:
         return (
@@ -147,16 +156,49 @@ class ServedDecoder:
         return self.translator.explanation(task, answer)
 
     def shadows(self, task: Task) -> list[tuple[Task, Callable[[Task], None]]]:
-        """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15)."""
+        """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15). Where it
+        was computed whole in place of that, as it is repaired."""
         assert task.outcome is not None
         compare = partial(_compare, task.outcome)
         shadows: list[tuple[Task, Callable[[Task], None]]] = [
             (translation.shadow(task), partial(compare, self.metrics.drift))
         ]
-        if task.usage.repaired_tokens is not UNSET:
-            causal = translation.shadow(task, ALL_ITEM_TOKENS)
-            shadows.append((causal, partial(compare, self.metrics.repair_drift)))
+        if task.usage.repaired_tokens is UNSET:
+            return shadows
+        if task.whole:
+            repaired = translation.shadow(task, Repair.of(self.config.cache))
+            shadows.append((repaired, partial(self._judge, task)))
+        elif task.prompt is not None and task.prompt.repair != ALL_ITEM_TOKENS:
+            whole = translation.shadow(task, ALL_ITEM_TOKENS)
+            shadows.append((whole, partial(self._judge, task)))
         return shadows
+
+    def _judge(self, answered: Task, again: Task) -> None:
+        """Count how far approximate scores are from whole ones; one of the two was the answer."""
+        metrics, repair = self.metrics, Repair.of(self.config.cache)
+        exact, approximate = (answered, again) if answered.whole else (again, answered)
+        assert (
+            exact.outcome is not None and approximate.outcome is not None and approximate.prompt is not None
+        )
+        _compare(approximate.outcome, metrics.repair_drift, exact)
+        found = agreement(exact.outcome.scores, approximate.outcome.scores)
+        if found is None:
+            return
+        metrics.repair_tau.observe(found.tau)
+        metrics.repair_overlap.observe(found.overlap)
+        metrics.repair_divergence.observe(found.kl)
+        if approximate.prompt.repair != repair:  # what a request asked for says nothing of the others
+            return
+        changed = self._watch.observe(found.tau)
+        metrics.repair_disorder.set(self._watch.mean)
+        if changed:
+            metrics.fell_back.set(self._watch.fell_back)
+            said = "prompts are computed whole" if self._watch.fell_back else "prompts are approximated again"
+            most = self.config.cache.max_drift
+            _log.warning(
+                "%s: %s: the order drifts by %.3f, cache.max_drift is %s",
+                self.info.version, said, self._watch.mean, most,
+            )  # fmt: skip
 
     def started(self, handover_s: float = 0.0) -> None:
         self._handover_s = handover_s

@@ -102,8 +102,8 @@ class Task:
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started; moves: what was moved
     for that batch. outcome: what the executor gave, once the batch has ended. parts: of the history, where it has texts
-    of its own. width: beam width, or number of
-    candidates. tokens: the most tokens that the device computes for it.
+    of its own. whole: see `computed_whole`. width: beam width, or number of candidates. tokens: the most
+    tokens that the device computes for it.
     """
 
     request: Asked
@@ -114,6 +114,7 @@ class Task:
     plan: PlannedPrompt | None = None
     moves: tuple[Move, ...] = ()
     outcome: Outcome | None = None
+    whole: bool = False
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
@@ -429,6 +430,16 @@ def shadow(task: Task, repair: Repair | None = None) -> Task:
     repair = task.prompt.repair if repair is None else repair
     prompt = structs.replace(task.prompt, layout=task.plan.layout, fresh=True, repair=repair, near=near)
     return replace(task, usage=copy(task.usage), prompt=prompt)
+
+
+def computed_whole(task: Task) -> Task:
+    """The task with all of its prompt computed, in place of an approximate answer; others as they are."""
+    prompt = task.prompt
+    if task.kind != "rank" or prompt is None or prompt.hint:
+        return task
+    if prompt.repair == ALL_ITEM_TOKENS and prompt.near is None:
+        return task
+    return replace(task, prompt=structs.replace(prompt, repair=ALL_ITEM_TOKENS, near=None), whole=True)
 
 
 def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:

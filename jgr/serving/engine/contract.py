@@ -31,8 +31,8 @@ Status = Literal["starting", "ready", "draining", "failed"]
 
 
 class Executors(Protocol):
-    """Compiled programs with their buffers, on lanes: each has a thread that launches its runs one after the other, and
-    where it has several in flight, another one that collects them in the same order."""
+    """Compiled programs with their buffers, on lanes. Each has a thread for each run that may be in flight; the lane's
+    launches come one after the other, in the order of its runs, and so do its collects."""
 
     @property
     def lanes(self) -> int:
@@ -46,7 +46,7 @@ class Executors(Protocol):
         """Compile every program and run it once. Raises what that raises."""
 
     def bind(self) -> None:
-        """Called in each lane's thread before anything else."""
+        """Called in each of a lane's threads before anything else."""
 
     def launch(self, start: Start, work: Any) -> Any:
         """Hand the work to the device, on the lane of `start`; returns what `collect` takes, without waiting for it."""

@@ -435,7 +435,7 @@ class Engine(Generic[S]):
             timing_ms=timing,
             explain=explained,
         )
-        if served.compares and task.usage.cached_tokens:
+        if served.compares and (task.usage.cached_tokens or task.usage.full_recompute is True):
             self._shadow(task)
         if not ticket.answer.done():
             ticket.answer.set_result(answer)

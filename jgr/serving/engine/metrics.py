@@ -39,6 +39,9 @@ ERRORS = (-1.0, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, 0.0, 0.005, 0.01, 0.02,
 PHASES = ("load", "request")
 OUTCOMES = ("done", "failed")
 DRIFTS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+TAUS = (-0.5, 0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+OVERLAPS = tuple(tenths / 10 for tenths in range(11))
+DIVERGENCES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 ENTRY_EVENTS = ("evicted", "stale", "refused")
 FEATURE_STATES = ("fresh", "stale", "missing")
 FEATURE_EVENTS = (
@@ -186,6 +189,35 @@ class Metrics:
             "Largest difference of a repaired answer's scores to those with all item tokens in causal order.",
             registry=self.registry,
             buckets=DRIFTS,
+        )
+        self.repair_tau = Histogram(
+            "jgr_repair_kendall_tau",
+            "Kendall's tau between the order of an approximate answer and that of its prompt computed whole.",
+            registry=self.registry,
+            buckets=TAUS,
+        )
+        self.repair_overlap = Histogram(
+            "jgr_repair_top10_overlap",
+            "Share of the first ten candidates of a prompt computed whole that are an approximate answer's too.",
+            registry=self.registry,
+            buckets=OVERLAPS,
+        )
+        self.repair_divergence = Histogram(
+            "jgr_repair_kl",
+            "KL divergence of an approximate answer's scores from those of its prompt computed whole, in nats, as "
+            "distributions over its candidates.",
+            registry=self.registry,
+            buckets=DIVERGENCES,
+        )
+        self.repair_disorder = Gauge(
+            "jgr_repair_disorder",
+            "Mean of 1 - Kendall's tau over the last 200 samples of approximate answers.",
+            registry=self.registry,
+        )
+        self.fell_back = Gauge(
+            "jgr_repair_fell_back",
+            "1 while prompts are computed whole, since approximate answers differed by more than cache.max_drift.",
+            registry=self.registry,
         )
         self.executor_failures = self._counter("jgr_executor_failures", "Batches that failed in an executor.")
         self.parts = self._counter(

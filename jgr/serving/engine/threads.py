@@ -2,10 +2,11 @@
 """The threads that talk to the device.
 
 The one idea: calls go in through a queue and results come back as callbacks on the event loop, so nothing but these
-threads ever waits for a device. A lane has one of them that launches its runs, in their order. Where it may have
-several in flight, a second one collects them, in the same order, so that the next run is packed and dispatched while
-the device is busy (XGR-12, 16). They are daemons: a device call cannot be interrupted, and must not keep a process
-alive whose time to drain ran out.
+threads ever waits for a device. A lane has as many of them as it may have runs in flight, and a run keeps one from its
+launch to its end: to hand it to another one between the two would take longer than a small run does. Launches are in
+the order of the runs, and so are collects. So the next run is packed and dispatched while the device is busy (XGR-12,
+16). They are daemons: a device call cannot be interrupted, and must not keep a process alive whose time to drain ran
+out.
 """
 
 from __future__ import annotations
@@ -85,26 +86,31 @@ class Calls:
             del call  # it may hold what the device gave, until the next one comes
 
 
+class Turn:
+    """Locks of a run: the next one of its lane is launched, and collected, once this one has released them."""
+
+    def __init__(self) -> None:
+        self.launched, self.collected = threading.Lock(), threading.Lock()
+        self.launched.acquire()
+        self.collected.acquire()
+
+
 class Lanes:
-    """The threads of each lane of some executors."""
+    """The threads of each lane of some executors. A lane is given no more runs at a time than `in_flight`."""
 
     def __init__(self, executors: Executors, clock: Callable[[], int]) -> None:
         self._executors, self._clock = executors, clock
-        self._threads = [Calls(f"jgr-lane-{number}") for number in range(executors.lanes)]
-        self._collectors = self._threads
-        if executors.in_flight > 1:
-            self._collectors = [Calls(f"jgr-lane-{number}-collect") for number in range(executors.lanes)]
+        lanes, flights = range(executors.lanes), range(executors.in_flight)
+        self._idle = [[Calls(f"jgr-lane-{lane}-{number}") for number in flights] for lane in lanes]
+        self._threads = [thread for threads in self._idle for thread in threads]
+        self._last: list[Turn | None] = [None for _ in lanes]  # of each lane, the run that was queued last
         self._stopping = False
-        self._ended: deque[Callable[[], None]] = deque()
-
-    @property
-    def _all(self) -> list[Calls]:
-        return [*dict.fromkeys([*self._threads, *self._collectors])]
+        self._ended: deque[tuple[Start, Calls, Callable[[], None]]] = deque()
 
     async def start(self, progress: Progress) -> None:
         """Start the threads, and warm up in the first one, which calls `progress` too. Raises what that raises;
         `stop` ends it after its current step."""
-        for thread in self._all:
+        for thread in self._threads:
             thread.start()
             thread.call(self._executors.bind)
         ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
@@ -131,29 +137,41 @@ class Lanes:
     ) -> None:
         """Queue a run on its lane; `done` is called on the event loop. wanted: asked from the lane's thread before it
         launches the run; where nobody wants it any more, it ends as Abandoned."""
-        self._threads[start.lane].call(partial(self._launch, start, work, done, wanted))
+        before, mine = self._last[start.lane], Turn()
+        self._last[start.lane] = mine
+        thread = self._idle[start.lane].pop()
+        thread.call(partial(self._run, start, work, done, wanted, thread, before, mine))
 
     def reap(self) -> None:
         """On the event loop: call `done` for the runs that have ended. It is called where a turn of the loop may take
         long, so that the device does not wait for the turn's end."""
         while self._ended:
-            self._ended.popleft()()
+            start, thread, done = self._ended.popleft()
+            self._idle[start.lane].append(thread)
+            done()
 
     def stop(self) -> None:
         """End the threads once what was queued is done."""
         self._stopping = True
-        for lane, collector in zip(self._threads, self._collectors, strict=True):
-            if collector is not lane:
-                lane.call(collector.stop)  # once it was given all that is launched until then
-            lane.stop()
+        for thread in self._threads:
+            thread.stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads' end, for each so long. False where the device still holds one."""
-        return all([thread.join(timeout_s) for thread in self._all])
+        return all([thread.join(timeout_s) for thread in self._threads])
 
-    def _launch(
-        self, start: Start, work: Any, done: Callable[[Run], None], wanted: Callable[[], bool]
+    def _run(
+        self,
+        start: Start,
+        work: Any,
+        done: Callable[[Run], None],
+        wanted: Callable[[], bool],
+        thread: Calls,
+        before: Turn | None,
+        mine: Turn,
     ) -> None:
+        if before is not None:
+            before.launched.acquire()  # which nobody waits for but this run
         start_ns, pending = self._clock(), None
         error: Exception | None = None
         try:
@@ -163,21 +181,10 @@ class Lanes:
                 error = Abandoned()  # not raised: its traceback would hold this frame, which holds it
         except Exception as cause:
             error = cause
-        lane, collector = self._threads[start.lane], self._collectors[start.lane]
-        collect = partial(self._collect, start, pending, error, done, (start_ns, self._clock()))
-        if collector is lane:
-            collect()
-        else:
-            collector.call(collect)
-
-    def _collect(
-        self,
-        start: Start,
-        pending: Any,
-        error: Exception | None,
-        done: Callable[[Run], None],
-        times_ns: tuple[int, int],
-    ) -> None:
+        launched_ns = self._clock()
+        mine.launched.release()
+        if before is not None:
+            before.collected.acquire()
         outcomes: Sequence[Any] = ()
         try:
             if error is None:
@@ -188,8 +195,10 @@ class Lanes:
                     )
         except Exception as cause:
             outcomes, error = (), cause
-        self._ended.append(partial(done, Run(outcomes, error, *times_ns, self._clock())))
-        self._threads[start.lane].post(self.reap)
+        ended = Run(outcomes, error, start_ns, launched_ns, self._clock())
+        self._ended.append((start, thread, partial(done, ended)))
+        mine.collected.release()
+        thread.post(self.reap)
 
     def _warm_up(self, progress: Progress, ended: asyncio.Future[Exception | None]) -> None:
         def step(done: int, total: int, label: str) -> None:

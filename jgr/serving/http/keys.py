@@ -96,6 +96,7 @@ class Keys:
         self._secret = os.urandom(32)
         self.open = not (config.api_key or config.keys)
         self._callers: dict[bytes, Caller] = {}
+        self._read = _state(config.keys)
         self._take(read_keys(config))
         with suppress(OSError):  # who writes the file anew may have taken it away by now
             if config.keys and Path(config.keys).stat().st_mode & 0o077:
@@ -122,6 +123,13 @@ class Keys:
             "server.keys: %d keys were added, %d removed, %d changed in what they allow",
             len(added), len(removed), len(changed),
         )  # fmt: skip
+
+    def refresh(self) -> None:
+        """Reload where the file is another one, or was written, since this was asked last. For processes that no signal
+        reaches."""
+        if (state := _state(self._config.keys)) != self._read:
+            self._read = state
+            self.reload()
 
     def find(self, header: bytes) -> Caller | None:
         """The caller whose key stands in an Authorization header; None where it is nobody's."""
@@ -211,6 +219,15 @@ def read_keys(config: ServerConfig) -> list[KeyEntry]:
                 f"server.keys: {config.keys}: {place}.{field} is that of {other}; each must be different",
             )
     return entries
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None where there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read_file(path: Path) -> list[KeyEntry]:

@@ -18,6 +18,10 @@ from typing import Literal
 Policy = Literal["none", "user", "item", "cache_agnostic", "hotness", "blocks"]
 Rule = Literal["priced", "published"]
 CacheLayout = Literal["user_prefix", "item_prefix", "causal"]
+KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness", "blocks")
+KEEP_ITEMS: tuple[Policy, ...] = ("item", "cache_agnostic", "hotness", "blocks")
+ITEMS_FIRST: CacheLayout = "item_prefix"
+"""The layout whose items can be reused as they are. In the others the user stands first, and the user's part can be."""
 
 
 RETURNS = 0.5

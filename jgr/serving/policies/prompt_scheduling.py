@@ -27,12 +27,21 @@ from itertools import chain
 
 from jgr.cache.entries import Content, Entry, Name
 from jgr.cache.meta import CacheMeta
-from jgr.prompt.layouts import LAYOUTS, Kind
+from jgr.prompt.layouts import LAYOUTS, Kind, LayoutName
 from jgr.prompt.segments import Segment, count_tokens, of_kind, segment_places
 from jgr.serving.policies.batching import Group, Loses
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.policy import Load
-from jgr.serving.policies.prefix_choice import CacheLayout, Policy, Rule, Situation, choose
+from jgr.serving.policies.prefix_choice import (
+    ITEMS_FIRST,
+    KEEP_ITEMS,
+    KEEP_USERS,
+    CacheLayout,
+    Policy,
+    Rule,
+    Situation,
+    choose,
+)
 from jgr.serving.policies.prototypes import PrototypePlace
 from jgr.serving.policies.run_costs import RATE, RunCosts
 from jgr.serving.policies.sources import (
@@ -48,10 +57,6 @@ from jgr.serving.policies.sources import (
 
 PLENTY = 4
 """Users like this one that must still find room before the cache counts as having room for it."""
-_KEEP_USERS: tuple[Policy, ...] = ("user", "cache_agnostic", "hotness", "blocks")
-_KEEP_ITEMS: tuple[Policy, ...] = ("item", "cache_agnostic", "hotness", "blocks")
-ITEMS_FIRST: CacheLayout = "item_prefix"
-"""The layout whose items can be reused as they are. In the others the user stands first, and the user's part can be."""
 
 
 class PromptScheduler:
@@ -182,14 +187,19 @@ class PromptScheduler:
         """What it takes to compute so many more tokens where many wait."""
         return round(min(self.costs.ns(p) * tokens / min(p.tokens, self._max_tokens) for p in self._profiles))
 
-    def puts_items_first(self, user: str, user_tokens: int, item_tokens: int, now_ns: int) -> bool:
-        """Whether a prompt would be planned with its items first, if all of them were cached. user: the name of the
-        user's entry, whatever its content. Changes nothing."""
+    def would_read_items(
+        self, layout: str, user: str, user_tokens: int, item_tokens: int, now_ns: int
+    ) -> bool:
+        """Whether a prompt would be planned to read its items, if all of them were cached. layout: the one that the
+        caller insists on; empty: the planner chooses. user: the name of the user's entry, whatever its content.
+        Changes nothing."""
+        if layout:
+            return self._reads_items(layout)
         name = Name("user", user, "user_prefix")
         entry = self._meta.by_name(name)
         cached_user = min(user_tokens, 0 if entry is None else entry.tokens)
         at = self._situation(name, Situation(user_tokens, item_tokens, cached_user, item_tokens), now_ns)
-        return choose(self._policy, at, self._hysteresis, self._rule) == ITEMS_FIRST
+        return self._reads_items(choose(self._policy, at, self._hysteresis, self._rule))
 
     def size_class(self, job: Job) -> Profile:
         """See Grouping."""
@@ -202,7 +212,7 @@ class PromptScheduler:
     def cached_user(self, unplanned: UnplannedPrompt, now_ns: int) -> int | None:
         """How many tokens of a hint's user need not be computed; None: the user is not to be kept. Changes nothing."""
         (user,) = of_kind(unplanned.prompt, Kind.USER)
-        reads = self._policy in _KEEP_USERS and self._meta.can_keep("user", len(user))
+        reads = self._policy in KEEP_USERS and self._meta.can_keep("user", len(user))
         if not reads or self._choose(unplanned, now_ns) == ITEMS_FIRST:
             return None
         return self._meta.valid_tokens(_name(user), user.content, self._lane)
@@ -285,9 +295,9 @@ class PromptScheduler:
         written: list[Entry] = []
         prompt, chosen = unplanned.prompt, self._choose(unplanned, now_ns)
         layout = unplanned.layout or chosen
-        if layout == ITEMS_FIRST or (layout == "causal" and self._policy == "blocks"):
+        if self._reads_items(layout):
             return self._plan_items(unplanned, layout, read, written), read, written
-        reads = not unplanned.fresh and self._policy in _KEEP_USERS
+        reads = not unplanned.fresh and self._policy in KEEP_USERS
         segments: list[PlannedSegment] = []
         for segment, _ in segment_places(prompt, LAYOUTS[layout]):
             if segment.kind == Kind.USER and reads:
@@ -299,6 +309,10 @@ class PromptScheduler:
                 segments.append(PlannedSegment(segment.kind, (Compute(len(segment)),)))
         return PlannedPrompt.of(layout, segments), read, written
 
+    def _reads_items(self, layout: str) -> bool:
+        """Whether items in this layout are what they are alone."""
+        return layout == ITEMS_FIRST or (layout == "causal" and self._policy == "blocks")
+
     def _user(
         self, segment: Segment, most: int, keep: bool, read: list[Entry], written: list[Entry]
     ) -> PlannedSegment:
@@ -306,7 +320,7 @@ class PromptScheduler:
         return PlannedSegment(segment.kind, spans, write)
 
     def _plan_items(
-        self, unplanned: UnplannedPrompt, layout: CacheLayout, read: list[Entry], written: list[Entry]
+        self, unplanned: UnplannedPrompt, layout: LayoutName, read: list[Entry], written: list[Entry]
     ) -> PlannedPrompt:
         """A prompt whose items are what they are alone, but for their repaired tokens."""
         places, repair = segment_places(unplanned.prompt, LAYOUTS[layout]), unplanned.repair
@@ -314,7 +328,7 @@ class PromptScheduler:
         lengths = [len(item) for item in of_kind(unplanned.prompt, Kind.ITEM)]
         firsts = repair.firsts(lengths)
         chosen = repair.chosen(lengths)
-        reads = not unplanned.fresh and self._policy in _KEEP_ITEMS
+        reads = not unplanned.fresh and self._policy in KEEP_ITEMS
         segments: list[PlannedSegment] = []
         cached, to_repair = 0, iter(firsts)
         wanted = unplanned.near if moves else None

@@ -26,9 +26,10 @@ from jgr.serving.policies.bookings import Bookings, without
 from jgr.serving.policies.digests import Digests, Keys, keys
 
 Float64 = npt.NDArray[np.float64]
-Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash"]
+Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"]
 """joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
-requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests."""
+requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests; matched, rcllm:
+candidates held and load, in the two forms of `Matched`."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 LOAD = 0.7
@@ -54,6 +55,8 @@ UNSENT = 1024
 TRUST = 0.25
 """So much of a difference between nodes counts where others have sent it. It is old when it is heard, and others act on
 it too: routers that all go at once to where little was find the most there, and are elsewhere after the next report."""
+SLO_NS = 1_000_000_000
+"""Under the rule `rcllm` a node is full with the work of so long."""
 SILENT_NS = 30 * 1_000_000_000
 """After so long without a report, what others have sent to a node is taken for done."""
 _TIE = 1e-9 / 2**64  # smaller than any difference that is one
@@ -65,7 +68,8 @@ class Ask:
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
     other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
-    none. tried: nodes that have refused or failed it, which come last whatever the rule.
+    none. tried: nodes that have refused or failed it, which come last whatever the rule. both: nodes reuse the user and
+    the items of a prompt, wherever they stand, and not only what comes first.
     """
 
     id: str
@@ -76,6 +80,7 @@ class Ask:
     other_tokens: float
     left_ns: int | None = None
     tried: Collection[str] = ()
+    both: bool = False
 
     @property
     def tokens(self) -> float:
@@ -105,7 +110,8 @@ class Report:
 class View(NamedTuple):
     """What the terms see of a request and the n nodes; arrays are [n] float64.
 
-    user: tokens of the user that a node holds; reused: tokens that it would not compute. load: tokens in flight;
+    user: tokens of the user that a node holds; reused: tokens that it would not compute; matched: the share of the
+    candidates that it holds, 0 where there are none. load: tokens in flight;
     running: requests in flight; recent: tokens sent of late, in flight or not. pace: times the median time of a token,
     1 where it is near it; ns: of a token, 0 where that is not known. last: where the user was last; expected: tokens of
     the user that should be kept there, 0 where a report must have told. tokens: of the whole prompt. left_ns: until
@@ -114,6 +120,7 @@ class View(NamedTuple):
 
     user: Float64
     reused: Float64
+    matched: Float64
     load: Float64
     running: Float64
     recent: Float64
@@ -165,6 +172,26 @@ class Load:
     def __call__(self, view: View) -> Float64:
         ahead = (view.load + view.tokens) * view.pace
         return self.weight - ahead * (self.weight * len(ahead) / float(np.add.reduce(ahead)))
+
+
+@dataclass(frozen=True)
+class Matched:
+    """alpha times the share of the candidates that a node holds, less beta times its load (RCLLM-8).
+
+    slo_ns: the load is what is in flight there as a share of what it can do in so long, at most 1, and its absence
+    counts, as the paper has it. None: by how much it is above the mean node's, a share of that, which needs no unit and
+    does not end where all nodes are full.
+    """
+
+    alpha: float = 1.0
+    beta: float = LOAD
+    slo_ns: float | None = None
+
+    def __call__(self, view: View) -> Float64:
+        if self.slo_ns is None:
+            return self.alpha * view.matched + Load(self.beta)(view)
+        idle: Float64 = 1 - np.minimum(1.0, view.load * view.ns / self.slo_ns)
+        return self.alpha * view.matched + self.beta * idle
 
 
 @dataclass(frozen=True)
@@ -226,6 +253,8 @@ def terms_of(
         "joint": (*reuse, Load(load), Share(share), Late()),
         "hit": reuse,
         "load": (Load(),),
+        "matched": (Matched(beta=load), Late()),
+        "rcllm": (Matched(beta=load, slo_ns=SLO_NS), Late()),
         "least": (Running(),),
     }
     return by_rule.get(rule, ())
@@ -235,7 +264,8 @@ class Router:
     """Ranks the nodes for each request.
 
     name: this router's own, by which nodes report what it has sent; no two routers of a fleet have the same. bits: of
-    the nodes' digests, as a power of two. load, affinity, share: weights of the rule `joint`.
+    the nodes' digests, as a power of two. load, affinity, share: weights of the rule `joint`; load
+    also of `matched` and `rcllm`.
 
     The nodes stand side by side in slots 0, 1, ...; the last one takes the place of one that leaves.
     """
@@ -359,7 +389,8 @@ class Router:
     def view(self, ask: Ask) -> View:
         """What is known of the request and of `nodes`, in their order."""
         of = keys((ask.user, *ask.items))
-        items = self._items.count(of[1:]) * ask.item_tokens
+        held = self._items.count(of[1:])
+        items = held * ask.item_tokens
         user, last, expected = np.zeros(len(self._names)), None, 0.0
         if ask.user:
             user = self._users.count(of[:1]) * ask.user_tokens
@@ -370,7 +401,9 @@ class Router:
                     expected = float(ask.user_tokens)
         return View(
             user,
-            np.maximum(user, items),  # a prompt begins with its user or with its items (BAT-10)
+            # A prompt begins with its user or with its items (BAT-10).
+            user + items if ask.both else np.maximum(user, items),
+            held / max(1, len(ask.items)),
             self._bookings.work + self._elsewhere,
             self._bookings.running,
             self._bookings.recent,

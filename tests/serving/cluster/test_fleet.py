@@ -102,16 +102,19 @@ class Fleet:
         return answer.status, answer.data
 
 
+def write_keys(path: Path, *more: Mapping[str, str]) -> None:
+    keys = [{"name": "tests", "key": KEY}, {"name": "slow", "key": SLOW, "rate": 0.001, "burst": 2 * BURST}]
+    path.write_text(json.dumps({"keys": [{**key, "role": "client"} for key in (*keys, *more)]}))
+    path.chmod(0o600)
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("model") / "tiny"
     manifest.write(folder, make_folder(folder), make_catalog())
     ranker = folder.parent / "ranker"
     manifest.write(ranker, make_ranker(ranker, "model.name=ranker"), load_catalog(ranker / "catalog.jsonl"))
-    keys = [{"name": "tests", "key": KEY}, {"name": "slow", "key": SLOW, "rate": 0.001, "burst": 2 * BURST}]
-    entries = [{**key, "role": "client"} for key in keys]
-    (folder.parent / "keys.json").write_text(json.dumps({"keys": entries}))
-    (folder.parent / "keys.json").chmod(0o600)
+    write_keys(folder.parent / "keys.json")
     collector = Collector()
     own = (
         "server.admin_key=4dm1n",
@@ -280,6 +283,26 @@ def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:
     assert error["message"] == "the key 'slow' may make 0.001 requests a second; try again later"
     assert 1800 < int(refused.headers["retry-after"]) <= 2000
     assert refused.headers["x-request-id"] == error["request_id"]
+
+
+def test_changed_keys_are_read_by_every_front_and_replica(fleet: Fleet) -> None:
+    """Whichever is asked, a new key opens it and a removed one does not."""
+
+    def last(status: int) -> None:
+        ends_s, same = time.monotonic() + PATIENCE_S, 0
+        while same < 16:  # two fronts and two replicas, by chance
+            assert time.monotonic() < ends_s
+            found = fleet.ask("GET", "/v1/models", authorization="Bearer key-that-is-new.")[0]
+            assert found in (200, 401)
+            same = same + 1 if found == status else 0
+
+    path = fleet.folder.parent / "keys.json"
+    last(401)
+    write_keys(path, {"name": "new", "key": "key-that-is-new."})
+    last(200)
+    write_keys(path)
+    last(401)
+    assert fleet.ask("GET", "/v1/models")[0] == 200
 
 
 def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) -> None:

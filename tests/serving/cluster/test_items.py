@@ -218,6 +218,59 @@ def test_the_hottest_items_are_everywhere_after_a_refresh_and_readers_see_one_co
     served(folder, settings, run)
 
 
+def test_items_that_are_asked_for_together_have_one_home_and_move_when_that_changes(
+    folder: Path, alone: Reference
+) -> None:
+    rng = np.random.default_rng(2)
+    halves = np.arange(N_ITEMS) < N_ITEMS // 2
+    crossed = np.arange(N_ITEMS) % 2 == 0
+
+    async def ask(fleet: LocalFleet, of: np.ndarray, count: int) -> None:
+        for at in range(count):
+            rows = rng.choice(np.flatnonzero(of == bool(at % 2)), 5, replace=False)
+            await fleet.rank("ab"[at % 3 % 2], HISTORY, [IDS[row] for row in rows])
+
+    async def refresh(fleet: LocalFleet) -> None:
+        fleet.placements._world.placed_s = -1e9  # type: ignore[union-attr]
+        looking = asyncio.create_task(fleet.placements.look())
+        rows = [1, 2, 20, 21]
+        while not looking.done():
+            for name in "ab":
+                assert scores(await fleet.rank(name, HISTORY, [IDS[row] for row in rows])) == alone(rows)
+        assert await looking
+
+    def parted(fleet: LocalFleet, of: np.ndarray) -> bool:
+        homes = placement_of(fleet).home
+        return {int(home) for home in homes[of]} != {int(home) for home in homes[~of]} and (
+            len(set(homes[of].tolist())) == len(set(homes[~of].tolist())) == 1
+        )
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        assert placement_of(fleet).home.tolist() == [row % 2 for row in range(N_ITEMS)], "nobody has come yet"
+        await ask(fleet, halves, 60)
+        await refresh(fleet)
+        assert parted(fleet, halves)
+        for number, name in enumerate("ab"):
+            held = [row for row in range(N_ITEMS) if share(fleet, name)._items()._worker.holds(row)]
+            assert held == placement_of(fleet).held_by(number).tolist()
+            node = share(fleet, name)._node
+            assert [node.owner(row) for row in range(N_ITEMS) if row not in held] == [1 - number] * (
+                N_ITEMS - len(held)
+            )
+        await ask(fleet, halves, 30)
+        await refresh(fleet)
+        fleet.placements._world.requests.clear()  # type: ignore[union-attr]
+        await ask(fleet, crossed, 60)
+        await refresh(fleet)
+        assert parted(fleet, crossed), "what requests found on one node had fallen"
+        for name in "ab":
+            fleet.replicas[name].models.deployments[0].engine.check()
+            share(fleet, name)._items().check()
+
+    served(folder, ["fleet.items=similarity", "fleet.hot=0"], run)
+
+
 def test_a_read_that_goes_wrong_becomes_a_computation(folder: Path, alone: Reference) -> None:
     released = threading.Event()
 
@@ -280,6 +333,28 @@ def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Re
         assert await item_bytes(fleet, "a", "request") > 0
 
     served(folder, ["fleet.items=hash"], run)
+
+
+def test_items_in_plain_order_are_fetched_too(folder: Path) -> None:
+    blocks = ["cache.policy=blocks", "cache.repair_tokens=1"]
+    asked = [[7, 2, 20, 11], [3, 25, 8]]
+    engine = jgr.Engine(str(folder), [*SETTINGS[1:], *blocks])
+    try:
+        wanted = [engine.rank(HISTORY, [IDS[row] for row in rows]) for rows in asked]
+    finally:
+        engine.close()
+
+    async def run(fleet: LocalFleet) -> None:
+        assert await fleet.placements.look()
+        for rows, want in zip(asked, wanted, strict=True):
+            answer = await fleet.rank("a", HISTORY, [IDS[row] for row in rows])
+            assert scores(answer) == pytest.approx({i.item_id: i.score for i in want.items}, abs=1e-4)
+            assert want.usage.layout == answer["usage"]["layout"] == "causal"
+            assert answer["usage"]["cached_tokens"] > want.usage.cached_tokens, "items came"
+        assert await item_bytes(fleet, "a", "request") > 0
+        share(fleet, "a")._items().check()
+
+    served(folder, ["fleet.items=hash", *blocks], run)
 
 
 def test_requests_whose_user_comes_first_fetch_nothing(folder: Path) -> None:

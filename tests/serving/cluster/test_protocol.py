@@ -33,7 +33,7 @@ import pickle, sys
 from typing import NamedTuple
 import jgr
 from jgr.serving.cluster import hints, protocol
-protocol.PROTOCOL, jgr.__version__ = 2, "9.9"
+protocol.PROTOCOL, jgr.__version__ = 99, "9.9"
 
 class Later(NamedTuple):  # another field, in the middle
     user: str = "u"
@@ -77,7 +77,8 @@ def test_a_message_of_another_version_is_refused_by_name_and_not_by_its_shape() 
         subprocess.run([sys.executable, "-c", LATER], capture_output=True, cwd=ROOT, check=True).stdout
     )
     words = (
-        rf"jgr 9\.9 of another process of the fleet speaks protocol 2, jgr {re.escape(spoken().jgr)} here 1: "
+        rf"jgr 9\.9 of another process of the fleet speaks protocol 99, jgr {re.escape(spoken().jgr)} here "
+        f"{spoken().protocol}: "
         "they cannot serve together"
     )
     with pytest.raises(Incompatible, match=words) as refused:
@@ -85,7 +86,7 @@ def test_a_message_of_another_version_is_refused_by_name_and_not_by_its_shape() 
     again = pickle.loads(pickle.dumps(refused.value))
     assert (type(again), again.type, str(again)) == (Incompatible, "unavailable", str(refused.value))
     with pytest.raises(Incompatible, match=words):
-        require((2, "9.9", "and whatever comes then"))
+        require((99, "9.9", "and whatever comes then"))
     replica = object.__new__(Local)
     with pytest.raises(Incompatible, match=words):
         asyncio.run(replica.answer(arrived, MESSAGES[1]))  # type: ignore[arg-type]
@@ -93,7 +94,7 @@ def test_a_message_of_another_version_is_refused_by_name_and_not_by_its_shape() 
 
 def test_a_replica_that_another_version_has_deployed_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(protocol, "PROTOCOL", 2)
+        patched.setattr(protocol, "PROTOCOL", 99)
         deployed = pickle.dumps(MESSAGES[3])
-    with pytest.raises(Incompatible, match="speaks protocol 2"):
+    with pytest.raises(Incompatible, match="speaks protocol 99"):
         Local(pickle.loads(deployed), "a")

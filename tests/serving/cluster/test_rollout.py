@@ -151,3 +151,45 @@ def test_one_change_at_a_time_and_none_without_replicas() -> None:
             await Rollouts(Replicas(), _at_once).roll(RELOAD.path, RELOAD)
 
     asyncio.run(run())
+
+
+def resumed(replicas: Replicas, record: Record) -> Record:
+    async def run() -> Record:
+        rollouts = Rollouts(replicas, _at_once)
+        await rollouts.resume(record)
+        return rollouts.record
+
+    return asyncio.run(run())
+
+
+def at(version: int, number: int) -> Record:
+    return Record("s", number, {"m": State(f"m@{version}", "c")})
+
+
+def test_a_change_that_all_had_when_the_coordinator_died_stands() -> None:
+    replicas = Replicas("a", "b")
+    replicas.versions = {"a": 2, "b": 2}
+    assert resumed(replicas, at(1, 3)) == at(2, 4)
+    assert replicas.told == [at(2, 4)]
+
+
+def test_a_change_that_some_had_when_the_coordinator_died_is_told_not_to_be_what_is_served() -> None:
+    """A higher number than that of the record which they have: else they would not look at it."""
+    replicas = Replicas("a", "b")
+    replicas.versions = {"a": 2, "b": 1}
+    assert resumed(replicas, at(1, 3)) == at(1, 4)
+    assert replicas.told == [at(1, 4)]
+
+
+def test_a_change_that_goes_on_when_the_coordinator_died_is_waited_for() -> None:
+    replicas = Replicas("a", slow=9)
+    asyncio.run(replicas.ask("a", RELOAD))
+    assert resumed(replicas, at(1, 3)) == at(2, 4)
+
+
+def test_where_all_serve_what_is_recorded_nobody_is_told_anything() -> None:
+    replicas = Replicas("a", "b")
+    assert resumed(replicas, at(1, 3)) == at(1, 3)
+    assert resumed(Replicas(), at(1, 3)) == at(1, 3)  # and where nobody is there
+    assert resumed(replicas, Record("s")) == Record("s")
+    assert replicas.told == []

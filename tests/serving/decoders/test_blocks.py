@@ -5,12 +5,13 @@ prompts by a dense decoder in numpy: each item alone at its place, then the repa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,22 +19,21 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from jgr.cache.meta import CacheMeta
-from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.catalog.prefix_tree import PrefixTree
-from jgr.config import CacheConfig
+from jgr.config import CacheConfig, Config, ConfigError, override
 from jgr.models import beam, decoder, params
 from jgr.models.packed import ChosenBy
 from jgr.prompt.layouts import CAUSAL, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
-from jgr.serving.decoders.caching import kv_cells, kv_room
+from jgr.serving.decoders.caching import kv_cells
 from jgr.serving.decoders.paged_executor import PagedExecutor
 from jgr.serving.decoders.work import RankOutcome, SegmentsWork
+from jgr.serving.policies.fidelity import FEWEST, agreement
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.sources import ALL_ITEM_TOKENS, Approximate, PlannedPrompt, Repair, UnplannedPrompt
 from tests.serving.decoders.dense import Dense
+from tests.serving.decoders.driven import Driven
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 3, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
@@ -142,41 +142,17 @@ def executor(chooses: bool, by: ChosenBy) -> PagedExecutor:
     return made
 
 
-class Server:
-    """Policies and executor as the engine drives them, with an empty cache."""
-
+class Server(Driven):
     def __init__(self, method: Method, items: int = 16, users: int = 8) -> None:
-        """items, users: pages of each."""
-        self.method, self.executor = method, executor(method.repair.share > 0, method.by)
-        room = kv_room(self.executor.kv)
-        self.meta = CacheMeta(Pages(PAGES, self.executor.pool.page_bytes), {"user": room, "item": room})
-        self.meta.set_limit("item", items)
-        self.meta.set_limit("user", users)
-        self.scheduler = PromptScheduler([PROFILE], self.meta, max_tokens=120, policy="blocks")
+        self.method = method
+        made = executor(method.repair.share > 0, method.by)
+        super().__init__(made, PROFILE, "blocks", 120, items, users)
 
     def serve(
         self, *requests: Request, repair: Repair | None = None, fresh: bool = False
     ) -> list[tuple[PlannedPrompt, Float64]]:
-        """Plans and scores; all are queued at once."""
-        jobs = []
-        for at, request in enumerate(requests):
-            unplanned = UnplannedPrompt(request.prompt, None, fresh, repair or self.method.repair)
-            jobs.append(Job(at, "rank", unplanned.computed_at_most, len(request.rows), at, None, unplanned))
-        found: list[tuple[PlannedPrompt, Float64]] = []
-        while jobs:
-            group = self.scheduler.group(jobs, True, len(found))
-            assert group is not None
-            chosen = zip(group.jobs, group.prompts, strict=True)
-            works = [replace(requests[job].work, plan=plan) for job, plan in chosen]
-            outcomes = self.executor.run(group.profile, works)
-            self.scheduler.check()
-            self.scheduler.finished(group.jobs, True)
-            for plan, outcome in zip(group.prompts, outcomes, strict=True):
-                assert isinstance(outcome, RankOutcome)
-                found.append((plan, outcome.scores.astype(np.float64)))
-            jobs = jobs[len(group.jobs) :]
-        self.meta.check()
-        return found
+        repair = repair or self.method.repair
+        return self.score([(UnplannedPrompt(r.prompt, None, fresh, repair), r.work) for r in requests])
 
 
 A = Request("a", range(12, 24), [3, 1, 2, 8])
@@ -298,6 +274,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "cache.repair_tokens=1",
         "cache.repair_share=0.25",
         "cache.repair_by=attention",
+        "cache.max_drift=0.04",
     )
     server = Served(make_config(tmp_path_factory.mktemp("model"), *settings))
     yield server
@@ -335,6 +312,79 @@ def test_an_answer_says_how_much_of_it_approximates(served: Served) -> None:
     assert served.metrics("jgr_repair_drift_count")[0] > 0
     few, every = served.drifts(1e-4)
     assert few == every > 0, "computed without the cache it is the same"
+
+
+def until(served: Served, candidates: list[str], whole: bool) -> dict[str, Any]:
+    """Rank the candidates again and again until the answer is, or is not, computed whole: that answer."""
+    for _ in range(500):
+        answer = served.rank("drift", HISTORY, candidates)
+        if answer["usage"].get("full_recompute", False) == whole:
+            return answer
+    raise AssertionError(f"after 500 requests: {served.metrics('jgr_repair_disorder')}")
+
+
+HISTORY = ids(*range(4))
+SAME = 0.2499
+"""Repairs as many tokens as the server's own share, but is a request's wish, which does not count."""
+
+
+def test_a_model_that_approximates_badly_falls_back_says_so_and_comes_back(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = [np.random.default_rng(at).permutation(30)[:10].tolist() for at in range(12)]
+    taus, scored = list[float](), list[dict[str, float]]()
+    for rows in drawn:
+        both = [scores(served.rank("probe", HISTORY, ids(*rows), reuse_budget=r)) for r in (1, SAME)]
+        whole, near = (np.array([found[name] for name in ids(*rows)]) for found in both)
+        found = agreement(whole, near)
+        assert found is not None
+        taus.append(found.tau)
+        scored.append(both[0])
+    worst = int(np.argmin(taus))
+    assert 1 - taus[worst] > 0.04, "the model must be wrong of some candidates"
+    bad = ids(*drawn[worst])
+    good = max(
+        itertools.combinations(bad, 2), key=lambda two: abs(scored[worst][two[0]] - scored[worst][two[1]])
+    )
+    counted = (
+        'jgr_repair_kendall_tau_bucket{le="0.95"}',
+        "jgr_repair_kendall_tau_count",
+        "jgr_repair_kl_count",
+    )
+    assert served.metrics("jgr_repair_fell_back") == [0]
+    before = served.metrics(*counted)
+
+    fell = until(served, bad, whole=True)
+    assert scores(fell) == pytest.approx(scored[worst], abs=1e-4)
+    assert (fell["usage"]["approximate_tokens"], fell["usage"]["repaired_tokens"]) == (0, 20)
+    wish = served.rank("probe", HISTORY, bad, reuse_budget=0)
+    assert wish["usage"]["full_recompute"], "whatever a request would have allowed"
+    disorder, fell_back = served.metrics("jgr_repair_disorder", "jgr_repair_fell_back")
+    assert disorder > 0.04 and fell_back == 1
+    far, every, divergences = served.metrics(*counted)
+    assert far - before[0] >= FEWEST / 2 and every - before[1] == divergences - before[2]
+
+    back = until(served, list(good), whole=False)
+    assert back["usage"]["repaired_tokens"] == 3, "the first of each, and one of the others"
+    disorder, fell_back = served.metrics("jgr_repair_disorder", "jgr_repair_fell_back")
+    assert disorder < 0.02 and fell_back == 0
+    said = [record.getMessage() for record in caplog.records if "cache.max_drift" in record.getMessage()]
+    assert len(said) == 2 and "computed whole" in said[0] and "approximated again" in said[1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("cache.policy=blocks", "cache.max_drift=0"),
+        ("cache.policy=blocks", "cache.max_drift=2.5"),
+        ("cache.policy=blocks", "cache.max_drift=nan"),
+        ("cache.policy=blocks", "cache.max_drift=1", "cache.shadow=0"),
+        ("cache.policy=hotness", "cache.max_drift=1"),
+    ],
+)
+def test_a_limit_of_the_drift_that_cannot_be_kept_is_refused(settings: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"cache\.max_drift"):
+        override(Config(), *settings)
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1.5, "much"])

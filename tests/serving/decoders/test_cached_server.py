@@ -81,7 +81,7 @@ class Served:
         ready = threading.Event()
         self._listener = Listener(self.engine, config, on_ready=lambda url: ready.set())
         self.port = int(self._listener.url.rpartition(":")[2])
-        self._thread = threading.Thread(target=self._listener.serve_until_stopped)
+        self._thread = threading.Thread(target=self._listener.serve_until_stopped, daemon=True)
         self._thread.start()
         assert ready.wait(PATIENCE_S)
 

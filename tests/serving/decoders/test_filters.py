@@ -85,7 +85,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         config = override(tiny_model.make_folder(tmp_path_factory.mktemp("model") / "tiny"), *SETTINGS)
     ready = threading.Event()
     listener = Listener(load_engine(config), config, on_ready=lambda url: ready.set())
-    thread = threading.Thread(target=listener.serve_until_stopped)
+    thread = threading.Thread(target=listener.serve_until_stopped, daemon=True)
     thread.start()
     assert ready.wait(300)
     yield Server(int(listener.url.rpartition(":")[2]), make_catalog())

@@ -44,7 +44,10 @@ class Served:
             on_progress=lambda done, total, label: self.told.append((done, total)),
             on_ready=lambda url: self._ready.set(),
         )
-        self._listener, self._thread = listener, threading.Thread(target=listener.serve_until_stopped)
+        self._listener, self._thread = (
+            listener,
+            threading.Thread(target=listener.serve_until_stopped, daemon=True),
+        )
         self._thread.start()
         assert self._ready.wait(300)
         self.url = listener.url + config.server.base_path

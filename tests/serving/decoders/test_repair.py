@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,20 +17,17 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from jgr.cache.meta import CacheMeta
-from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig, UserError
 from jgr.models import beam, decoder, packed, params
 from jgr.prompt.layouts import ITEM_PREFIX, Kind
 from jgr.prompt.segments import Content, arrange, count_tokens, make_prompt
-from jgr.serving.decoders.caching import kv_cells, kv_room
+from jgr.serving.decoders.caching import kv_cells
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import PagedExecutor, _smallest_work
-from jgr.serving.decoders.work import RankOutcome, SegmentsWork
+from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Job, Profile
-from jgr.serving.policies.prompt_scheduling import PromptScheduler
 from jgr.serving.policies.sources import (
     ALL_ITEM_TOKENS,
     NO_REPAIR,
@@ -40,6 +36,7 @@ from jgr.serving.policies.sources import (
     UnplannedPrompt,
 )
 from tests.serving.decoders.dense import Dense
+from tests.serving.decoders.driven import Driven
 from tests.serving.decoders.test_cached_server import Served, ids, make_config, scores
 
 CFG = decoder.DecoderConfig("qwen3", 40, 16, 3, 4, 2, 8, 32, 1e4, 1e-6, True, 256)
@@ -125,48 +122,17 @@ def executor(repair: Repair) -> PagedExecutor:
     return made
 
 
-class Server:
-    """Policies and executor as the engine drives them, with an empty cache."""
-
+class Server(Driven):
     def __init__(self, repair: Repair, pages: int = PAGES) -> None:
         """pages: that items may take."""
-        self.executor = executor(FIRST if repair.first else SHARE)
         self.repair = repair
-        room = kv_room(self.executor.kv)
-        pool = self.executor.pool
-        self.meta = CacheMeta(Pages(PAGES, pool.page_bytes), {"user": room, "item": room})
-        self.meta.set_limit("item", pages)
-        self.meta.set_limit("user", 0)
-        self.scheduler = PromptScheduler([PROFILE], self.meta, max_tokens=90, policy="item")
+        super().__init__(executor(FIRST if repair.first else SHARE), PROFILE, "item", 90, pages, 0)
 
     def serve(
         self, *requests: Request, repair: Repair | None = None, fresh: bool = False
     ) -> list[tuple[PlannedPrompt, Float64]]:
-        """Plans and scores; all are queued at once."""
         repair = self.repair if repair is None else repair
-        jobs = [
-            Job(at, "rank", unplanned.computed_at_most, len(request.rows), at, None, unplanned)
-            for at, request in enumerate(requests)
-            for unplanned in [request.unplanned(repair, fresh)]
-        ]
-        found: list[tuple[PlannedPrompt, Float64]] = []
-        while jobs:
-            assert self.scheduler.fits(jobs[0].tokens, jobs[0].width)
-            group = self.scheduler.group(jobs, True, len(found))
-            assert group is not None
-            works = [
-                replace(requests[job].work, plan=plan)
-                for job, plan in zip(group.jobs, group.prompts, strict=True)
-            ]
-            outcomes = self.executor.run(group.profile, works)
-            self.scheduler.check()
-            self.scheduler.finished(group.jobs, True)
-            for plan, outcome in zip(group.prompts, outcomes, strict=True):
-                assert isinstance(outcome, RankOutcome)
-                found.append((plan, outcome.scores.astype(np.float64)))
-            jobs = jobs[len(group.jobs) :]
-        self.meta.check()
-        return found
+        return self.score([(request.unplanned(repair, fresh), request.work) for request in requests])
 
 
 A = Request("a", range(12, 24), [3, 1, 2, 7])

@@ -259,6 +259,24 @@ def test_what_a_key_has_used_up_stays_used_up_when_the_file_is_read_again(tmp_pa
     assert keys.client(b"Bearer " + BOB.encode()).bucket is not before.bucket
 
 
+def test_a_changed_file_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys(make_config(write(tmp_path / "keys", entry("ada", ADA))).server)
+    caplog.set_level("INFO")
+    keys.refresh()
+    assert not caplog.records
+    write(tmp_path / "keys", entry("bob", BOB), entry("eve", "eve-has-one-as-well"))
+    keys.refresh()
+    keys.refresh()
+    assert keys.find(b"Bearer " + ADA.encode()) is None
+    assert keys.client(b"Bearer " + BOB.encode()).name == "bob"
+    (tmp_path / "keys").unlink()
+    keys.refresh()
+    keys.refresh()
+    assert keys.client(b"Bearer " + BOB.encode()).name == "bob", "as they were"
+    told = [record.levelname for record in caplog.records if "keys" in record.message]
+    assert told == ["INFO", "ERROR"]
+
+
 def test_sighup_reads_the_keys_again_and_a_bad_file_changes_nothing(tmp_path: Path) -> None:
     def hang_up(words: str) -> str:
         child.send_signal(signal.SIGHUP)

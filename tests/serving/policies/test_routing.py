@@ -24,6 +24,7 @@ from jgr.serving.policies.routing import (
     ItemEntries,
     Late,
     Load,
+    Matched,
     Report,
     Router,
     Rule,
@@ -41,6 +42,7 @@ ASK = Ask("1", "user:1", 1000, ("item:1", "item:2"), 250, 500)
 VIEW = View(
     user=np.array([1000.0, 0.0, 0.0]),
     reused=np.array([1000.0, 500.0, 0.0]),
+    matched=np.array([0.5, 1.0, 0.0]),
     load=np.array([4000.0, 2000.0, 0.0]),
     running=np.array([1.0, 2.0, 0.0]),
     recent=np.array([600.0, 0.0, 300.0]),
@@ -76,6 +78,11 @@ def report(
         (Share(1), [-3 / 43, 3 / 43, 0]),  # 600, 0 and 300 tokens, and 4000 besides
         (Running(), [0, -0.5, 0.5]),  # 2, 3 and 1 requests with this one
         (Affinity(0.05, 0.5), [0, 0, 0.05]),
+        (Matched(2, 0), [1, 2, 0]),  # beta = 0: where the candidates are
+        (Matched(0, 1), [-0.5, 0, 0.5]),  # alpha = 0: where the least is in flight
+        (Matched(1, 0.5), [0.25, 1, 0.25]),
+        # The work of 40, 20 and no us; a node has had enough of it after 30 us.
+        (Matched(1, 0.5, slo_ns=30_000), [0.5, 1 + 0.5 / 3, 0.5]),
         (Late(), [0, 0, 0]),
     ],
 )
@@ -107,6 +114,38 @@ def test_a_user_is_believed_to_be_where_it_was_sent_until_a_report_must_have_tol
         assert (of.view(ASK).last, of.view(ASK).expected) == (1, expected)
     of.sent(ASK, "b", 6 + REPORTED_NS)
     assert of.view(ASK).expected == 1000
+
+
+def test_candidates_go_where_they_are_until_that_node_is_busier_than_they_are_worth() -> None:
+    ask = Ask("1", "", 0, ("item:1", "item:2", "item:3"), 100, 0)
+    for rule, most in (("matched", 2), ("rcllm", 3)):
+        of = Router("r", rule, BITS, load=1)  # type: ignore[arg-type]
+        of.become(NODES)
+        of.heard("b", report(items=("item:1", "item:2", "item:3"), ns=1e6))
+        of.heard("a", report(items=("item:1",), ns=1e6))
+        of.heard("c", report(ns=1e6))
+        # 300 tokens take .3 s; a third of a second's work is worth a third of the candidates.
+        went = [of.rank(replace(ask, id=str(at)), 0)[0] for at in range(1)]
+        assert went == ["b"]
+        view = of.view(ask)
+        assert view.matched.tolist() == pytest.approx([1 / 3, 1, 0])
+        assert view.reused.tolist() == [100, 300, 0]
+        for at in range(most):
+            of.sent(Ask(f"other {at}", "", 0, (), 0, 400), "b", 0)
+        assert of.rank(ask, 0)[0] == "a", "as much is to be done at b as the candidates save"
+    only = Router("r", "matched", BITS, load=0)
+    only.become(NODES)
+    only.heard("b", report(items=("item:2",)))
+    for at in range(20):
+        only.sent(Ask(str(at), "", 0, (), 0, 5000), "b", 0)
+    assert only.rank(ask, 0)[0] == "b", "without a weight of the load all of a community goes where it is"
+
+
+def test_a_node_that_reuses_user_and_items_of_one_prompt_saves_both() -> None:
+    of = router()
+    of.heard("a", report(users=("user:1",), items=("item:1",)))
+    assert of.view(ASK).reused.tolist() == [1000, 0, 0]
+    assert of.view(replace(ASK, both=True)).reused.tolist() == [1250, 0, 0]
 
 
 def test_a_view_is_what_the_nodes_reported_and_what_was_sent() -> None:

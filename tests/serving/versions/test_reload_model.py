@@ -67,7 +67,7 @@ class Switchable:
             more=more,
             on_ready=lambda url: ready.set(),
         )
-        self._thread = threading.Thread(target=self._listener.serve_until_stopped)
+        self._thread = threading.Thread(target=self._listener.serve_until_stopped, daemon=True)
         self._thread.start()
         assert ready.wait(PATIENCE_S)
         self._connection = self.connect()

@@ -53,7 +53,7 @@ class Two:
             engine, first, load=load, more=self.deployments, on_ready=lambda url: ready.set()
         )
         self.deployments.insert(0, self.listener.models.deployments[0])
-        self._thread = threading.Thread(target=self.listener.serve_until_stopped)
+        self._thread = threading.Thread(target=self.listener.serve_until_stopped, daemon=True)
         self._thread.start()
         assert ready.wait(PATIENCE_S)
 

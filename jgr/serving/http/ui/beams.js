@@ -7,7 +7,7 @@
 import { counted, draw, make, score, shown } from "./dom.js";
 
 const WIDTH = 1000;
-const MARGIN = 30; // on both sides, for the symbols of the outermost beams
+const MARGIN = 52; // on both sides, for the names of the levels and the symbols of the outermost beams
 const STEP = 96; // between levels
 const TOP = 26;
 const BOTTOM = 32;
@@ -84,6 +84,7 @@ function drawLevel(beams, depth, walk) {
   group.style.animationDelay = `${depth * LATER_S}s`;
   for (const beam of beams) {
     beam.y = y;
+    beam.radius = beam.onBest ? Math.max(radius, 4) : radius;
     if (beam.above) group.append(edge(beam));
   }
   group.append(draw("text", { class: "depth", x: 4 - MARGIN, y: y - 12 }, `level ${depth + 1}`));
@@ -96,7 +97,7 @@ function drawLevel(beams, depth, walk) {
         class: classes,
         cx: beam.x,
         cy: y,
-        r: beam.onBest ? Math.max(radius, 4) : radius,
+        r: beam.radius,
         opacity: opacity(beam),
         click: () => walk.choose(depth, beam),
       },
@@ -117,12 +118,14 @@ function withRoom(beams) {
   return named;
 }
 
+/** From the rim of a dot to that of another: a pale dot would show a line that goes on inside. */
 function edge(beam) {
-  const { x, y, above } = beam;
-  const middle = (above.y + y) / 2;
+  const { x, above } = beam;
+  const [from, to] = [above.y + above.radius, beam.y - beam.radius];
+  const middle = (from + to) / 2;
   return draw("path", {
     class: beam.onBest ? "edge best" : "edge",
-    d: `M${above.x} ${above.y} C${above.x} ${middle} ${x} ${middle} ${x} ${y}`,
+    d: `M${above.x} ${from} C${above.x} ${middle} ${x} ${middle} ${x} ${to}`,
     opacity: opacity(beam),
   });
 }

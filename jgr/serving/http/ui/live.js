@@ -62,7 +62,7 @@ const FIGURES = [
     value: (w, of) => percent(w.rate("jgr_device_seconds_total", of)),
     note: (w, of) => {
       const lost = w.ratio(["jgr_wasted_device_seconds_total", of], ["jgr_device_seconds_total", of]);
-      return `${shown(percent(lost ?? 0))} % of it for nobody`;
+      return `${shown(percent(lost ?? 0))} % of it wasted`;
     },
   },
   {
@@ -139,8 +139,9 @@ function growth(w, name, label, of) {
 }
 
 function byStatus(w) {
-  const counts = growth(w, "jgr_requests_total", "status", asked);
-  return listed(counts) || NONE;
+  const counts = Object.entries(growth(w, "jgr_requests_total", "status", asked));
+  // With a colon: two numbers side by side, 200 545, read as one.
+  return counts.length ? `status ${counts.map(([status, count]) => `${status}: ${shown(count, 6)}`).join(", ")}` : NONE;
 }
 
 function scaled(values, factor) {

@@ -126,7 +126,7 @@ def test_the_live_view_shows_what_the_server_counts(visit: Visit) -> None:
         texts.append(server.call("/metrics", **BEARER).body.decode())
 
     page = watch(visit, between)
-    assert figure(page, "Requests") == ("3", "200 5, 422 1")
+    assert figure(page, "Requests") == ("3", "status 200: 5, 422: 1")
     assert figure(page, "Goodput") == ("2.5", "83.3 % answered in time")
     total = {"stage": "total"}
     before, after = (buckets(text, "jgr_stage_seconds", **total) for text in texts)
@@ -191,7 +191,7 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
     assert figure(page, "Fresh features") == ("75", "fresh 30, stale 10")
     assert figure(page, "Refused") == ("2", "too_late 3, quota 1")
     assert figure(page, "Late or failed") == ("3", "4 late, 2 batches failed")
-    assert figure(page, "Device") == ("25", "25 % of it for nobody")
+    assert figure(page, "Device") == ("25", "25 % of it wasted")
     # Three of four between 1e-4 and 1e-3, one up to 0.1: the 3.96th lies in the last bucket.
     assert float(figure(page, "Drift, P99")[0]) == pytest.approx(1e-2 + 0.96 * 9e-2, rel=1e-2)
     assert figure(page, "Drift, P99")[1] == f"4 answers checked without the cache; repaired {NONE}"

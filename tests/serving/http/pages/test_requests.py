@@ -338,6 +338,18 @@ def test_beams_walk_down_the_tree(visit: Visit) -> None:
         ends = sorted(page.evaluate(starts, at), key=lambda edge: edge[1])
         assert [edge[0] for edge in ends] == sorted(edge[0] for edge in ends)
 
+    # A line ends at the rim of its dot, since a pale dot would show it inside; a level's name stands beside its dots.
+    drawn = """() => [...document.querySelectorAll(".level")].map((level) => {
+        const dots = [...level.querySelectorAll("circle")];
+        const tops = dots.map(({ cy, r }) => cy.baseVal.value - r.baseVal.value);
+        const edges = [...level.querySelectorAll(".edge")];
+        const ends = edges.map((edge) => Number(edge.getAttribute("d").split(" ").at(-1)));
+        const left = Math.min(...dots.map((dot) => dot.getBoundingClientRect().left));
+        return [tops, ends, left - level.querySelector(".depth").getBoundingClientRect().right];
+    })"""
+    for tops, ends, apart in page.evaluate(drawn):
+        assert ends in ([], pytest.approx(tops)) and apart >= 0
+
     # The way to the best beam, from the last level up.
     way, beam = [], levels[2]["beams"][0]
     for level in (2, 1, 0):

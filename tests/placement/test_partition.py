@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Partitions of planted graphs, and the balances of any (RCLLM-7, RCLLM-16)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_matrix
+
+from jgr.placement.partition import By, cut, imbalance_of, partition, refine
+
+WAYS: list[Any] = [
+    "numpy",
+    pytest.param(
+        "metis", marks=pytest.mark.skipif(find_spec("pymetis") is None, reason="needs jgr[placement]")
+    ),
+]
+
+
+def drawn(parts: int, size: int, inner: int, outer: int, seed: int = 0) -> tuple[Any, npt.NDArray[np.int32]]:
+    """A graph of communities of shuffled vertices, each with so many neighbours in its own and anywhere."""
+    rng, n = np.random.default_rng(seed), parts * size
+    of = rng.permutation(np.repeat(np.arange(parts), size)).astype(np.int32)
+    members = [np.flatnonzero(of == part) for part in range(parts)]
+    one = np.repeat(np.arange(n), inner + outer)
+    other = np.concatenate([np.append(rng.choice(members[c], inner), rng.integers(0, n, outer)) for c in of])
+    loops = one == other
+    edges = csr_matrix((np.ones((~loops).sum()), (one[~loops], other[~loops])), shape=(n, n))
+    return (edges + edges.T).tocsr(), of
+
+
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("parts", [2, 8, 20])
+def test_a_planted_partition_is_found(by: By, parts: int) -> None:
+    edges, of = drawn(parts, 60, 10, 2)
+    part = partition(edges, np.ones((len(of), 2)), parts, by)
+    random = cut(edges, np.random.default_rng(1).integers(0, parts, len(of)).astype(np.int32))
+    assert cut(edges, part) <= 1.1 * cut(edges, of)
+    assert cut(edges, part) <= random / (1.9 if parts == 2 else 3)
+    assert imbalance_of(np.ones((len(of), 1)), part, parts).max() <= 0.05
+    assert (part == partition(edges, np.ones((len(of), 2)), parts, by)).all(), "the same each time"
+
+
+def test_the_cut_counts_each_edge_once() -> None:
+    edges = csr_matrix(np.array([[0, 2, 3], [2, 0, 5], [3, 5, 0]], float))
+    assert cut(edges, np.array([0, 0, 0], np.int32)) == 0
+    assert cut(edges, np.array([0, 1, 0], np.int32)) == 7
+    assert imbalance_of(np.array([[1.0, 0], [1, 0], [2, 0]]), np.array([0, 1, 1], np.int32), 2).tolist() == [
+        0.5,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("by", WAYS)
+@settings(max_examples=25, deadline=None)
+@given(
+    parts=st.integers(2, 6),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([1.0, 4.0, 10.0]),
+    linked=st.booleans(),
+)
+def test_both_balances_hold_and_no_vertex_is_lost(
+    by: By, parts: int, seed: int, spread: float, linked: bool
+) -> None:
+    """Where no vertex alone is more than a few hundredths of a part."""
+    rng = np.random.default_rng(seed)
+    edges, _ = drawn(parts, 120, 5, 3, seed)
+    n = edges.shape[0]
+    edges = edges if linked else csr_matrix((n, n))
+    loads = np.stack([rng.uniform(1, spread, n), rng.uniform(1, spread, n)], axis=1)
+    part = partition(edges, loads, parts, by)
+    assert part.shape == (n,) and part.min() >= 0 and part.max() < parts
+    assert imbalance_of(loads, part, parts).max() <= 0.05 + 1e-9
+
+
+def test_refining_balances_what_no_single_move_can() -> None:
+    """Each part is full of one load alone, so that only exchanges help."""
+    loads = np.repeat(np.array([[10.0, 1.0], [1.0, 10.0]]), 30, axis=0)
+    part = np.repeat(np.array([0, 1], np.int32), 30)
+    refined = refine(csr_matrix((60, 60)), loads, part, 2)
+    assert imbalance_of(loads, part, 2).min() > 0.8 and imbalance_of(loads, refined, 2).max() <= 0.05
+    assert (part == np.repeat([0, 1], 30)).all(), "what was given stays"
+
+
+def test_a_vertex_heavier_than_a_part_breaks_its_own_bound_alone() -> None:
+    loads = np.ones((101, 1))
+    loads[7] = 500
+    part = partition(csr_matrix((101, 101)), loads, 4, "numpy")
+    others = np.bincount(part[np.arange(101) != 7], minlength=4)
+    assert np.delete(others, part[7]).max() <= 1.05 * 600 / 4
+
+
+def test_one_part_and_none() -> None:
+    assert partition(csr_matrix((3, 3)), np.ones((3, 2)), 1).tolist() == [0, 0, 0]
+    assert len(partition(csr_matrix((0, 0)), np.ones((0, 2)), 4)) == 0
+    assert sorted(partition(csr_matrix((3, 3)), np.ones((3, 2)), 3, "numpy").tolist()) == [0, 1, 2]
+    with pytest.raises(ValueError, match="do not fit"):
+        partition(csr_matrix((3, 3)), np.ones((4, 2)), 2)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lane's threads: each run has one from its launch to its end, and launches and collects are in the runs' order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from jgr.serving.engine.contract import Progress
+from jgr.serving.engine.threads import Lanes, Run
+from jgr.serving.policies.jobs import Candidates, Start
+from tests.serving.fakes import PATIENCE_S
+
+
+class Watched:
+    """Executors of one lane that note who calls them, in which order. held: runs whose collect waits until `release`.
+    fails: runs that cannot be launched."""
+
+    lanes = 1
+
+    def __init__(self, in_flight: int, held: Sequence[int] = (), fails: Sequence[int] = ()) -> None:
+        self.in_flight, self._fails = in_flight, fails
+        self.calls: list[tuple[str, int]] = []
+        self.thread: dict[tuple[str, int], int] = {}
+        self.bound: set[int] = set()
+        self._gates = {run: threading.Event() for run in held}
+        self._called = threading.Condition()
+
+    def warm_up(self, progress: Progress) -> None:
+        progress(1, 1, "nothing")
+
+    def bind(self) -> None:
+        self.bound.add(threading.get_ident())
+
+    def launch(self, start: Start, work: Any) -> int:
+        self._note("launch", start.run)
+        if start.run in self._fails:
+            raise RuntimeError("no launch")
+        return start.run
+
+    def collect(self, start: Start, pending: int) -> list[int]:
+        self._note("collect", pending)
+        if pending in self._gates:
+            assert self._gates[pending].wait(PATIENCE_S)
+        return [pending]
+
+    def release(self, run: int) -> None:
+        self._gates[run].set()
+
+    def wait_for(self, what: str, run: int) -> None:
+        with self._called:
+            assert self._called.wait_for(lambda: (what, run) in self.calls, PATIENCE_S)
+
+    def _note(self, what: str, run: int) -> None:
+        with self._called:
+            self.calls.append((what, run))
+            self.thread[what, run] = threading.get_ident()
+            self._called.notify_all()
+
+
+class Runs:
+    """Lanes on an event loop, and the runs that ended."""
+
+    def __init__(self, executors: Watched) -> None:
+        self.lanes, self.ended = Lanes(executors, time.monotonic_ns), list[int]()
+        self.errors: dict[int, Exception] = {}
+
+    def begin(self, run: int) -> asyncio.Future[None]:
+        end = asyncio.get_running_loop().create_future()
+
+        def done(result: Run) -> None:
+            self.ended.append(run)
+            if result.error is not None:
+                self.errors[run] = result.error
+            end.set_result(None)
+
+        self.lanes.run(Start(run, 0, 1, (Candidates(run, 0, 1),)), None, done)
+        return end
+
+    def end(self) -> None:
+        self.lanes.stop()
+        assert self.lanes.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_a_run_has_one_thread_from_its_launch_to_its_end(in_flight: int) -> None:
+    executors = Watched(in_flight)
+
+    async def one_after_the_other() -> None:
+        runs = Runs(executors)
+        await runs.lanes.start(lambda done, total, label: None)
+        for run in range(20):
+            await runs.begin(run)
+        runs.end()
+
+    asyncio.run(one_after_the_other())
+    for run in range(20):
+        assert executors.thread["launch", run] == executors.thread["collect", run]
+    assert {*executors.thread.values()} <= executors.bound and len(executors.bound) == in_flight
+
+
+def test_a_run_is_launched_while_the_one_before_it_is_collected_and_ends_after_it() -> None:
+    executors = Watched(2, held=[0])
+
+    async def two() -> Runs:
+        runs = Runs(executors)
+        await runs.lanes.start(lambda done, total, label: None)
+        first = runs.begin(0)
+        await asyncio.to_thread(executors.wait_for, "collect", 0)
+        second = runs.begin(1)
+        await asyncio.to_thread(executors.wait_for, "launch", 1)
+        assert not runs.ended and ("collect", 1) not in executors.calls
+        executors.release(0)
+        await asyncio.wait_for(asyncio.gather(first, second), PATIENCE_S)
+        runs.end()
+        return runs
+
+    assert asyncio.run(two()).ended == [0, 1]
+    assert executors.calls == [("launch", 0), ("collect", 0), ("launch", 1), ("collect", 1)]
+
+
+def test_many_runs_keep_their_order_and_one_that_cannot_be_launched_keeps_nobody_waiting() -> None:
+    executors = Watched(3, fails=[5])
+
+    async def many() -> Runs:
+        runs = Runs(executors)
+        await runs.lanes.start(lambda done, total, label: None)
+        flights = asyncio.Semaphore(executors.in_flight)
+
+        async def one(run: int) -> None:
+            async with flights:
+                await runs.begin(run)
+
+        await asyncio.wait_for(asyncio.gather(*map(one, range(300))), PATIENCE_S)
+        runs.end()
+        return runs
+
+    runs = asyncio.run(many())
+    assert runs.ended == [*range(300)] and str(runs.errors) == "{5: RuntimeError('no launch')}"
+    assert [run for what, run in executors.calls if what == "launch"] == [*range(300)]
+    assert [run for what, run in executors.calls if what == "collect"] == [*range(5), *range(6, 300)]
