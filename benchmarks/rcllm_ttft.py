@@ -50,7 +50,7 @@ PER_TURN = 2
 OF_FLOOR = 0.8
 """What is wanted of the gain that the floor allows."""
 LOADS = (0.5, 0.8)
-UNDER_LOAD = 30
+UNDER_LOAD = 25
 """Requests of a system at a rate."""
 WIDE = TrainConfig(hidden=384, heads=4, kv_heads=2, head_dim=32, mlp=1280)
 NARROW = TrainConfig(hidden=192, heads=2, kv_heads=1, head_dim=32, mlp=640)
@@ -66,7 +66,7 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size(WIDE, 4, 78, 5),
+    Size(WIDE, 4, 78, 4),
     Size(WIDE, 4, 39, 5),
     Size(WIDE, 4, 157, 4),
     Size(WIDE, 8, 78, 5),
@@ -77,7 +77,7 @@ SIZES = (
     Size(WIDE, 8, 157, 3),
 )
 """In the order of what they tell; the first one is measured under load."""
-LAST_BEGIN_S = 130
+LAST_BEGIN_S = 60
 """Sizes that would begin later than so many seconds after the start are left out; a row says which."""
 
 
@@ -228,17 +228,19 @@ class Running:
 
     def turn(self, budget: float | None) -> list[Served]:
         """The next requests."""
-        at = self._next.get(budget, 0)
+        at = self._next.setdefault(budget, 0)
         self._next[budget] = at + PER_TURN
-        return [self.serve(rows, budget) for rows in self._requests[at : at + PER_TURN]]
+        by = list(self._next).index(budget)  # another history of as many tokens: none is cached
+        served = self._requests[UNDER_LOAD * len(LOADS) :][at : at + PER_TURN]
+        return [self.serve([*rows[by:HISTORY], *rows[:by], *rows[HISTORY:]], budget) for rows in served]
 
-    def at_rate(self, per_second: float, budget: float | None) -> list[Served]:
+    def at_rate(self, load: int, per_second: float, budget: float | None) -> list[Served]:
         """Requests at random times; each one's time counts from when it was due."""
         due = np.cumsum(np.random.default_rng(0).exponential(1 / per_second, UNDER_LOAD))
 
         async def all_of_them() -> list[Served]:
             start_s = time.perf_counter()
-            several = zip(self._requests, due.tolist(), strict=False)
+            several = zip(self._requests[load * UNDER_LOAD :][:UNDER_LOAD], due.tolist(), strict=True)
             return list(
                 await asyncio.gather(*(self._serve(rows, budget, start_s + s) for rows, s in several))
             )
@@ -286,7 +288,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 )
                 break
             world = World(Path(folder) / str(at), size)
-            requests = [world.rows() for _ in range(max(UNDER_LOAD, PER_TURN * (size.rounds + 9)))]
+            requests = [world.rows() for _ in range(UNDER_LOAD * len(LOADS) + PER_TURN * (size.rounds + 9))]
             running = {
                 name: Running(world, method, loop, f"{folder}/xla", requests)
                 for name, method in methods(size.span).items()
@@ -321,9 +323,9 @@ def under_load(
     """The time of the answers at shares of what the prefix cache can serve, one request at a time."""
     capacity = 1e3 / float(np.median([one.ms for turn in prefix for one in turn]))
     rows: list[Row] = []
-    for share in LOADS:
+    for load, share in enumerate(LOADS):
         at = {
-            name: partial(systems[name][0].at_rate, share * capacity, systems[name][1])
+            name: partial(systems[name][0].at_rate, load, share * capacity, systems[name][1])
             for name in (PREFIX, AT)
         }
         quiet.wait()
