@@ -213,9 +213,8 @@ class CacheConfig:
     # over the last 200 samples of cache.shadow. Beyond it the model computes all prompts whole, until the samples are
     # below half of it again. none: no limit.
     max_drift: float | None = None
-    # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
-    # history_texts take the keys and values of the nearest prototype (RcLLM). Empty: they are computed. Needs
-    # jgr[library].
+    # Folder of a library of prototypes, made by jgr kv library, whose keys and values stand for those of like tokens of
+    # a request's history_texts (RcLLM); needs cache.policy=blocks and jgr[library], and empty means none.
     library: str = ""
     library_cosine: float = (
         0.9  # how near a prototype must be to a token that takes its keys and values, as a cosine
