@@ -134,7 +134,9 @@ def test_an_answer_that_is_cut_off_may_be_asked_for_again() -> None:
 def test_what_a_proxy_lost_is_sent_again_and_what_a_server_failed_at_is_not() -> None:
     """A fleet's proxy whose front died answers 500 in words of its own. A change is not sent again: it may be done."""
     lost = reply("500 Internal Server Error", b"Internal Server Error")
-    failed = reply("500 Internal Server Error", {"error": {"type": "internal", "message": "a fault"}})
+    failed = reply(
+        "500 Internal Server Error", {"error": {"type": "internal", "message": "a fault", "request_id": "r1"}}
+    )
     with scripted(lost, ANSWER) as (url, seen), jgr.Client(url, retries=1) as client:
         assert client.recommend(["x"]).id == "r2" and len(seen) == 2
     for path, answer in (("/v1/models/jgr/reload", lost), ("/v1/recommend", failed)):
