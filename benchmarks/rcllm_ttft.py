@@ -50,7 +50,7 @@ PER_TURN = 2
 OF_FLOOR = 0.8
 """What is wanted of the gain that the floor allows."""
 LOADS = (0.5, 0.8)
-UNDER_LOAD = 40
+UNDER_LOAD = 30
 """Requests of a system at a rate."""
 WIDE = TrainConfig(hidden=384, heads=4, kv_heads=2, head_dim=32, mlp=1280)
 NARROW = TrainConfig(hidden=192, heads=2, kv_heads=1, head_dim=32, mlp=640)
@@ -77,7 +77,7 @@ SIZES = (
     Size(WIDE, 8, 157, 3),
 )
 """In the order of what they tell; the first one is measured under load."""
-LAST_BEGIN_S = 240
+LAST_BEGIN_S = 130
 """Sizes that would begin later than so many seconds after the start are left out; a row says which."""
 
 

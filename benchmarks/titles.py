@@ -25,6 +25,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "a": "BAT's choice of the prefix alone",
         "none": "caching users only",
     },
+    "cutby": {"metis": "METIS with a refinement", "numpy": "jgr's own partition"},
     "quantile": {"p50": "Median", "p99": "99th percentile"},
     "items": {"280k": "280,000", "1m": "a million"},
     "users": {"all": "all users", "returning": "users who come back"},
@@ -406,6 +407,27 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "Time to the first token over the fastest other engine's; {tokens} tokens, batch of {batch}",
+    ),
+    # rcllm_placement
+    (
+        r"rcllm-placement-cut-below-random-(?P<cutby>metis|numpy)",
+        "Edges between 40 nodes that a hash of the item cuts, over those that {cutby} cuts; planted communities",
+    ),
+    (
+        r"rcllm-placement-cut-over-planted-(?P<cutby>metis|numpy)",
+        "Edges between 40 nodes that {cutby} cuts, over those between the planted communities",
+    ),
+    (
+        r"rcllm-placement-imbalance-planted",
+        "What the fullest of 40 nodes has more than the mean one, of accesses or of tokens; planted communities",
+    ),
+    (
+        r"rcllm-placement-hit-share-planted-(?P<cutby>metis|numpy)",
+        "Share of a request's 20 candidates on the best of 40 nodes, parted by {cutby}; planted communities",
+    ),
+    (
+        r"rcllm-placement-hit-share-(?P<data>\w+)-(?P<cutby>metis|numpy)-over-hash",
+        "Share of a request's 20 candidates on the best of 40 nodes, parted by {cutby}, over a hash; {data}",
     ),
     # quality_*
     (r"(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-sequential-rules", "{metric}; sequential rules on {data}"),

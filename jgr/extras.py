@@ -12,6 +12,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "train": ("grain", "matplotlib", "optax", "orbax"),
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),
+    "placement": ("pymetis",),
     "otel": ("opentelemetry",),
     "cluster": ("ray",),
     "library": ("faiss",),

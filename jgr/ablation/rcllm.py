@@ -69,7 +69,7 @@ RCLLM = System(
         Fixed(
             ("RCLLM-7", "RCLLM-8"),
             "items are placed over machines by who asks for them together, and requests go where they are",
-            "not there yet; jgr cluster routes by what caches report",
+            "of a fleet: jgr cluster does it by fleet.items=similarity and fleet.routing=matched",
         ),
         Fixed(
             ("RCLLM-13",),

@@ -91,7 +91,7 @@ class Lifecycle:
         self._home = np.concatenate([self._home, self._next_home[known:]])
         at_next = self._published[self._next_home, np.arange(len(room))]
         # What nobody has, or the next home has already, has nothing to wait for.
-        had: Bool = np.any(self._published, axis=0)
+        had: Bool = np.asarray(self._published.any(axis=0))
         if self._copied is not None:
             had[self._copied.rows] = True
         free = at_next | ~had

@@ -192,7 +192,8 @@ class _State:
         """The weight of a vertex's edges to each part, [k]."""
         ends = slice(self._edges.indptr[vertex], self._edges.indptr[vertex + 1])
         where = self._part[self._edges.indices[ends]]
-        return np.bincount(where, self._edges.data[ends], self._parts).astype(np.float64)
+        found: Float64 = np.bincount(where, self._edges.data[ends], self._parts).astype(np.float64)
+        return found
 
     def _to_parts(self, vertices: npt.NDArray[np.intp]) -> Float64:
         """The weight of the edges of some vertices to each part, [m, k]."""

@@ -149,5 +149,5 @@ def _renamed(found: Int32, before: Int32, items: Items, k: int) -> Int32:
     stays: Float64 = np.zeros((k, k))
     np.add.at(stays, (found[:known], before), items.room_bytes[:known].astype(np.float64))
     _, name = linear_sum_assignment(-stays)
-    renamed: Int32 = name[found].astype(np.int32)
+    renamed: Int32 = name.astype(np.int32)[found]
     return renamed

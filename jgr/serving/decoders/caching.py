@@ -264,7 +264,7 @@ def planned(start: Start, tasks: Sequence[Task], caching: Caching) -> list[Work]
         task.usage.layout = plan.layout
         task.usage.cached_tokens, task.usage.computed_tokens = plan.cached_tokens, plan.computed_tokens
         task.usage.repaired_tokens = UNSET if plan.repaired_tokens is None else plan.repaired_tokens
-        if task.whole and plan.repaired_tokens is not None:
+        if task.whole is not None and plan.repaired_tokens is not None:
             task.usage.full_recompute = True
         if plan.layout == "causal" and plan.repaired_tokens is not None:
             usage, near = task.usage, plan.approximate_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -165,8 +165,8 @@ class ServedDecoder:
         ]
         if task.usage.repaired_tokens is UNSET:
             return shadows
-        if task.whole:
-            repaired = translation.shadow(task, Repair.of(self.config.cache))
+        if task.whole is not None:
+            repaired = translation.shadow(replace(task, prompt=task.whole))
             shadows.append((repaired, partial(self._judge, task)))
         elif task.prompt is not None and task.prompt.repair != ALL_ITEM_TOKENS:
             whole = translation.shadow(task, ALL_ITEM_TOKENS)
@@ -176,7 +176,7 @@ class ServedDecoder:
     def _judge(self, answered: Task, again: Task) -> None:
         """Count how far approximate scores are from whole ones; one of the two was the answer."""
         metrics, repair = self.metrics, Repair.of(self.config.cache)
-        exact, approximate = (answered, again) if answered.whole else (again, answered)
+        exact, approximate = (answered, again) if answered.whole is not None else (again, answered)
         assert (
             exact.outcome is not None and approximate.outcome is not None and approximate.prompt is not None
         )

@@ -102,8 +102,8 @@ class Task:
     rows: int32, the history's known items (recommend), or the candidates (rank). prompt: the prompt to be planned,
     where it may be cached, else None. plan: the prompt's plan, once the task's batch has started; moves: what was moved
     for that batch. outcome: what the executor gave, once the batch has ended. parts: of the history, where it has texts
-    of its own. whole: see `computed_whole`. width: beam width, or number of candidates. tokens: the most
-    tokens that the device computes for it.
+    of its own. whole: its approximate prompt, where all is computed in place of that. width: beam width, or number of
+    candidates. tokens: the most tokens that the device computes for it.
     """
 
     request: Asked
@@ -114,7 +114,7 @@ class Task:
     plan: PlannedPrompt | None = None
     moves: tuple[Move, ...] = ()
     outcome: Outcome | None = None
-    whole: bool = False
+    whole: UnplannedPrompt | None = None
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
@@ -439,7 +439,7 @@ def computed_whole(task: Task) -> Task:
         return task
     if prompt.repair == ALL_ITEM_TOKENS and prompt.near is None:
         return task
-    return replace(task, prompt=structs.replace(prompt, repair=ALL_ITEM_TOKENS, near=None), whole=True)
+    return replace(task, prompt=structs.replace(prompt, repair=ALL_ITEM_TOKENS, near=None), whole=prompt)
 
 
 def _kept(chosen: ItemFilter, each: list[list[int]]) -> list[list[int]]:

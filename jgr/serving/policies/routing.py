@@ -50,8 +50,7 @@ class Ask:
 
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
     other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
-    none. tried: nodes that have refused or failed it, which come last whatever the rule. both: nodes reuse the user and
-    the items of a prompt, wherever they stand, and not only what comes first.
+    none. tried: nodes that refused or failed it, which come last whatever the rule. both: nodes reuse user and items.
     """
 
     id: str
@@ -230,8 +229,7 @@ class Router:
                     expected = float(ask.user_tokens)
         return View(
             user,
-            # A prompt begins with its user or with its items (BAT-10).
-            user + items if ask.both else np.maximum(user, items),
+            user + items if ask.both else np.maximum(user, items),  # BAT-10: what comes first
             held / max(1, len(ask.items)),
             self._bookings.work + self._elsewhere,
             self._bookings.running,
