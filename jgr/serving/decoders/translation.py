@@ -351,9 +351,8 @@ class Translator:
                 field, f"{field}: this server ranks by likelihood, without candidates in the prompt"
             )
         else:
-            work = RankWork(
-                np.concatenate((history, self._prompts.suffix)), self._tree.leaf_of_row[candidates]
-            )
+            whole, parts = self._whole(request, rows, unknown, read)
+            work = RankWork(whole, self._tree.leaf_of_row[candidates])
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
