@@ -248,20 +248,30 @@ class Translator:
         explained = isinstance(request, ExplainRecommend)
         work: Work
         unplanned = None
-        history, parts, _ = self._history(request, rows, unknown, read)
         if self._cached:
+            history, parts, _ = self._history(request, rows, unknown, read)
             user = Content.of(history)
             prompt = make_prompt(user, self._prompts.suffix, key=_user_key(request, user, tenant))
             work = SegmentsWork(prompt, beam_width=width, filter=chosen, explained=explained)
             unplanned, tokens = UnplannedPrompt(prompt, "user_prefix"), count_tokens(prompt)
         else:
-            work = RecommendWork(np.concatenate((history, self._prompts.suffix)), width, chosen, explained)
+            whole, parts = self._whole(request, rows, unknown, read)
+            work = RecommendWork(whole, width, chosen, explained)
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.beam_width = width
         if request.filters is not None:
             usage.unknown_filter_items = unknown_filtered
         return Task(request, work, usage, rows, unplanned, parts=parts)
+
+    def _whole(
+        self, request: Request, rows: Int32, unknown: list[str], read: Read | None
+    ) -> tuple[Int32, tuple[Part, ...]]:
+        """A prompt of a history alone, and what the history's tokens are where it has texts of its own."""
+        if read is None and request.history_texts is None:
+            return self._prompts.build(rows), ()
+        history, parts, _ = self._history(request, rows, unknown, read)
+        return np.concatenate((history, self._prompts.suffix)), parts
 
     def _history(
         self, request: Request, rows: Int32, unknown: list[str], read: Read | None
@@ -321,8 +331,8 @@ class Translator:
         rows, unknown = known_history(request, self.catalog, self.info.max_history, self._reject_unknown)
         work: Work
         unplanned = None
-        history, parts, found = self._history(request, rows, unknown, read)
         if self._segments is not None:
+            history, parts, found = self._history(request, rows, unknown, read)
             user = Content.of(history)
             key = _user_key(request, user, tenant)
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
@@ -341,9 +351,8 @@ class Translator:
                 field, f"{field}: this server ranks by likelihood, without candidates in the prompt"
             )
         else:
-            work = RankWork(
-                np.concatenate((history, self._prompts.suffix)), self._tree.leaf_of_row[candidates]
-            )
+            whole, parts = self._whole(request, rows, unknown, read)
+            work = RankWork(whole, self._tree.leaf_of_row[candidates])
             tokens = len(work.prompt)
         usage = self._usage(tokens, rows, unknown)
         usage.candidates = len(candidates)
