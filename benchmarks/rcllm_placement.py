@@ -151,7 +151,7 @@ def hit_row(world: World, nodes: int) -> Row:
 
 def _items(world: World) -> Items:
     asked = np.bincount(np.concatenate(world.train), minlength=len(world.tokens))
-    return Items(asked.astype(np.float64), world.tokens, 1)
+    return Items(asked.astype(np.float64), world.tokens.astype(np.int64), 1)
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
