@@ -166,7 +166,9 @@ class _State:
         mine = np.flatnonzero(self._part == part)
         order = np.argsort(-self._loads[mine, load], kind="stable")
         # Evenly over all of them, so that a small excess finds a small vertex.
-        return mine[order[np.unique(np.linspace(0, len(mine) - 1, min(PAIRS, len(mine))).astype(int))]]
+        evenly = np.unique(np.linspace(0, len(mine) - 1, min(PAIRS, len(mine))).astype(int))
+        found: npt.NDArray[np.intp] = mine[order[evenly]]
+        return found
 
     def _lightest(self, part: int) -> npt.NDArray[np.intp]:
         mine = np.flatnonzero(self._part == part)

@@ -28,7 +28,7 @@ from jgr.serving.policies.digests import Digests, Keys, keys
 Float64 = npt.NDArray[np.float64]
 Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"]
 """joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
-requests in flight alone; hash: the user's node by a rendezvous hash, unless it is too busy; matched, rcllm: `Matched`."""
+requests in flight alone; hash: the user's node by a rendezvous hash, unless it is busy; matched, rcllm: `Matched`."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 LOAD = 0.7
