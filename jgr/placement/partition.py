@@ -172,7 +172,8 @@ class _State:
 
     def _lightest(self, part: int) -> npt.NDArray[np.intp]:
         mine = np.flatnonzero(self._part == part)
-        return mine[np.argsort(self._loads[mine].max(1), kind="stable")[:PAIRS]]
+        order: npt.NDArray[np.intp] = mine[np.argsort(self._loads[mine].max(1), kind="stable")]
+        return order[:PAIRS]
 
     def _excess(self, of: Float64) -> Float64:
         found: Float64 = np.maximum(of - self._most, 0.0).sum(-1)
