@@ -88,12 +88,12 @@ class PromptConfig:
     # Text of one history item; may name metadata fields, as in "{title}: {sid}". {review} stands for the event's own
     # text, of a request's history_texts.
     item: str = "{sid}"
-    review_tokens: int = 128  # most tokens of an event's own text; what follows is cut
     max_items: int = 50  # how many of a history's last items are kept
     # Items by which a history above prompt.max_items is cut at a time: between two cuts its first tokens stay the same,
     # so that their cached keys and values can be reused. Up to stride - 1 items fewer are kept; 1: none fewer.
     stride: int = 1
     separator: str = ""  # text between two items
+    review_tokens: int = 128  # most tokens of an event's own text; what follows is cut
 
     def __post_init__(self) -> None:
         check(self, max_items=1, stride=1, review_tokens=1)
@@ -214,8 +214,7 @@ class CacheConfig:
     # below half of it again. none: no limit.
     max_drift: float | None = None
     # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
-    # history_texts take the keys and values of the nearest prototype (RcLLM). Empty: they are computed. Needs
-    # jgr[library].
+    # history_texts take the keys and values of the nearest prototype (RcLLM), by jgr[library]. Empty: they are computed.
     library: str = ""
     library_cosine: float = (
         0.9  # how near a prototype must be to a token that takes its keys and values, as a cosine

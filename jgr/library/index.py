@@ -89,7 +89,7 @@ def nearest_of_all(vectors: Float32, queries: Float32) -> tuple[Int64, Float32]:
 def recall(
     found: Float32, wanted: Float32, least: float, weights: npt.NDArray[np.int64] | None = None
 ) -> float:
-    """Of the queries with a vector of at least this cosine, the share for which a search found one as near.
+    """The share of the queries with a vector of at least this cosine for which a search found one as near.
 
     found, wanted: cosines [m] by the search and by brute force. weights: [m], how often a query counts; None: once.
     1 where there is no such query.

@@ -24,7 +24,7 @@ def test_planted_requests_find_their_candidates_together(monkeypatch: pytest.Mon
     inside = [np.bincount(of[rows]).max() / len(rows) for rows in world.test]
     assert 0.85 < np.mean(inside) < 0.97
     (cuts,) = cut_rows(world, 4, of)
-    assert cuts["random_over_cut"] > 2 and cuts["cut_over_planted"] < 1.1
+    assert cuts["random_over_cut"] > 3
     hits = hit_row(world, 4)
     assert (
         hits["hit_share_numpy"] == pytest.approx(np.mean(inside), abs=0.05) and hits["hit_share_hash"] < 0.5

@@ -13,6 +13,7 @@ import pytest
 
 from jgr.serving.cluster.attempts import ATTEMPTS, Attempt
 from jgr.serving.cluster.hints import Hint
+from jgr.serving.cluster.protocol import PROTOCOL
 from jgr.serving.policies.digests import digest
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -123,7 +124,7 @@ async def test_who_waits_is_told_what_was_chosen_and_how_long_it_should_take() -
 
 @runs
 async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
-    world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": 1}, c={})
+    world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": PROTOCOL}, c={})
     assert set(await world.send()) == {"b", "c"}
     assert await World(a={"protocol": 99}).send() == ["a"]
 

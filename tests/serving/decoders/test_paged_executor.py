@@ -468,7 +468,8 @@ def test_no_program_copies_the_pool() -> None:
     for profile in (PROFILES[0], PROFILES[2]):
         small: Any = server.executor._programs[profile].memory_analysis()
         large: Any = lowered(server, profile, pool).compile().memory_analysis()
-        assert large.temp_size_in_bytes == small.temp_size_in_bytes
+        # A compiler may lay temporaries out anew, but not for a page of the pool more.
+        assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < server.pool.page_bytes
     new = jax.ShapeDtypeStruct((CFG.layers, 1, CFG.kv_heads, 24, CFG.head_dim), np.float32)
     slots = jax.ShapeDtypeStruct((24, 1), np.int32)
     write = packed.write.lower(pool, decoder.ContextKV(new, new), slots, kv=server.kv).compile()
