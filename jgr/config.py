@@ -214,7 +214,7 @@ class CacheConfig:
     # below half of it again. none: no limit.
     max_drift: float | None = None
     # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
-    # history_texts take the keys and values of the nearest prototype (RcLLM), by jgr[library]. Empty: they are computed.
+    # history_texts take the keys and values of the nearest prototype, by jgr[library]. Empty: they are computed.
     library: str = ""
     library_cosine: float = (
         0.9  # how near a prototype must be to a token that takes its keys and values, as a cosine
