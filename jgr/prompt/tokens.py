@@ -198,7 +198,9 @@ class PromptBuilder:
         # Every item's tokens are stored with the separator after them, which `user` takes off the last one.
         separator = encode_fixed("prompt.separator", config.separator, tokenizer)
         texts = _split_at_review(config.item)
-        columns = [encode_items("prompt.item", text, tokenizer, catalog) for text in texts if text or len(texts) == 1]
+        columns = [
+            encode_items("prompt.item", text, tokenizer, catalog) for text in texts if text or len(texts) == 1
+        ]
         separators = np.tile(separator, catalog.n_items), np.full(catalog.n_items, len(separator), np.int64)
         self._tokens, self._lengths = _interleave([*columns, separators], catalog.n_items)
         # Where an event's own text stands in the tokens of its item.
