@@ -7,6 +7,7 @@ with the registry's.
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,10 @@ def test_one_command_of_the_wheel_starts_two_replicas(
     assert "ray" in packages
     environment = Environment(tmp_path_factory.mktemp("env"), packages, wheel)
     assert (environment.check.returncode, environment.check.stdout) == (0, "No broken requirements found.\n")
-    told = try_fleet(environment.bin / "jgr", tmp_path_factory.mktemp("r"), environment.env)
+    with tempfile.TemporaryDirectory(
+        prefix="r", dir="/tmp"
+    ) as folder:  # the names of Ray's sockets must be short
+        told = try_fleet(environment.bin / "jgr", Path(folder), environment.env)
     assert told["ready"] == {"status": "ready", "replicas": 2, "of": 2}
     assert told["replicas"] == ["ready", "ready"]
     assert len(set(told["items"])) == 3

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -127,7 +129,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         *FETCHING,
     )
     settings = [f"--set={setting}" for setting in own]
-    temporary = tmp_path_factory.mktemp("r")
+    temporary = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # the names of Ray's sockets must be short
     log = tmp_path_factory.mktemp("log") / "stderr"
     with log.open("w") as errors:
         command = ["cluster", str(folder), str(ranker), "--replicas=2", "--port=0", *settings]
@@ -147,6 +149,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         process.send_signal(signal.SIGTERM)
         assert process.wait(2 * PATIENCE_S) == 0, log.read_text()
     collector.stop()
+    shutil.rmtree(temporary, ignore_errors=True)
     assert "Traceback" not in log.read_text()
 
 
