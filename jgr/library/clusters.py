@@ -57,7 +57,7 @@ def _leaders(vectors: Float32, counts: Int64, least: float) -> Int64:
 
 
 def _representatives(vectors: Float32, counts: Int64, leader: Int64) -> Int64:
-    """Of each cluster the vector nearest to its centroid, by number."""
+    """The number of the vector nearest to the centroid, of each cluster."""
     centroids = np.zeros_like(vectors)
     np.add.at(centroids, leader, vectors * counts[:, None].astype(np.float32))
     near = np.einsum(
