@@ -67,6 +67,9 @@ class TrainConfig:
     # HSTU's recipe does not.
     weigh_negatives: bool = True
     temperature: float = 1.0  # number by which a retriever's scores are divided before the softmax
+    # Type of the rows of the items' embeddings in a file of their own (embeddings/items.table), from which a scorer can
+    # be served with embeddings.tables=paged; none: they are among the other weights.
+    tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
@@ -105,6 +108,10 @@ class TrainConfig:
         validates = self.learn_valid and self.evaluate_every > 0
         require(
             not validates, "train.learn_valid leaves nothing to validate on: train.evaluate_every must be 0"
+        )
+        require(
+            self.tables == "none" or self.model in ("sasrec", "hstu", "climber", "stu"),
+            f"train.tables: the embeddings of train.model={self.model} are not in tables",
         )
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         starts = self.model in ("generator", "ranker")

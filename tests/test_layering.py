@@ -21,6 +21,7 @@ FLOORS = (
         "jgr.fields",
         "jgr.feedback",
         "jgr.config",
+        "jgr.config_embeddings",
         "jgr.config_environment",
         "jgr.config_file",
         "jgr.config_formats",

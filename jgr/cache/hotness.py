@@ -169,6 +169,36 @@ class ItemFrequencies:
         return seen.astype(np.int32), frequency.astype(np.float32)
 
 
+class RowFrequencies:
+    """How often each row of an embedding table was used of late: a count of 8 bits a row, all of which are halved once
+    so many uses were counted that rows used evenly would be at 8 (as TinyLFU ages its counts)."""
+
+    def __init__(self, rows: int) -> None:
+        self._counts = np.zeros(rows, np.uint8)
+        self._left = self._window = 8 * max(rows, 1)
+
+    def touch(self, rows: npt.NDArray[np.int64]) -> None:
+        """Rows [n], each once, are used by one batch."""
+        counts = self._counts[rows]
+        self._counts[rows] = counts + (counts < 255)
+        self._left -= len(rows)
+        if self._left <= 0:
+            self._counts >>= 1
+            self._left = self._window
+
+    def in_use(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether each of some rows [n] was used more than once of late."""
+        used: npt.NDArray[np.bool_] = self._counts[rows] > 1
+        return used
+
+    def hottest(self, among: npt.NDArray[np.bool_], most: int) -> npt.NDArray[np.int64]:
+        """The rows in use for which `among` [rows] is true, at most so many, the most frequent first."""
+        rows = np.flatnonzero(among & (self._counts > 1))
+        if len(rows) > most:
+            rows = rows[np.argpartition(-self._counts[rows].astype(np.int16), most)[:most]]
+        return rows[np.argsort(-self._counts[rows].astype(np.int16), kind="stable")]
+
+
 def _plus_one(key: float, now: float) -> float:
     """A key after one more access now: log(exp(key - now) + 1) + now."""
     return now + math.log1p(math.exp(key - now))

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 
 from jgr.cache.host import HostTier
-from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool
 from jgr.config import Config, ConfigError
@@ -31,17 +31,32 @@ FEWEST_PAGES = 32
 """The fewest pages that a pool has: a small pool has smaller pages."""
 
 
+class Holder(Protocol):
+    """What holds pages of the pool: a meta service (`CacheMeta`), or the rows of embeddings (`Border`)."""
+
+    def renew(self, epoch: int) -> None: ...
+
+    def close(self) -> None:
+        """Give all pages back."""
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+
+
+H = TypeVar("H", bound=Holder)
+
+
 @dataclass(eq=False)
 class _Held:
-    meta: CacheMeta
+    held: Any
     leases: int = 0
 
 
-class Lease:
-    """A part in a meta service, held by one engine."""
+class Lease(Generic[H]):
+    """A part in what holds pages, held by one engine."""
 
-    def __init__(self, memory: Memory, key: Hashable, meta: CacheMeta) -> None:
-        self.meta, self._memory, self._key = meta, memory, key
+    def __init__(self, memory: Memory, key: Hashable, held: H) -> None:
+        self.held, self._memory, self._key = held, memory, key
         self._open = True
 
     def close(self) -> None:
@@ -143,15 +158,15 @@ class Memory:
             raise ConfigError(f"cache.share: model {model!r} gets less than one page of {self._count}")
         return pages
 
-    def lease(self, key: Hashable, make: Callable[[], CacheMeta]) -> Lease:
-        """The meta service of a key that names model and revision; made where nobody holds it."""
+    def lease(self, key: Hashable, make: Callable[[], H]) -> Lease[H]:
+        """The holder of a key that names model and revision; made where nobody holds it."""
         with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                held = self._held[key] = _Held(make())
-                held.meta.renew(self.pool.epoch)
-            held.leases += 1
-            return Lease(self, key, held.meta)
+            of = self._held.get(key)
+            if of is None:
+                of = self._held[key] = _Held(make())
+                of.held.renew(self.pool.epoch)
+            of.leases += 1
+            return Lease(self, key, of.held)
 
     def _end(self, key: Hashable) -> None:
         with self._lock:
@@ -159,7 +174,7 @@ class Memory:
             held.leases -= 1
             if not held.leases:
                 del self._held[key]
-                held.meta.close()
+                held.held.close()
 
     def parts(self, model: str) -> dict[str, int]:
         """Bytes of the pool and of the host tier that count as a model's; those of all models are all of them."""
@@ -172,14 +187,15 @@ class Memory:
     def check(self) -> None:
         """Audit: pages free and used are all, whichever model holds them. AssertionError."""
         for held in self._held.values():
-            held.meta.check()
+            held.held.check()
         if not self._held:
             assert self.pages.free == self._count, "pages are held by nobody"
 
 
 def caches(config: Config) -> bool:
     """Whether a model of this configuration keeps anything in the pool."""
-    return config.cache.policy != "none" or config.executors.share_user == "cache"
+    users = config.executors.share_user == "cache"
+    return config.cache.policy != "none" or users or config.embeddings.tables == "paged"
 
 
 def _device_bytes() -> int:

@@ -144,6 +144,25 @@ class Pages:
                 del of.holes[page]
         return tuple(taken)
 
+    def take_pages(self, name: str, count: int) -> list[int]:
+        """At most so many pages, for a class whose cells are whole pages: those that are free and below its limit."""
+        of = self._classes[name]
+        count = max(0, min(count, len(self._free), of.limit - len(of.used)))
+        at = len(self._free) - count
+        taken = self._free[at:]
+        del self._free[at:]
+        of.used.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def give_pages(self, name: str, pages: list[int]) -> None:
+        """Pages of `take_pages` are of no class again. ValueError: not in use."""
+        used = self._classes[name].used
+        if len(set(pages)) != len(pages) or not used.keys() >= set(pages):
+            raise ValueError(f"pages are not in use by {name}")
+        for page in pages:
+            del used[page]
+        self._free += pages
+
     def give_back(self, name: str, cells: tuple[int, ...]) -> None:
         """Cells of one or more `take`; a page without a used cell is of no class again. ValueError: not in use."""
         of = self._classes[name]

@@ -75,6 +75,12 @@ def define_flags() -> None:
     )
     flags.DEFINE_enum("family", None, (*PROMPTS, HSTU), "the family, which fixes the prompt of the training")
     flags.DEFINE_integer("heads", 1, "attention heads of an hstu checkpoint", lower_bound=1)
+    flags.DEFINE_enum(
+        "tables",
+        "none",
+        ("none", "float32", "float16", "bfloat16"),
+        "type of the rows of an hstu checkpoint's items in a table of their own, for embeddings.tables=paged",
+    )
     flags.DEFINE_string("out", None, "folder to write")
     console.define_overwrite()
 
@@ -94,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     if (out / "params").is_dir():
         refuse_overwriting(out, values.overwrite, "--out", "a model")
     if values.family == HSTU:
-        return convert_hstu(Path(values.checkpoint), Path(values.items), out, values.heads)
+        return convert_hstu(Path(values.checkpoint), Path(values.items), out, values.heads, values.tables)
     source = hub.local(values.checkpoint, "--checkpoint")
     _refuse_what_is_not_whole(source)
     from jgr.catalog.catalog import save_catalog
@@ -124,8 +130,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
-    """Convert a checkpoint of HSTU, a scorer. Raises UserError if it cannot be read."""
+def convert_hstu(source: Path, items: Path, out: Path, heads: int, tables: str = "none") -> int:
+    """Convert a checkpoint of HSTU, a scorer. tables: see train.tables. Raises UserError if it cannot be read."""
     from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hstu_import, manifest, retrievers
 
@@ -138,7 +144,7 @@ def convert_hstu(source: Path, items: Path, out: Path, heads: int) -> int:
         save_catalog(catalog, folder / "catalog.jsonl")
         manifest.write(folder, Config(model=ModelConfig(name=out.name)), catalog)
 
-    retrievers.save(out, cfg, params, write_beside)
+    retrievers.save(out, cfg, params, write_beside, tables)
     print(f"HSTU: {cfg.layers} layers, hidden {cfg.hidden}, {cfg.n_items} items, bias of {cfg.bias}")
     print(out)
     return 0

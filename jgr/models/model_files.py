@@ -149,6 +149,14 @@ class ModelFiles:
         commit = hub.commit_of(self._folder)
         return whole.hexdigest()[:REVISION_DIGITS] + (f"-{commit}" if commit else "")
 
+    def identity(self) -> str:
+        """16 hex digits of the SHA-256 of all files but tables of embeddings: what these must be made for."""
+        whole = hashlib.sha256()
+        for name, digest in self._hashed().items():
+            if not name.startswith("embeddings/"):
+                whole.update(len(name).to_bytes(4) + name.encode() + digest)
+        return whole.hexdigest()[:16]
+
     def _compare(self, stamp: Stamp, digest: bytes) -> None:
         with _lock:
             known = _remembered.pop((self._folder, stamp), digest)
@@ -218,7 +226,7 @@ def _stamps(folder: Path) -> list[Stamp]:
     """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices."""
     paths = [folder / "config.json", folder / "tokenizer.json", folder / DIGESTS]
     if (folder / "params").is_dir():
-        paths += (folder / "params").rglob("*")
+        paths += [*(folder / "params").rglob("*"), *(folder / "embeddings").glob("*.table")]
     else:
         paths.append(folder / INDEX)
         with contextlib.suppress(CheckpointError):  # whoever reads the weights refuses the index

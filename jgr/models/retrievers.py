@@ -25,7 +25,7 @@ import numpy.typing as npt
 from jgr.config import TrainConfig, UserError
 from jgr.data.interactions import Ragged
 from jgr.fields import one_line
-from jgr.models import checkpoint, hstu, lru_rec, sasrec
+from jgr.models import checkpoint, hstu, item_tables, lru_rec, sasrec
 from jgr.models.config_file import read_object, scorer_config
 from jgr.models.hstu import HstuConfig, HstuParams
 from jgr.models.lru_rec import LruRecConfig, LruRecParams
@@ -191,9 +191,17 @@ def top_k(
 
 
 def save(
-    folder: Path, cfg: RetrieverConfig, params: RetrieverParams, write_beside: Callable[[Path], None]
+    folder: Path,
+    cfg: RetrieverConfig,
+    params: RetrieverParams,
+    write_beside: Callable[[Path], None],
+    tables: str = "none",
 ) -> None:
-    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
+    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
+
+    tables: see `item_tables.apart`.
+    """
+    params, write_beside = item_tables.apart(params, tables, write_beside)
     model_type = next(name for name, of in _CONFIGS.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
@@ -212,9 +220,12 @@ def load_config(folder: Path) -> RetrieverConfig:
 
 def load(folder: Path) -> tuple[RetrieverConfig, RetrieverParams]:
     """Read the folder that `save` wrote: config and parameters. Raises CheckpointError."""
-    ModelFiles(folder).check()
+    files = ModelFiles(folder)
+    files.check()
     cfg = load_config(folder)
-    return cfg, checkpoint.restore(folder, retriever(cfg).spec(cfg))
+    specs = retriever(cfg).spec(cfg)
+    params = checkpoint.restore(folder, item_tables.declared(folder, specs))
+    return cfg, item_tables.joined(folder, specs, params, files)
 
 
 def load_for(folder: Path, item_ids: Sequence[str]) -> tuple[RetrieverConfig, RetrieverParams]:

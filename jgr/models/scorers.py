@@ -23,10 +23,12 @@ from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from jgr.config import ConfigError
 from jgr.fields import one_line
-from jgr.models import checkpoint, climber, hstu, retrievers, stu_scorer
+from jgr.models import checkpoint, climber, hstu, item_tables, retrievers, stu_scorer
 from jgr.models.climber import ClimberConfig
 from jgr.models.climber_layers import Build
 from jgr.models.config_file import read_object, scorer_config
@@ -36,6 +38,7 @@ from jgr.models.model_files import ModelFiles
 from jgr.models.params import CheckpointError, PyTree
 from jgr.models.retrievers import RetrieverConfig
 from jgr.models.stu_scorer import HistoryIsWhole, StuScorerConfig
+from jgr.models.table_file import ITEMS
 
 
 class Users(NamedTuple):
@@ -340,34 +343,64 @@ def growing(cfg: ScorerConfig) -> Growing:
     raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this scorer's are computed whole")
 
 
+def placed(users: Users) -> Users:
+    """The users with each event's row named by its place [0, S), where a program is given the rows in that order."""
+    places = jnp.broadcast_to(jnp.arange(users.rows.shape[1], dtype=jnp.int32), users.rows.shape)
+    return users._replace(rows=jnp.where(users.rows >= 0, places, -1))
+
+
+def renewing(cfg: ScorerConfig, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The rows [S] of a user's events that `Keeping.state` embeds, -1 for the others."""
+    if isinstance(cfg, ClimberConfig):
+        return rows
+    found = np.full_like(rows, -1)
+    if isinstance(cfg, HstuConfig) and (known := int((rows >= 0).sum())):
+        found[known - 1] = rows[known - 1]  # the newest event's, for its bias
+    return found
+
+
 def save(
     folder: Path,
     cfg: ScorerConfig,
     params: PyTree,
     write_beside: Callable[[Path], None] = lambda folder: None,
+    tables: str = "none",
 ) -> None:
-    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write."""
+    """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
+
+    tables: see `item_tables.apart`.
+    """
     if isinstance(cfg, RetrieverConfig):
-        return retrievers.save(folder, cfg, params, write_beside)
+        return retrievers.save(folder, cfg, params, write_beside, tables)
+    params, write_beside = item_tables.apart(params, tables, write_beside)
     model_type = next(name for name, of in _TYPES.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 
 
 def load(
-    folder: Path, files: ModelFiles | None = None, devices: Devices = ONE
+    folder: Path, files: ModelFiles | None = None, devices: Devices = ONE, paged: bool = False
 ) -> tuple[ScorerConfig, PyTree]:
     """Read the folder that `save` wrote, of any family: config and parameters. files, devices: see checkpoint.load.
+    paged: leave the items' embeddings in their table, which the folder must have.
 
     Raises CheckpointError; ConfigError for a family that several devices cannot share.
     """
-    (files or ModelFiles(folder)).check()
+    files = files or ModelFiles(folder)
+    files.check()
     cfg = load_config(folder)
     if devices.count > 1 and not isinstance(cfg, RetrieverConfig):
         raise ConfigError(
             f"model.tensor_parallel: {devices.count}, but a model of {type(cfg).__name__.removesuffix('Config')} is "
             "served on one device; of scorers, SASRec, LRURec and HSTU can be shared, by their items"
         )
-    return cfg, checkpoint.restore(folder, scorer(cfg).spec(cfg), placement=of_tables(devices))
+    specs, placement = scorer(cfg).spec(cfg), of_tables(devices)
+    if paged and not item_tables.are_apart(folder):
+        raise ConfigError(
+            f"embeddings.tables: paged, but {folder} has no {ITEMS}; train it with train.tables=float32, "
+            "or convert it with --tables=float32"
+        )
+    params = checkpoint.restore(folder, item_tables.declared(folder, specs), placement=placement)
+    return cfg, params if paged else item_tables.joined(folder, specs, params, files, placement)
 
 
 def load_config(folder: Path) -> ScorerConfig:

@@ -220,7 +220,7 @@ def train_feedback(
     bits = action_bits(dataset.interactions, feedback.tasks, "feedback.tasks")
 
     def save(params: PyTree, write_beside: Callable[[Path], None]) -> None:
-        scorers.save(Path(train.out), cfg, params, write_beside)
+        scorers.save(Path(train.out), cfg, params, write_beside, train.tables)
 
     return train_to_best(
         config,

@@ -89,7 +89,7 @@ def train_retriever(
     checkpoint.require_writable(Path(train.out))
 
     def save(params: RetrieverParams, write_beside: Callable[[Path], None]) -> None:
-        retrievers.save(Path(train.out), cfg, params, write_beside)
+        retrievers.save(Path(train.out), cfg, params, write_beside, train.tables)
 
     return train_to_best(
         config,

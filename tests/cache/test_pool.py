@@ -200,15 +200,15 @@ def test_versions_of_the_same_weights_share_entries_and_another_revision_begins_
 
     old = memory.lease("r1", lambda: make("r1"))
     name, content = Name("user", "u", "user_prefix"), Content.of(np.arange(3, dtype=np.int32))
-    entry = old.meta.extend(name, content)
+    entry = old.held.extend(name, content)
     assert entry is not None
-    old.meta.written(entry)
-    old.meta.release(entry)
+    old.held.written(entry)
+    old.held.release(entry)
     again = memory.lease("r1", lambda: make("r1"))
     other = memory.lease("r2", lambda: make("r2"))
     old.close()
     old.close()
-    assert again.meta.find(name, content) is entry and other.meta.find(name, content) is None
+    assert again.held.find(name, content) is entry and other.held.find(name, content) is None
     memory.check()
     again.close()
     other.close()

@@ -46,7 +46,7 @@ class Caching:
     """
 
     memory: Memory
-    lease: Lease
+    lease: Lease[CacheMeta]
     kv: KVCells
     limits: Mapping[str, int]
     groupings: Mapping[Kind, PromptScheduler]
@@ -54,12 +54,12 @@ class Caching:
     prototypes: PrototypePlace | None = None
     loader: LibraryLoader | None = None
     items: SharedItems | None = None
-    items_lease: Lease | None = None
+    items_lease: Lease[CacheMeta] | None = None
     frequencies: ItemFrequencies | None = None
 
     @property
     def meta(self) -> CacheMeta:
-        return self.lease.meta
+        return self.lease.held
 
     def start(self) -> None:
         """Divide the model's pages as this engine's catalog wants them. Called on the event loop, as all planning."""
@@ -200,13 +200,13 @@ def make_caching(
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s, *kinds), make)
     prototypes = (
-        None if loader is None else PrototypePlace(lease.meta, loader.prototypes, kv.tokens, kv.parts)
+        None if loader is None else PrototypePlace(lease.held, loader.prototypes, kv.tokens, kv.parts)
     )
     lane = object()  # of this engine: another one's programs may be dispatched at any time
     groupings = {
         kind: PromptScheduler(
             [profile for profile in profiles if profile.kind == kind],
-            lease.meta,
+            lease.held,
             max_tokens=config.batching.max_tokens,
             policy=cache.policy,
             hysteresis=cache.hysteresis,
@@ -242,7 +242,7 @@ def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
         ("items", owner, kv), lambda: CacheMeta(beyond, {"item": kv_room(kv)}, owner=f"{owner}/placed")
     )
     bytes_of = capacity_bytes(pages, beyond.page_bytes, kv.cells, kv.parts)
-    items = SharedItems(lease.meta, memory.host, kv.cells, segments.content, bytes_of)
+    items = SharedItems(lease.held, memory.host, kv.cells, segments.content, bytes_of)
     window_ns = round(fleet.items_window_s * 1e9)
     frequencies = ItemFrequencies(len(segments.item_lengths), window_ns)
     return replace(caching, items=items, items_lease=lease, frequencies=frequencies)

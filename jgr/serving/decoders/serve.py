@@ -73,7 +73,7 @@ class ServedDecoder:
         self.info: ModelInfo = self.translator.info
         self.catalog: Catalog = self.translator.catalog
         self.normalize = self.info.normalize
-        self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.meta
+        self.meta: CacheMeta | None = None if self.caching is None else self.caching.lease.held
         self.pool: DevicePool | None = None if self.caching is None else self.caching.memory.pool
         self._handover_s = 0.0
         self.compares = self.config.cache.shadow > 0

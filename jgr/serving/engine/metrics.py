@@ -30,6 +30,8 @@ from jgr.cache.meta import CacheMeta
 from jgr.features.cache import Counts
 from jgr.prompt.layouts import LAYOUTS
 from jgr.serving.api import ModelInfo, Timing, Usage
+from jgr.serving.engine import paging_metrics
+from jgr.serving.engine.paging_metrics import PagingCollector, PagingCounts
 from jgr.serving.policies.jobs import KINDS, REASONS, Kind
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -255,6 +257,9 @@ class Metrics:
         self.feature_counts: Callable[[], Counts] | None = None
         """Reads the counters of the feature cache in use; None: there is no such cache."""
         self.registry.register(_Features(lambda: self.feature_counts and self.feature_counts()))
+        self.paging: Callable[[], PagingCounts | None] | None = None
+        """Reads the counts of embeddings in pages; None: there are none."""
+        self.registry.register(PagingCollector(lambda: self.paging and self.paging()))
 
     def watch_queue(self, depth: Callable[[], int]) -> None:
         """Export `depth()` as the number of requests waiting for a batch."""
@@ -333,7 +338,7 @@ def render(models: Mapping[str, Metrics]) -> bytes:
 def documentation() -> Mapping[str, str]:
     """What each family of series tells of, by its name."""
     always = (*Metrics().registry.collect(), *PROCESS.collect())
-    return {**TEXTS, **{family.name: family.documentation for family in always}}
+    return {**TEXTS, **paging_metrics.TEXTS, **{family.name: family.documentation for family in always}}
 
 
 class _Labelled(Collector):

@@ -31,31 +31,27 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jgr.cache.buffers import ALIGNMENT, BufferLayout
+from jgr.cache.embeddings import EmbeddingCache
 from jgr.cache.entries import Stored
 from jgr.cache.pool import StateView
 from jgr.features import numa
-from jgr.features.schema import Schema
-from jgr.models import scorers
-from jgr.models.climber_layers import Build
-from jgr.models.devices import ONE, Devices
+from jgr.models import item_tables
 from jgr.models.params import PyTree
-from jgr.models.scorers import Needs, ScorerConfig, growing, keeping
-from jgr.ops import split
-from jgr.serving.engine.compilation import check_scores, compiled, preparing, telling
+from jgr.serving.engine.compilation import check_scores, preparing, telling
 from jgr.serving.engine.contract import Executors, Progress
 from jgr.serving.policies.jobs import Start
 from jgr.serving.policies.orchestration import USER_PART
-from jgr.serving.scorers.user_block import new_block, part_layout, read_candidates, read_users, user_layout
+from jgr.serving.scorers.programs import Program as Program
+from jgr.serving.scorers.programs import Programs as Programs
+from jgr.serving.scorers.programs import Share as Share
+from jgr.serving.scorers.programs import Staging as Staging
+from jgr.serving.scorers.user_block import new_block
 
 T = TypeVar("T")
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 UInt8 = npt.NDArray[np.uint8]
-Share = Literal["part", "request", "cache"]
-Program = Callable[..., Any]
-"""A compiled program, or a plain function that dispatches its operations one by one."""
 
 TIMED_ROUNDS, TIMED_S = 3, 0.01
 """At warm-up each size is timed in so many rounds, or as many as take so long; its fastest run is its cost."""
@@ -116,198 +112,20 @@ class PartExecutors(Executors, Protocol):
         """
 
 
-class Programs:
-    """The programs of a scorer, for any number of executors; made by `compile`.
+class Executor:
+    """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`.
 
-    sizes: candidates of a part, ascending. share: how often a user's part is computed. schema: of the features'
-    records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
-    build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
-    operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
-    such build. devices: those that share the model; all else than its items is whole on each of them.
+    embeddings: where the rows are gathered that each run is given; None: they are among the parameters.
     """
 
     def __init__(
         self,
-        cfg: ScorerConfig,
-        params: PyTree,
-        sizes: Sequence[int],
-        share: Share,
-        schema: Schema | None,
-        growth: int = 0,
-        build: Build = "fused",
-        devices: Devices = ONE,
+        programs: Programs,
+        size: int,
+        states: StateView | None,
+        embeddings: EmbeddingCache | None = None,
     ) -> None:
-        self.items, self.devices = cfg.n_items, devices
-        self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
-        self.params = params = scorers.as_built(params, build)
-        self.needs: Needs = self._model.needs(cfg)
-        self.sizes, self.share, self.schema = tuple(sizes), share, schema
-        self.user = user_layout(self.needs)
-        block = None if share == "cache" else self.user
-        self.layouts: dict[int, BufferLayout] = {} if share == "part" else {USER_PART: self.user}
-        self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
-        # A part with its user in it, of executors that share users otherwise.
-        self.may_be_whole = share == "request"
-        kept = keeping(cfg, build) if share == "cache" else None
-        self.growth, self._keeping = growth, growing(cfg) if growth else kept
-        words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
-        self.kept: PyTree = jax.eval_shape(self._read, words, params)
-        self._state: PyTree = self.kept  # shapes, as those of what is kept
-        if self._keeping is not None:
-            self._state = jax.eval_shape(self._renewed, words, params, self.kept)
-        self._compiled: dict[int, Program] = {}
-        self._whole: dict[int, Program] = {}
-        self._grow: Program
-        self.renew: Program | None = None
-        """renew(words, params, kept) -> state, compiled with USER_PART; takes `kept` for good. None: state is kept."""
-
-    def __getitem__(self, size: int) -> Program:
-        """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
-        kept."""
-        return self._compiled[size]
-
-    def whole(self, size: int) -> Program:
-        """The program of a part that computes the user too: (words, params, None, out) -> scores; compiled with the
-        size."""
-        return self._whole[size]
-
-    @property
-    def grow(self) -> Program:
-        """The program that adds events to a kept user: (words, params, kept) -> kept; compiled with USER_PART."""
-        return self._grow
-
-    def default_records(self, count: int) -> npt.NDArray[np.void] | None:
-        """Records [count] for items whose features are not there; None where the model reads none."""
-        schema = self.schema
-        return None if schema is None else np.frombuffer(schema.default * count, schema.dtype)
-
-    def out_shape(self, size: int) -> tuple[int, int, int]:
-        """The shape of a run's scores, [1, m, P]."""
-        return 1, size, len(self.needs.tasks)
-
-    def compile(self, size: int) -> Program:
-        """The program of a size, made once; its memory_analysis shows that the scores are written in place."""
-        if size in self._compiled:
-            return self._compiled[size]
-        if size == USER_PART:
-            words = Staging(self.user, self.devices).example
-            program = self._make("read", self._read, words, self.params)
-            if self.growth:
-                self._grow = self._make("grow", self._grown, words, self.params, self.kept)
-            if self._keeping is not None:
-                # Keys and values are most of either, or are not in the state at all.
-                given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
-                self.renew = self._make("renew", self._renewed, words, self.params, self.kept, donate=given)
-        else:
-            state = None if self.share == "part" else jax.tree.map(self._placed, self._state)
-            program = self._compile(size, state)
-            if self.may_be_whole:
-                self._whole[size] = self._compile(size, None)
-        self._compiled[size] = program
-        return program
-
-    def _compile(self, size: int, state: PyTree) -> Program:
-        """A part's program; without a state it computes the user."""
-        layout = self.layouts[size]
-        words = Staging(layout, self.devices).example
-        out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
-        return self._make(
-            f"score {size}", partial(self._score, layout), words, self.params, state, out, donate=(3,)
-        )
-
-    def _placed(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if self.devices.count == 1:
-            return shape
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.devices.everywhere)
-
-    def _make(self, name: str, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
-        if self._build == "op_by_op":
-            return call
-        # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
-        key = name, self._cfg, self._build, self.share, self.schema, self.growth
-        return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
-
-    def _read(self, words: jax.Array, params: PyTree) -> PyTree:
-        users = read_users(self.user, self.needs, words)
-        model = self._model.read if self._keeping is None else self._keeping.begin
-        return split.everywhere(model(params, self._cfg, users))
-
-    def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
-        users = read_users(self.user, self.needs, words)
-        return growing(self._cfg).grow(params, self._cfg, kept, users, self.growth)
-
-    def _renewed(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
-        assert self._keeping is not None
-        return self._keeping.state(params, self._cfg, kept, read_users(self.user, self.needs, words))
-
-    def _score(
-        self, layout: BufferLayout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
-    ) -> jax.Array:
-        inputs = layout.unpack(words)
-        asked = read_candidates(inputs, self.needs, self.schema)
-        if state is None:
-            users = read_users(self.user, self.needs, inputs["user"])
-            return split.everywhere(scorers.rank(self._model, params, self._cfg, users, asked))
-        return split.everywhere(self._model.score(params, self._cfg, state, asked))
-
-
-class Staging:
-    """One executor's buffer: the host writes it, it goes to the device in one piece, and it is written again.
-
-    A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
-    owns the buffer until its outputs are ready, and `views` waits for them.
-
-    devices: where the programs run. memory_kind: the kind of memory from which the device reads the
-    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
-    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
-    """
-
-    def __init__(self, layout: BufferLayout, devices: Devices = ONE, memory_kind: str | None = None) -> None:
-        self._devices, self._memory = devices, devices.everywhere
-        device: jax.Device = next(iter(self._memory.device_set))
-        has = {memory.kind for memory in device.addressable_memories()}
-        if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
-            memory_kind = "pinned_host"
-        self._pinned = memory_kind is not None
-        if memory_kind is not None:
-            self._memory = self._memory.with_memory_kind(memory_kind)
-        room = np.zeros(layout.size + ALIGNMENT, np.uint8)
-        start = -room.ctypes.data % ALIGNMENT
-        self._buffer = room[start : start + layout.size]
-        self._words = self._buffer.view(np.uint32)
-        self._views = layout.views(self._buffer)
-        self._reader: Any = ()
-
-    def views(self) -> dict[str, npt.NDArray[Any]]:
-        """Each input by its name, writable; waits until the last program has read the buffer."""
-        jax.block_until_ready(self._reader)
-        return self._views
-
-    def write(self, content: npt.NDArray[np.uint8]) -> None:
-        """All inputs at once: [size] uint8, laid out alike. Waits as `views` does."""
-        jax.block_until_ready(self._reader)
-        self._buffer[:] = content
-
-    @property
-    def example(self) -> jax.ShapeDtypeStruct:
-        """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
-        return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
-
-    def run(self, program: Callable[..., T], *others: Any) -> T:
-        """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
-        # A compiled program takes a NumPy array to its device faster than device_put does.
-        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
-        with self._devices.turn():
-            out = program(words, *others)
-        self._reader = out
-        return out
-
-
-class Executor:
-    """One size's program with buffers of its own. Not thread-safe: its thread alone calls `run`."""
-
-    def __init__(self, programs: Programs, size: int, states: StateView | None) -> None:
-        self.size, self._programs, self._states = size, programs, states
+        self.size, self._programs, self._states, self._embeddings = size, programs, states, embeddings
         self.reset()
 
     def reset(self) -> None:
@@ -349,14 +167,35 @@ class Executor:
             self._staging.write(work.block)
         cached: Literal["all", "before", "nothing"] = "before" if new else "all"
         if found is None:
-            kept, cached = self._staging.run(programs[USER_PART], programs.params), "nothing"
+            params = self._params(work.block)
+            kept, cached = self._staging.run(programs[USER_PART], params), "nothing"
         else:
-            kept = self._staging.run(programs.grow, programs.params, found) if new else found
+            kept = self._staging.run(programs.grow, self._params(work.block), found) if new else found
         stored = cached == "all"
         if new and states is not None and place is not None:
             stored = states.store(kept, place)
-        state = kept if programs.renew is None else self._staging.run(programs.renew, programs.params, kept)
+        state = kept
+        if programs.renew is not None:
+            params = self._params(work.block, renews=True)
+            state = self._staging.run(programs.renew, params, kept)
         return Read(state, cached, stored)
+
+    def _params(
+        self, block: UInt8 | None, candidates: Int32 | None = None, *, renews: bool = False
+    ) -> PyTree:
+        """The parameters for a run that reads a user's events, or candidates, or both; renews: see `renewing`."""
+        programs = self._programs
+        if self._embeddings is None:
+            return programs.params
+        rows: list[Int32] = []
+        if block is not None:
+            events = programs.user.views(block)["rows"]
+            rows.append(programs.renewing(events) if renews else events)
+        if candidates is not None:
+            rows.append(candidates)
+            rows.append(np.full(self.size - len(candidates), -1, np.int32))
+        found = self._embeddings.rows(item_tables.NAME, np.concatenate(rows))
+        return item_tables.given(programs.params, found)
 
     def _score(self, work: PartWork) -> jax.Array:
         count, programs, whole = len(work.rows), self._programs, isinstance(work.user, np.ndarray)
@@ -367,14 +206,16 @@ class Executor:
             views["records"][:count] = work.records.view(np.uint32).reshape(count, -1)
         if whole:
             views["user"][:] = work.user.view(np.uint32)
-        self._out = self._staging.run(program, programs.params, None if whole else work.user, self._out)
+        params = self._params(work.user if whole else None, work.rows)
+        self._out = self._staging.run(program, params, None if whole else work.user, self._out)
         return self._out
 
 
 class ScorerExecutors:
     """The executors of one engine, `number` of each size, each with a thread.
 
-    states: the cells of kept users, for `cache`. bind: whether threads are bound to the accelerator's NUMA node
+    states: the cells of kept users, for `cache`. embeddings: see `Executor`.
+    bind: whether threads are bound to the accelerator's NUMA node
     (FLAME-5).
     """
 
@@ -383,10 +224,12 @@ class ScorerExecutors:
         programs: Programs,
         number: int,
         states: StateView | None = None,
+        embeddings: EmbeddingCache | None = None,
         *,
         bind: bool = False,
     ) -> None:
         self.programs, self.states, self._bind = programs, states, bind
+        self.embeddings = embeddings
         self.sizes = tuple(size for size in programs.layouts for _ in range(number))
         self.costs: Mapping[int, float] = {size: float(size) for size in programs.sizes}
         self.whole: Mapping[int, float] = {}
@@ -426,10 +269,15 @@ class ScorerExecutors:
         views["rows"][:] = np.arange(len(views["rows"])) % items
         if self.states is not None:
             self.states.compile()
+        if self.embeddings is not None:
+            for count in programs.counts:
+                self.embeddings.compile(item_tables.NAME, count)
         progress(0, len(programs.layouts), "")
         for done, size in enumerate(programs.layouts, 1):
             programs.compile(size)
-            own = [Executor(programs, size, self.states) for each in self.sizes if each == size]
+            own = [
+                Executor(programs, size, self.states, self.embeddings) for each in self.sizes if each == size
+            ]
             self._executors += own
             if size == USER_PART:
                 works = {"part": ReadWork(block)}
@@ -460,10 +308,6 @@ class ScorerExecutors:
     def collect(self, start: Start, pending: tuple[ReadWork | PartWork, Any]) -> list[Any]:
         """See jgr.serving.engine.contract.Executors."""
         return [self._executors[start.lane].collect(*pending)]
-
-
-def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
-    return {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
 
 
 def fastest(trials: Mapping[T, Sequence[Callable[[], object]]]) -> dict[T, float]:

@@ -37,6 +37,7 @@ from jgr.serving.engine.opening import Again, counting_metrics, open_folder, rea
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
+from jgr.serving.scorers.paging import make_paging, open_items, share_of_rows
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import grown_by
@@ -60,12 +61,19 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
     """Read a scorer's folder. Raises CheckpointError where it is damaged, ConfigError for what scorers cannot do."""
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
+    paged = config.embeddings.tables == "paged"
+    if paged and devices.count > 1:
+        raise ConfigError("embeddings.tables: paged rows are for one device, not model.tensor_parallel")
+    if paged and config.executors.build == "op_by_op":
+        raise ConfigError(
+            "embeddings.tables: paged rows are for compiled programs, not executors.build=op_by_op"
+        )
     if devices.count > 1 and config.executors.share_user == "cache":
         raise ConfigError(
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
         )
     files = ModelFiles(folder)
-    cfg, params = scorers.load(folder, files, devices)
+    cfg, params = scorers.load(folder, files, devices, paged)
     return ScorerModel(cfg, params, files.revision(), folder, files)
 
 
@@ -132,6 +140,7 @@ def _make_engine(
                 settings.growth,
                 settings.build,
                 memory.devices_of(config),
+                config.embeddings.tables == "paged",
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
@@ -147,8 +156,20 @@ def _make_engine(
                 "so what is kept of a user serves requests of the same second alone"
             )
         growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
-        cache = UserCache(lease.meta, growth)
-    executors = ScorerExecutors(programs, settings.number, states, bind=config.features.bind_threads)
+        cache = UserCache(lease.held, growth)
+    paging = None
+    if programs.paged:
+        table = open_items(model.folder, model.files, model.cfg)
+        users = None if lease is None or states is None else (lease.held, states.room)
+        paging = make_paging(table, config, memory, model.revision, programs.counts[-1], users)
+        undo.callback(paging.close)
+    executors = ScorerExecutors(
+        programs,
+        settings.number,
+        states,
+        None if paging is None else paging.rows,
+        bind=config.features.bind_threads,
+    )
     _log.info(
         "model %s@%s: %s of %d items, on %s; catalog %s; %d shapes",
         config.model.name,
@@ -171,7 +192,8 @@ def _make_engine(
         features=features,
         cache=cache,
         lease=lease,
-        pool=None if states is None else states.pool,
+        paging=paging,
+        pool=None if states is None and paging is None else memory.pool,
         memory={
             "weights": tree_bytes(model.params),
             "features": 0 if features is None else round(config.features.cache_mb * 2**20),
@@ -193,9 +215,10 @@ def _make_engine(
     return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 
 
-def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease:
+def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease[CacheMeta]:
     """The meta service of users' states. ConfigError where the model's part of the pool does not hold one."""
-    name, room, pages = config.model.name, states.room, memory.limit(config.model.name)
+    name, room = config.model.name, states.room
+    pages = memory.limit(name) - share_of_rows(config, memory)
     if pages * (memory.pages.page_bytes // room.bytes) < room.cells:
         size, need = (x / 2**20 for x in (pages * memory.pages.page_bytes, room.bytes * room.cells))
         raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")

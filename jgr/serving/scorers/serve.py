@@ -34,6 +34,7 @@ from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.prefill import Asked, Prefill
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
+from jgr.serving.scorers.paging import Paging
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
 
 
@@ -48,9 +49,10 @@ class PartCosts(msgspec.Struct, frozen=True):
 class ServedScorer:
     """See jgr.serving.engine.contract.Served.
 
-    reads: whether the user's part is a run of its own. features: of the candidates;
-    None: the model reads none, or there is no store. cache: None where users are not kept; lease: of its entries;
-    pool: what they stand in. memory: bytes that its parts take. clock: the engine's.
+    reads: whether the user's part is a run of its own. features: of the candidates; None: the model reads none, or
+    there is no store. cache: None where users are not kept; lease: of its entries; pool: what they and rows stand in.
+    paging: of the items' embeddings; None: these are parameters. memory: bytes that its parts take. clock: the
+    engine's.
     """
 
     translator: ScorerTranslator
@@ -60,7 +62,8 @@ class ServedScorer:
     metrics: Metrics = field(default_factory=Metrics)
     features: FeatureCache | None = None
     cache: UserCache | None = None
-    lease: Lease | None = None
+    lease: Lease[CacheMeta] | None = None
+    paging: Paging | None = None
     pool: DevicePool | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     clock: Callable[[], int] = time.monotonic_ns
@@ -150,6 +153,8 @@ class ServedScorer:
 
     def take(self, start: Start, tasks: Sequence[ScorerTask | None], outcomes: Sequence[Any]) -> None:
         (work,), (task,), (outcome,) = start.work, tasks, outcomes
+        if self.paging is not None:
+            self.paging.border.retry()  # what this run had pinned is free now
         if task is None:
             return
         if isinstance(outcome, Read):
@@ -179,6 +184,9 @@ class ServedScorer:
 
     def started(self, handover_s: float = 0.0) -> None:
         self._handover_s = handover_s
+        if self.paging is not None:
+            self.paging.rows.start()
+            self.metrics.paging = self.paging.counts
         if self.features is not None:
             self.metrics.feature_counts = self.features.counts
 
@@ -191,6 +199,10 @@ class ServedScorer:
                 target=self.features.close, name="jgr-features-close", daemon=True
             )
             self._closing.start()
+        if idle and self.paging is not None:
+            if self.metrics.paging == self.paging.counts:
+                self.metrics.paging = None
+            self.paging.close()
         if idle and self.lease is not None:
             self.lease.close()
 
@@ -202,3 +214,5 @@ class ServedScorer:
 
     def check(self) -> None:
         """The policy audits the cache."""
+        if self.paging is not None:
+            self.paging.border.check()

@@ -19,18 +19,18 @@ def test_what_a_moved_boundary_sends_to_the_host_is_copied_before_another_model_
     assert memory.host is not None
     lease = memory.lease("m", lambda: CacheMeta(memory.pages, {"user": kv_room(kv)}, None, memory.host.pages))
     name, content = Name("user", "u", "user_prefix"), Content.of(np.arange(2, dtype=np.int32))
-    entry = lease.meta.extend(name, content)
+    entry = lease.held.extend(name, content)
     assert entry is not None
-    lease.meta.written(entry)
-    lease.meta.release(entry)
+    lease.held.written(entry)
+    lease.held.release(entry)
     memory.pool.write(lambda array: array + np.uint32(7), 0)
     Caching(memory, lease, kv, {"user": 0}, {}, None).start()
     memory.host.catch_up()  # as every thread does that is about to dispatch
     memory.pool.write(lambda array: array * np.uint32(0), 0)  # the page is another model's
-    lease.meta.set_limit("user", memory.pages.count)
-    back = lease.meta.find(name, content)
+    lease.held.set_limit("user", memory.pages.count)
+    back = lease.held.find(name, content)
     assert back is not None
-    memory.host.plan(lease.meta.take_moves(), kv.cells, 0)
+    memory.host.plan(lease.held.take_moves(), kv.cells, 0)
     memory.host.catch_up()
     (cell,) = back.cells
     assert (memory.pool.read(np.asarray, 0)[cell] == 7).all()

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of embedding tables in pages of the device's pool, and what becomes of those that are not there (HLEM-1, 10).
+
+The one idea: a batch names rows, and gets an array of them in that order. What stands in the pool is gathered; what
+does not is read once for each row from the shards, sent in one transfer, and stands in the pool from then on. Where no
+page can be had, because there is none or all are pinned, the rows go to the batch past the pool: so the answer never
+depends on how many pages the rows own, nor on what moves meanwhile.
+
+Threads of executors call `rows`; the event loop moves pages (`grow`, `shrink`). The lock is held for bookkeeping alone,
+never while a shard is read or a program runs. A page is pinned from the look-up until the program that gathers from it
+is dispatched: whatever is dispatched later comes after it on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.pool import DevicePool, PoolLost
+from jgr.cache.refill import RefillBudget
+from jgr.cache.rows import RowPages, TableShape, words_of
+from jgr.models import words
+from jgr.models.words import Cells
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+WRITES = (16, 128, 1024)
+"""How many rows a program writes, at most; larger transfers are cut."""
+TRIES = 3
+"""How often a batch is tried again where the pool is lost meanwhile."""
+REFILL_BYTES = 1 << 20
+"""The most bytes that one step of the refill copies, which a critical miss may have to wait for."""
+REFILL_EVERY_S = 0.05
+STEP_S = 5.0
+"""The most seconds that the end of the background waits for a step to end."""
+IDLE_STEPS = 20
+"""After so many steps that found nothing to copy, the refill waits for new pages."""
+NOWHERE = np.iinfo(np.int32).max
+"""A cell that no pool has: nothing is written there."""
+
+
+class RowSource(Protocol):
+    """The tables behind the cache."""
+
+    def read(self, table: str, rows: Int64) -> npt.NDArray[Any]:
+        """The rows [n, width] of a table, in its own dtype. Raises a UserError where one cannot be had."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: how many it has. width: numbers of a row. dtype: of these."""
+
+    rows: int
+    width: int
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+class EmbeddingCache:
+    """tables: by name. source: where their rows are read. catch_up: see `StateView`. budget: how fast empty pages are
+    filled; clock: in ns.
+
+    Raises ValueError for rows that are no whole words, or larger than a page.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        tables: Mapping[str, Table],
+        source: RowSource,
+        *,
+        catch_up: Callable[[], None] = lambda: None,
+        budget: RefillBudget | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.pool, self.tables, self.source, self._catch_up = pool, dict(tables), source, catch_up
+        shapes = {name: TableShape(of.rows, of.row_bytes) for name, of in tables.items()}
+        self.pages = RowPages(pool.pages, pool.page_bytes, shapes)
+        self._cells = {name: Cells.of(of.row_bytes, pool.page_bytes) for name, of in tables.items()}
+        self._budget, self._clock = budget or RefillBudget(0.0), clock
+        self._epoch = pool.epoch
+        self._lock = threading.Lock()
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._zeros: dict[tuple[str, int], jax.Array] = {}
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in tables}
+        self._refill = _Refill(self)
+
+    # What executors' threads call.
+
+    def compile(self, table: str, count: int) -> None:
+        """Make the programs for batches of `count` rows of a table, so that none is made while requests wait."""
+        of, cells, array = self.tables[table], self._cells[table], self.pool.example
+        places = jax.ShapeDtypeStruct((count,), np.int32)
+        staged = jax.ShapeDtypeStruct((count, cells.words), np.uint32)
+        gather = jax.jit(_gather, static_argnames=("cells", "dtype"))
+        fixed = {"cells": cells, "dtype": of.dtype}
+        if (table, "gather", count) not in self._programs:
+            self._programs[table, "gather", count] = gather.lower(array, places, None, **fixed).compile()
+            self._programs[table, "staged", count] = gather.lower(array, places, staged, **fixed).compile()
+            self._zeros[table, count] = jnp.zeros((count, of.width), jnp.float32)
+        for size in WRITES:
+            if (table, "write", size) not in self._programs:
+                given = (
+                    jax.ShapeDtypeStruct((size,), np.int32),
+                    jax.ShapeDtypeStruct((size, cells.words), np.uint32),
+                )
+                write = jax.jit(_write, static_argnames="cells", donate_argnums=0)
+                self._programs[table, "write", size] = write.lower(array, *given, cells=cells).compile()
+
+    def rows(self, table: str, rows: Int32) -> jax.Array:
+        """The rows [n, width] float32 of a table; zeros where `rows` [n] is -1. `compile` was called for n.
+
+        Raises what the source raises, and PoolLost where the pool is lost again and again.
+        """
+        unique, place = np.unique(rows, return_inverse=True)
+        none = int(unique[0] < 0) if len(unique) else 0  # -1 sorts first
+        wanted = unique[none:].astype(np.int64)
+        if not len(wanted):
+            return self._zeros[table, len(rows)]
+        for left in reversed(range(TRIES)):
+            try:
+                return self._rows(table, wanted, place.reshape(-1).astype(np.int64) - none)
+            except PoolLost:
+                if not left:
+                    raise
+        raise AssertionError
+
+    def _rows(self, table: str, unique: Int64, place: Int64) -> jax.Array:
+        with self._lock:
+            epoch = self._present()
+            found = self.pages.find(table, unique)
+            missing = unique[found.cells < 0]
+            taken = self.pages.take(table, len(missing))
+        try:
+            values = None
+            if len(missing):
+                values = self._read(table, missing)
+                self._budget.missed(values.nbytes, self._clock())
+                self._fill(table, missing[: len(taken.cells)], taken.cells, values, epoch)
+            return self._gather(table, found.cells, taken.cells, values, place, epoch)
+        finally:
+            with self._lock:
+                self.pages.unpin(found.pages)
+                self.pages.unpin(taken.pages)
+
+    def _read(self, table: str, rows: Int64) -> npt.NDArray[np.uint32]:
+        values = words_of(self.source.read(table, rows))
+        with self._lock:
+            counts = self._counts[table]
+            counts["transfers"] += 1
+            counts["bytes"] += values.nbytes
+        return values
+
+    def _fill(
+        self, table: str, rows: Int64, cells: Int32, values: npt.NDArray[np.uint32], epoch: int
+    ) -> None:
+        """Write the first rows of `values` to their cells, and let them be found."""
+        at = 0
+        while at < len(cells):
+            size = next((size for size in WRITES if size >= len(cells) - at), WRITES[-1])
+            some = min(size, len(cells) - at)
+            numbers = np.full(size, NOWHERE, np.int32)
+            numbers[:some] = cells[at : at + some]
+            padded = np.zeros((size, values.shape[1]), np.uint32)
+            padded[:some] = values[at : at + some]
+            program = self._programs[table, "write", size]
+            self._catch_up()
+            self.pool.write(_bound(program, numbers, padded), epoch)
+            at += some
+        with self._lock:
+            if self._epoch == epoch:
+                self.pages.publish(table, rows, cells)
+
+    def _gather(
+        self,
+        table: str,
+        cells: Int32,
+        new: Int32,
+        values: npt.NDArray[np.uint32] | None,
+        place: Int64,
+        epoch: int,
+    ) -> jax.Array:
+        """The rows of a batch. cells: of each different row, -1 for what is missing; new: of the first of these."""
+        cells = cells.copy()
+        missing = np.flatnonzero(cells < 0)
+        cells[missing[: len(new)]] = new
+        places = np.where(place >= 0, cells[place], -1).astype(np.int32)
+        staged = None
+        beyond = missing[len(new) :]
+        if values is not None and len(beyond):
+            with self._lock:
+                self._counts[table]["past"] += len(beyond)
+            every = np.zeros((len(cells), values.shape[1]), np.uint32)
+            every[beyond] = values[len(new) :]
+            staged = np.where((place >= 0)[:, None], every[place], 0).astype(np.uint32)
+        kind = "gather" if staged is None else "staged"
+        found: jax.Array = self.pool.read(
+            _bound(self._programs[table, kind, len(place)], places, staged), epoch
+        )
+        return found
+
+    # What moves pages, on the event loop.
+
+    def grow(self, pages: list[int]) -> None:
+        """Own these pages of the pool, which nobody else has; they are filled in the background."""
+        with self._lock:
+            self.pages.add(pages)
+        self._refill.wake()
+
+    def shrink(self, count: int) -> list[int]:
+        """Give away at most so many pages, the coldest that nobody has pinned."""
+        with self._lock:
+            return self.pages.remove(count)
+
+    @property
+    def owned(self) -> int:
+        return self.pages.owned
+
+    # The background.
+
+    def start(self) -> None:
+        """Fill empty pages in a thread from now on."""
+        self._refill.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._refill.close()
+
+    def refill(self) -> int:
+        """One step: copy some of the hottest rows that are missing into cells that hold nothing, as fast as the budget
+        allows. Gives their number."""
+        copied = 0
+        for table, of in self.tables.items():
+            with self._lock:
+                room = self.pages.empty * self.pages.per_page(table)
+            if not room:
+                break
+            most = self._budget.take(min(room * of.row_bytes, REFILL_BYTES), self._clock()) // of.row_bytes
+            rows = self.pages.hottest_missing(table, most) if most else np.zeros(0, np.int64)
+            copied += self._warm(table, rows)
+        return copied
+
+    def _warm(self, table: str, rows: Int64) -> int:
+        if not len(rows):
+            return 0
+        with self._lock:
+            epoch = self._present()
+            taken = self.pages.take(table, len(rows), evict=False)
+        try:
+            rows = rows[: len(taken.cells)]
+            self._fill(table, rows, taken.cells, words_of(self.source.read(table, rows)), epoch)
+        except PoolLost:
+            return 0
+        finally:
+            with self._lock:
+                self.pages.unpin(taken.pages)
+                self._counts[table]["refilled"] += len(rows)
+        return len(rows)
+
+    # What is told of it.
+
+    def counts(self, table: str) -> Mapping[str, int]:
+        """Of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes: of misses;
+        past: rows that went past the pool; refilled, evicted, collateral, duplicates: rows."""
+        return self.pages.counts[table] + self._counts[table]
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+        with self._lock:
+            self.pages.check()
+
+    def _present(self) -> int:
+        """The pool's epoch; what stood in another is forgotten."""
+        epoch = self.pool.epoch
+        if epoch != self._epoch:
+            self.pages.clear()
+            self._epoch = epoch
+        return epoch
+
+
+class _Refill:
+    """The thread that fills empty pages."""
+
+    def __init__(self, cache: EmbeddingCache) -> None:
+        self._cache, self._wanted, self._ended = cache, threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="jgr-refill", daemon=True)
+            self._thread.start()
+
+    def wake(self) -> None:
+        self._wanted.set()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(STEP_S)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._wanted.wait()
+            self._wanted.clear()
+            idle = 0
+            while idle < IDLE_STEPS and self._cache.pages.empty and not self._ended.wait(REFILL_EVERY_S):
+                try:
+                    idle = 0 if self._cache.refill() else idle + 1
+                except Exception:
+                    break  # a shard that fails is told to whoever misses its rows
+
+
+def _bound(program: Callable[..., Any], *others: Any) -> Callable[[jax.Array], Any]:
+    return lambda array: program(array, *others)
+
+
+def _gather(
+    array: jax.Array, places: jax.Array, staged: jax.Array | None, *, cells: Cells, dtype: np.dtype[Any]
+) -> jax.Array:
+    found = words.read(array, *cells.place(jnp.maximum(places, 0)), cells.words)
+    there = (places >= 0)[:, None]
+    found = jnp.where(there, found, 0 if staged is None else staged)
+    return words.seen_as(found, dtype).astype(jnp.float32)
+
+
+def _write(array: jax.Array, numbers: jax.Array, values: jax.Array, *, cells: Cells) -> jax.Array:
+    return words.write(array, *cells.place(numbers), values)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of embedding tables stand where in pages of the pool: bookkeeping in arrays (HLEM-2, HLEM-10).
+
+The one idea: all work is on arrays of rows and of pages, never on one row. A page that the rows own is of one table at
+a time, and is filled from its first cell on. It goes as a whole: the page whose newest use is longest ago, with all the
+rows in it (page LRU, HLEM-10 b). A row that was in use and went with its page is counted as collateral.
+
+A cell that was given out is not found before it was `published`, which is once its copy is dispatched. A page that
+somebody reads or writes is pinned, and is neither emptied nor given away.
+
+No thread and no device is known here: whoever calls holds a lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.hotness import RowFrequencies
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+FOREIGN, EMPTY = -2, -1
+"""The table of a page that the rows do not own, and of one that holds no row."""
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """rows: of the table. row_bytes: of one of them, a multiple of 4 and at most a page."""
+
+    rows: int
+    row_bytes: int
+
+
+class Sought(NamedTuple):
+    """cells: [n] int32 of each row, -1 for a miss. pages: those that are pinned for it, each once."""
+
+    cells: Int32
+    pages: Int64
+
+
+class RowPages:
+    """Rows in pages [0, pages) of a pool, of which they own some.
+
+    Raises ValueError for a row that no page holds, or whose bytes are no whole words.
+    """
+
+    def __init__(self, pages: int, page_bytes: int, tables: Mapping[str, TableShape]) -> None:
+        for name, of in tables.items():
+            if not 0 < of.row_bytes <= page_bytes or of.row_bytes % 4:
+                raise ValueError(f"table {name}: rows of {of.row_bytes} bytes in pages of {page_bytes}")
+        self._names = list(tables)
+        self._per_page = [page_bytes // of.row_bytes for of in tables.values()]
+        self._cell_of = [np.full(of.rows, -1, np.int32) for of in tables.values()]
+        self.frequencies = [RowFrequencies(of.rows) for of in tables.values()]
+        self._row_in = np.full((pages, max(self._per_page)), -1, np.int32)
+        self._table = np.full(pages, FOREIGN, np.int16)
+        self._filled = np.zeros(pages, np.int32)
+        self._pins = np.zeros(pages, np.int32)
+        self._used = np.zeros(pages, np.int64)
+        self._tick = 0
+        self._open = [-1] * len(self._names)
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._names}
+        """By table: hits, misses, evicted, collateral, duplicates."""
+
+    def number(self, table: str) -> int:
+        return self._names.index(table)
+
+    @property
+    def owned(self) -> int:
+        """Pages that the rows own."""
+        return int((self._table != FOREIGN).sum())
+
+    @property
+    def empty(self) -> int:
+        """Owned pages without a row."""
+        return int((self._table == EMPTY).sum())
+
+    def resident(self, table: str) -> int:
+        """Rows of a table that are found."""
+        return int((self._cell_of[self.number(table)] >= 0).sum())
+
+    def per_page(self, table: str) -> int:
+        return self._per_page[self.number(table)]
+
+    def find(self, table: str, rows: Int64) -> Sought:
+        """Where rows [n], each once, stand; the pages are pinned until `unpin`. Counts hits and misses."""
+        number = self.number(table)
+        cells = self._cell_of[number][rows]
+        pages = np.unique(cells[cells >= 0] // self._per_page[number]).astype(np.int64)
+        self._tick += 1
+        self._used[pages] = self._tick
+        self._pins[pages] += 1
+        missed = int((cells < 0).sum())
+        counts = self.counts[table]
+        counts["hits"] += len(rows) - missed
+        counts["misses"] += missed
+        self.frequencies[number].touch(rows)
+        return Sought(cells, pages)
+
+    def take(self, table: str, count: int, evict: bool = True) -> Sought:
+        """At most `count` cells for new rows of a table; their pages are pinned until `unpin`. evict: whether others'
+        rows may go for them; else only cells that hold nothing are given."""
+        number, found = self.number(table), list[Int32]()
+        per_page, pages, left = self._per_page[number], list[int](), count
+        while left > 0:
+            page = self._open[number]
+            if page < 0:
+                page = self._new_page(number, evict)
+            if page < 0:
+                break
+            at = int(self._filled[page])
+            some = min(left, per_page - at)
+            found.append(np.arange(page * per_page + at, page * per_page + at + some, dtype=np.int32))
+            self._filled[page] += some
+            self._used[page] = self._tick
+            self._pins[page] += 1
+            pages.append(page)
+            left -= some
+            self._open[number] = page if at + some < per_page else -1
+        cells = np.concatenate([np.zeros(0, np.int32), *found])
+        return Sought(cells, np.array(pages, np.int64))
+
+    def publish(self, table: str, rows: Int64, cells: Int32) -> None:
+        """The rows [n] are in these cells [n] of `take`. A row that another put elsewhere meanwhile stays there."""
+        number = self.number(table)
+        of = self._cell_of[number]
+        new = of[rows] < 0
+        self.counts[table]["duplicates"] += int((~new).sum())
+        rows, cells = rows[new], cells[new]
+        of[rows] = cells
+        per_page = self._per_page[number]
+        self._row_in[cells // per_page, cells % per_page] = rows
+
+    def unpin(self, pages: Int64) -> None:
+        """End the pins of a `find` or of a `take`."""
+        self._pins[pages] -= 1
+
+    def add(self, pages: list[int]) -> None:
+        """Own these pages, which hold nothing."""
+        self._table[pages] = EMPTY
+        self._filled[pages] = 0
+
+    def remove(self, count: int) -> list[int]:
+        """Give away at most so many pages: those that hold nothing, then those that were not used for longest. Fewer
+        where the others are pinned."""
+        free = np.flatnonzero((self._table == EMPTY) & (self._pins == 0))[:count]
+        gone = free
+        if len(free) < count:
+            cold = self._coldest(count - len(free))
+            self._drop(cold)
+            gone = np.concatenate([free, cold])
+        self._table[gone] = FOREIGN
+        given: list[int] = gone.tolist()
+        return given
+
+    def clear(self) -> None:
+        """Forget all rows, for the pool was emptied. Pages stay owned, and pinned by whoever still has them."""
+        for of in self._cell_of:
+            of[:] = -1
+        self._row_in[:] = -1
+        self._table[self._table >= 0] = EMPTY
+        self._filled[:] = 0
+        self._open = [-1] * len(self._names)
+
+    def hottest_missing(self, table: str, most: int) -> Int64:
+        """The rows that were used most and are not here, at most so many, the most frequent first."""
+        number = self.number(table)
+        return self.frequencies[number].hottest(self._cell_of[number] < 0, most)
+
+    def check(self) -> None:
+        """Audit; AssertionError."""
+        assert (self._pins >= 0).all(), "a page is pinned less than not at all"
+        seen = 0
+        for number, of in enumerate(self._cell_of):
+            rows = np.flatnonzero(of >= 0)
+            cells, per_page = of[rows], self._per_page[number]
+            assert len(np.unique(cells)) == len(cells), "a cell is of two rows"
+            pages = cells // per_page
+            assert (self._table[pages] == number).all(), "a row stands in a page of another owner"
+            assert (self._row_in[pages, cells % per_page] == rows).all(), "a cell does not know its row"
+            assert (cells % per_page < self._filled[pages]).all(), "a row stands in a cell that was not given"
+            seen += len(rows)
+        assert seen == int((self._row_in >= 0).sum()), "a cell names a row that is not there"
+        assert not self._filled[self._table < 0].any(), "a page without rows is filled"
+        assert all(page < 0 or self._table[page] == n for n, page in enumerate(self._open)), (
+            "an open page left"
+        )
+
+    def _new_page(self, number: int, evict: bool) -> int:
+        free = np.flatnonzero((self._table == EMPTY) & (self._pins == 0))[:1]
+        if not len(free):
+            free = self._coldest(1) if evict else free
+            self._drop(free)
+        if not len(free):
+            return -1
+        self._table[free] = number
+        return int(free[0])
+
+    def _coldest(self, count: int) -> Int64:
+        """The unpinned pages with rows whose last use is longest ago, at most so many."""
+        pages = np.flatnonzero((self._table >= 0) & (self._pins == 0))
+        if len(pages) > count:
+            pages = pages[np.argpartition(self._used[pages], count)[:count]]
+        return pages
+
+    def _drop(self, pages: Int64) -> None:
+        """Forget the rows of pages, which hold nothing then."""
+        for number in np.unique(self._table[pages]).tolist():
+            own = pages[self._table[pages] == number]
+            rows = self._row_in[own]
+            rows = rows[rows >= 0]
+            self._cell_of[number][rows] = -1
+            counts = self.counts[self._names[number]]
+            counts["evicted"] += len(rows)
+            counts["collateral"] += int(self.frequencies[number].in_use(rows).sum())
+            if self._open[number] in own:
+                self._open[number] = -1
+        self._row_in[pages] = -1
+        self._table[pages] = EMPTY
+        self._filled[pages] = 0
+
+
+def words_of(values: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """Rows [n, width] of any type as words [n, row_bytes / 4] uint32."""
+    return np.ascontiguousarray(values).view(np.uint32)

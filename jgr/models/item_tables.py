@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items' embeddings of a scorer, among its parameters or in a table of their own (HLEM-1).
+
+The one idea: a scorer's functions take embeddings by `params.embed[rows]` alone. So who serves from a table gathers the
+rows that a program reads into an array [n, D], gives it as `params.embed`, and names the rows by their places in it:
+the functions, and the numbers that they compute with, are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgr.models import table_file
+from jgr.models.devices import ON_ONE, Placement
+from jgr.models.model_files import ModelFiles
+from jgr.models.params import PyTree
+from jgr.models.room import require_memory
+from jgr.models.table_file import ITEMS, TableFile
+
+NAME = "items"
+WriteBeside = Callable[[Path], None]
+
+
+def apart(params: PyTree, dtype: str, write_beside: WriteBeside) -> tuple[PyTree, WriteBeside]:
+    """The parameters without the items' embeddings, and what writes these to ITEMS besides, after `write_beside`.
+
+    dtype: of the rows; "none": nothing is changed.
+    """
+    if dtype == "none":
+        return params, write_beside
+    embed = np.asarray(params.embed)
+
+    def write(folder: Path) -> None:
+        write_beside(folder)
+        model = ModelFiles(folder).identity()
+        table_file.write(folder / ITEMS, NAME, [embed], width=embed.shape[1], dtype=dtype, model=model)  # type: ignore[arg-type]
+
+    return dataclasses.replace(params, embed=None), write
+
+
+def are_apart(folder: Path) -> bool:
+    """Whether a model's folder has a table of its items' embeddings."""
+    return (folder / ITEMS).is_file()
+
+
+def declared(folder: Path, specs: PyTree) -> PyTree:
+    """The declaration of the parameters that stand in the folder's params/."""
+    return dataclasses.replace(specs, embed=None) if are_apart(folder) else specs
+
+
+def open_table(folder: Path, specs: PyTree, files: ModelFiles) -> TableFile:
+    """The table of a model's folder. Raises TableError where it is not this model's."""
+    rows, width = specs.embed.shape
+    return TableFile(folder / ITEMS, name=NAME, rows=rows, width=width, model=files.identity())
+
+
+def joined(
+    folder: Path, specs: PyTree, params: PyTree, files: ModelFiles, placement: Placement = ON_ONE
+) -> PyTree:
+    """The parameters with the folder's table among them, in float32. Raises TableError, CheckpointError."""
+    if not are_apart(folder):
+        return params
+    table = open_table(folder, specs, files)
+    size = 4 * table.rows.size
+    require_memory(size, size)
+    embed = placement.put(specs.embed, np.asarray(table.rows, np.float32))
+    return dataclasses.replace(params, embed=embed)
+
+
+def width(specs: PyTree) -> int:
+    """Numbers of an item's embedding."""
+    found: int = specs.embed.shape[1]
+    return found
+
+
+def given(params: PyTree, rows: Any) -> PyTree:
+    """The parameters with gathered rows [n, D], or their shape, as the items' embeddings."""
+    return dataclasses.replace(params, embed=rows)
+
+
+def shape(specs: PyTree, count: int) -> jax.ShapeDtypeStruct:
+    """Of `count` gathered rows."""
+    return jax.ShapeDtypeStruct((count, width(specs)), np.float32)

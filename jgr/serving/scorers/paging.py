@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scorer's embeddings in pages of the pool: the table of its folder, the rows' cache, the border to its users."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jgr.cache.border import Border
+from jgr.cache.embeddings import EmbeddingCache, Table
+from jgr.cache.memory import Lease, Memory
+from jgr.cache.meta import CacheMeta
+from jgr.cache.pages import Room
+from jgr.cache.refill import RefillBudget
+from jgr.config import Config, ConfigError
+from jgr.embeddings.shards import LocalShard, Shards
+from jgr.models import item_tables, scorers
+from jgr.models.model_files import ModelFiles
+from jgr.models.scorers import ScorerConfig
+from jgr.models.table_file import TableFile
+from jgr.serving.engine.paging_metrics import PagingCounts
+
+
+@dataclass(frozen=True, eq=False)
+class Paging:
+    """What an engine has of its model's rows. lease: of the border, which engines of the same weights share."""
+
+    lease: Lease[Border]
+    rows: EmbeddingCache
+    shards: Shards
+
+    @property
+    def border(self) -> Border:
+        return self.lease.held
+
+    def close(self) -> None:
+        self.lease.close()
+
+    def counts(self) -> PagingCounts:
+        """For /metrics."""
+        rows, border = self.rows, self.border
+        tables = {
+            name: {
+                **rows.counts(name),
+                **self.shards.counts[name],
+                "resident": rows.pages.resident(name),
+            }
+            for name in rows.tables
+        }
+        return PagingCounts(
+            tables, rows.owned, border.wanted, border.total, rows.pages.empty, dict(border.counts)
+        )
+
+
+def open_items(folder: Path, files: ModelFiles | None, cfg: ScorerConfig) -> TableFile:
+    """The table of a folder's items. Raises TableError where it is not the model's."""
+    return item_tables.open_table(folder, scorers.scorer(cfg).spec(cfg), files or ModelFiles(folder))
+
+
+def share_of_rows(config: Config, memory: Memory) -> int:
+    """Pages that rows have at first; 0 where embeddings are parameters."""
+    settings = config.embeddings
+    if settings.tables != "paged":
+        return 0
+    share = settings.share if config.executors.share_user == "cache" else 1.0
+    return int(memory.limit(config.model.name) * share)
+
+
+def make_paging(
+    table: TableFile,
+    config: Config,
+    memory: Memory,
+    revision: str,
+    largest: int,
+    users: tuple[CacheMeta, Room] | None,
+) -> Paging:
+    """Put the rows of a table into the model's pages. largest: rows of the largest batch. users: those that have the
+    other pages, and the room of one; None: no users are kept.
+
+    ConfigError where the pages are too few for a batch, or too small for a row.
+    """
+    header, pages, name = table.header, memory.pages, config.model.name
+    of = Table(header.rows, header.width, header.numpy_dtype)
+    if of.row_bytes > pages.page_bytes or of.row_bytes % 4:
+        raise ConfigError(
+            f"cache.page_kb: pages of {pages.page_bytes} bytes, but a row of {item_tables.NAME} has {of.row_bytes}, "
+            "which must be at most a page's and whole words of 4"
+        )
+
+    def make() -> Border:
+        shards = Shards({item_tables.NAME: [LocalShard(table)]})
+        budget = RefillBudget(config.embeddings.link_mb_s * 2**20)
+        host = memory.host
+        rows = EmbeddingCache(
+            memory.pool,
+            {item_tables.NAME: of},
+            shards,
+            catch_up=(lambda: None) if host is None else host.catch_up,
+            budget=budget,
+        )
+        least = -(-largest // (pages.page_bytes // of.row_bytes))
+        meta, room = users or (None, None)
+        one_user = 0 if room is None else -(-room.cells // (pages.page_bytes // room.bytes))
+        total = memory.limit(name)
+        return Border(
+            rows,
+            meta,
+            pages,
+            f"{name}@{revision}/rows",
+            total,
+            share_of_rows(config, memory),
+            least,
+            one_user,
+        )
+
+    lease = memory.lease(("rows", name, revision, users is None), make)
+    rows = lease.held.rows
+    assert isinstance(rows, EmbeddingCache)
+    assert isinstance(rows.source, Shards)
+    return Paging(lease, rows, rows.source)

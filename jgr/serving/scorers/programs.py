@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled programs of a scorer, and the buffer from which one reads its inputs (FLAME-6, 10).
+
+How often a user's part is computed decides which programs there are, see `jgr.serving.scorers.executors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.buffers import ALIGNMENT, BufferLayout
+from jgr.features.schema import Schema
+from jgr.models import item_tables, scorers
+from jgr.models.climber_layers import Build
+from jgr.models.devices import ONE, Devices
+from jgr.models.params import PyTree
+from jgr.models.scorers import Needs, ScorerConfig, Users, growing, keeping
+from jgr.ops import split
+from jgr.serving.engine.compilation import compiled
+from jgr.serving.policies.orchestration import USER_PART
+from jgr.serving.scorers.user_block import part_layout, read_candidates, read_users, user_layout
+
+T = TypeVar("T")
+
+Int32 = npt.NDArray[np.int32]
+Share = Literal["part", "request", "cache"]
+Program = Callable[..., Any]
+"""A compiled program, or a plain function that dispatches its operations one by one."""
+
+
+class Programs:
+    """The programs of a scorer, for any number of executors; made by `compile`.
+
+    sizes: candidates of a part, ascending. share: how often a user's part is computed. schema: of the features'
+    records; None: the model reads none. growth: the most events by which a kept user may have grown, only for `cache`.
+    build: see climber_layers.Build (FLAME-7); the programs of "op_by_op" are plain functions, which dispatch one
+    operation after the other. Raises HistoryIsWhole where the model's users cannot grow, ConfigError where it has no
+    such build. devices: those that share the model; all else than its items is whole on each of them. paged: whether
+    the items' embeddings are given to each run as the rows that it reads, in order: a history's, then candidates'.
+    """
+
+    def __init__(
+        self,
+        cfg: ScorerConfig,
+        params: PyTree,
+        sizes: Sequence[int],
+        share: Share,
+        schema: Schema | None,
+        growth: int = 0,
+        build: Build = "fused",
+        devices: Devices = ONE,
+        paged: bool = False,
+    ) -> None:
+        self.items, self.devices, self.paged = cfg.n_items, devices, paged
+        self._model, self._cfg, self._build = scorers.scorer(cfg, build), cfg, build
+        self.params = params = scorers.as_built(params, build)
+        self._specs = self._model.spec(cfg) if paged else None
+        self.needs: Needs = self._model.needs(cfg)
+        self.sizes, self.share, self.schema = tuple(sizes), share, schema
+        self.user = user_layout(self.needs)
+        block = None if share == "cache" else self.user
+        self.layouts: dict[int, BufferLayout] = {} if share == "part" else {USER_PART: self.user}
+        self.layouts |= {size: part_layout(block, schema, size) for size in self.sizes}
+        # A part with its user in it, of executors that share users otherwise.
+        self.may_be_whole = share == "request"
+        kept = keeping(cfg, build) if share == "cache" else None
+        self.growth, self._keeping = growth, growing(cfg) if growth else kept
+        words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
+        params = self.shaped(self.needs.max_items)
+        self.kept: PyTree = jax.eval_shape(self._read, words, params)
+        self._state: PyTree = self.kept  # shapes, as those of what is kept
+        if self._keeping is not None:
+            self._state = jax.eval_shape(self._renewed, words, params, self.kept)
+        self._compiled: dict[int, Program] = {}
+        self._whole: dict[int, Program] = {}
+        self._grow: Program
+        self.renew: Program | None = None
+        """renew(words, params, kept) -> state, compiled with USER_PART; takes `kept` for good. None: state is kept."""
+
+    def __getitem__(self, size: int) -> Program:
+        """The program of a size: (words, params, state, out) -> scores [1, m, P]; of USER_PART: (words, params) ->
+        kept."""
+        return self._compiled[size]
+
+    def whole(self, size: int) -> Program:
+        """The program of a part that computes the user too: (words, params, None, out) -> scores; compiled with the
+        size."""
+        return self._whole[size]
+
+    @property
+    def grow(self) -> Program:
+        """The program that adds events to a kept user: (words, params, kept) -> kept; compiled with USER_PART."""
+        return self._grow
+
+    def shaped(self, count: int) -> PyTree:
+        """The parameters, with the shape of `count` gathered rows where these are given to each run."""
+        if not self.paged:
+            return self.params
+        return item_tables.given(self.params, item_tables.shape(self._specs, count))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of rows that runs gather."""
+        events = self.needs.max_items
+        whole = {events + size for size in self.sizes} if self.may_be_whole or self.share == "part" else set()
+        parts = set() if self.share == "part" else {events, *self.sizes}
+        return tuple(sorted(parts | whole))
+
+    def renewing(self, rows: Int32) -> Int32:
+        """See `scorers.renewing`."""
+        return scorers.renewing(self._cfg, rows)
+
+    def default_records(self, count: int) -> npt.NDArray[np.void] | None:
+        """Records [count] for items whose features are not there; None where the model reads none."""
+        schema = self.schema
+        return None if schema is None else np.frombuffer(schema.default * count, schema.dtype)
+
+    def out_shape(self, size: int) -> tuple[int, int, int]:
+        """The shape of a run's scores, [1, m, P]."""
+        return 1, size, len(self.needs.tasks)
+
+    def compile(self, size: int) -> Program:
+        """The program of a size, made once; its memory_analysis shows that the scores are written in place."""
+        if size in self._compiled:
+            return self._compiled[size]
+        if size == USER_PART:
+            words = Staging(self.user, self.devices).example
+            params = self.shaped(self.needs.max_items)
+            program = self._make("read", self._read, words, params)
+            if self.growth:
+                self._grow = self._make("grow", self._grown, words, params, self.kept)
+            if self._keeping is not None:
+                # Keys and values are most of either, or are not in the state at all.
+                given = (2,) if _shapes(self.kept) <= _shapes(self._state) else ()
+                self.renew = self._make("renew", self._renewed, words, params, self.kept, donate=given)
+        else:
+            state = None if self.share == "part" else jax.tree.map(self._placed, self._state)
+            program = self._compile(size, state)
+            if self.may_be_whole:
+                self._whole[size] = self._compile(size, None)
+        self._compiled[size] = program
+        return program
+
+    def _compile(self, size: int, state: PyTree) -> Program:
+        """A part's program; without a state it computes the user."""
+        layout = self.layouts[size]
+        words = Staging(layout, self.devices).example
+        out = self._placed(jax.ShapeDtypeStruct(self.out_shape(size), np.float32))
+        params = self.shaped(size + (self.needs.max_items if state is None else 0))
+        return self._make(
+            f"score {size}", partial(self._score, layout), words, params, state, out, donate=(3,)
+        )
+
+    def _placed(self, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if self.devices.count == 1:
+            return shape
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.devices.everywhere)
+
+    def _make(self, name: str, call: Program, *arguments: Any, donate: tuple[int, ...] = ()) -> Program:
+        if self._build == "op_by_op":
+            return call
+        # All that `call` takes from this object, so that a reload finds the programs of the weights before it.
+        key = name, self._cfg, self._build, self.share, self.schema, self.growth, self.paged
+        return compiled(call, *arguments, key=key, donate=donate, keep_unused=True)
+
+    def _users(self, words: jax.Array) -> Users:
+        users = read_users(self.user, self.needs, words)
+        return scorers.placed(users) if self.paged else users
+
+    def _read(self, words: jax.Array, params: PyTree) -> PyTree:
+        users = self._users(words)
+        model = self._model.read if self._keeping is None else self._keeping.begin
+        return split.everywhere(model(params, self._cfg, users))
+
+    def _grown(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        users = self._users(words)
+        return growing(self._cfg).grow(params, self._cfg, kept, users, self.growth)
+
+    def _renewed(self, words: jax.Array, params: PyTree, kept: PyTree) -> PyTree:
+        assert self._keeping is not None
+        return self._keeping.state(params, self._cfg, kept, self._users(words))
+
+    def _score(
+        self, layout: BufferLayout, words: jax.Array, params: PyTree, state: PyTree, out: jax.Array
+    ) -> jax.Array:
+        inputs = layout.unpack(words)
+        asked = read_candidates(inputs, self.needs, self.schema)
+        if self.paged:
+            rows = asked.rows
+            first = self.needs.max_items if state is None else 0
+            places = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+            asked = asked._replace(rows=jnp.where(rows >= 0, places, -1))
+        if state is None:
+            users = self._users(inputs["user"])
+            return split.everywhere(scorers.rank(self._model, params, self._cfg, users, asked))
+        return split.everywhere(self._model.score(params, self._cfg, state, asked))
+
+
+class Staging:
+    """One executor's buffer: the host writes it, it goes to the device in one piece, and it is written again.
+
+    A transfer may go on after the call that started it, and on a CPU the program reads the buffer itself. So a program
+    owns the buffer until its outputs are ready, and `views` waits for them.
+
+    devices: where the programs run. memory_kind: the kind of memory from which the device reads the
+    words; None: page-locked host memory, except on a CPU, which does not need it. The thread that writes the buffer
+    must create it, after it was bound to a NUMA node, so that the memory is near (FLAME-5).
+    """
+
+    def __init__(self, layout: BufferLayout, devices: Devices = ONE, memory_kind: str | None = None) -> None:
+        self._devices, self._memory = devices, devices.everywhere
+        device: jax.Device = next(iter(self._memory.device_set))
+        has = {memory.kind for memory in device.addressable_memories()}
+        if memory_kind is None and device.platform != "cpu" and "pinned_host" in has:
+            memory_kind = "pinned_host"
+        self._pinned = memory_kind is not None
+        if memory_kind is not None:
+            self._memory = self._memory.with_memory_kind(memory_kind)
+        room = np.zeros(layout.size + ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % ALIGNMENT
+        self._buffer = room[start : start + layout.size]
+        self._words = self._buffer.view(np.uint32)
+        self._views = layout.views(self._buffer)
+        self._reader: Any = ()
+
+    def views(self) -> dict[str, npt.NDArray[Any]]:
+        """Each input by its name, writable; waits until the last program has read the buffer."""
+        jax.block_until_ready(self._reader)
+        return self._views
+
+    def write(self, content: npt.NDArray[np.uint8]) -> None:
+        """All inputs at once: [size] uint8, laid out alike. Waits as `views` does."""
+        jax.block_until_ready(self._reader)
+        self._buffer[:] = content
+
+    @property
+    def example(self) -> jax.ShapeDtypeStruct:
+        """The shape, dtype and placement of the words, for which a program's first argument is compiled."""
+        return jax.ShapeDtypeStruct(self._words.shape, jnp.uint32, sharding=self._memory)
+
+    def run(self, program: Callable[..., T], *others: Any) -> T:
+        """Start program(words, *others) and return its outputs, which the next call of `views` waits for."""
+        # A compiled program takes a NumPy array to its device faster than device_put does.
+        words = jax.device_put(self._words, self._memory) if self._pinned else self._words
+        with self._devices.turn():
+            out = program(words, *others)
+        self._reader = out
+        return out
+
+
+def _shapes(tree: PyTree) -> set[tuple[Any, Any]]:
+    return {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)}
