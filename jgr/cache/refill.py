@@ -41,6 +41,6 @@ class RefillBudget:
     def _advance(self, now_ns: int) -> None:
         passed_s = max(0, now_ns - self._last_ns) / 1e9
         self._last_ns = max(now_ns, self._last_ns)
+        self._misses *= math.exp(-passed_s * 1e9 / DECAY_NS)
         rate = max(0.0, self._link * TARGET - self._misses)
         self._tokens = min(self._tokens + rate * passed_s, self._link * BURST_S)
-        self._misses *= math.exp(-passed_s * 1e9 / DECAY_NS)

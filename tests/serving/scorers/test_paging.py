@@ -5,6 +5,7 @@ whatever the pages hold and wherever the border stands (HLEM-1, HLEM-10)."""
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_paged_scores_are_bit_for_bit_those_of_resident_embeddings(tmp_path: Pat
         assert [[item["item_id"] for item in items] for items in paged] == [
             [item["item_id"] for item in items] for items in resident
         ]
-        for one, other in zip(sum(paged, []), sum(resident, []), strict=True):
+        for one, other in zip(chain(*paged), chain(*resident), strict=True):
             assert one["score"] == pytest.approx(other["score"], abs=1e-6)
     else:
         assert paged == resident
