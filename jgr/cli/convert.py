@@ -81,6 +81,13 @@ def define_flags() -> None:
         ("none", "float32", "float16", "bfloat16"),
         "type of the rows of an hstu checkpoint's items in a table of their own, for embeddings.tables=paged",
     )
+    flags.DEFINE_string("remote", "", "Redis server that gets the rows of --tables too, redis://host:port/db")
+    flags.DEFINE_integer(
+        "local_rows",
+        None,
+        "how many of the first rows the folder has; the others are --remote's alone",
+        lower_bound=0,
+    )
     flags.DEFINE_string("out", None, "folder to write")
     console.define_overwrite()
 
@@ -100,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
     if (out / "params").is_dir():
         refuse_overwriting(out, values.overwrite, "--out", "a model")
     if values.family == HSTU:
-        return convert_hstu(Path(values.checkpoint), Path(values.items), out, values.heads, values.tables)
+        held = (values.tables, values.local_rows, values.remote)
+        return convert_hstu(Path(values.checkpoint), Path(values.items), out, values.heads, *held)
     source = hub.local(values.checkpoint, "--checkpoint")
     _refuse_what_is_not_whole(source)
     from jgr.catalog.catalog import save_catalog
@@ -130,8 +138,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert_hstu(source: Path, items: Path, out: Path, heads: int, tables: str = "none") -> int:
-    """Convert a checkpoint of HSTU, a scorer. tables: see train.tables. Raises UserError if it cannot be read."""
+def convert_hstu(
+    source: Path,
+    items: Path,
+    out: Path,
+    heads: int,
+    tables: str = "none",
+    local_rows: int | None = None,
+    remote: str = "",
+) -> int:
+    """Convert a checkpoint of HSTU, a scorer. tables: see train.tables; local_rows: how many of its rows the folder
+    has; remote: the server that has all of them. Raises UserError if the checkpoint cannot be read."""
+    if (remote or local_rows is not None) and tables == "none":
+        raise UserError(
+            "--remote and --local_rows are for rows of a table: name their type, --tables=float32"
+        )
+    if local_rows is not None and not remote:
+        raise UserError(
+            "--local_rows leaves rows out: name the server that has them, --remote=redis://host:port/db"
+        )
     from jgr.catalog.catalog import save_catalog
     from jgr.models import checkpoint, hstu_import, manifest, retrievers
 
@@ -144,10 +169,26 @@ def convert_hstu(source: Path, items: Path, out: Path, heads: int, tables: str =
         save_catalog(catalog, folder / "catalog.jsonl")
         manifest.write(folder, Config(model=ModelConfig(name=out.name)), catalog)
 
-    retrievers.save(out, cfg, params, write_beside, tables)
+    retrievers.save(out, cfg, params, write_beside, tables, local_rows)
+    if remote:
+        _upload(out, tables, params.embed, remote)
     print(f"HSTU: {cfg.layers} layers, hidden {cfg.hidden}, {cfg.n_items} items, bias of {cfg.bias}")
     print(out)
     return 0
+
+
+def _upload(folder: Path, dtype: str, embed: object, remote: str) -> None:
+    """Put all rows of a converted model into a server."""
+    import msgspec
+    import numpy as np
+
+    from jgr.embeddings.redis_shard import upload
+    from jgr.models import table_file
+
+    header = table_file.TableFile(folder / table_file.ITEMS).header
+    rows = np.asarray(embed).astype(header.numpy_dtype)
+    upload(remote, msgspec.structs.replace(header, first=0, held=header.rows), rows, timeout_s=30.0)
+    print(f"{header.rows} rows of {header.row_bytes} bytes are in the server of --remote")
 
 
 def _refuse_what_is_not_whole(source: Path) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table's rows in a Redis server, for what this machine lacks (HLEM-1: remote shards).
 
-A row is the value of the key jgr:rows:<table>:<model>:<row>: its bytes, behind a checksum over key and bytes. So a value
-that is of another row, of another width or damaged is noticed whoever wrote it; it is an error, and never a row. What
-the table is stands in jgr:rows:<table>:<model>.
+A row is the value of the key jgr:rows:<table>:<model>:<row>: its bytes, behind a checksum over key and bytes. So a
+value of another row or width, or a damaged one, is noticed whoever wrote it; it is an error, and never a row. What the
+table is stands in jgr:rows:<table>:<model>.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -23,7 +24,7 @@ from redis.retry import Retry
 
 from jgr.embeddings.shards import ShardError
 from jgr.fields import one_line
-from jgr.models.table_file import TableFile, TableHeader
+from jgr.models.table_file import TableHeader
 
 PREFIX = "jgr:rows:"
 CHECKSUM = 8
@@ -34,7 +35,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class RedisShard:
-    """All rows of a table that a server holds. timeout_s: for a connection, and for all that a read takes.
+    """The rows of a table that a server holds. timeout_s: for a connection, and for all that a read takes.
 
     Raises ShardError where the server does not answer, or has no such table of this model.
     """
@@ -64,7 +65,7 @@ class RedisShard:
         found = np.empty((len(rows), header.width), header.numpy_dtype)
         for at in range(0, len(rows), AT_ONCE):
             keys = [f"{self._key}:{row}" for row in rows[at : at + AT_ONCE].tolist()]
-            values = cast(list[bytes | None], self._ask(lambda keys=keys: self._client.mget(keys)))
+            values = cast(list[bytes | None], self._ask(partial(self._client.mget, keys)))
             if self._clock() > until_s:
                 raise ShardError(f"table {self._table}: embeddings.remote took over {self._timeout_s:g} s")
             for place, (key, value) in enumerate(zip(keys, values, strict=True), at):
@@ -89,16 +90,15 @@ class RedisShard:
             ) from cause
 
 
-def upload(address: str, table: TableFile, timeout_s: float) -> None:
-    """Put the rows of a table's file into a server, where `RedisShard` finds them. Raises ShardError."""
-    header, client = table.header, _connect(address, timeout_s)
-    key = f"{PREFIX}{header.name}:{header.model}"
+def upload(address: str, header: TableHeader, rows: npt.NDArray[Any], timeout_s: float) -> None:
+    """Put rows [held, width] into a server, where `RedisShard` finds them. header: what they are. Raises ShardError."""
+    client, key = _connect(address, timeout_s), f"{PREFIX}{header.name}:{header.model}"
     try:
         for at in range(0, header.held, AT_ONCE):
-            some = table.rows[at : at + AT_ONCE]
+            some = np.ascontiguousarray(rows[at : at + AT_ONCE])
             keys = [f"{key}:{header.first + at + place}" for place in range(len(some))]
-            rows = zip(keys, (row.tobytes() for row in some), strict=True)
-            client.mset({name: _checksum(name, data) + data for name, data in rows})
+            data = zip(keys, (row.tobytes() for row in some), strict=True)
+            client.mset({name: _checksum(name, row) + row for name, row in data})
         client.set(key, msgspec.json.encode(header))  # last: a table that is not whole is not found
     except (redis.RedisError, OSError) as cause:
         raise ShardError(f"the Redis server failed: {cause or type(cause).__name__}") from cause
@@ -119,4 +119,4 @@ def _connect(address: str, timeout_s: float) -> redis.Redis:
 
 
 def _checksum(key: str, data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=CHECKSUM, person=b"jgr-rows", key=key.encode()[:64]).digest()
+    return hashlib.blake2b(key.encode() + b"\0" + data, digest_size=CHECKSUM).digest()

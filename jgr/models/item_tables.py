@@ -21,16 +21,18 @@ from jgr.models.devices import ON_ONE, Placement
 from jgr.models.model_files import ModelFiles
 from jgr.models.params import PyTree
 from jgr.models.room import require_memory
-from jgr.models.table_file import ITEMS, TableFile
+from jgr.models.table_file import ITEMS, TableError, TableFile
 
 NAME = "items"
 WriteBeside = Callable[[Path], None]
 
 
-def apart(params: PyTree, dtype: str, write_beside: WriteBeside) -> tuple[PyTree, WriteBeside]:
+def apart(
+    params: PyTree, dtype: str, write_beside: WriteBeside, held: int | None = None
+) -> tuple[PyTree, WriteBeside]:
     """The parameters without the items' embeddings, and what writes these to ITEMS besides, after `write_beside`.
 
-    dtype: of the rows; "none": nothing is changed.
+    dtype: of the rows; "none": nothing is changed. held: how many of the first rows the file has; None: all.
     """
     if dtype == "none":
         return params, write_beside
@@ -39,7 +41,10 @@ def apart(params: PyTree, dtype: str, write_beside: WriteBeside) -> tuple[PyTree
     def write(folder: Path) -> None:
         write_beside(folder)
         model = ModelFiles(folder).identity()
-        table_file.write(folder / ITEMS, NAME, [embed], width=embed.shape[1], dtype=dtype, model=model)  # type: ignore[arg-type]
+        rows, width = embed.shape
+        table_file.write(
+            folder / ITEMS, NAME, [embed[:held]], width=width, dtype=dtype, model=model, rows=rows
+        )  # type: ignore[arg-type]
 
     return dataclasses.replace(params, embed=None), write
 
@@ -67,6 +72,11 @@ def joined(
     if not are_apart(folder):
         return params
     table = open_table(folder, specs, files)
+    if table.header.held < table.header.rows:
+        raise TableError(
+            f"{table.path}: has {table.header.held} of {table.header.rows} rows, so it is served with "
+            "embeddings.tables=paged and embeddings.remote"
+        )
     size = 4 * table.rows.size
     require_memory(size, size)
     embed = placement.put(specs.embed, np.asarray(table.rows, np.float32))

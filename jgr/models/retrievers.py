@@ -196,12 +196,13 @@ def save(
     params: RetrieverParams,
     write_beside: Callable[[Path], None],
     tables: str = "none",
+    held: int | None = None,
 ) -> None:
     """A model folder: config.json, params/, and what write_beside(folder) adds. See jgr.models.checkpoint.write.
 
-    tables: see `item_tables.apart`.
+    tables, held: see `item_tables.apart`.
     """
-    params, write_beside = item_tables.apart(params, tables, write_beside)
+    params, write_beside = item_tables.apart(params, tables, write_beside, held)
     model_type = next(name for name, of in _CONFIGS.items() if of is type(cfg))
     checkpoint.write(folder, {"model_type": model_type, **dataclasses.asdict(cfg)}, params, write_beside)
 

@@ -13,7 +13,8 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Room
 from jgr.cache.refill import RefillBudget
 from jgr.config import Config, ConfigError
-from jgr.embeddings.shards import LocalShard, Shards
+from jgr.embeddings.redis_shard import RedisShard
+from jgr.embeddings.shards import LocalShard, Shard, Shards
 from jgr.models import item_tables, scorers
 from jgr.models.model_files import ModelFiles
 from jgr.models.scorers import ScorerConfig
@@ -57,6 +58,15 @@ def open_items(folder: Path, files: ModelFiles | None, cfg: ScorerConfig) -> Tab
     return item_tables.open_table(folder, scorers.scorer(cfg).spec(cfg), files or ModelFiles(folder))
 
 
+def shards_of(table: TableFile, config: Config) -> list[Shard]:
+    """The file, and the server of embeddings.remote where one is named. ShardError where that has not this table."""
+    found: list[Shard] = [LocalShard(table)]
+    of, settings = table.header, config.embeddings
+    if settings.remote:
+        found.append(RedisShard(settings.remote, of.name, of.model, settings.timeout_ms / 1e3))
+    return found
+
+
 def share_of_rows(config: Config, memory: Memory) -> int:
     """Pages that rows have at first; 0 where embeddings are parameters."""
     settings = config.embeddings
@@ -88,7 +98,7 @@ def make_paging(
         )
 
     def make() -> Border:
-        shards = Shards({item_tables.NAME: [LocalShard(table)]})
+        shards = Shards({item_tables.NAME: shards_of(table, config)})
         budget = RefillBudget(config.embeddings.link_mb_s * 2**20)
         host = memory.host
         rows = EmbeddingCache(

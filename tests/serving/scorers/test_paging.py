@@ -5,18 +5,26 @@ whatever the pages hold and wherever the border stands (HLEM-1, HLEM-10)."""
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from jgr.catalog.catalog import save_catalog
-from jgr.config import Config, override
-from jgr.models import scorers
+from jgr.config import Config, UserError, override
+from jgr.embeddings.redis_shard import upload
+from jgr.models import retrievers, scorers
 from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import ScorerConfig
+from jgr.models.table_file import ITEMS as TABLE
+from jgr.models.table_file import TableFile
+from jgr.serving.versions.loading import load_any
+from tests.features.redis_process import RedisProcess
 from tests.serving.scorer_fakes import CATALOG, HSTU, ITEMS, STU, ScorerServer, draw
 from tests.serving.scorers.test_kept_users import CLIMBER, body
 
@@ -94,3 +102,90 @@ def test_paged_scores_are_bit_for_bit_those_of_resident_embeddings(tmp_path: Pat
     assert none["hits"] == 0 and counts["hits"] > counts["misses"] > 0 and counts["past"] == 0
     assert counts["misses"] == counts["resident"] <= len(ITEMS)  # each row crossed once
     assert counts["pages"] == 16
+
+
+def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", HSTU)
+    kept = ("executors.share_user=cache", "executors.growth=2", "cache.device_mb=0.03")
+    bodies = [asked(HSTU, seed) for seed in range(40)]
+    resident, _ = answers(settings(folder, *kept), bodies)
+    with ScorerServer(settings(folder, *kept, "embeddings.tables=paged", "embeddings.share=0.4")) as server:
+        served: Any = server.engine.served
+        border, take = served.paging.border, served.take
+        users_least = border.total - border.most
+        steps = iter(range(10_000))
+
+        def moving(*given: Any) -> None:  # on the event loop, whenever a run has ended
+            step = next(steps)
+            border.set_limit(border.least if step % 3 else border.most)
+            take(*given)
+
+        served.take = moving
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda each: server.rank(**each)["items"], bodies))
+        assert users_least > 0 and border.counts["moves"] > 40 and border.counts["to_users"] > 0
+        for one, other in zip(chain(*found), chain(*resident), strict=True):
+            assert one["item_id"] == other["item_id"]
+            assert one["score"] == pytest.approx(other["score"], abs=1e-5)
+
+
+def test_rows_of_16_bits_are_scored_as_the_rounded_table(tmp_path: Path) -> None:
+    bodies = [asked(SASREC, seed) for seed in range(6)]
+    folder = folder_of(tmp_path / "m", SASREC, "float16")
+    paged, _ = answers(settings(folder, *PAGED), bodies)
+    resident, _ = answers(settings(folder), bodies)
+    assert paged == resident
+    cfg = draw(SASREC)
+    whole = np.asarray(cfg.embed)
+    rounded = dataclasses.replace(cfg, embed=whole.astype(np.float16).astype(np.float32))
+    for one, expected in zip(paged, bodies, strict=True):
+        assert {item["item_id"] for item in one} == set(expected["candidates"])
+    assert 0 < np.abs(rounded.embed - whole).max() < 2**-11 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize(
+    ("tables", "more", "message"),
+    [
+        ("none", PAGED, "embeddings.tables: paged, but .* has no embeddings/items.table"),
+        ("float32", (*PAGED, "model.dtype=bfloat16"), "model.dtype"),
+        ("float32", ("embeddings.tables=paged", "cache.device_mb=0.001"), "a batch needs 1"),
+        ("float32", (*PAGED, "embeddings.remote=unix:///none"), "the server of embeddings.remote failed"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_start(
+    tmp_path: Path, tables: str, more: tuple[str, ...], message: str
+) -> None:
+    folder = folder_of(tmp_path / "m", SASREC, tables)
+    with pytest.raises(UserError, match=message):
+        load_any(settings(folder, *more))
+
+
+def test_a_damaged_table_is_refused_at_start(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "m", SASREC)
+    with open(folder / TABLE, "r+b") as file:
+        file.truncate(5000)
+    with pytest.raises(UserError, match=r"items\.table: damaged checkpoint: it has 5000 bytes"):
+        load_any(settings(folder, *PAGED))
+
+
+def test_rows_that_a_dead_server_has_are_an_error_and_the_others_are_served(tmp_path: Path) -> None:
+    server = RedisProcess(tmp_path)
+    params = draw(SASREC)
+    folder = tmp_path / "m"
+    with_catalog = partial(save_catalog, CATALOG)
+    retrievers.save(folder, SASREC, params, lambda to: with_catalog(to / "catalog.jsonl"), "float32", held=30)
+    header = TableFile(folder / TABLE).header
+    upload(server.address, msgspec.structs.replace(header, held=60), np.asarray(params.embed), 5.0)
+    with pytest.raises(UserError, match="has 30 of 60 rows"):
+        load_any(settings(folder))
+    remote = (f"embeddings.remote={server.address}", "embeddings.timeout_ms=2000")
+    with ScorerServer(settings(folder, *PAGED, *remote)) as served:
+        here = {"history": ITEMS[:3], "candidates": ITEMS[10:14]}
+        there = {"history": ITEMS[:3], "candidates": ITEMS[50:54]}
+        right = served.rank(**there)["items"]
+        server.kill()
+        assert served.rank(**there)["items"] == right  # they are on the device
+        status, answer = served.call("/v1/rank", there | {"candidates": ITEMS[55:57]})
+        assert status == 500 and answer["error"]["type"] == "internal"
+        assert served.metric('jgr_embedding_rows_total{event="failed",table="items"}') == 2
+        assert len(served.rank(**here)["items"]) == 4
