@@ -95,5 +95,5 @@ def given(params: PyTree, rows: Any) -> PyTree:
 
 
 def shape(specs: PyTree, count: int) -> jax.ShapeDtypeStruct:
-    """Of `count` gathered rows."""
+    """The shape of `count` gathered rows."""
     return jax.ShapeDtypeStruct((count, width(specs)), np.float32)
