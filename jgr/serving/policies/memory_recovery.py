@@ -21,6 +21,9 @@ CALM = 0.5
 """Standard deviations above the mean below which an epoch is calm."""
 RELEASE = 3
 """Calm epochs in a row that end a burst."""
+LASTING = 10
+"""Epochs after which a burst is no burst: what lasts is the new usual, which is learnt anew. The paper's last 3 to
+5."""
 WINDOW = 10
 """Epochs that the means reach back; before so many were seen nothing is a burst."""
 HOT = 0.4
@@ -36,15 +39,19 @@ class Recovery:
     _square: float = field(default=0.0, init=False)
     _seen: int = field(default=0, init=False)
     _calm: int = field(default=0, init=False)
+    _lasted: int = field(default=0, init=False)
 
     def detect(self, p99_ms: float) -> bool:
         """Whether this epoch is one of a burst. What is usual is that of the epochs before it."""
         spread = self.spread_ms()
         if self.bursting:
             self._calm = self._calm + 1 if p99_ms <= self._mean + CALM * spread else 0
+            self._lasted += 1
             self.bursting = self._calm < RELEASE
+            if self._lasted >= LASTING:
+                self.bursting, self._seen = False, 0
         elif self._seen >= WINDOW and p99_ms > self._mean + FACTOR * spread:
-            self.bursting, self._calm = True, 0
+            self.bursting, self._calm, self._lasted = True, 0, 0
         if not self.bursting:
             self._learn(p99_ms)
         return self.bursting

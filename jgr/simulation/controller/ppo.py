@@ -136,13 +136,17 @@ class Learner(NamedTuple):
 
 
 class Trainer:
-    """PPO with these settings. passes: over each round's steps; minibatch: steps of an update."""
+    """PPO with these settings. passes: over each round's steps; minibatch: steps of an update.
+
+    round, judge: `_round`, and the mean reward of `episodes`, compiled.
+    """
 
     def __init__(self, learning_rate: float = 3e-4, passes: int = 10, minibatch: int = 256) -> None:
         self._net = ActorCritic()
         self._optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(learning_rate))
         self._passes, self._minibatch = passes, minibatch
         self.round = jax.jit(self._round)
+        self.judge = jax.jit(lambda *given: self.episodes(*given)[0].reward.mean())
 
     def begin(self, key: Array) -> Learner:
         """Fresh weights."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,9 @@ def sample(random: np.random.Generator, number: int) -> tuple[World, Traffic]:
     )
 
 
+_trainer = functools.cache(ppo.Trainer)
+
+
 def train_policy(
     train: TrainConfig, progress: Progress, tell: Callable[[dict[str, float]], None] = lambda line: None
 ) -> Any:
@@ -40,9 +44,8 @@ def train_policy(
     Raises ConfigError for a loss that is not finite.
     """
     random, held_out = np.random.default_rng(train.seed), np.random.default_rng((train.seed, 1))
-    trainer = ppo.Trainer(train.learning_rate)
+    trainer = _trainer(train.learning_rate)
     validation = sample(held_out, train.batch)
-    judge = jax.jit(lambda params, key: trainer.episodes(params, *validation, key)[0].reward.mean())
     key = jax.random.key(train.seed)
     learner = trainer.begin(key)
     best: tuple[float, Any] = (-np.inf, learner.params)
@@ -54,7 +57,7 @@ def train_policy(
         if not np.isfinite(line["loss"]):
             raise ConfigError(f"the loss of round {done} is {line['loss']}: lower train.learning_rate")
         if done % every == 0 or done == train.steps:
-            line[METRIC] = float(judge(learner.params, jax.random.key(0)))
+            line[METRIC] = float(trainer.judge(learner.params, *validation, jax.random.key(0)))
             best = max(best, (line[METRIC], learner.params), key=lambda pair: pair[0])
         tell(line)
         progress(done, train.steps, f"reward {line['reward']:.3f}")

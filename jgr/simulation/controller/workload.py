@@ -2,7 +2,7 @@
 """Traffic for memory control: three regimes over worlds of users and embedding rows (SIM-13, HLEM's workloads).
 
 A world's popularity is a Zipf law, or one that was measured: `user_popularity` and `row_popularity` make bins of it.
-NumPy alone: arrays go to the device when the epoch model is called.
+Arrays are NumPy's; they go to the device when the epoch model is called.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
 from jgr.config import UserError
 from jgr.serving.policies.memory_signals import HOT_USERS
+from jgr.simulation.controller import epochs
 from jgr.simulation.controller.epochs import Popularity, Traffic, World
 
 Float64 = npt.NDArray[np.float64]
@@ -122,15 +124,30 @@ def world(
     return World(*users, rows, **scalars)
 
 
+def sized(found: World, busy: float, tightness: float) -> World:
+    """The world with the load and the latency limit that an operator would give it.
+
+    busy: its utilisation at the split .5 and a fifth of hot requests. tightness: the limit, over the 99th percentile
+    there.
+    """
+    now = Traffic(np.float32(0.2), np.float32(1.0), np.float32(8_000))
+    used = float(_latency(found._replace(rate=np.float32(1.0)), now, np.float32(0.5)).busy)
+    found = found._replace(rate=np.float32(busy / used))
+    p99_s = float(_latency(found, now, np.float32(0.5)).p99_s)
+    return found._replace(limit_s=np.float32(tightness * p99_s))
+
+
+_latency = jax.jit(epochs.steady)
+
+
 def random_world(random: np.random.Generator) -> World:
-    """A world to train in: skews, sizes, load and latency limit by chance."""
-    return world(
-        zipf_users(int(random.integers(3_000, 6_000)), random.uniform(0.4, 0.8)),
-        zipf_rows(int(10 ** random.uniform(8.3, 8.8)), random.uniform(0.75, 0.95)),
-        rate=random.uniform(45, 80),
-        limit_ms=random.uniform(24, 36),
-        tables=random.uniform(11, 17),
+    """A world to train in: skews, sizes, prices, load and latency limit by chance."""
+    found = world(
+        zipf_users(int(random.integers(2_500, 4_500)), random.uniform(0.4, 0.8)),
+        zipf_rows(int(10 ** random.uniform(7.9, 8.6)), random.uniform(0.6, 0.95)),
+        tables=random.uniform(12, 24),
     )
+    return sized(found, random.uniform(0.55, 0.72), random.uniform(0.8, 1.1))
 
 
 def traffic(regime: Regime, random: np.random.Generator, epochs: int = EPOCHS) -> Traffic:
@@ -147,7 +164,7 @@ def traffic(regime: Regime, random: np.random.Generator, epochs: int = EPOCHS) -
             spike = slice(int(begin), int(begin) + int(random.integers(3, 6)))
             hot[spike], load[spike] = 0.6, SPIKE_LOAD
             begin = spike.stop + random.exponential(SPIKES_EVERY)
-    events = np.full(epochs, random.uniform(6_000, 10_000))
+    events = np.full(epochs, random.uniform(7_000, 9_000))
     return Traffic(*(np.asarray(column, np.float32) for column in (hot, load, events)))
 
 
