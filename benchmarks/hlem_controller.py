@@ -95,7 +95,7 @@ def held_out(seed: int) -> tuple[World, np.random.Generator]:
         workload.row_popularity(rows, 10 ** random.uniform(8.0, 8.3)),
         tables=random.uniform(14, 20),
     )
-    return workload.sized(found, random.uniform(0.6, 0.7), 1.0), random
+    return workload.sized(found, random.uniform(0.6, 0.7), 0.9), random
 
 
 def table(seeds: int, quiet_epochs: int) -> list[Row]:

@@ -13,7 +13,7 @@ def get_config() -> Config:
         train=TrainConfig(
             model="controller",
             out="runs/controller",
-            steps=400,  # rounds: an episode of 200 epochs in each of `batch` pools
+            steps=240,  # rounds: an episode of 200 epochs in each of `batch` pools
             batch=32,
             learning_rate=3e-4,
             evaluate_every=20,

@@ -147,7 +147,7 @@ def random_world(random: np.random.Generator) -> World:
         zipf_rows(int(10 ** random.uniform(7.9, 8.6)), random.uniform(0.6, 0.95)),
         tables=random.uniform(12, 24),
     )
-    return sized(found, random.uniform(0.55, 0.72), random.uniform(0.8, 1.1))
+    return sized(found, random.uniform(0.55, 0.72), random.uniform(0.6, 1.0))
 
 
 def traffic(regime: Regime, random: np.random.Generator, epochs: int = EPOCHS) -> Traffic:
