@@ -451,16 +451,16 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Regimes of traffic in which the gaps to the best split are ordered as in HLEM's paper, in a model of epochs",
     ),
     (
-        r"hlem-controller-gap-(steady|trend|burst)",
-        r"Distance of the whole controller's split from the best one, \1 traffic, in a model of epochs",
+        r"hlem-controller-gap-(?P<regime>steady|trend|burst)",
+        "Distance of the whole controller's split from the best one, {regime} traffic, in a model of epochs",
     ),
     (
-        r"hlem-controller-p99-over-best-static-(steady|trend|burst)",
-        r"P99 with the whole memory controller over that of the best static split, \1 traffic, in a model of epochs",
+        r"hlem-controller-p99-over-best-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the best static split, {regime} traffic, in a model of epochs",
     ),
     (
-        r"hlem-controller-p99-over-worst-static-(steady|trend|burst)",
-        r"P99 with the whole memory controller over that of the worst static split, \1 traffic, in a model of epochs",
+        r"hlem-controller-p99-over-worst-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the worst static split, {regime} traffic, in a model of epochs",
     ),
     (
         r"hlem-controller-seeds-above-half",
