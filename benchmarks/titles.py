@@ -456,7 +456,8 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"hlem-controller-p99-over-best-static-(?P<regime>steady|trend|burst)",
-        "P99 with the whole memory controller over that of the best static split, {regime} traffic, in a model of epochs",
+        "P99 with the whole memory controller over that
+        of the best static split, {regime} traffic, in a model of epochs",
     ),
     (
         r"hlem-controller-p99-over-worst-static-(?P<regime>steady|trend|burst)",
