@@ -456,12 +456,11 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"hlem-controller-p99-over-best-static-(?P<regime>steady|trend|burst)",
-        "P99 with the whole memory controller over that
-        of the best static split, {regime} traffic, in a model of epochs",
+        "P99 with the whole memory controller over that of the best static split, {regime} traffic, modelled",
     ),
     (
         r"hlem-controller-p99-over-worst-static-(?P<regime>steady|trend|burst)",
-        "P99 with the whole memory controller over that of the worst static split, {regime} traffic, in a model of epochs",
+        "P99 with the whole memory controller over that of the worst static split, {regime} traffic, modelled",
     ),
     (
         r"hlem-controller-seeds-above-half",
@@ -471,8 +470,8 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hlem-controller-false-alarms",
         "Share of the epochs of steady traffic in which the memory controller takes noise for a burst",
     ),
-    (r"hlem-controller-decision-us", "Median time of one decision of the whole memory controller, in NumPy"),
-    (r"hlem-controller-epochs", "Epochs of the memory model in a second, 256 pools side by side"),
+    (r"hlem-controller-decision-us", "Median CPU time of one decision of the whole memory controller, in NumPy"),
+    (r"hlem-controller-epochs", "Epochs of the memory model in a second of CPU time, 256 pools side by side"),
     (
         r"routing-simulated-tokens-over-hit-only",
         "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",

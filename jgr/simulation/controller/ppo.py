@@ -138,7 +138,8 @@ class Learner(NamedTuple):
 class Trainer:
     """PPO with these settings. passes: over each round's steps; minibatch: steps of an update.
 
-    round, judge: `_round`, and the mean reward of `episodes`, compiled.
+    round, judge: `_round`, and the mean reward of `episodes`, compiled;
+    judge is of the policy as it is served.
     """
 
     def __init__(self, learning_rate: float = 3e-4, passes: int = 10, minibatch: int = 256) -> None:
@@ -146,7 +147,7 @@ class Trainer:
         self._optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(learning_rate))
         self._passes, self._minibatch = passes, minibatch
         self.round = jax.jit(self._round)
-        self.judge = jax.jit(lambda *given: self.episodes(*given)[0].reward.mean())
+        self.judge = jax.jit(lambda *given: self.episodes(*given, served=True)[0].reward.mean())
 
     def begin(self, key: Array) -> Learner:
         """Fresh weights."""
@@ -157,20 +158,24 @@ class Trainer:
         found: Any = self._net.apply(params, state)
         return found[0], found[1]
 
-    def episodes(self, params: Any, worlds: World, traffic: Traffic, key: Array) -> tuple[Steps, Array]:
+    def episodes(
+        self, params: Any, worlds: World, traffic: Traffic, key: Array, served: bool = False
+    ) -> tuple[Steps, Array]:
         """An episode of each world by the present policy, and the values of the states after them, f32 [n].
 
-        worlds: [n] of each scalar; traffic: f32 [n, epochs].
+        worlds: [n] of each scalar; traffic: f32 [n, epochs]. served: from the split .5 on, and always the likeliest
+        action; else from any split, and actions by chance, as training needs them.
         """
         begin, run = jax.random.split(key)
         number, length = traffic.load.shape
         splits = jax.random.uniform(begin, (number,), minval=LEAST, maxval=MOST)
+        splits = jnp.full(number, 0.5) if served else splits
         first = jax.vmap(reset)(worlds, traffic, splits, jax.random.split(begin, number))
 
         def one(env: Environment, key: Array) -> tuple[Environment, Steps]:
             logits, value = self._seen(params, env.state)
             choose, noise = jax.random.split(key)
-            action = jax.random.categorical(choose, logits)
+            action = jnp.argmax(logits, axis=-1) if served else jax.random.categorical(choose, logits)
             taken = jax.nn.log_softmax(logits)[jnp.arange(number), action]
             after, got = jax.vmap(act)(worlds, traffic, env, action, jax.random.split(noise, number))
             return after, Steps(env.state, action, taken, value, got)
