@@ -138,8 +138,8 @@ class Learner(NamedTuple):
 class Trainer:
     """PPO with these settings. passes: over each round's steps; minibatch: steps of an update.
 
-    round, judge: `_round`, and the mean reward of `episodes`, compiled;
-    judge is of the policy as it is served.
+    round, judge: `_round` and `_judged`, compiled: an episode and the updates on it; the mean reward of the policy as
+    it is served.
     """
 
     def __init__(self, learning_rate: float = 3e-4, passes: int = 10, minibatch: int = 256) -> None:
@@ -147,7 +147,7 @@ class Trainer:
         self._optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(learning_rate))
         self._passes, self._minibatch = passes, minibatch
         self.round = jax.jit(self._round)
-        self.judge = jax.jit(lambda *given: self.episodes(*given, served=True)[0].reward.mean())
+        self.judge = jax.jit(self._judged)
 
     def begin(self, key: Array) -> Learner:
         """Fresh weights."""
@@ -182,6 +182,9 @@ class Trainer:
 
         last, steps = jax.lax.scan(one, first, jax.random.split(run, length))
         return steps, self._seen(params, last.state)[1]
+
+    def _judged(self, params: Any, worlds: World, traffic: Traffic, key: Array) -> Array:
+        return self.episodes(params, worlds, traffic, key, served=True)[0].reward.mean()
 
     def _round(
         self, learner: Learner, worlds: World, traffic: Traffic, key: Array
