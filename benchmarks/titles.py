@@ -445,6 +445,33 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"routing-decision-(?P<quantile>p50|p99)",
         "{quantile} of the time in which a router chooses among 100 nodes for a request of 100 candidates",
     ),
+    # hlem_controller
+    (
+        r"hlem-controller-ordered-regimes",
+        "Regimes of traffic in which the gaps to the best split are ordered as in HLEM's paper, in a model of epochs",
+    ),
+    (
+        r"hlem-controller-gap-(?P<regime>steady|trend|burst)",
+        "Distance of the whole controller's split from the best one, {regime} traffic, in a model of epochs",
+    ),
+    (
+        r"hlem-controller-p99-over-best-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the best static split, {regime} traffic, modelled",
+    ),
+    (
+        r"hlem-controller-p99-over-worst-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the worst static split, {regime} traffic, modelled",
+    ),
+    (
+        r"hlem-controller-seeds-above-half",
+        "Trainings in which PPO beats the split .5 within 100 rounds of 16 pools, in a model of epochs",
+    ),
+    (
+        r"hlem-controller-false-alarms",
+        "Share of the epochs of steady traffic in which the memory controller takes noise for a burst",
+    ),
+    (r"hlem-controller-decision-us", "Median CPU time of one decision of the whole memory controller, in NumPy"),
+    (r"hlem-controller-epochs", "Epochs of the memory model in a second of CPU time, 256 pools side by side"),
     (
         r"routing-simulated-tokens-over-hit-only",
         "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",

@@ -24,6 +24,7 @@ from jgr.config_embeddings import EmbeddingsConfig as EmbeddingsConfig
 from jgr.config_file import line_in, run_python
 from jgr.config_fleet import FleetConfig as FleetConfig
 from jgr.config_formats import is_document, load
+from jgr.config_memory import MemoryConfig as MemoryConfig
 from jgr.config_training import DataConfig as DataConfig
 from jgr.config_training import TrainConfig as TrainConfig
 from jgr.config_tree import RENAMED, from_sections
@@ -411,6 +412,7 @@ class Config:
     rank: RankConfig = field(default_factory=RankConfig)
     executors: ExecutorsConfig = field(default_factory=ExecutorsConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     embeddings: EmbeddingsConfig = field(default_factory=EmbeddingsConfig)
     profiles: ProfilesConfig = field(default_factory=ProfilesConfig)

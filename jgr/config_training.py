@@ -40,10 +40,11 @@ class TrainConfig:
 
     # The model to train. generator: a decoder over semantic ids; onerec: OneRec-V2's lazy decoder over them; ranker: a
     # decoder that ranks the candidates in its prompt. The others are scorers: sasrec, lrurec and hstu (also called
-    # retrievers) learn from sequences of items, climber and stu (DLRMv3's HSTU) from feedback.
-    model: Literal["generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu"] = (
-        "generator"
-    )
+    # retrievers) learn from sequences of items, climber and stu (DLRMv3's HSTU) from feedback. controller: what moves
+    # the border in memory, from simulated pools: a step is an episode of train.batch of them, and needs no data.
+    model: Literal[
+        "generator", "onerec", "sasrec", "lrurec", "hstu", "ranker", "climber", "stu", "controller"
+    ] = "generator"
     out: str = ""  # folder for the checkpoint
     # Folder of a decoder of the same sizes whose weights a ranker or a generator starts from; empty: random weights.
     start: str = ""

@@ -10,6 +10,7 @@ from jgr.fields import UserError
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "train": ("grain", "matplotlib", "optax", "orbax"),
+    "controller": ("flax", "matplotlib", "optax", "sklearn"),
     "plot": ("matplotlib",),
     "parquet": ("pyarrow",),
     "placement": ("pymetis",),

@@ -51,6 +51,7 @@ def test_serving_alone_is_small(base: dict[str, Distribution]) -> None:
 OF_EXTRAS = (
     "jgr.training",
     "jgr.evaluation.validation",
+    *(f"jgr.simulation.controller.{name}" for name in ("boosting", "episodes", "ppo", "train")),
     *(f"jgr.library.{name}" for name in ("build", "clusters", "finder", "index")),
     *(
         f"jgr.serving.cluster.{name}"
@@ -87,7 +88,8 @@ def test_the_modules_of_an_extra_are_those_of_its_packages() -> None:
     declared = project()["optional-dependencies"]
     for extra, modules in extras.MODULES.items():
         packages = [re.split(r"[^a-z]", Requirement(text).name)[0] for text in declared[extra]]
-        assert set(packages) == set(modules), extra
+        named = {"scikit": "sklearn"}
+        assert {named.get(name, name) for name in packages} == set(modules), extra
 
 
 def test_the_lowest_lock_has_the_lowest_versions() -> None:

@@ -27,6 +27,7 @@ FLOORS = (
         "jgr.config_formats",
         "jgr.config_reference",
         "jgr.config_fleet",
+        "jgr.config_memory",
         "jgr.config_training",
         "jgr.config_tree",
         "jgr.files",
@@ -46,6 +47,8 @@ FLOORS = (
 SIDE_BY_SIDE = (("jgr.serving.decoders", "jgr.serving.scorers"),)
 POLICIES = FLOORS.index(("jgr.serving.policies",))
 PURE_FORBIDDEN = {"jax", "jaxlib", "asyncio", "threading", "time", "random", "socket", "concurrent"}
+TRAINED = "jgr.simulation.controller"
+"""Where controllers are trained: pools by epochs, under jax."""
 NEVER = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jax._src"}
 MAX_LINES = 500
 
@@ -60,11 +63,17 @@ def _sources(*folders: str) -> list[Path]:
 
 FILES = {_name(path): path for path in _sources("jgr", "tools")}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
-PURE = [name for name in FILES if name.startswith(("jgr.serving.policies.", "jgr.simulation."))]
 
 
 def _within(name: str, place: str) -> bool:
     return name == place or name.startswith(place + ".")
+
+
+PURE = [
+    name
+    for name in FILES
+    if name.startswith(("jgr.serving.policies.", "jgr.simulation.")) and not _within(name, TRAINED)
+]
 
 
 def _folder(name: str) -> str:

@@ -8,13 +8,15 @@ only with --overwrite does that replace a trained model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
 from jgr import extras
 from jgr.cli import console
+from jgr.config import TrainConfig
 
-HELP = "train a generator, a ranker or a scorer on a dataset"
+HELP = "train a generator, a ranker or a scorer on a dataset, or a memory controller"
 
 
 def define_flags() -> None:
@@ -24,8 +26,10 @@ def define_flags() -> None:
 
 def main(argv: Sequence[str]) -> int:
     console.refuse_arguments(argv)
-    extras.require("train", "jgr train")
     config = console.load(flags.FLAGS)
+    if config.train.model == "controller":
+        return _controller(config.train)
+    extras.require("train", "jgr train")
     from jgr.data.datasets import load_dataset
     from jgr.evaluation import validation
     from jgr.features import extraction
@@ -55,4 +59,17 @@ def main(argv: Sequence[str]) -> int:
             search = validation.generator_recall(config, dataset) if validated else None
             folder = train_generator(config, dataset, bar, search)
     print(folder)
+    return 0
+
+
+def _controller(train: TrainConfig) -> int:
+    """Train a memory controller: it takes minutes, so it is not one of those that go on."""
+    extras.require("controller", "jgr train of a controller")
+    from jgr.files import refuse_overwriting
+    from jgr.simulation.controller.train import FILE, train_controller
+
+    if (Path(train.out) / FILE).exists():
+        refuse_overwriting(Path(train.out), flags.FLAGS.overwrite, "train.out", "a trained controller")
+    with console.progress_bar("training") as bar:
+        print(train_controller(train, bar))
     return 0

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How near each memory controller comes to the best split, on simulated pools that none of them was trained on (HLEM).
+
+Five pools with the user activity of KuaiRand and the reuse of rows of dlrm_datasets' statistics, each under steady,
+drifting and bursting traffic (200 epochs of 5 s). The controllers are those that a server would run; the learnt ones
+are the file that comes with jgr, trained on Zipf laws. The latency is the epoch model's
+(jgr/simulation/controller/epochs.py), with analytic costs: a statement on controllers, not on a device. The gap is
+the distance from the oracle's split, the regret what the split costs in the warm 99th percentile. The paper's gaps
+stand in the rows beside ours; it has other traffic.
+Counts, and CPU times of single threads, so that the machine need not be quiet.
+
+    JGR_DATA=FOLDER python -m benchmarks.hlem_controller [--quick]      kuairand-pure and dlrm-embedding-stats in it
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from configs import controller as configured
+from jgr.config import UserError
+from jgr.serving.engine.memory_controller import SHIPPED, read_controller
+from jgr.serving.policies.memory_control import Controller, Full, Pid, Ppo, Predictor, Static
+from jgr.serving.policies.memory_models import BasePolicy, Trees
+from jgr.serving.policies.memory_signals import Limits, Signals
+from jgr.simulation.controller import episodes, epochs, ppo, train, workload
+from jgr.simulation.controller.epochs import World
+
+SEEDS = 5
+STATIC = (0.1, 0.3, 0.5, 0.7, 0.9)
+PAPER = {
+    "static .1": (0.292, 0.341, 0.331),
+    "static .3": (0.092, 0.141, 0.131),
+    "static .5": (0.108, 0.061, 0.072),
+    "static .7": (0.308, 0.259, 0.269),
+    "static .9": (0.508, 0.459, 0.469),
+    "pid": (0.094, 0.108, 0.167),
+    "predictor": (0.053, 0.091, 0.201),
+    "ppo": (0.043, 0.051, 0.042),
+    "full": (0.019, 0.023, 0.031),
+}
+"""The paper's gaps in steady, drifting and bursting traffic."""
+ROUNDS = 100
+"""Rounds within which PPO should beat the static split .5: an episode each of 16 pools side by side."""
+Make = Callable[[World, Limits, int], Controller]
+
+
+def controllers() -> dict[str, Make]:
+    """Each controller, for a world, its limits and a seed."""
+    arrays = read_controller(SHIPPED)
+    base, trees = BasePolicy(arrays), Trees(arrays)
+
+    def static(split: float) -> Make:
+        return lambda world, limits, seed: Static(limits, split)
+
+    def pid(world: World, limits: Limits, seed: int) -> Controller:
+        warm, cold = (epochs.service_s(world, np.float32(8000), kept, np.float32(1)) for kept in (1.0, 0.0))
+        bare = epochs.service_s(world, np.float32(8000), 0.0, np.float32(0))
+        return Pid(limits, row_price=float(bare - cold), user_price=float(cold - warm))
+
+    return {
+        **{f"static {split:.1f}".replace("0.", "."): static(split) for split in STATIC},
+        "pid": pid,
+        "predictor": lambda world, limits, seed: Predictor(limits, trees),
+        "ppo": lambda world, limits, seed: Ppo(limits, base),
+        "full": lambda world, limits, seed: Full(limits, base, seed=seed),
+    }
+
+
+@functools.cache
+def shapes() -> tuple[npt.NDArray[np.int64], list[tuple[float, float]]]:
+    """Requests of each user, and the reuse of rows, as they were measured."""
+    folder = Path(os.environ.get("JGR_DATA") or harness.ROOT.parent / "shared" / "data")
+    try:
+        return workload.kuairand_users(folder), workload.dlrm_rows(folder)
+    except UserError as error:
+        raise Missing(str(error)) from None
+
+
+def held_out(seed: int) -> tuple[World, np.random.Generator]:
+    """A pool of measured shapes: its sizes and load by the seed."""
+    users, rows = shapes()
+    random = np.random.default_rng((7, seed))
+    found = workload.world(
+        workload.user_popularity(users, int(random.integers(2_500, 4_000))),
+        workload.row_popularity(rows, 10 ** random.uniform(8.0, 8.3)),
+        tables=random.uniform(14, 20),
+    )
+    return workload.sized(found, random.uniform(0.6, 0.7), 0.9), random
+
+
+def table(seeds: int, quiet_epochs: int) -> list[Row]:
+    """A row for each controller in each regime, the mean over the seeds."""
+    made = controllers()
+    rows: list[Row] = []
+    for at, regime in enumerate(workload.REGIMES):
+        found: dict[str, list[episodes.Episode]] = {name: [] for name in made}
+        for seed in range(seeds):
+            world, random = held_out(seed)
+            traffic = workload.traffic(regime, random, quiet_epochs)
+            limits = Limits(limit_ms=float(world.limit_s) * 1e3)
+            for name, make in made.items():
+                found[name].append(episodes.run(make(world, limits, seed), world, traffic, limits, seed))
+            harness.note(f"{regime}, pool {seed + 1} of {seeds}")
+        rows += [row(name, regime, PAPER[name][at], runs) for name, runs in found.items()]
+    return rows
+
+
+def row(name: str, regime: str, published: float, runs: Sequence[episodes.Episode]) -> Row:
+    """One controller's figures in one regime."""
+    judged = slice(episodes.WARM, None)
+
+    def mean(values: Sequence[float]) -> float:
+        return rounded(float(np.mean(values)))
+
+    return {
+        "controller": name,
+        "regime": regime,
+        "gap": mean([run.gap for run in runs]),
+        "gap_most": rounded(max(run.gap for run in runs)),
+        "paper_gap": published,
+        "regret": mean([run.regret for run in runs]),
+        "p99_ms": mean([float(run.p99_ms[judged].mean()) for run in runs]),
+        "in_time": mean([float(1 - run.late[judged].mean()) for run in runs]),
+        "reward": mean([float(run.worth[judged].mean()) for run in runs]),
+        "split": mean([float(run.split[judged].mean()) for run in runs]),
+        "best_split": mean([float(run.best[judged].mean()) for run in runs]),
+        "alarms": mean([float(np.maximum(np.diff(run.bursting.astype(int)), 0).mean()) for run in runs]),
+    }
+
+
+def learning(seeds: int, rounds: int) -> list[Row]:
+    """For each seed of training, the first validated round from which PPO is better than the static split .5."""
+    rows: list[Row] = []
+    for seed in range(seeds):
+        config = replace(configured.get_config().train, seed=seed, steps=rounds, batch=16, evaluate_every=5)
+        lines: list[dict[str, float]] = []
+        train.train_policy(config, lambda done, steps, status: None, lines.append)
+        still = static_reward(seed, config.batch)
+        reached = [line["step"] for line in lines if line.get(train.METRIC, -np.inf) > still]
+        rows.append(
+            {
+                "training_seed": seed,
+                "static_half_reward": rounded(still),
+                "ppo_reward": rounded(max(line[train.METRIC] for line in lines if train.METRIC in line)),
+                "first_better_round": reached[0] if reached else None,
+                "episodes_a_round": config.batch,
+            }
+        )
+        harness.note(f"training {seed + 1} of {seeds}")
+    return rows
+
+
+def static_reward(seed: int, number: int) -> float:
+    """The mean reward of the split .5 in the pools that `train_policy` validates with."""
+    worlds, traffic = train.sample(np.random.default_rng((seed, 1)), number)
+
+    def one(world: World, traffic: epochs.Traffic) -> jax.Array:
+        first = jax.tree.map(lambda column: column[0], traffic)
+        hits = epochs.steady_hits(world, first, np.float32(0.5))
+
+        def step(hits: epochs.Hits, now: epochs.Traffic) -> tuple[epochs.Hits, jax.Array]:
+            end, _, found = epochs.step(world, now, hits, np.float32(0.5))
+            return end, ppo.reward(world, found)
+
+        return jax.lax.scan(step, hits, traffic)[1].mean()
+
+    return float(jax.jit(jax.vmap(one))(worlds, traffic).mean())
+
+
+def decision_us(calls: int) -> float:
+    """The median CPU time of one decision by the whole controller, in microseconds."""
+    controller = Full(Limits(), BasePolicy(read_controller(SHIPPED)))
+    random = np.random.default_rng(0)
+    told = [
+        Signals(0.2, 0.3, 0.6, 8000.0, 0.01, float(25 + random.standard_normal()), 300) for _ in range(calls)
+    ]
+    took = np.empty(calls)
+    for at, signals in enumerate(told):
+        start = time.thread_time_ns()
+        controller.decide(signals)
+        took[at] = time.thread_time_ns() - start
+    return float(np.median(took)) / 1e3
+
+
+def epochs_a_second() -> float:
+    """Epochs of the model in a second of CPU time, 256 pools side by side, once compiled."""
+    worlds, traffic = train.sample(np.random.default_rng(0), 256)
+    trainer = ppo.Trainer()
+    learner = trainer.begin(jax.random.key(0))
+    run = jax.jit(lambda key: trainer.episodes(learner.params, worlds, traffic, key)[0].reward)
+    run(jax.random.key(0)).block_until_ready()
+    took = harness.timed(lambda: run(jax.random.key(1)).block_until_ready(), clock=time.process_time)[0]
+    return float(traffic.load.size / took * 1e3)
+
+
+def claims(rows: Sequence[Row], learnt: Sequence[Row], us: float, rate: float) -> list[Claim]:
+    """What the paper says, each against its own target."""
+    at = {(found["controller"], found["regime"]): found for found in rows}
+
+    def best_static(regime: str, figure: str) -> float:
+        return min(
+            found[figure] for (name, where), found in at.items() if where == regime and "static" in name
+        )
+
+    ordered = 0
+    for regime in workload.REGIMES:
+        gaps = [at[name, regime]["gap"] for name in ("full", "ppo", "predictor")]
+        gaps.append(best_static(regime, "gap"))
+        ordered += gaps == sorted(gaps)
+    better = [found["first_better_round"] for found in learnt if found["first_better_round"] is not None]
+    worst = {
+        regime: max(at[f"static {s}", regime]["p99_ms"] for s in (".1", ".9")) for regime in workload.REGIMES
+    }
+    return [
+        Claim("hlem-controller-ordered-regimes", ordered, "of 3", "higher", 3),
+        *(
+            Claim(
+                f"hlem-controller-gap-{regime}", at["full", regime]["gap"], "", "lower", PAPER["full"][number]
+            )
+            for number, regime in enumerate(workload.REGIMES)
+        ),
+        *(
+            Claim(
+                f"hlem-controller-p99-over-best-static-{regime}",
+                rounded(at["full", regime]["p99_ms"] / best_static(regime, "p99_ms")),
+                "x",
+                "lower",
+                1.05 if regime == "steady" else 1.0,
+            )
+            for regime in workload.REGIMES
+        ),
+        *(
+            Claim(
+                f"hlem-controller-p99-over-worst-static-{regime}",
+                rounded(at["full", regime]["p99_ms"] / worst[regime]),
+                "x",
+                "lower",
+                0.8,
+            )
+            for regime in workload.REGIMES
+        ),
+        Claim("hlem-controller-seeds-above-half", len(better), f"of {len(learnt)}", "higher", len(learnt)),
+        Claim("hlem-controller-false-alarms", at["full", "steady"]["alarms"], "of the epochs", "lower", 0.05),
+        Claim("hlem-controller-decision-us", rounded(us), "us", "lower", 32.0),
+        Claim("hlem-controller-epochs", rounded(rate), "/s", "higher", 10_000.0),
+    ]
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    """A row for each controller and regime, and one for each training."""
+    del quiet
+    us, rate = decision_us(2_000 if quick else 20_000), epochs_a_second()
+    rows = table(1 if quick else SEEDS, 60 if quick else workload.EPOCHS)
+    learnt = learning(1 if quick else SEEDS, 10 if quick else ROUNDS)
+    return Measured(claims(rows, learnt, us, rate), [*rows, *learnt])
+
+
+if __name__ == "__main__":
+    sources = (Path(__file__), Path(configured.__file__), SHIPPED)
+    harness.main(
+        Benchmark("hlem_controller", measure, ("numpy", "jax", "flax", "optax", "scikit-learn"), sources)
+    )
