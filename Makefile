@@ -42,8 +42,9 @@ $(DEBIAN)/.chromium:
 	else echo "There is no chromium, and it could not be installed: the tests of the pages are left out."; fi
 	@touch $@
 
-# Two processes, whole files to each: what a file's fixtures start is started once. In the order of tests/conftest.py.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Whole files to each process: what a file's fixtures start is started once. In the order of tests/conftest.py. One
+# process more than two cores: a quarter of the time a test waits for servers and commands that it has started.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint types
 	$(BIN)/python -m pytest $(WORKERS)

@@ -186,6 +186,20 @@ class NodeFaults(Faults):
         time.sleep(CUT_S)  # so long both may take for it
         return lambda: self._fleet.served() == before
 
+    def another_jgr(self) -> Whole:
+        """A replica dies on a node that has another jgr by now: the one in its place must be refused."""
+        before = set(self._fleet.served())
+        (victim,) = self._nodes.pids(True, REPLICA)
+        self._nodes.give_another_jgr()
+        try:
+            os.kill(victim, signal.SIGKILL)
+            refused = until(self._nodes.refused)
+        finally:
+            self._nodes.take_it_back()
+        if refused is None:
+            raise RuntimeError("no replica was refused by name")
+        return lambda: self._one_version() and set(self._fleet.served()) != before
+
     def killed_proxy(self) -> Whole:
         before = set(self._nodes.pids(False, PROXY))
         for pid in before:
@@ -200,6 +214,7 @@ NODE_FAULTS = (
     "two nodes, the head's storage killed and started again from Redis",
     "two nodes, reload with one bad node",
     "two nodes, a proxy killed, jgr.Client",
+    "two nodes, a replica killed where another jgr is by now",
 )
 FAULTS = (
     ("nothing", Faults.none, 0),
@@ -316,6 +331,7 @@ def between_nodes() -> list[Row]:
             NODE_FAULTS[1]: faults.killed_gcs,
             NODE_FAULTS[2]: faults.bad_node,
             NODE_FAULTS[3]: faults.killed_proxy,
+            NODE_FAULTS[4]: faults.another_jgr,
         }
         return [under(name, fault, fleet, reference, 60, nodes.urls) for name, fault in begin.items()]
 

@@ -2,7 +2,8 @@
 """Two nodes of a Ray cluster on one machine, each in a network namespace, over a link that can be cut.
 
 The head's storage is a Redis server, from which it starts again. The second node has another folder in the place of
-the model's version `two`: it is the bad node of a rollout. Needs root, iproute2 and redis-server.
+the model's version `two`: it is the bad node of a rollout. It can be given a jgr that speaks another protocol. Needs
+root, iproute2, nsenter and redis-server.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.fault_world import PATIENCE_S, Fleet, Models, descendants, title, until
+from benchmarks.fault_world import PATIENCE_S, ROOT, Fleet, Models, descendants, title, until
 from benchmarks.harness import Missing
 from benchmarks.pda_world import redis_program
+from jgr.serving.cluster import protocol
 
 PORT, GCS, REDIS = 8000, 6379, 6380
+SPOKEN = f"PROTOCOL = {protocol.PROTOCOL}\n"
 
 
 class Nodes:
@@ -49,7 +52,7 @@ class Nodes:
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+            "PYTHONPATH": str(ROOT),
             "RAY_TMPDIR": str(folder),
         }
         self._redis = redis
@@ -124,6 +127,30 @@ class Nodes:
 
     def start_head(self, command: Sequence[str]) -> None:
         self._run(self.head, *command)
+
+    def give_another_jgr(self) -> None:
+        """Processes that the second node starts from now on speak another protocol than all others."""
+        ours = Path(protocol.__file__)
+        other = self._folder / "protocol.py"
+        before, found, after = ours.read_text().partition(SPOKEN)
+        if not found:
+            raise RuntimeError(f"{ours} does not hold {SPOKEN!r}")
+        other.write_text(f"{before}PROTOCOL = {protocol.PROTOCOL + 1}\n{after}")
+        self._on_second("mount", "--bind", str(other), str(ours))
+
+    def take_it_back(self) -> None:
+        """Processes that the second node starts from now on speak the protocol of all others."""
+        self._on_second("umount", protocol.__file__)
+
+    def refused(self) -> bool:
+        """Whether Ray's logs tell of a process that was refused for its protocol."""
+        logs = (self._folder / "ray").glob("session_2*/logs/serve/*.log")
+        return any("they cannot serve together" in log.read_text(errors="replace") for log in logs)
+
+    def _on_second(self, *command: str) -> None:
+        """Run a command among the second node's mounts."""
+        (raylet,) = (pid for pid in self._inside(self.second) if "raylet/raylet" in title(pid).split(" ")[0])
+        _done("nsenter", f"--target={raylet}", "--mount", *command)
 
     def pids(self, second: bool, of: str) -> list[int]:
         """Processes of one node whose titles begin so."""
@@ -216,6 +243,10 @@ class Nodes:
 
 
 def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    _done("ip", *words)
+
+
+def _done(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Missing(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise Missing(f"{' '.join(command)}: {done.stderr.strip()}")

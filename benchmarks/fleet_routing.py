@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rule of a fleet's router is worth on a live fleet: four replicas on Ray Serve, one and two fronts.
 
-Requests are events of KuaiRand-Pure and ML-1M in their order, by 200 users of all degrees of activity, with BAT's
+Requests are events of KuaiRand-Pure and ML-1M in their order (ML-1M's files tell that of a user's events alone: users
+take turns at random), by 200 users of all degrees of activity, with BAT's
 prompts: a history of 1500 tokens in the mean over the log's requests, which stays as long as it is in the mean for the
 user, and 100 candidates of ten. Counts are those of real engines, times those of executors with a clock of their own
 (benchmarks/fleet_clock.py). A sequence of runs has one rule, one age of reports and one number of fronts: it begins
@@ -59,11 +60,13 @@ class Dataset(NamedTuple):
     source: str
     raw: str
     split: str | None = None
+    hours: float | None = None
+    """Where the files tell no times: users take turns at random, as if their events lay in so many hours."""
 
 
 DATASETS = (
     Dataset("kuairand", "kuairand", "kuairand-pure", split="time"),
-    Dataset("ml-1m", "movielens-1m", "ml-1m"),
+    Dataset("ml-1m", "movielens-1m", "ml-1m", hours=24.0),
 )
 
 
@@ -96,6 +99,7 @@ def traffic(dataset: Dataset, folder: Path, count: int, users: int = USERS) -> T
         candidates=CANDIDATES,
         user_tokens=USER_TOKENS,
         max_prompt=MOST_TOKENS,
+        hours=dataset.hours,
     )
     return Traffic(dataset.name, list(itertools.islice(requests(replay, users), count)))
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from absl import flags
 
 from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
@@ -62,13 +63,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def levels_of_loggers() -> Iterator[None]:
-    """A command that is run in this process sets the levels of its log; the next test finds them as they were."""
+def as_without_commands() -> Iterator[None]:
+    """A command that is run in this process defines its flags and sets the levels of its log; the next test finds
+    neither."""
     loggers = [logging.getLogger(name) for name in ("", "jgr", "jgr.serving")]
     before = [logger.level for logger in loggers]
     yield
     for logger, level in zip(loggers, before, strict=True):
         logger.setLevel(level)
+    for module, defined in flags.FLAGS.flags_by_module_dict().items():
+        for flag in list(defined) if module.startswith("jgr.cli.") else ():
+            if flag.name in flags.FLAGS:
+                delattr(flags.FLAGS, flag.name)
 
 
 @pytest.fixture

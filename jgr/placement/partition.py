@@ -3,9 +3,9 @@
 
 Two ways to a first partition: METIS through pymetis, where it is installed (the extra `placement`), and a multilevel
 partition of our own, which is its method by NumPy: match neighbours by their heaviest edges until the graph is small,
-part that by growing, and refine at each level on the way back. METIS balances one load here, since pymetis takes one
-number a vertex and ignores a second one without a word. So both are refined the same way after: vertices move, and then
-change places, until all loads are within their bound.
+part that by growing and by its eigenvectors, and refine at each level on the way back. METIS balances one load here,
+since pymetis takes one number a vertex and ignores a second one without a word. So both are refined the same way after:
+vertices move, and then change places, until all loads are within their bound.
 
 Pure, but for what METIS draws, which is the same each time. n vertices, k parts, c loads.
 """
@@ -17,7 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.linalg import eigh
 from scipy.sparse import csr_matrix
+from scipy.spatial.distance import cdist
 
 Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
@@ -28,6 +30,8 @@ IMBALANCE = 0.05
 PASSES = 8
 COARSE = 30
 """Vertices of the smallest graph, for each part."""
+MOST_DENSE = 3000
+"""The eigenvectors of larger graphs are not computed: the matrix is whole in memory, and the time goes as its cube."""
 PAIRS = 96
 """So many vertices of two parts are compared to change places."""
 
@@ -234,7 +238,13 @@ def _multilevel(edges: Any, loads: Float64, parts: int, imbalance: float, rng: n
             small.eliminate_zeros()
             part = _multilevel(small, gather @ loads, parts, imbalance, rng)[into]
             return refine(edges, loads, part, parts, imbalance)
-    return refine(edges, loads, _grow(edges, loads, parts, rng), parts, imbalance)
+    first = [_grow(edges, loads, parts, rng)]
+    if parts < len(loads) <= MOST_DENSE:
+        first.append(_embed(edges, parts, rng))
+    refined = [refine(edges, loads, part, parts, imbalance) for part in first]
+    return min(
+        refined, key=lambda part: (max(imbalance, *imbalance_of(loads, part, parts)), cut(edges, part))
+    )
 
 
 def _match(edges: Any, loads: Float64, parts: int, rng: np.random.Generator) -> Int32:
@@ -285,6 +295,26 @@ def _grow(edges: Any, loads: Float64, parts: int, rng: np.random.Generator) -> I
                 break
             chosen = int(np.where(free, bound, -1.0).argmax())
     part[part < 0] = parts - 1
+    return part
+
+
+def _embed(edges: Any, parts: int, rng: np.random.Generator) -> Int32:
+    """Parts by the graph's last eigenvectors: vertices that many paths join lie near each other there, and k-means
+    finds their groups (Ng, Jordan, Weiss). The groups are as large as they are: refining balances them."""
+    n = edges.shape[0]
+    degree = np.asarray(edges.sum(1)).ravel()
+    scale = 1 / np.sqrt(np.where(degree > 0, degree, 1.0))
+    normal = scale[:, None] * edges.toarray() * scale
+    vectors = eigh(normal, subset_by_index=(n - parts, n - 1))[1]
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    centres = vectors[[int(rng.integers(n))]]
+    while len(centres) < parts:  # each as far from all others as one can be
+        centres = np.append(centres, vectors[[int(cdist(vectors, centres).min(1).argmax())]], axis=0)
+    for _ in range(PASSES):
+        part: Int32 = cdist(vectors, centres).argmin(1).astype(np.int32)
+        mine = part[:, None] == np.arange(parts)  # [n, k]
+        sizes = mine.sum(0)
+        centres = np.where(sizes[:, None] > 0, (mine.T @ vectors) / np.maximum(1, sizes)[:, None], centres)
     return part
 
 

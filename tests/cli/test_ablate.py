@@ -7,12 +7,10 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from absl import flags
 
 import jgr
 from jgr.ablation import worlds
@@ -24,15 +22,6 @@ from jgr.config import Config
 from jgr.serving.api import Answer, Item, Timing, Usage
 
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
-
-
-@pytest.fixture(autouse=True)
-def restored_flags() -> Iterator[None]:
-    """Flags are the process's; afterwards they are as before."""
-    before = set(flags.FLAGS)
-    yield
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
 
 
 class FakeEngine:

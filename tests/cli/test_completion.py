@@ -9,11 +9,9 @@ import select
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from absl import flags
 
 from jgr import named_configs
 from jgr.cli import console
@@ -107,16 +105,7 @@ def test_what_is_offered(folder: Path, only_flags: None, words: list[str], expec
 
 
 @pytest.fixture
-def restored_flags() -> Iterator[None]:
-    """Flags are the process's; afterwards they are as before."""
-    before = set(flags.FLAGS)
-    yield
-    for name in set(flags.FLAGS) - before:
-        delattr(flags.FLAGS, name)
-
-
-@pytest.fixture
-def only_flags(restored_flags: None) -> None:
+def only_flags() -> None:
     """Flags as `jgr completion` has them."""
     console.define_flags()
 
@@ -131,9 +120,7 @@ def test_every_field_is_offered(only_flags: None) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_of_the_help_is_offered(
-    restored_flags: None, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_every_flag_of_the_help_is_offered(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run([command, "--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
     shown = {candidate.word.removesuffix("=") for candidate in candidates([command, "-"])}

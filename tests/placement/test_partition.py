@@ -36,14 +36,16 @@ def drawn(parts: int, size: int, inner: int, outer: int, seed: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("by", WAYS)
-@pytest.mark.parametrize("parts", [2, 8, 20])
-def test_a_planted_partition_is_found(by: By, parts: int) -> None:
-    edges, of = drawn(parts, 60, 10, 2)
+@pytest.mark.parametrize(
+    ("parts", "size", "inner", "outer"), [(2, 60, 10, 2), (8, 60, 10, 2), (20, 60, 10, 2), (40, 100, 4, 2)]
+)
+def test_a_planted_partition_is_found(by: By, parts: int, size: int, inner: int, outer: int) -> None:
+    edges, of = drawn(parts, size, inner, outer)
     part = partition(edges, np.ones((len(of), 2)), parts, by)
     random = cut(edges, np.random.default_rng(1).integers(0, parts, len(of)).astype(np.int32))
     assert cut(edges, part) <= 1.1 * cut(edges, of)
-    assert cut(edges, part) <= random / (1.9 if parts == 2 else 3)
-    assert imbalance_of(np.ones((len(of), 1)), part, parts).max() <= 0.05
+    assert cut(edges, part) <= random / (1.9 if parts == 2 else 2.5)
+    assert imbalance_of(np.ones((len(of), 1)), part, parts).max() <= 0.05 + 1e-9
     assert (part == partition(edges, np.ones((len(of), 2)), parts, by)).all(), "the same each time"
 
 
