@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequential rules on the test splits of the other quality benchmarks: what a model that only counts reaches there.
+"""Baselines that know order on the test splits of the other quality benchmarks: what counting reaches there.
 
-For each split the rules are fitted on the training sequences and rank the whole catalog for every test history, with
-the history's items left out or not as that split's other figures have it (jgr.evaluation.baselines.SequentialRules: the
-last five items, 1 / distance). Targets: an independent implementation of the same rules. Takes a minute and trains
-nothing.
+A Markov chain, sequential rules (the last five items, 1 / distance) and sequence-kNN. They are fitted on a split's
+training sequences and rank the whole catalog for every test history, with the history's items left out or not as that
+split's other figures have it; `other_convention` has the figures of the other choice. Targets: an independent
+implementation of the same rules. Takes minutes and trains nothing.
 
     JGR_DATA=FOLDER python -m benchmarks.quality_rules      FOLDER holds the datasets
 """
@@ -21,10 +21,9 @@ from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row
 from benchmarks.quality import METRICS, run
 from jgr.config import DataConfig
 from jgr.data.datasets import Dataset, load_dataset
-from jgr.evaluation.baselines import RULES_DECAY, RULES_WINDOW, SequentialRules
-from jgr.evaluation.report import compare
+from jgr.evaluation.baselines import RULES_DECAY, RULES_WINDOW
+from jgr.evaluation.report import MARKOV, RULES, SEQUENCE_KNN, compare, rank_baselines
 
-NAME = "sequential rules"
 RESAMPLES = 1000
 
 
@@ -79,32 +78,34 @@ def _load(split: Split) -> Dataset:
 
 
 def measure(split: Split, quick: bool) -> Measured:
-    """A row for each of the split's names, and claims where there are targets."""
+    """Rows for each of the split's names and each method, and claims where there are targets."""
     dataset = _load(split)
     interactions = dataset.interactions
     examples = interactions.test.select(slice(300 if quick else None))
-    rules = SequentialRules(interactions.sequences, dataset.catalog.n_items)
-    ranked = rules.top_k(examples.histories, 10, exclude_seen=split.exclude_history)
-    found = compare({NAME: ranked}, examples, (5, 10), resamples=RESAMPLES)
-    figures = {metric: found.rows[NAME][metric] for metric in METRICS}
-    intervals = {metric: found.intervals[NAME][metric] for metric in METRICS}
+    by_choice = {}
+    for exclude in (split.exclude_history, not split.exclude_history):
+        ranked = rank_baselines(interactions, examples, dataset.catalog.n_items, exclude, 10)
+        methods = {method: ranked[method] for method in (MARKOV, RULES, SEQUENCE_KNN)}
+        by_choice[exclude] = compare(methods, examples, (5, 10), resamples=RESAMPLES)
+    found, other = by_choice[split.exclude_history], by_choice[not split.exclude_history]
     rows: list[Row] = [
         {
             "of": name,
-            "method": NAME,
-            **figures,
-            "interval_95": intervals,
-            "window": RULES_WINDOW,
-            "decay": RULES_DECAY,
+            "method": method,
+            **{metric: figures[metric] for metric in METRICS},
+            "interval_95": {metric: found.intervals[method][metric] for metric in METRICS},
+            **({"window": RULES_WINDOW, "decay": RULES_DECAY} if method == RULES else {}),
             "examples": len(examples),
             "exclude_history": split.exclude_history,
+            "other_convention": {metric: other.rows[method][metric] for metric in METRICS},
         }
         for name in split.names
+        for method, figures in found.rows.items()
     ]
     claims = []
     for metric, target in split.targets.items():
         words = f"{split.names[0]}-test-{metric}-of-sequential-rules"
-        claims.append(Claim(words, harness.rounded(figures[metric]), "", "higher", target))
+        claims.append(Claim(words, harness.rounded(found.rows[RULES][metric]), "", "higher", target))
     return Measured(claims, rows)
 
 

@@ -431,6 +431,26 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     # quality_*
     (r"(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-sequential-rules", "{metric}; sequential rules on {data}"),
+    (
+        r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
+        "{metric}: lower end of what HSTU is above sequential rules; {data}",
+    ),
+    (
+        r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-rules",
+        "{metric}: lower end of what HSTU fused with rules is above the rules; {data}",
+    ),
+    (
+        r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-the-model",
+        "{metric}: lower end of what HSTU fused with rules is above HSTU; {data}",
+    ),
+    (
+        r"hstu-counting-(?P<data>\w+)-fused-with-rules-test-(?P<metric>hr@10|ndcg@10)-over-http",
+        "{metric}; HSTU fused with sequential rules on {data}",
+    ),
+    (
+        r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
+        "{metric}; HSTU by one recipe on {data}",
+    ),
     (r"(?P<model>[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http", "{metric}; {model}"),
     (
         r"(?P<model>[\w-]+)-invalid-items-with-the-constraint",

@@ -29,6 +29,7 @@ import tritonclient.http
 import jgr
 from jgr import named_configs
 from jgr.config import load_config, to_json
+from jgr.evaluation.report import BASELINES
 from tests.cli.test_convert import NAMES, published
 from tests.data.preparation.own_files import log, write
 from tests.installed import PATIENCE_S, ROOT, Environment, asked
@@ -119,7 +120,7 @@ def test_a_researcher_from_a_log_of_ratings_to_served_models(
             assert word in looked_at(url + path)
 
         report = json.loads(run("evaluate", "runs/generator", f"--url={url}", "--k=1,5", "--resamples=20"))
-        assert list(report["rows"]) == ["popularity", "item-kNN", "sequential rules", "generator"]
+        assert list(report["rows"]) == [*BASELINES, "generator"]
         assert report["examples"] == len({row.user for row in rows})
         curve = ("--sweep=beam.width=4,8", "--plot=curve.png", "--k=1,4", "--resamples=0", "--requests=4")
         report = json.loads(run("evaluate", "runs/generator", f"--url={url}", *curve))

@@ -41,8 +41,9 @@ HEADLINES = (
     "null-engine-rank-throughput-16-connections",
     "null-engine-rank-p50-overhead-1-connection",
 )
-METHODS = ("popularity", "item-kNN", "sequential rules", "SASRec", "jgr")
-RULES, OURS = METHODS[2], METHODS[-1]
+RULES, OURS = "sequential rules", "jgr"
+METHODS = ("popularity", "item-kNN", "Markov chain", RULES, "sequence-kNN", "SASRec", OURS)
+FUSION = f"{OURS} + {RULES}"
 
 Result = Mapping[str, Any]
 
@@ -91,7 +92,9 @@ def quality_table(results: Sequence[Result]) -> str:
     that only count are better than the model.
     """
     left_out = "history's items left out"
-    rows = [("test split", left_out, *(f"{method}, ours" for method in METHODS[:-1]), OURS, "published")]
+    rows = [
+        ("test split", left_out, *(f"{method}, ours" for method in METHODS[:-1]), OURS, FUSION, "published")
+    ]
     below: list[str] = []
     for name, parts in _quality_rows(results).items():
         ours = {part["method"]: (part["hr@10"], part["ndcg@10"]) for part in parts if "hr@10" in part}
@@ -100,7 +103,7 @@ def quality_table(results: Sequence[Result]) -> str:
         excluded = {part["exclude_history"] for part in parts if "exclude_history" in part}
         if len(excluded) != 1:
             raise ValueError(f"{name}: the results do not agree whether the history's items are left out")
-        found = (_pair(ours[method]) if method in ours else "" for method in METHODS)
+        found = (_pair(ours[method]) if method in ours else "" for method in (*METHODS, FUSION))
         words = name.replace("-", " ")
         rows.append((words, "yes" if excluded.pop() else "no", *found, others))
         if RULES in ours and any(a > b for a, b in zip(ours[RULES], ours[OURS], strict=True)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr evaluate [FOLDER]`: recommendation quality through the serving path, beside popularity, item-kNN and sequential
-rules.
+"""`jgr evaluate [FOLDER]`: recommendation quality through the serving path, beside baselines that count: popularity,
+item-kNN, a Markov chain, sequential rules and sequence-kNN.
 
 FOLDER is a model folder, which names its dataset too; without one, --config names both. Without --url the model is
 loaded into an engine of this process; with --url a running server is asked over HTTP. With --sweep it measures quality
@@ -15,7 +15,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ class Options:
     limit: int | None = None
     ks: tuple[int, ...] = (5, 10)
     exclude_history: bool = False
+    both_conventions: bool = False
+    fuse_depth: int = 0
     resamples: int = 1000
     seed: int = 0
     unconstrained: bool = False
@@ -68,6 +70,10 @@ class Options:
             raise UserError("--feedback is a measurement of its own: leave out --sweep and --unconstrained")
         if self.plot and not self.sweep:
             raise UserError("--plot draws the curve of a --sweep: add one, as in --sweep=beam.width=8,16,32")
+        if (self.both_conventions or self.fuse_depth) and (self.sweep or self.feedback):
+            raise UserError(
+                "--both_conventions and --fuse_depth add to the table: leave out --sweep and --feedback"
+            )
         if self.unconstrained and self.url:
             raise UserError("--unconstrained searches with the weights of model.path: leave out --url")
 
@@ -79,6 +85,14 @@ def define_flags() -> None:
     flags.DEFINE_integer("limit", None, "use only the first so many examples", lower_bound=1)
     flags.DEFINE_list("k", ["5", "10"], "cut-offs of the metrics")
     flags.DEFINE_bool("exclude_history", False, "never recommend an item of the history")
+    flags.DEFINE_bool("both_conventions", False, "a second table with the other choice of --exclude_history")
+    flags.DEFINE_integer(
+        "fuse_depth",
+        0,
+        "also fuse the first so many items of the model and of sequential rules by reciprocal ranks; 0: no such row",
+        lower_bound=0,
+        upper_bound=1000,
+    )
     flags.DEFINE_integer(
         "resamples", 1000, "bootstrap resamples; 0: no intervals", lower_bound=0, upper_bound=100_000
     )
@@ -172,31 +186,65 @@ def _options(values: flags.FlagValues) -> Options:
 def _compare(
     config: Config, dataset: Dataset, examples: Examples, options: Options
 ) -> tuple[list[str], dict[str, Any]]:
-    """Compare the model with the baselines: a table, and its values."""
-    from jgr.evaluation.report import compare, format_comparison
+    """Compare the model with the baselines: a table, and its values; with both conventions a second of each."""
     from jgr.serving.versions.loading import is_scorer
 
-    catalog, ks = dataset.catalog, options.ks
+    catalog = dataset.catalog
     if not options.url and not is_scorer(Path(config.model.path)):
         _query(options, catalog, config.beam.width)  # refuses bad options before a model is loaded
-    with _serve(config, catalog, options) as served, _answers("evaluating", len(examples)) as on_answers:
+    chosen = [options]
+    if options.both_conventions:
+        chosen.append(replace(options, exclude_history=not options.exclude_history, unconstrained=False))
+    total = len(examples) * len(chosen)
+    with _serve(config, catalog, options) as served, _answers("evaluating", total) as on_answers:
         width = served.info.beam_width
-        query = _query(options, catalog, width)
-        ranked = served.recommend_all(examples, query, lambda: on_answers(1))
+        answers = [
+            served.recommend_all(examples, _query(each, catalog, width), lambda: on_answers(1))
+            for each in chosen
+        ]
+    tables = [
+        _table(config, dataset, examples, each, ranked) for each, ranked in zip(chosen, answers, strict=True)
+    ]
+    found = {"model": config.model.name, "beam_width": width, **tables[0][1]}
+    if options.both_conventions:
+        found["other_convention"] = {"exclude_history": chosen[1].exclude_history, **tables[1][1]}
+    return [line for lines, _ in tables for line in [*lines, ""]][:-1], found
+
+
+def _table(
+    config: Config, dataset: Dataset, examples: Examples, options: Options, ranked: Int32
+) -> tuple[list[str], dict[str, Any]]:
+    """The table of one convention, and its values. ranked: the model's rows, [n, largest k or fuse_depth]."""
+    from jgr.evaluation.fusion import reciprocal_rank_fusion
+    from jgr.evaluation.report import RULES, compare, convention, format_comparison
+
+    model, top_k = config.model.name, max(options.ks)
     rankings = _baselines(dataset, examples, options)
-    rankings |= _rank_trained(catalog, examples, options)
-    model = config.model.name
+    rankings |= _rank_trained(dataset.catalog, examples, options)
+    fusion = f"{model} + {RULES}"
     if model in rankings:
         raise UserError(f"model.name: '{model}' is the name of a baseline; choose another")
-    rankings[model] = ranked
-    found: dict[str, Any] = {"model": model, "beam_width": width, "returned": int((ranked >= 0).sum())}
+    rankings[model] = ranked[:, :top_k]
+    found: dict[str, Any] = {"returned": int((rankings[model] >= 0).sum())}
     counts: list[str] = []
+    if options.fuse_depth:
+        parts = (ranked[:, : options.fuse_depth], rankings[RULES][:, : options.fuse_depth])
+        rankings[fusion] = reciprocal_rank_fusion(parts, top_k)
     if options.unconstrained:
         rankings[f"{model} {UNCONSTRAINED}"], shares = _search(config, dataset, examples, options)
         found["invalid"] = shares
         counts = ["", *_shares(shares)]
-    compared = compare(rankings, examples, ks, model=model, resamples=options.resamples, seed=options.seed)
-    return [format_comparison(compared, ks, model), *counts], {**found, **asdict(compared)}
+    rankings = {name: rows[:, :top_k] for name, rows in rankings.items()}
+    drawn = {"resamples": options.resamples, "seed": options.seed}
+    compared = compare(rankings, examples, options.ks, model=model, **drawn)
+    if options.fuse_depth:
+        only = {name: rankings[name] for name in (model, RULES, fusion)}
+        found["fusion"] = {
+            "depth": options.fuse_depth,
+            "differences": asdict(compare(only, examples, options.ks, model=fusion, **drawn))["differences"],
+        }
+    lines = [f"{convention(options.exclude_history)}:", format_comparison(compared, options.ks, model)]
+    return [*lines, *counts], {**found, **asdict(compared)}
 
 
 def _rank_trained(catalog: Catalog, examples: Examples, options: Options) -> dict[str, Int32]:
@@ -220,7 +268,7 @@ def _baselines(dataset: Dataset, examples: Examples, options: Options) -> dict[s
     """The baselines' rankings by name: [n, largest k] rows, -1 after the last."""
     from jgr.evaluation.report import rank_baselines
 
-    n_items, top_k = dataset.catalog.n_items, max(options.ks)
+    n_items, top_k = dataset.catalog.n_items, max(*options.ks, options.fuse_depth)
     return rank_baselines(
         dataset.interactions, examples, n_items, options.exclude_history, top_k,
         rules_window=options.rules_window, rules_decay=options.rules_decay,
@@ -356,11 +404,12 @@ def _query(options: Options, catalog: Catalog, width: int, partial: bool = False
     from jgr.evaluation.served import Query
 
     top_k = min(max(options.ks), catalog.n_items)
+    deep = min(max(top_k, options.fuse_depth), catalog.n_items)
     if not width:
-        return Query(top_k, None, options.exclude_history)
+        return Query(deep, None, options.exclude_history)
     if top_k > width and not partial:
         raise UserError(f"--k: {max(options.ks)} needs a beam.width of at least that; it is {width}")
-    return Query(min(top_k, width), width, options.exclude_history)
+    return Query(min(deep, width), width, options.exclude_history)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Popularity, item-kNN and sequential rules: what a model has to beat.
+"""Popularity, item-kNN and sequential rules: what a model has to beat, with jgr.evaluation.sequence_knn.
 
 All are fitted on training sequences only and rank the whole catalog for a batch of histories. `exclude_seen`
 leaves out the items of the history; which setting is right depends on whether people of this dataset buy
@@ -42,7 +42,7 @@ class Popularity:
         """[b, k] int32 rows, best first; -1 where the catalog has no further item."""
         scores = self.counts.astype(np.float64)
         everyone = np.arange(len(self.counts))
-        return _top_k(histories, k, everyone, exclude_seen, lambda batch: np.tile(scores, (len(batch), 1)))
+        return top_k_of(histories, k, everyone, exclude_seen, lambda batch: np.tile(scores, (len(batch), 1)))
 
 
 class ItemKNN:
@@ -66,7 +66,7 @@ class ItemKNN:
 
     def top_k(self, histories: Ragged, k: int, *, exclude_seen: bool) -> Int32:
         """[b, k] int32 rows, best first; -1 where the catalog has no further item."""
-        return _top_k(histories, k, self._by_popularity, exclude_seen, self._scores)
+        return top_k_of(histories, k, self._by_popularity, exclude_seen, self._scores)
 
     def _scores(self, histories: Ragged) -> Float64:
         n = len(self._by_popularity)
@@ -108,7 +108,7 @@ class SequentialRules:
 
     def top_k(self, histories: Ragged, k: int, *, exclude_seen: bool) -> Int32:
         """[b, k] int32 rows, best first; -1 where the catalog has no further item."""
-        return _top_k(histories, k, self._by_popularity, exclude_seen, self._scores)
+        return top_k_of(histories, k, self._by_popularity, exclude_seen, self._scores)
 
     def _scores(self, histories: Ragged) -> Float64:
         rows, owner = histories.flatten()
@@ -152,7 +152,7 @@ def _bounded(pairs: Int64) -> Iterator[slice]:
         at = upto
 
 
-def _top_k(
+def top_k_of(
     histories: Ragged,
     k: int,
     tie_order: Int64,

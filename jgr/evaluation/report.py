@@ -19,6 +19,7 @@ from jgr.evaluation import bootstrap
 from jgr.evaluation.baselines import RULES_DECAY, RULES_WINDOW, ItemKNN, Popularity, SequentialRules
 from jgr.evaluation.metrics import METRICS as KINDS
 from jgr.evaluation.metrics import Hits, mean_all, per_query
+from jgr.evaluation.sequence_knn import SequenceKNN
 
 Int32 = npt.NDArray[np.int32]
 Rankings = Mapping[str, Int32]
@@ -27,6 +28,9 @@ Bounds = dict[str, tuple[float, float]]
 
 METRICS = ("hr@5", "ndcg@5", "hr@10", "ndcg@10", "mrr@10")
 TOP_K = 10
+MARKOV, RULES, SEQUENCE_KNN = "Markov chain", "sequential rules", "sequence-kNN"
+BASELINES = ("popularity", "item-kNN", MARKOV, RULES, SEQUENCE_KNN)
+"""The rows of a table that are counted, in its order."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,12 @@ def rank_baselines(
 ) -> dict[str, Int32]:
     """The rankings of all baselines, learnt from the training sequences: [n, top_k] rows each."""
     learnt = interactions.sequences
-    fitted: dict[str, Popularity | ItemKNN | SequentialRules] = {
+    fitted: dict[str, Popularity | ItemKNN | SequentialRules | SequenceKNN] = {
         "popularity": Popularity(learnt, n_items),
         "item-kNN": ItemKNN(learnt, n_items),
-        "sequential rules": SequentialRules(learnt, n_items, rules_window, rules_decay),
+        MARKOV: SequentialRules(learnt, n_items, window=1),  # of first order: what follows the last item
+        RULES: SequentialRules(learnt, n_items, rules_window, rules_decay),
+        SEQUENCE_KNN: SequenceKNN(learnt, n_items),
     }
     return {
         name: baseline.top_k(examples.histories, top_k, exclude_seen=exclude_history)
@@ -139,6 +145,11 @@ def format_table(rows: Mapping[str, Mapping[str, float]], metrics: Sequence[str]
         [["", *metrics]]
         + [[name, *(f"{of[m]:.4f}" if m in of else "" for m in metrics)] for name, of in rows.items()]
     )
+
+
+def convention(exclude_history: bool) -> str:
+    """The words that head a table: what is done with the items of the history."""
+    return "the history's items " + ("are left out" if exclude_history else "may be recommended")
 
 
 def format_comparison(found: Comparison, ks: Sequence[int], model: str | None = None) -> str:

@@ -17,11 +17,16 @@ from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.cli import console
 from jgr.cli.evaluate import Options, _rank_trained, evaluate
+from jgr.client.remote import Client
 from jgr.config import Config, UserError, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
+from jgr.evaluation.baselines import SequentialRules
+from jgr.evaluation.client import RemoteServer
+from jgr.evaluation.fusion import reciprocal_rank_fusion
+from jgr.evaluation.metrics import Hits, mean_all
 from jgr.evaluation.recommendations import LocalEngine
-from jgr.evaluation.report import compare
+from jgr.evaluation.report import BASELINES, RULES, compare
 from jgr.evaluation.served import Query
 from jgr.models import retrievers
 from jgr.serving.decoders.loading import load_engine
@@ -73,11 +78,36 @@ def test_an_engine_and_a_server_give_the_same_numbers(
     assert (local.pop("through"), remote.pop("through")) == ("engine", served.url)
     assert local == remote
     assert lines == remote_lines
-    assert list(local["rows"]) == ["popularity", "item-kNN", "sequential rules", "tiny"]
-    assert list(local["differences"]) == ["popularity", "item-kNN", "sequential rules"]
+    assert list(local["rows"]) == [*BASELINES, "tiny"]
+    assert list(local["differences"]) == list(BASELINES)
     assert (local["examples"], local["returned"], local["beam_width"]) == (30, 150, 8)
     low, high = local["intervals"]["tiny"]["hr@5"]
     assert low <= local["rows"]["tiny"]["hr@5"] <= high
+
+
+def test_both_conventions_and_a_fusion_with_rules(served: Served, dataset: Dataset) -> None:
+    asked = {"ks": (5,), "resamples": 20, "url": served.url}
+    lines, both = run(served, dataset, both_conventions=True, fuse_depth=8, **asked)
+    _, kept = run(served, dataset, **asked)
+    _, left_out = run(served, dataset, exclude_history=True, **asked)
+    other = both["other_convention"]
+    assert (both["exclude_history"], other["exclude_history"]) == (False, True)
+    for name in (*BASELINES, "tiny"):
+        assert both["rows"][name] == kept["rows"][name]
+        assert other["rows"][name] == left_out["rows"][name]
+    assert lines[0] == "the history's items may be recommended:"
+    assert "the history's items are left out:" in lines
+    test = dataset.interactions.test
+    rules = SequentialRules(dataset.interactions.sequences, N_ITEMS)
+    with Client(served.url, ca_file=served.ca_file) as client:
+        ranked = RemoteServer(client, dataset.catalog).recommend_all(test, Query(8, 8))
+    fused = reciprocal_rank_fusion([ranked, rules.top_k(test.histories, 8, exclude_seen=False)], 5)
+    assert both["rows"]["tiny + sequential rules"]["hr@5"] == pytest.approx(
+        mean_all(Hits.of_targets(fused, test.targets), ["hr@5"])["hr@5"]
+    )
+    assert both["fusion"]["differences"].keys() == {"tiny", RULES}
+    with pytest.raises(UserError, match="--fuse_depth"):
+        Options(fuse_depth=8, sweep="beam.width=4,8")
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +222,7 @@ def test_a_trained_baseline_has_a_row(served: Served, dataset: Dataset, tmp_path
     assert report["rows"]["SASRec"]["hr@5"] == pytest.approx(
         np.mean((ranked == test.targets[:, None]).any(axis=1))
     )
-    assert list(report["differences"]) == ["popularity", "item-kNN", "sequential rules", "SASRec"]
+    assert list(report["differences"]) == [*BASELINES, "SASRec"]
 
     ids = [f"other{i}" for i in range(N_ITEMS)]
     symbols = [[f"<c_{i}>"] for i in range(N_ITEMS)]

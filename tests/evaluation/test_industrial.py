@@ -43,5 +43,12 @@ def test_train_and_evaluate_on_the_real_catalog(dataset: Path, tmp_path: Path) -
     assert report["examples"] == 40
     assert report["returned"] == 400  # ten items of the catalog for each, none invented
     assert report["catalog_version"] == load_catalog(dataset / "index.json.gz").version
-    assert report["rows"].keys() == {"popularity", "item-kNN", "sequential rules", "industrial"}
+    assert report["rows"].keys() == {
+        "popularity",
+        "item-kNN",
+        "Markov chain",
+        "sequential rules",
+        "sequence-kNN",
+        "industrial",
+    }
     assert all(0 <= row["hr@5"] <= row["hr@10"] <= 1 for row in report["rows"].values())
