@@ -11,6 +11,7 @@ a pool. A journal holds what requests say of users: treat it as the requests the
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import functools
@@ -102,7 +103,11 @@ class Journal:
             whole, cause = False, str(error)
         if not whole:  # a later line would follow a gap, which cannot be replayed
             _log.error("server.journal: %s ends here: %s", self._file.name, cause)
-            self._file.close()
+            self.close()
+
+    def close(self) -> None:
+        """Nothing more is written. A second call does nothing."""
+        self._file.close()
 
 
 def of_replica(path: str, replica: str) -> str:
@@ -115,8 +120,10 @@ def of_replica(path: str, replica: str) -> str:
 
 @functools.cache
 def journal_at(path: str) -> Journal:
-    """The one journal of this process at a path."""
-    return Journal(Path(path))
+    """The one journal of this process at a path. It is closed when the process ends."""
+    journal = Journal(Path(path))
+    atexit.register(journal.close)
+    return journal
 
 
 def _append(path: Path) -> io.FileIO:

@@ -184,7 +184,7 @@ def test_a_restart_keeps_the_journal_before_it_and_only_the_owner_reads_either(t
     for at in (1, 2):
         journal = Journal(path)
         journal.write(Line(0, at, Opened("model")))
-        journal._file.close()
+        journal.close()
     old = path.with_name("journal.old")
     assert [line.now_ns for file in (old, path) for line in read(file)] == [1, 2]
     assert [file.stat().st_mode & 0o777 for file in (old, path)] == [0o600, 0o600]
@@ -231,7 +231,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_serving(
 ) -> None:
     path = tmp_path / "journal"
     journal, disk = journal_at(str(path)), FullDisk(room)
-    journal._file.close()
+    journal.close()
     journal._file = disk  # type: ignore[assignment]
     served = fake_engine()[0].served
     config = override(Config(), "server.port=0")
