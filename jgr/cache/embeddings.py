@@ -273,8 +273,8 @@ class EmbeddingCache:
     # What is told of it.
 
     def counts(self, table: str) -> Mapping[str, int]:
-        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes: of misses;
-        past: rows that went past the pool; refilled, evicted, collateral, duplicates: rows."""
+        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes: of
+        misses; past: rows that went past the pool; refilled, evicted, collateral, duplicates: rows."""
         return self.pages.counts[table] + self._counts[table]
 
     def check(self) -> None:
