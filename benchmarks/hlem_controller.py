@@ -210,7 +210,9 @@ def claims(rows: Sequence[Row], learnt: Sequence[Row], us: float, rate: float) -
 
     def best_static(regime: str, figure: str) -> float:
         return min(
-            found[figure] for (name, where), found in at.items() if where == regime and "static" in name
+            float(found[figure])
+            for (name, where), found in at.items()
+            if where == regime and "static" in name
         )
 
     ordered = 0

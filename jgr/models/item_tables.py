@@ -43,8 +43,14 @@ def apart(
         model = ModelFiles(folder).identity()
         rows, width = embed.shape
         table_file.write(
-            folder / ITEMS, NAME, [embed[:held]], width=width, dtype=dtype, model=model, rows=rows
-        )  # type: ignore[arg-type]
+            folder / ITEMS,
+            NAME,
+            [embed[:held]],
+            width=width,
+            dtype=dtype,
+            model=model,
+            rows=rows,  # type: ignore[arg-type]
+        )
 
     return dataclasses.replace(params, embed=None), write
 
