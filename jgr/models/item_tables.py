@@ -47,9 +47,9 @@ def apart(
             NAME,
             [embed[:held]],
             width=width,
-            dtype=dtype,
+            dtype=dtype,  # type: ignore[arg-type]
             model=model,
-            rows=rows,  # type: ignore[arg-type]
+            rows=rows,
         )
 
     return dataclasses.replace(params, embed=None), write
