@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jgr.fields import check, require
+from jgr.fields import check
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,6 @@ class EmbeddingsConfig:
     # resident: the whole table is on the device, as a parameter; paged: the device holds rows of it in pages of the
     # pool of cache.device_mb, and the table stays in its file. Scores are the same.
     tables: Literal["resident", "paged"] = "resident"
-    # Share of the model's pages that rows take at start; kept users (executors.share_user=cache) have the others. Where
-    # no users are kept, rows take all of them.
-    share: float = 0.5
     # Address of a Redis server with the rows that the model's folder lacks, redis://host:port/db; empty: none.
     remote: str = field(default="", repr=False)
     timeout_ms: float = 200.0  # longest time that reading rows from embeddings.remote may take
@@ -27,5 +24,4 @@ class EmbeddingsConfig:
     link_mb_s: float = 0.0
 
     def __post_init__(self) -> None:
-        check(self, share=0, timeout_ms=1, link_mb_s=0)
-        require(self.share <= 1, f"embeddings.share must be at most 1, not {self.share}")
+        check(self, timeout_ms=1, link_mb_s=0)

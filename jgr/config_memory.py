@@ -18,9 +18,9 @@ class MemoryConfig:
     # split of the least predicted latency; ppo: a policy that was trained offline; full: that, corrected online and
     # with a rule for bursts (HLEM).
     controller: Literal["static", "pid", "predictor", "ppo", "full"] = "static"
-    split: float = (
-        0.5  # share of the pool that embedding rows begin with, and go back to where signals are missing
-    )
+    # Share of the model's pages that embedding rows begin with, and go back to where signals are missing; kept users
+    # (executors.share_user=cache) have the others. Where no users are kept, rows have all of them.
+    split: float = 0.5
     least: float = 0.1  # least share of the pool that embedding rows have
     most: float = 0.9  # most share of the pool that embedding rows have
     limit_ms: float = 30.0  # latency that 99 of 100 requests should stay below, for the controllers

@@ -62,8 +62,8 @@ class Border:
         page_kb = pages.page_bytes / 1024
         if not self.least <= embeddings <= self.most:
             raise ConfigError(
-                f"embeddings.share: {embeddings} of {total} pages of {page_kb:.3g} KB for rows; a batch needs "
-                f"{least_rows}, and one user {least_users} of the others (cache.device_mb, embeddings.share)"
+                f"memory.split: {embeddings} of {total} pages of {page_kb:.3g} KB for rows; a batch needs "
+                f"{least_rows}, and one user {least_users} of the others (cache.device_mb, memory.split)"
             )
         self.wanted = 0
         self.counts: Counter[str] = Counter()

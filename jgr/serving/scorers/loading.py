@@ -8,6 +8,7 @@ else in the catalog, such as metadata, may change.
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from jgr.serving.engine.opening import Again, counting_metrics, open_folder, rea
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
-from jgr.serving.scorers.paging import make_paging, open_items, share_of_rows
+from jgr.serving.scorers.paging import make_control, make_paging, open_items, share_of_rows
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import grown_by
@@ -193,6 +194,7 @@ def _make_engine(
         cache=cache,
         lease=lease,
         paging=paging,
+        control=make_control(config, paging, cache is not None, time.monotonic_ns),
         pool=None if states is None and paging is None else memory.pool,
         memory={
             "weights": tree_bytes(model.params),

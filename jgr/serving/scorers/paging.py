@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jgr.cache.border import Border
@@ -19,7 +21,10 @@ from jgr.models import item_tables, scorers
 from jgr.models.model_files import ModelFiles
 from jgr.models.scorers import ScorerConfig
 from jgr.models.table_file import TableFile
+from jgr.serving.engine.memory_controller import make_controller
 from jgr.serving.engine.paging_metrics import PagingCounts
+from jgr.serving.policies.memory_signals import Limits, require_room
+from jgr.serving.scorers.border_control import BorderControl
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +77,30 @@ def share_of_rows(config: Config, memory: Memory) -> int:
     settings = config.embeddings
     if settings.tables != "paged":
         return 0
-    share = settings.share if config.executors.share_user == "cache" else 1.0
+    share = config.memory.split if config.executors.share_user == "cache" else 1.0
     return int(memory.limit(config.model.name) * share)
+
+
+def make_control(
+    config: Config, paging: Paging | None, kept: bool, clock: Callable[[], int]
+) -> BorderControl | None:
+    """What moves the border between rows and users; None: memory.controller is static. kept: whether users are.
+
+    UserError where there is no border, where it leaves too little room at an end, or for a controller's file.
+    """
+    settings = config.memory
+    if settings.controller == "static":
+        return None
+    if paging is None or not kept:
+        raise ConfigError(
+            f"memory.controller ({settings.controller}) moves the border between embedding rows and kept users: it "
+            "needs embeddings.tables=paged and executors.share_user=cache"
+        )
+    border, page = paging.border, paging.rows.pool.page_bytes
+    limits = Limits(settings.least, settings.most, settings.split, settings.limit_ms)
+    require_room(limits, border.total * page, (border.total - border.most) * page, border.least * page)
+    counts = partial(paging.rows.counts, item_tables.NAME)
+    return BorderControl(make_controller(settings), border, settings, counts, clock)
 
 
 def make_paging(

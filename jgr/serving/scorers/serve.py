@@ -33,6 +33,7 @@ from jgr.serving.policies.jobs import Candidates, Job, Start, User, UserPart
 from jgr.serving.policies.orchestration import Orchestrator
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.prefill import Asked, Prefill
+from jgr.serving.scorers.border_control import BorderControl
 from jgr.serving.scorers.executors import PartExecutors, PartWork, Read, ReadWork
 from jgr.serving.scorers.paging import Paging
 from jgr.serving.scorers.translation import ScorerTask, ScorerTranslator
@@ -51,8 +52,8 @@ class ServedScorer:
 
     reads: whether the user's part is a run of its own. features: of the candidates; None: the model reads none, or
     there is no store. cache: None where users are not kept; lease: of its entries; pool: what they and rows stand in.
-    paging: of the items' embeddings; None: these are parameters. memory: bytes that its parts take. clock: the
-    engine's.
+    paging: of the items' embeddings; None: these are parameters. control: moves its border; None: nothing does.
+    memory: bytes that its parts take. clock: the engine's.
     """
 
     translator: ScorerTranslator
@@ -64,6 +65,7 @@ class ServedScorer:
     cache: UserCache | None = None
     lease: Lease[CacheMeta] | None = None
     paging: Paging | None = None
+    control: BorderControl | None = None
     pool: DevicePool | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     clock: Callable[[], int] = time.monotonic_ns
@@ -75,7 +77,6 @@ class ServedScorer:
         self.catalog: Catalog = self.translator.catalog
         self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
         self.prepare: Callable[..., ScorerTask] = self.translator.prepare
-        self.items: Callable[[ScorerTask], list[Item]] = self.translator.items
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._handover_s = 0.0
         self._closing: threading.Thread | None = None
@@ -96,8 +97,15 @@ class ServedScorer:
             ordering=make_ordering(self.config),
         )
 
+    def items(self, task: ScorerTask) -> list[Item]:
+        found = self.translator.items(task)
+        if self.control is not None:
+            usage, user = task.usage, task.request.user_id
+            self.control.answered(user, task.arrival_ns, usage.prompt_tokens, usage.cached_tokens > 0)
+        return found
+
     def job(self, task: ScorerTask, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:
-        count, task.ready_ns = len(task.rows), self.clock()
+        count, task.ready_ns, task.arrival_ns = len(task.rows), self.clock(), arrival_ns
         user = None
         if self.reads:
             user = UserPart(task.user, None if self.cache is None else task.key.tobytes())

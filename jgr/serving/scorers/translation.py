@@ -61,8 +61,8 @@ class ScorerTask:
     rows: [n] int32, the candidates. block: the user, see user_block. key: the bytes by which a kept user is recognised
     (`user_block.known_by`). user: the id of its cache entry. weights: [P] float32, with which the tasks' scores are
     summed for the order. scores: [n, P] float32, filled part by part. state: what its parts are given of the user: the
-    block, until a run has made more of it. records: the candidates' features, once they are there. ready_ns: since when
-    its next run waits for executors only. kept: whether the user's part is in the cache.
+    block, until a run has made more of it. records: the candidates' features, once they are there. arrival_ns: when it
+    came in. ready_ns: since when its next run waits for executors only. kept: whether the user's part is in the cache.
     """
 
     request: RankRequest | Prefill
@@ -75,6 +75,7 @@ class ScorerTask:
     scores: Float32
     state: Any
     records: npt.NDArray[np.void] | None = None
+    arrival_ns: int = 0
     ready_ns: int = 0
     kept: bool = False
     kind: Kind = "rank"

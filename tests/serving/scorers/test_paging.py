@@ -110,7 +110,7 @@ def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Pat
     kept = ("executors.share_user=cache", "executors.growth=2", "cache.device_mb=0.03")
     bodies = [asked(HSTU, seed) for seed in range(40)]
     resident, _ = answers(settings(folder, *kept), bodies)
-    with ScorerServer(settings(folder, *kept, "embeddings.tables=paged", "embeddings.share=0.4")) as server:
+    with ScorerServer(settings(folder, *kept, "embeddings.tables=paged", "memory.split=0.4")) as server:
         served: Any = server.engine.served
         border, take = served.paging.border, served.take
         users_least = border.total - border.most
@@ -148,7 +148,7 @@ def test_rows_of_16_bits_are_scored_as_the_rounded_table(tmp_path: Path) -> None
         ("float32", (*PAGED, "model.dtype=bfloat16"), "model.dtype"),
         (
             "float32",
-            (*PAGED, "executors.share_user=cache", "embeddings.share=0.0"),
+            (*PAGED, "executors.share_user=cache", "memory.split=0.01", "memory.least=0.001"),
             "0 of 16 pages of 1 KB for rows",
         ),
         ("float32", (*PAGED, "embeddings.remote=unix:///none"), "the server of embeddings.remote failed"),

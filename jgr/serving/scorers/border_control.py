@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves the border of the pool by a memory controller: counts an epoch's requests, decides, moves (HLEM-3 .. 9).
+
+An epoch ends with the first answer after memory.epoch_s, so that one without requests moves nothing. All but a
+controller's learning runs on the event loop; that has a thread of its own, and no decision is made while it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from jgr.cache.border import Border
+from jgr.config import MemoryConfig
+from jgr.serving.policies.memory_control import Controller
+from jgr.serving.policies.memory_signals import HOT_USERS, Signals
+
+HOUR_NS = 3600 * 10**9
+MOST_USERS = 100_000
+"""So many users are counted; where there are more, the half that asked least is forgotten."""
+
+
+class HotUsers:
+    """Requests of each user in the last half hour or hour, and who is among the hottest of them."""
+
+    def __init__(self) -> None:
+        self._now: Counter[str | int] = Counter()
+        self._before: Counter[str | int] = Counter()
+        self._hot: frozenset[str | int] = frozenset()
+        self._since_ns = 0
+
+    def asked(self, user: str | int) -> bool:
+        """Count a request; whether its user was hot when the epoch began."""
+        self._now[user] += 1
+        if len(self._now) > MOST_USERS:
+            self._now = Counter(dict(self._now.most_common(MOST_USERS // 2)))
+        return user in self._hot
+
+    def choose(self, now_ns: int) -> None:
+        """An epoch begins: HOT_USERS of the users that were counted are hot."""
+        if now_ns - self._since_ns > HOUR_NS // 2:
+            self._now, self._before, self._since_ns = Counter(), self._now, now_ns
+        counts = self._before + self._now
+        self._hot = frozenset(name for name, _ in counts.most_common(round(HOT_USERS * len(counts))))
+
+
+class BorderControl:
+    """controller: decides. border: is moved. counts: of the rows since the start, `hits` and `misses`.
+
+    clock: in ns, the one by which requests arrive.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        border: Border,
+        config: MemoryConfig,
+        counts: Callable[[], Mapping[str, int]],
+        clock: Callable[[], int],
+    ) -> None:
+        self._controller, self._border, self._config = controller, border, config
+        self._counts, self._clock, self._users = counts, clock, HotUsers()
+        self._learning: threading.Thread | None = None
+        self._begin(clock())
+
+    def answered(self, user: str | int | None, arrival_ns: int, events: int, cached: bool) -> None:
+        """A request was answered. user: None: nobody's. events: of its history. cached: whether the user was kept."""
+        now_ns = self._clock()
+        self._latency_ms.append((now_ns - arrival_ns) / 1e6)
+        self._events += events
+        self._cached += cached
+        self._hot += user is not None and self._users.asked(user)
+        if now_ns - self._begun_ns >= self._config.epoch_s * 1e9:
+            if self._learning is None or not self._learning.is_alive():
+                self._decide()
+            self._begin(now_ns)
+
+    def signals(self) -> Signals:
+        """The epoch so far; NaN where nothing was counted."""
+        rows, latency_ms, requests = self._rows(), np.array(self._latency_ms), len(self._latency_ms)
+        if not requests:
+            none = float("nan")
+            return Signals(none, none, none, none, none, none, requests=0)
+        hits, all_ = rows["hits"], sum(rows.values())
+        return Signals(
+            hot_share=self._hot / requests,
+            user_hits=self._cached / requests,
+            row_hits=hits / all_ if all_ else 1.0,
+            mean_events=self._events / requests,
+            late=float((latency_ms > self._config.limit_ms).mean()),
+            p99_ms=float(np.quantile(latency_ms, 0.99)),
+            requests=requests,
+        )
+
+    def _decide(self) -> None:
+        border = self._border
+        split = self._controller.decide(self.signals())
+        pages = min(max(round(split * border.total), border.least), border.most)
+        if pages != border.wanted:
+            border.set_limit(pages)
+        if abs(border.wanted - split * border.total) > 1:  # it was held back, and not rounded to pages alone
+            self._controller.moved(border.wanted / border.total)
+        self._learning = threading.Thread(target=self._controller.learn, name="jgr-memory", daemon=True)
+        self._learning.start()
+
+    def _begin(self, now_ns: int) -> None:
+        self._begun_ns, self._latency_ms = now_ns, list[float]()
+        self._events = self._cached = self._hot = 0
+        self._rows_before = dict(self._counts())
+        self._users.choose(now_ns)
+
+    def _rows(self) -> dict[str, int]:
+        now, before = self._counts(), self._rows_before
+        return {name: now.get(name, 0) - before.get(name, 0) for name in ("hits", "misses")}
