@@ -451,7 +451,7 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
         "{metric}; HSTU by one recipe on {data}",
     ),
-    (r"(?P<model>[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http", "{metric}; {model}"),
+    (r"(?P<model>(?!hstu-counting-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http", "{metric}; {model}"),
     (
         r"(?P<model>[\w-]+)-invalid-items-with-the-constraint",
         "Share of the recommended ids that name no item; {model}",

@@ -93,7 +93,12 @@ def test_other_readers_understand_it(config: Config, format: str) -> None:
 def test_the_strategy_reaches_every_field() -> None:
     for key in OPEN:
         assert values(HINTS[key]) is not None
-    assert secret_fields(Config) == {"server.api_key", "server.admin_key", "features.store"}
+    assert secret_fields(Config) == {
+        "server.api_key",
+        "server.admin_key",
+        "features.store",
+        "embeddings.remote",
+    }
 
 
 @pytest.mark.parametrize("format", FORMATS)

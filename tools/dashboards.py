@@ -214,6 +214,24 @@ BOARDS = (
         ),
     ),
     Board(
+        "embeddings",
+        "jgr: embeddings",
+        (
+            Panel("Rows", "short", ((rate("jgr_embedding_rows_total", "event"), "{{event}}"),)),
+            Panel(
+                "Rows read from the device",
+                "percentunit",
+                ((share("jgr_embedding_rows_total", 'event="hits"'), "of rows"),),
+            ),
+            Panel(
+                "Rows sent to the device", "Bps", ((rate("jgr_embedding_bytes_total", "table"), "{{table}}"),)
+            ),
+            Panel("Rows on the device", "short", ((gauge("jgr_embedding_resident", "table"), "{{table}}"),)),
+            Panel("Pages for rows", "short", ((gauge("jgr_border_pages", "of"), "{{of}}"),)),
+            Panel("Moves of the border", "ops", ((rate("jgr_border_moves_total", "of"), "{{of}}"),)),
+        ),
+    ),
+    Board(
         "features",
         "jgr: features",
         (

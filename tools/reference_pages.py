@@ -33,6 +33,7 @@ from jgr.features.cache import Counts
 from jgr.serving.api import ModelInfo
 from jgr.serving.cluster.series import Series
 from jgr.serving.engine import metrics
+from jgr.serving.engine.paging_metrics import PagingCounts
 from jgr.serving.policies.jobs import Priority
 from tools.reference_http import http
 from tools.reference_markdown import cell, code, page, paragraphs, table
@@ -264,6 +265,7 @@ def _families() -> list[Metric]:
     shown.watch_memory(lambda: {"weights": 0})
     shown.watch_cache(lambda: cast(CacheMeta, _EMPTY_CACHE))
     shown.feature_counts = Counts
+    shown.paging = lambda: PagingCounts({"items": {}}, 0, 0, 0, 0, {})
     shown.requests.labels("/v1/recommend", "200")
     shown.parts.labels("0")
     shown.show_model(

@@ -25,8 +25,9 @@ from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import metrics
 from jgr.serving.engine.metrics import documentation
 from tests.debian import PROMETHEUS, PROMTOOL
-from tests.serving.scorer_fakes import ScorerServer
+from tests.serving.scorer_fakes import HSTU, ScorerServer
 from tests.serving.scorers.test_executors import ITEMS, engine, fill, toy  # noqa: F401
+from tests.serving.scorers.test_paging import PAGED, asked, folder_of, settings
 from tests.serving.versions.test_shared_memory import Two
 from tools import dashboards
 from tools.dashboards import ALERTS, BOARDS, DEPLOY, WINDOW
@@ -153,8 +154,9 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
     store = tmp_path / "features.sqlite"
     fill(str(store))
     try:
-        with ScorerServer(*engine(str(store))) as scorer:
-            ports = [int(url.rpartition(":")[2]) for url in (two.listener.url, scorer.url)]
+        in_pages = settings(folder_of(tmp_path / "hstu", HSTU), *PAGED)
+        with ScorerServer(*engine(str(store))) as scorer, ScorerServer(in_pages) as paged:
+            ports = [int(url.rpartition(":")[2]) for url in (two.listener.url, scorer.url, paged.url)]
             with fleet_of(ports[0]) as front, prometheus(tmp_path, [*ports, front]) as port:
 
                 def traffic() -> None:
@@ -163,6 +165,7 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
                     scorer.rank(
                         history=["B001"], context={"slot0": 1}, candidates=ITEMS[:35], deadline_ms=30_000
                     )
+                    paged.rank(**asked(HSTU, 3))
 
                 empty = [(board.title, panel.title) for board in BOARDS for panel in board.panels]
                 until_s = time.monotonic() + PATIENCE_S

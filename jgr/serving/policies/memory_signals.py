@@ -126,4 +126,4 @@ def reward(signals: Signals, limits: Limits) -> float:
     """
     if signals.requests == 0:
         return 1.0
-    return (1.0 - signals.late) - max(0.0, signals.p99_ms / limits.limit_ms - 1.0)
+    return (1.0 - signals.late) - max(0.0, min(signals.p99_ms / limits.limit_ms, TAIL) - 1.0)

@@ -77,6 +77,9 @@ class ServedScorer:
         self.catalog: Catalog = self.translator.catalog
         self.meta: CacheMeta | None = None if self.cache is None else self.cache.meta
         self.prepare: Callable[..., ScorerTask] = self.translator.prepare
+        self.items: Callable[[ScorerTask], list[Item]] = (
+            self.translator.items if self.control is None else self._counted_items
+        )
         self._parts = {size: self.metrics.parts.labels(str(size)) for size in self.executors.sizes}
         self._handover_s = 0.0
         self._closing: threading.Thread | None = None
@@ -97,11 +100,11 @@ class ServedScorer:
             ordering=make_ordering(self.config),
         )
 
-    def items(self, task: ScorerTask) -> list[Item]:
-        found = self.translator.items(task)
-        if self.control is not None:
-            usage, user = task.usage, task.request.user_id
-            self.control.answered(user, task.arrival_ns, usage.prompt_tokens, usage.cached_tokens > 0)
+    def _counted_items(self, task: ScorerTask) -> list[Item]:
+        assert self.control is not None
+        found, usage = self.translator.items(task), task.usage
+        cached = usage.cached_tokens > 0
+        self.control.answered(task.request.user_id, task.arrival_ns, usage.prompt_tokens, cached)
         return found
 
     def job(self, task: ScorerTask, job_id: int, arrival_ns: int, deadline_ns: int | None) -> Job:

@@ -85,7 +85,7 @@ def answers(config: Config, bodies: list[dict[str, Any]]) -> tuple[list[Any], di
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_paged_scores_are_bit_for_bit_those_of_resident_embeddings(tmp_path: Path, name: str) -> None:
+def test_paged_scores_are_those_of_resident_embeddings(tmp_path: Path, name: str) -> None:
     cfg = FAMILIES[name]
     folder = folder_of(tmp_path / name, cfg)
     bodies = [asked(cfg, seed) for seed in range(12)]
@@ -97,7 +97,7 @@ def test_paged_scores_are_bit_for_bit_those_of_resident_embeddings(tmp_path: Pat
             [item["item_id"] for item in items] for items in resident
         ]
         for one, other in zip(chain(*paged), chain(*resident), strict=True):
-            assert one["score"] == pytest.approx(other["score"], abs=1e-6)
+            assert one["score"] == pytest.approx(other["score"], abs=1e-5)
     else:
         assert paged == resident
     assert none["hits"] == 0 and counts["hits"] > counts["misses"] > 0 and counts["past"] == 0

@@ -72,7 +72,7 @@ def test_a_training_writes_a_controller_that_serves_and_its_curves(trained: Path
     assert (trained / "curves.png").stat().st_size > 1000
     arrays = read_controller(trained / training.FILE)
     told = Signals(0.2, 0.3, 0.6, 8000.0, 0.0, 20.0, 300)
-    assert abs(Ppo(Limits(), BasePolicy(arrays)).decide(told) - 0.5) in pytest.approx([0, 0.02, 0.04])
+    assert round(Ppo(Limits(), BasePolicy(arrays)).decide(told) - 0.5, 6) in ACTIONS
     assert 0.1 <= Predictor(Limits(), Trees(arrays)).decide(told) <= 0.9
 
 
@@ -137,6 +137,6 @@ def test_a_training_without_a_folder_or_with_a_loss_that_is_not_finite_is_an_err
     train = TrainConfig(model="controller", steps=2, batch=3)
     with pytest.raises(ConfigError, match=r"train\.out"):
         training.train_controller(train, lambda *told: None)
-    wild = dataclasses.replace(train, out=str(tmp_path), learning_rate=1e30)
+    wild = dataclasses.replace(train, out=str(tmp_path), learning_rate=1e14)
     with pytest.raises(ConfigError, match=r"lower train\.learning_rate"):
         training.train_controller(wild, lambda *told: None)
