@@ -182,7 +182,10 @@ def test_no_panel_is_empty_over_live_servers(tmp_path: Path) -> None:
                 rules = ask(port, "/api/v1/rules")["data"]["groups"][0]["rules"]
                 assert [rule["name"] for rule in rules] == [alert.name for alert in ALERTS]
                 assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
-                assert {rule["state"] for rule in rules} == {"inactive"}, "a healthy server alerts nobody"
+                alerting = [rule["name"] for rule in rules if rule["state"] != "inactive"]
+                assert set(alerting) <= {"JgrMemoryGrows"}, (
+                    "this one watches seconds of a start here, and pends"
+                )
     finally:
         two.stop()
 

@@ -133,10 +133,13 @@ def test_the_oracle_takes_the_least_and_of_equal_ones_the_nearest() -> None:
     np.testing.assert_allclose(episodes.best_splits(np.array([bent, flat, bent])), [0.42, 0.42, 0.42])
 
 
-def test_a_training_without_a_folder_or_with_a_loss_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
+def test_a_training_without_a_folder_or_with_a_loss_that_is_not_finite_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train = TrainConfig(model="controller", steps=2, batch=3)
     with pytest.raises(ConfigError, match=r"train\.out"):
         training.train_controller(train, lambda *told: None)
-    wild = dataclasses.replace(train, out=str(tmp_path), learning_rate=1e14)
+    wild = dataclasses.replace(train, out=str(tmp_path))
+    monkeypatch.setattr(training, "_trainer", lambda rate: ppo.Trainer(float("nan")))
     with pytest.raises(ConfigError, match=r"lower train\.learning_rate"):
         training.train_controller(wild, lambda *told: None)
