@@ -39,7 +39,8 @@ COLUMNS = {
     "cli": 0.56, "serving/http": 0.3, "serving/versions": 0.3, "serving/decoders": 0.04, "serving/scorers": 0.56,
     "serving/engine": 0.3, "serving": 0.3, "serving/cluster": 0.04, "serving/policies": 0.56,
     "evaluation": 0.76, "traffic": 0.88, "simulation": 1.0, "features": 0.52, "placement": 0.98, "cache": 0.75,
-    "embeddings": 0.3, "training": 0.98, "models": 0.75, "ops": 0.95, "plain": 0.06, "catalog": 0.29, "prompt": 0.52, "data": 0.75,
+    "embeddings": 0.3, "training": 0.98, "models": 0.75, "ops": 0.95, "plain": 0.06, "catalog": 0.29, "prompt": 0.52,
+    "data": 0.75,
 }  # fmt: skip
 """Where a room stands between the left (0) and the right end (1) of its row, so that few lines cross; others: 0.9."""
 
