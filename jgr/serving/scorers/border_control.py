@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves the border of the pool by a memory controller: counts an epoch's requests, decides, moves (HLEM-3 .. 9).
 
-An epoch ends with the first answer after memory.epoch_s, so that one without requests moves nothing. All but a
-controller's learning runs on the event loop; that has a thread of its own, and no decision is made while it runs.
+An epoch ends with the first answer after memory.epoch_s, so that one without requests moves nothing. Counting, deciding
+and moving are short and run on the event loop. What takes longer, a controller's learning and the choice of hot users,
+has a thread of its own; no decision is made while that runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MOST_USERS = 100_000
 
 
 class HotUsers:
-    """Requests of each user in the last half hour or hour, and who is among the hottest of them."""
+    """Requests of each user in the last half hour to hour, and who is among the hottest of them."""
 
     def __init__(self) -> None:
         self._now: Counter[str | int] = Counter()
@@ -33,17 +34,17 @@ class HotUsers:
         self._since_ns = 0
 
     def asked(self, user: str | int) -> bool:
-        """Count a request; whether its user was hot when the epoch began."""
+        """Count a request; whether its user was hot when hot users were chosen last."""
         self._now[user] += 1
         if len(self._now) > MOST_USERS:
             self._now = Counter(dict(self._now.most_common(MOST_USERS // 2)))
         return user in self._hot
 
     def choose(self, now_ns: int) -> None:
-        """An epoch begins: HOT_USERS of the users that were counted are hot."""
+        """HOT_USERS of the users that were counted are hot from now on. May run beside `asked`."""
         if now_ns - self._since_ns > HOUR_NS // 2:
             self._now, self._before, self._since_ns = Counter(), self._now, now_ns
-        counts = self._before + self._now
+        counts = self._before + Counter(dict(self._now))  # a copy, since the other one grows meanwhile
         self._hot = frozenset(name for name, _ in counts.most_common(round(HOT_USERS * len(counts))))
 
 
@@ -103,14 +104,17 @@ class BorderControl:
             border.set_limit(pages)
         if abs(border.wanted - split * border.total) > 1:  # it was held back, and not rounded to pages alone
             self._controller.moved(border.wanted / border.total)
-        self._learning = threading.Thread(target=self._controller.learn, name="jgr-memory", daemon=True)
+        self._learning = threading.Thread(target=self._learn, name="jgr-memory", daemon=True)
         self._learning.start()
+
+    def _learn(self) -> None:
+        self._controller.learn()
+        self._users.choose(self._clock())
 
     def _begin(self, now_ns: int) -> None:
         self._begun_ns, self._latency_ms = now_ns, list[float]()
         self._events = self._cached = self._hot = 0
         self._rows_before = dict(self._counts())
-        self._users.choose(now_ns)
 
     def _rows(self) -> dict[str, int]:
         now, before = self._counts(), self._rows_before
