@@ -96,6 +96,21 @@ const FIGURES = [
     note: (w, of) => listed(grouped(w.now, "jgr_cache_entries", "kind", of), "entries ") || "no cache",
   },
   {
+    name: "Embeddings on the device", unit: "% of rows asked for",
+    value: (w, of) => {
+      const [hits, misses] = ["hits", "misses"].map((event) => w.increase("jgr_embedding_rows_total", { ...of, event }));
+      return hits + misses ? (100 * hits) / (hits + misses) : null;
+    },
+    note: (w, of) => {
+      const { total, wanted, held } = grouped(w.now, "jgr_border_pages", "of", of);
+      const moves = w.increase("jgr_border_moves_total", { ...of, of: "moves" });
+      return total
+        ? `border at ${shown((100 * wanted) / total)} % of ${counted(total, "page")}, rows hold ${shown(held, 6)}; ` +
+          counted(moves, "move")
+        : "no tables in pages";
+    },
+  },
+  {
     name: "Fresh features", unit: "%",
     value: (w, of) => percent(w.ratio(["jgr_features_total", { ...of, state: "fresh" }], ["jgr_features_total", of])),
     note: (w, of) => listed(growth(w, "jgr_features_total", "state", of)) || "no feature store",

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jgr.features.cache import Counts
 from jgr.serving.engine.metrics import ENTRY_EVENTS, Metrics, documentation, render
+from jgr.serving.engine.paging_metrics import PagingCounts
 from tests.serving.http.pages.browsing import BEARER, KEY, NONE, Visit
 from tests.serving.http.test_ui import FOLDER
 
@@ -162,6 +163,7 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
     metrics.watch_cache(lambda: a_cache(user=300, item=100))
     other.watch_cache(lambda: a_cache(user=20, item=50))
     metrics.feature_counts = lambda: Counts(fresh=10, stale=10)
+    metrics.paging = lambda: PagingCounts({"items": {"hits": 5, "misses": 5}}, 40, 50, 200, 0, {"moves": 1})
     for one, info in zip((metrics, other), visit.server.listener.models.infos, strict=True):
         one.show_model(info)
 
@@ -170,6 +172,9 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
 
     def between() -> None:
         metrics.feature_counts = lambda: Counts(fresh=40, stale=20)
+        metrics.paging = lambda: PagingCounts(
+            {"items": {"hits": 23, "misses": 7}}, 50, 58, 200, 0, {"moves": 4}
+        )
         metrics._cached_tokens.inc(30)
         metrics._computed_tokens.inc(10)
         for difference in (5e-4, 5e-4, 5e-4, 5e-2):
@@ -189,6 +194,8 @@ def test_the_live_view_shows_cache_drift_and_failures(visit: Visit) -> None:
     widths = [float(str(bar.get_attribute("width"))) for bar in pool.locator("rect").all()]
     assert widths == pytest.approx([150, 30, 320, 500])
     assert figure(page, "Fresh features") == ("75", "fresh 30, stale 10")
+    rows = figure(page, "Embeddings on the device")
+    assert rows == ("90", "border at 29 % of 200 pages, rows hold 50; 3 moves")
     assert figure(page, "Refused") == ("2", "too_late 3, quota 1")
     assert figure(page, "Late or failed") == ("3", "4 late, 2 batches failed")
     assert figure(page, "Device") == ("25", "25 % of it wasted")
