@@ -8,7 +8,8 @@ change of the catalog only the items that are new, or have other texts, are comp
 
 `jgr kv library FOLDER --texts=FILE --out=DIR`: a library of prototypes, of texts such as reviews (RCLLM-2..4), which
 `jgr serve --set=cache.library=DIR` reads. Every so many users are held out, and the report says how much of their texts
-the library covers, and smaller ones would. Nothing is at DIR until the library is whole.
+the library covers, and smaller ones would. Nothing is at DIR until the library is whole; a build that was ended goes on
+where it was, with the same bytes in the end.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ rotation brings them to any place.
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.fields import UserError
+from jgr.library.building import Unfinished, building
 from jgr.library.clusters import cluster, coverage
 from jgr.library.corpus import Corpus
 from jgr.library.embeddings import TokenEmbeddings, keys_of
@@ -26,11 +29,11 @@ from jgr.library.folder import (
     FORMAT,
     About,
     bits,
-    create_kv,
     identity,
+    read_about,
+    read_records,
     write_about,
     write_records,
-    writing_library,
 )
 from jgr.library.index import tuned
 from jgr.library.prototypes import Prototypes, Settings
@@ -39,12 +42,15 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.rope import rope
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Show = Callable[[int, int, str], None]
 
 REUSED_FROM = 0.9
 """The cosine from which a search must find what brute force finds: the least at which a prototype is reused."""
 _ROWS = 4
 """Reviews that are computed at once."""
+_KEPT = 16
+"""Batches after which those so far are put on the disk."""
 _SMALLEST = 32
 """The shortest row; longer ones are twice, four times and so on as long."""
 
@@ -72,41 +78,76 @@ def build(
     model: str = "",
     texts: str = "",
 ) -> Report:
-    """Write a library. prefix: [t], the prompt's tokens before the history. most: of prototypes. cosine: the least
-    within a cluster. model, texts: names, for people. Raises UserError as `writing_library`, and where nothing is
-    there to make prototypes of.
+    """Write a library, or go on with one that was ended. prefix: [t], the prompt's tokens before the history. most: of
+    prototypes. cosine: the least within a cluster. model, texts: names, for people. Raises UserError as `building`, and
+    where nothing is there to make prototypes of.
     """
-    dtype = np.dtype(params.embed.dtype).name
-    embeddings = TokenEmbeddings(np.asarray(params.embed), cfg.rope_theta)
-    found = cluster(corpus.reviews, embeddings, cosine, most)
-    if not len(found.keys):
+    if not any(map(len, corpus.reviews)):
         raise UserError(f"{texts or 'the texts'}: there is no token to make a prototype of")
-    covers = coverage(found, embeddings, corpus.held_out, pool_sizes(len(found.keys)))
-    search, share = search_for(found, embeddings, corpus.held_out)
-    with writing_library(out) as folder:
-        write_records(folder, found)
-        kv = create_kv(folder, (len(found.keys), cfg.layers, 2, cfg.kv_heads, cfg.head_dim), dtype)
-        done = 0
-        show(0, len(found.keys), "")
-        for numbers, values in keys_values(params, cfg, prefix, corpus.reviews, found):
-            kv[numbers] = values.view(bits(dtype))
-            done += len(numbers)
-            show(done, len(found.keys), "")
-        kv.flush()  # type: ignore[attr-defined]
-        of = identity(revision, dtype, (cfg.layers, cfg.kv_heads, cfg.head_dim), prefix)
-        shares = [{name: float(value) for name, value in cover._asdict().items()} for cover in covers]
-        write_about(folder, About(FORMAT, of, dtype, len(found.keys), search, share, shares, model, texts))
+    dtype = np.dtype(params.embed.dtype).name
+    of = identity(revision, dtype, (cfg.layers, cfg.kv_heads, cfg.head_dim), prefix)
+    settings = {"format": FORMAT, "of": of, "cosine": cosine, "most": most, "model": model, "texts": texts}
+    with building(out, _hash(settings, corpus)) as unfinished:
+        if not unfinished.is_clustered:
+            embeddings = TokenEmbeddings(np.asarray(params.embed), cfg.rope_theta)
+            found = cluster(corpus.reviews, embeddings, cosine, most)
+            covers = coverage(found, embeddings, corpus.held_out, pool_sizes(len(found.keys)))
+            search, share = search_for(found, embeddings, corpus.held_out)
+            shares = [{name: float(value) for name, value in cover._asdict().items()} for cover in covers]
+            write_records(unfinished.path, found)
+            about = About(FORMAT, of, dtype, len(found.keys), search, share, shares, model, texts)
+            write_about(unfinished.path, about)
+        about, found = read_about(unfinished.path), read_records(unfinished.path)
+        new, nbytes = _fill(unfinished, params, cfg, prefix, corpus.reviews, found, show)
     return Report(
-        prototypes=len(found.keys),
+        prototypes=about.prototypes,
+        new=new,
         tokens=sum(map(len, corpus.reviews)),
         held_out_tokens=sum(map(len, corpus.held_out)),
-        megabytes=round(kv.nbytes / 2**20, 3),
-        recall=share,
-        tables=search.tables,
-        bits=search.bits,
-        flips=search.flips,
-        coverage=[cover._asdict() for cover in covers],
+        megabytes=round(nbytes / 2**20, 3),
+        recall=about.recall,
+        tables=about.search.tables,
+        bits=about.search.bits,
+        flips=about.search.flips,
+        coverage=about.coverage,
     )
+
+
+def _fill(
+    unfinished: Unfinished,
+    params: DecoderParams,
+    cfg: DecoderConfig,
+    prefix: Int32,
+    reviews: Sequence[Int32],
+    found: Prototypes,
+    show: Show,
+) -> tuple[int, int]:
+    """Write the keys and values that are not there yet; of how many prototypes, and the bytes of all."""
+    dtype = np.dtype(params.embed.dtype).name
+    kv = unfinished.kv((len(found.keys), cfg.layers, 2, cfg.kv_heads, cfg.head_dim), dtype)
+    batches, begun, total = list(_batches(len(prefix), found)), unfinished.done, len(found.keys)
+    there = done = sum(len(numbers) for batch in batches[:begun] for numbers in batch)
+    show(done, total, "")
+    for count, batch in enumerate(batches[begun:], start=begun + 1):
+        numbers, values = _batch_kv(params, cfg, prefix, reviews, found, batch)
+        kv[numbers] = values.view(bits(dtype))
+        done += len(numbers)
+        if count % _KEPT == 0 or count == len(batches):
+            kv.flush()
+            unfinished.set_done(count)
+        show(done, total, "")
+    return total - there, kv.nbytes
+
+
+def _hash(settings: dict[str, Any], corpus: Corpus) -> str:
+    """Of all that a library's bytes follow from."""
+    found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for reviews in corpus:
+        lengths = np.array([len(reviews), *map(len, reviews)], np.int64)
+        found.update(lengths.tobytes())
+        for review in reviews:
+            found.update(review.tobytes())
+    return found.hexdigest()
 
 
 def search_for(
@@ -121,26 +162,49 @@ def search_for(
 
 def keys_values(
     params: DecoderParams, cfg: DecoderConfig, prefix: Int32, reviews: Sequence[Int32], found: Prototypes
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-    """Numbers [m] of prototypes, and their keys before rope and values [m, L, 2, K, d], some at a time."""
+) -> Iterator[tuple[Int64, npt.NDArray[Any]]]:
+    """Numbers [m] of prototypes, and their keys before rope and values [m, L, 2, K, d], a batch at a time."""
+    for batch in _batches(len(prefix), found):
+        yield _batch_kv(params, cfg, prefix, reviews, found, batch)
+
+
+def _batches(lead: int, found: Prototypes) -> Iterator[list[Int64]]:
+    """The numbers of prototypes that one run computes: for each of its reviews those that stand there, [m] each.
+    lead: how many tokens stand before a review."""
     starts = np.flatnonzero(np.diff(found.reviews, prepend=-1))
     groups = np.split(np.arange(len(found.reviews)), starts[1:])
-    longest = [len(prefix) + int(found.places[group[-1]]) + 1 for group in groups]  # what follows is not seen
+    longest = [_length(lead, found, group) for group in groups]
     order = np.argsort(longest, kind="stable").tolist()
     for at in range(0, len(order), _ROWS):
-        some = order[at : at + _ROWS]
-        width = _SMALLEST
-        while width < max(longest[each] for each in some):
-            width *= 2
-        tokens, lengths = np.zeros((_ROWS, width), np.int32), np.ones(_ROWS, np.int32)
-        for row, each in enumerate(some):
-            whole = np.concatenate([prefix, reviews[int(found.reviews[groups[each][0]])]])
-            lengths[row] = longest[each]
-            tokens[row, : longest[each]] = whole[: longest[each]]
-        kv = np.asarray(_row_kv(params, cfg, tokens, lengths))
-        rows = np.concatenate([np.full(len(groups[each]), row) for row, each in enumerate(some)])
-        numbers = np.concatenate([groups[each] for each in some])
-        yield numbers, np.ascontiguousarray(kv[rows, len(prefix) + found.places[numbers]])
+        yield [groups[each] for each in order[at : at + _ROWS]]
+
+
+def _length(lead: int, found: Prototypes, group: Int64) -> int:
+    """The tokens up to the last prototype: what follows is not seen."""
+    return lead + int(found.places[group[-1]]) + 1
+
+
+def _batch_kv(
+    params: DecoderParams,
+    cfg: DecoderConfig,
+    prefix: Int32,
+    reviews: Sequence[Int32],
+    found: Prototypes,
+    batch: Sequence[Int64],
+) -> tuple[Int64, npt.NDArray[Any]]:
+    longest = [_length(len(prefix), found, group) for group in batch]
+    width = _SMALLEST
+    while width < max(longest):
+        width *= 2
+    tokens, lengths = np.zeros((_ROWS, width), np.int32), np.ones(_ROWS, np.int32)
+    for row, (group, length) in enumerate(zip(batch, longest, strict=True)):
+        whole = np.concatenate([prefix, reviews[int(found.reviews[group[0]])]])
+        lengths[row] = length
+        tokens[row, :length] = whole[:length]
+    kv = np.asarray(_row_kv(params, cfg, tokens, lengths))
+    rows = np.concatenate([np.full(len(group), row) for row, group in enumerate(batch)])
+    numbers = np.concatenate(batch)
+    return numbers, np.ascontiguousarray(kv[rows, len(prefix) + found.places[numbers]])
 
 
 @functools.partial(jax.jit, static_argnames="cfg")

@@ -2,15 +2,12 @@
 """The files of a library (RCLLM-4): what `jgr kv library` writes and a server maps.
 
 `library.json` says what it is of, `prototypes.npy` has a record for each prototype, and `kv.npy` its keys, as they are
-before rope, and values in the model's own dtype. A library is written beside its place and put there when it is whole.
+before rope, and values in the model's own dtype. How a library is written: building.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +58,21 @@ class LibraryFolder:
 
     def __init__(self, path: Path, wanted: str) -> None:
         self.path = path
-        self.about = _about(path)
+        self.about = read_about(path)
         if self.about.identity != wanted:
             raise UserError(
                 f"{path}: is of another model, or of another prompt.template ({self.about.identity}; this model's is "
                 f"{wanted}); build it again with jgr kv library"
             )
-        records, self.kv = _mapped(path / RECORDS), _mapped(path / KV)
+        self.prototypes, self.kv = read_records(path), _mapped(path / KV)
         count = self.about.prototypes
-        whole = records.dtype == _RECORD and records.shape == (count,)
-        if not whole or self.kv.ndim != 5 or len(self.kv) != count or self.kv.dtype != bits(self.about.dtype):
+        if (
+            len(self.prototypes.keys) != count
+            or self.kv.ndim != 5
+            or len(self.kv) != count
+            or self.kv.dtype != bits(self.about.dtype)
+        ):
             raise UserError(f"{path}: {RECORDS} and {KV} are not those of {ABOUT}; build it again")
-        self.prototypes = Prototypes(*(np.ascontiguousarray(records[name]) for name in Prototypes._fields))
 
     def __len__(self) -> int:
         return self.about.prototypes
@@ -83,28 +83,17 @@ def bits(dtype: str) -> np.dtype[Any]:
     return np.dtype("<u2" if dtype in ("bfloat16", "float16") else "<u4")
 
 
-@contextmanager
-def writing_library(path: Path) -> Iterator[Path]:
-    """A folder to write a library to; it is put at `path` when the block succeeds, and removed otherwise.
-
-    UserError where something stands at `path`, or the disk is full.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    if path.exists():
-        raise UserError(f"{path}: is there already; name another folder, or remove it")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 def write_about(path: Path, about: About) -> None:
     with writing(path / ABOUT, UserError) as stream:
         stream.write(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+
+
+def read_records(path: Path) -> Prototypes:
+    """UserError where the file is missing or cut short."""
+    records = _mapped(path / RECORDS)
+    if records.dtype != _RECORD or records.ndim != 1:
+        raise UserError(f"{path}: {RECORDS} is not what jgr kv library writes; build it again")
+    return Prototypes(*(np.ascontiguousarray(records[name]) for name in Prototypes._fields))
 
 
 def write_records(path: Path, prototypes: Prototypes) -> None:
@@ -114,18 +103,8 @@ def write_records(path: Path, prototypes: Prototypes) -> None:
     np.save(path / RECORDS, records)
 
 
-def create_kv(path: Path, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    """A mapped file for keys and values, which the caller fills with bits. UserError where the disk lacks room."""
-    need, free = int(np.prod(shape)) * bits(dtype).itemsize, shutil.disk_usage(path).free
-    if need > free:
-        raise UserError(
-            f"{path}: the disk has {free / 2**20:.0f} MB left, the prototypes' keys and values need {need / 2**20:.0f}"
-        )
-    made: npt.NDArray[Any] = np.lib.format.open_memmap(path / KV, "w+", bits(dtype), shape)
-    return made
-
-
-def _about(path: Path) -> About:
+def read_about(path: Path) -> About:
+    """What a library says of itself. UserError where it is none."""
     if not path.is_dir():
         raise UserError(
             f"cache.library: there is no folder {path}; jgr kv library MODEL --out={path} makes it"

@@ -5,6 +5,11 @@ and the keys and values against a decoder in numpy.
 
 from __future__ import annotations
 
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,7 +21,7 @@ from hypothesis import strategies as st
 
 from jgr.config import UserError
 from jgr.library import clusters, folder, index
-from jgr.library.build import build, keys_values
+from jgr.library.build import Report, build, keys_values
 from jgr.library.corpus import Corpus, is_held_out
 from jgr.library.embeddings import BUCKET, TokenEmbeddings, keys_of
 from jgr.library.finder import Finder
@@ -223,19 +228,129 @@ def test_a_library_of_something_else_or_cut_short_is_refused(
         LibraryFolder(copy, WANTED)
 
 
-def test_a_build_that_fails_leaves_nothing(made: tuple[Path, list[Int32]], tmp_path: Path) -> None:
-    corpus = Corpus(made[1], [])
+class Ended(Exception):
+    """A builder that is stopped."""
 
-    def fail(done: int, total: int, label: str) -> None:
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "a", PARAMS, CFG, "r1", PREFIX, corpus, fail, most=9)
-    assert list(tmp_path.iterdir()) == []
+def made_of(out: Path, reviews: list[Int32], show: Callable[[int, int, str], None], most: int = 60) -> Report:
+    return build(out, PARAMS, CFG, "r1", PREFIX, Corpus(reviews, reviews[:1]), show, most=most)
+
+
+def show_nothing(done: int, total: int, label: str) -> None:
+    pass
+
+
+def ended_at(step: int) -> Callable[[int, int, str], None]:
+    """Stops a builder as soon as it tells its progress for the step-th time."""
+    left = iter(range(step))
+
+    def show(done: int, total: int, label: str) -> None:
+        if next(left, None) is None:
+            raise Ended
+
+    return show
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+MANY = [np.random.default_rng(n).integers(3, 40, 5 + 5 * n).astype(np.int32) for n in range(12)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a library that was built without an end."""
+    out = tmp_path_factory.mktemp("whole") / "library"
+    report = made_of(out, MANY, show_nothing)
+    assert report["new"] == report["prototypes"] == 60
+    assert [path.name for path in out.parent.iterdir()] == ["library"]
+    return contents(out)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 16])
+def test_a_build_that_was_ended_anywhere_goes_on_to_the_same_bytes(
+    whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Whatever the file of keys and values has where a batch is not done."""
+    monkeypatch.setattr("jgr.library.build._KEPT", kept)
+    for step in range(2):
+        out = tmp_path / str(step)
+        for steps in (step, 1):  # the second builder is ended too
+            with pytest.raises(Ended):
+                made_of(out, MANY, ended_at(steps))
+        assert not out.exists(), "nothing is there until it is whole"
+        report = made_of(out, MANY, show_nothing)
+        assert contents(out) == whole
+        assert kept > 1 or report["new"] < 60, "what was done is not done again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.library.test_library import MANY, made_of
+
+def show(done, total, label):
+    if done > 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+made_of(Path(sys.argv[1]), MANY, show)
+"""
+
+
+def test_a_builder_that_is_killed_leaves_what_the_next_one_goes_on_from(
+    whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "library"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".library.partial"]
+    made_of(out, MANY, show_nothing)
+    assert contents(out) == whole
+
+
+def test_a_builder_that_is_ended_before_the_keys_and_values_goes_on(
+    whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each file that comes before them: the disk is full."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = tmp_path / "library"
+    for name in ("build.write_records", "build.write_about", "building.os.posix_fallocate"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"jgr.library.{name}", full)
+            with pytest.raises(UserError, match="disk is full; make room and start again"):
+                made_of(out, MANY, show_nothing)
+    made_of(out, MANY, show_nothing)
+    assert contents(out) == whole
+
+
+def test_two_builders_do_not_work_at_one_library(tmp_path: Path) -> None:
+    out = tmp_path / "library"
+
+    def other(done: int, total: int, label: str) -> None:
+        if not done:
+            with pytest.raises(UserError, match="another jgr kv library is at work there"):
+                made_of(out, MANY, show_nothing)
+
+    made_of(out, MANY, other)
     with pytest.raises(UserError, match="is there already"):
-        build(made[0], PARAMS, CFG, "r1", PREFIX, corpus, fail, most=9)
+        made_of(out, MANY, show_nothing)
+
+
+def test_an_unfinished_library_of_something_else_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "library"
+    with pytest.raises(Ended):
+        made_of(out, MANY, ended_at(1))
+    for reviews, most in ((MANY, 59), (MANY[1:], 60), ([np.concatenate(MANY)], 60)):
+        with pytest.raises(UserError, match="other texts or other settings that was not finished"):
+            made_of(out, reviews, show_nothing, most)
     with pytest.raises(UserError, match="no token"):
-        build(tmp_path / "b", PARAMS, CFG, "r1", PREFIX, Corpus([], []), fail, most=9)
+        made_of(tmp_path / "b", [], show_nothing)
+    assert [path.name for path in tmp_path.iterdir()] == [".library.partial"]
 
 
 def test_reviews_are_computed_once_whatever_stands_after_the_last_prototype() -> None:
