@@ -64,7 +64,7 @@ RCLLM = System(
         Fixed(
             ("RCLLM-2", "RCLLM-3", "RCLLM-4", "RCLLM-5"),
             "tokens of the history are taken from prototypes that mean nearly the same",
-            "served by cache.library, but the requests here have no texts; benchmarks/rcllm_library.py counts what it covers",
+            "served by cache.library; requests here have no texts: benchmarks/rcllm_library.py counts what it covers",
         ),
         Fixed(
             ("RCLLM-7", "RCLLM-8"),
