@@ -89,7 +89,7 @@ def write_about(path: Path, about: About) -> None:
 
 
 def read_records(path: Path) -> Prototypes:
-    """UserError where the file is missing or cut short."""
+    """Reads a library's prototypes; UserError where the file is missing or cut short."""
     records = _mapped(path / RECORDS)
     if records.dtype != _RECORD or records.ndim != 1:
         raise UserError(f"{path}: {RECORDS} is not what jgr kv library writes; build it again")

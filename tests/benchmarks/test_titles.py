@@ -41,7 +41,8 @@ def test_one_pattern_says_what_an_id_means() -> None:
     several = {}
     for _, claim in CLAIMS:
         matching = [pattern for pattern, _ in TITLES if re.fullmatch(pattern, claim["id"])]
-        if len(matching) != 1 and not claim["id"].startswith("hstu-largest-error"):
+        least = 0 if "title" in claim else 1
+        if not least <= len(matching) <= 1 and not claim["id"].startswith("hstu-largest-error"):
             several[claim["id"]] = matching
     assert several == {}
 

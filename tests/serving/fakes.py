@@ -224,6 +224,13 @@ class LiveServer:
         lines = self.call("/metrics").body.decode().splitlines()
         return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == series))
 
+    def counted(self, series: str) -> float:
+        """The value of a series that may not be there yet; then 0."""
+        try:
+            return self.metric(series)
+        except StopIteration:
+            return 0.0
+
     def model(self, **headers: str) -> Any:
         """The entry of the one model."""
         (model,) = self.call("/v1/models", **headers).json["data"]
