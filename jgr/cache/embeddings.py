@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.cache.refill import RefillBudget
-from jgr.cache.rows import RowPages, TableShape, words_of
+from jgr.cache.rows import Hottest, RowPages, TableShape, words_of
 from jgr.models import words
 from jgr.models.words import Cells
 
@@ -45,6 +45,7 @@ STEP_S = 5.0
 """The most seconds that the end of the background waits for a step to end."""
 IDLE_STEPS = 20
 """After so many steps that found nothing to copy, the refill waits for new pages."""
+NONE_HOT = Hottest(np.zeros(0, np.int64), np.zeros(0, np.int64))
 NOWHERE = np.iinfo(np.int32).max
 """A cell that no pool has: nothing is written there."""
 
@@ -67,6 +68,14 @@ class Table:
     @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
+
+
+class Refilled(NamedTuple):
+    """One step of the refill. copied: rows. more: whether the next one may follow at once: the budget was not used
+    up."""
+
+    copied: int
+    more: bool
 
 
 class EmbeddingCache:
@@ -96,6 +105,8 @@ class EmbeddingCache:
         self._programs: dict[Any, jax.stages.Compiled] = {}
         self._zeros: dict[tuple[str, int], jax.Array] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in tables}
+        self._row_bytes = np.array([of.row_bytes for of in tables.values()], np.int64)
+        self._hottest = NONE_HOT  # what is to be copied next, of the thread that refills
         self._refill = _Refill(self)
 
     # What executors' threads call.
@@ -239,25 +250,28 @@ class EmbeddingCache:
         """End the thread."""
         self._refill.close()
 
-    def refill(self) -> int:
-        """One step: copy some of the hottest rows that are missing into cells that hold nothing, as fast as the budget
-        allows. Gives their number."""
+    def refill(self) -> Refilled:
+        """One step: copy some of the hottest rows that are missing into cells that hold nothing, as far as the budget
+        allows."""
+        with self._lock:
+            room = self.pages.empty * self.pool.page_bytes
+        if not len(self._hottest.rows) and room:
+            self._hottest = self.pages.hottest_missing(room)  # looks at all rows, so once for many steps
+        tables, rows = self._hottest
+        sizes = np.cumsum(self._row_bytes[tables[: REFILL_BYTES // self._row_bytes.min()]])
+        asked = min(room, REFILL_BYTES, int(sizes[-1]) if len(sizes) else 0)
+        allowed = self._budget.take(asked, self._clock())
+        count = int(np.searchsorted(sizes, allowed, "right"))
+        self._hottest = Hottest(tables[count:], rows[count:]) if room else NONE_HOT
         copied = 0
-        for table, of in self.tables.items():
-            with self._lock:
-                room = self.pages.empty * self.pages.per_page(table)
-            if not room:
-                break
-            most = self._budget.take(min(room * of.row_bytes, REFILL_BYTES), self._clock()) // of.row_bytes
-            rows = self.pages.hottest_missing(table, most) if most else np.zeros(0, np.int64)
-            copied += self._warm(table, rows)
-        return copied
+        for number in np.unique(tables[:count]).tolist():
+            copied += self._warm(self.pages.names[number], rows[:count][tables[:count] == number])
+        return Refilled(copied, copied > 0 and allowed == asked)
 
     def _warm(self, table: str, rows: Int64) -> int:
-        if not len(rows):
-            return 0
         with self._lock:
             epoch = self._present()
+            rows = self.pages.missing(table, rows)  # some came meanwhile
             taken = self.pages.take(table, len(rows), evict=False)
         try:
             rows = rows[: len(taken.cells)]
@@ -267,7 +281,8 @@ class EmbeddingCache:
         finally:
             with self._lock:
                 self.pages.unpin(taken.pages)
-                self._counts[table]["refilled"] += len(rows)
+        with self._lock:
+            self._counts[table]["refilled"] += len(rows)
         return len(rows)
 
     # What is told of it.
@@ -319,7 +334,9 @@ class _Refill:
             idle = 0
             while idle < IDLE_STEPS and self._cache.pages.empty and not self._ended.wait(REFILL_EVERY_S):
                 try:
-                    idle = 0 if self._cache.refill() else idle + 1
+                    while (step := self._cache.refill()).more and not self._ended.is_set():
+                        idle = 0
+                    idle = 0 if step.copied else idle + 1
                 except Exception:
                     break  # a shard that fails is told to whoever misses its rows
 

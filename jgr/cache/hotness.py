@@ -191,6 +191,10 @@ class RowFrequencies:
         used: npt.NDArray[np.bool_] = self._counts[rows] > 1
         return used
 
+    def counts(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How often each of some rows [n] was used of late, 255 at most."""
+        return self._counts[rows].astype(np.int64)
+
     def hottest(self, among: npt.NDArray[np.bool_], most: int) -> npt.NDArray[np.int64]:
         """The rows in use for which `among` [rows] is true, at most so many, the most frequent first."""
         rows = np.flatnonzero(among & (self._counts > 1))

@@ -45,6 +45,13 @@ class Sought(NamedTuple):
     pages: Int64
 
 
+class Hottest(NamedTuple):
+    """Rows of several tables: tables [n] their numbers, rows [n]."""
+
+    tables: Int64
+    rows: Int64
+
+
 class RowPages:
     """Rows in pages [0, pages) of a pool, of which they own some.
 
@@ -55,8 +62,9 @@ class RowPages:
         for name, of in tables.items():
             if not 0 < of.row_bytes <= page_bytes or of.row_bytes % 4:
                 raise ValueError(f"table {name}: rows of {of.row_bytes} bytes in pages of {page_bytes}")
-        self._names = list(tables)
+        self.names = list(tables)
         self._per_page = [page_bytes // of.row_bytes for of in tables.values()]
+        self._row_bytes = [of.row_bytes for of in tables.values()]
         self._cell_of = [np.full(of.rows, -1, np.int32) for of in tables.values()]
         self.frequencies = [RowFrequencies(of.rows) for of in tables.values()]
         self._row_in = np.full((pages, max(self._per_page)), -1, np.int32)
@@ -65,12 +73,12 @@ class RowPages:
         self._pins = np.zeros(pages, np.int32)
         self._used = np.zeros(pages, np.int64)
         self._tick = 0
-        self._open = [-1] * len(self._names)
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._names}
+        self._open = [-1] * len(self.names)
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.names}
         """By table: hits, misses, evicted, collateral, duplicates."""
 
     def number(self, table: str) -> int:
-        return self._names.index(table)
+        return self.names.index(table)
 
     @property
     def owned(self) -> int:
@@ -167,12 +175,25 @@ class RowPages:
         self._row_in[:] = -1
         self._table[self._table >= 0] = EMPTY
         self._filled[:] = 0
-        self._open = [-1] * len(self._names)
+        self._open = [-1] * len(self.names)
 
-    def hottest_missing(self, table: str, most: int) -> Int64:
-        """The rows that were used most and are not here, at most so many, the most frequent first."""
-        number = self.number(table)
-        return self.frequencies[number].hottest(self._cell_of[number] < 0, most)
+    def hottest_missing(self, most_bytes: int) -> Hottest:
+        """The rows of all tables that were used most and are not here, the most frequent first, as many as fit."""
+        numbers, rows, counts, sizes = list[Int64](), list[Int64](), list[Int64](), list[Int64]()
+        for number, of in enumerate(self._cell_of):
+            frequency, size = self.frequencies[number], self._row_bytes[number]
+            found = frequency.hottest(of < 0, most_bytes // size)
+            numbers.append(np.full(len(found), number))
+            rows.append(found)
+            counts.append(frequency.counts(found))
+            sizes.append(np.full(len(found), size))
+        order = np.argsort(-np.concatenate(counts), kind="stable")
+        order = order[np.cumsum(np.concatenate(sizes)[order]) <= most_bytes]
+        return Hottest(np.concatenate(numbers)[order], np.concatenate(rows)[order])
+
+    def missing(self, table: str, rows: Int64) -> Int64:
+        """The rows [m] of `rows` [n] that are not found, in their order."""
+        return rows[self._cell_of[self.number(table)][rows] < 0]
 
     def check(self) -> None:
         """Audit; AssertionError."""
@@ -217,7 +238,7 @@ class RowPages:
             rows = self._row_in[own]
             rows = rows[rows >= 0]
             self._cell_of[number][rows] = -1
-            counts = self.counts[self._names[number]]
+            counts = self.counts[self.names[number]]
             counts["evicted"] += len(rows)
             counts["collateral"] += int(self.frequencies[number].in_use(rows).sum())
             if self._open[number] in own:
