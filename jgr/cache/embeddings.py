@@ -38,8 +38,6 @@ WRITES = (16, 128, 1024)
 """How many rows a program writes, at most; larger transfers are cut."""
 TRIES = 3
 """How often a batch is tried again where the pool is lost meanwhile."""
-REFILL_BYTES = 1 << 20
-"""The most bytes that one step of the refill copies, which a critical miss may have to wait for."""
 REFILL_EVERY_S = 0.05
 STEP_S = 5.0
 """The most seconds that the end of the background waits for a step to end."""
@@ -141,15 +139,25 @@ class EmbeddingCache:
         wanted = unique[none:].astype(np.int64)
         if not len(wanted):
             return self._zeros[table, len(rows)]
+        found = self._tried(table, wanted, place.reshape(-1).astype(np.int64) - none)
+        assert found is not None
+        return found
+
+    def bring(self, table: str, rows: Int64) -> None:
+        """Rows [n], each once, stand in the pool afterwards, as far as they may: as for `rows`, but nothing is
+        gathered."""
+        self._tried(table, rows, None)
+
+    def _tried(self, table: str, unique: Int64, place: Int64 | None) -> jax.Array | None:
         for left in reversed(range(TRIES)):
             try:
-                return self._rows(table, wanted, place.reshape(-1).astype(np.int64) - none)
+                return self._rows(table, unique, place)
             except PoolLost:
                 if not left:
                     raise
         raise AssertionError
 
-    def _rows(self, table: str, unique: Int64, place: Int64) -> jax.Array:
+    def _rows(self, table: str, unique: Int64, place: Int64 | None) -> jax.Array | None:
         with self._lock:
             epoch = self._present()
             found = self.pages.find(table, unique)
@@ -161,6 +169,8 @@ class EmbeddingCache:
                 values = self._read(table, missing)
                 self._budget.missed(values.nbytes, self._clock())
                 self._fill(table, missing[: len(taken.cells)], taken.cells, values, epoch)
+            if place is None:
+                return None
             return self._gather(table, found.cells, taken.cells, values, place, epoch)
         finally:
             with self._lock:
@@ -168,9 +178,11 @@ class EmbeddingCache:
                 self.pages.unpin(taken.pages)
 
     def _read(self, table: str, rows: Int64) -> npt.NDArray[np.uint32]:
+        begun_ns = self._clock()
         values = words_of(self.source.read(table, rows))
         with self._lock:
             counts = self._counts[table]
+            counts["read_ns"] += self._clock() - begun_ns
             counts["transfers"] += 1
             counts["bytes"] += values.nbytes
         return values
@@ -258,8 +270,9 @@ class EmbeddingCache:
         if not len(self._hottest.rows) and room:
             self._hottest = self.pages.hottest_missing(room)  # looks at all rows, so once for many steps
         tables, rows = self._hottest
-        sizes = np.cumsum(self._row_bytes[tables[: REFILL_BYTES // self._row_bytes.min()]])
-        asked = min(room, REFILL_BYTES, int(sizes[-1]) if len(sizes) else 0)
+        step = max(self._budget.step, int(self._row_bytes.max()))
+        sizes = np.cumsum(self._row_bytes[tables[: step // self._row_bytes.min()]])
+        asked = min(room, step, int(sizes[-1]) if len(sizes) else 0)
         allowed = self._budget.take(asked, self._clock())
         count = int(np.searchsorted(sizes, allowed, "right"))
         self._hottest = Hottest(tables[count:], rows[count:]) if room else NONE_HOT
@@ -288,8 +301,9 @@ class EmbeddingCache:
     # What is told of it.
 
     def counts(self, table: str) -> Mapping[str, int]:
-        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes: of
-        misses; past: rows that went past the pool; refilled, evicted, collateral, duplicates: rows."""
+        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes,
+        read_ns: of misses, the latter what reading them from the shards took; past: rows that went past the pool;
+        refilled, evicted, collateral, duplicates: rows."""
         return self.pages.counts[table] + self._counts[table]
 
     def check(self) -> None:

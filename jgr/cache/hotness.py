@@ -15,7 +15,7 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -186,7 +186,7 @@ class RowFrequencies:
             self._counts >>= 1
             self._left = self._window
 
-    def in_use(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    def in_use(self, rows: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.bool_]:
         """Whether each of some rows [n] was used more than once of late."""
         used: npt.NDArray[np.bool_] = self._counts[rows] > 1
         return used
