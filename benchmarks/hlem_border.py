@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
     moves: int = 200
     seconds: float = 6.0
-    rounds: int = 5
+    rounds: int = 3
 
 
 class Values:

@@ -510,6 +510,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hlem-border-p99-(?P<how>throttled|unthrottled)-refill",
         "P99 of requests while new pages are filled over an emulated link, {how}, over that without filling them",
     ),
+    # hlem_table
+    (r"hlem-table-gb", "Size of the table of embeddings that is served from its file"),
+    (r"hlem-table-device-mb", "Device memory for the rows of a table of embeddings that is served from its file"),
+    (r"hlem-table-wrong-answers", "Answers whose scores differ from those of embeddings computed anew, of 400"),
     # hlem_split
     (
         r"hlem-split-from-the-ends-(?P<link>slow|fast)",

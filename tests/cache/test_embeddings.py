@@ -284,6 +284,8 @@ def test_the_refill_has_what_misses_leave_of_the_link() -> None:
     assert budget.take(10_000, 10**9 + 100_000_000) == 0  # a burst has it all
     assert budget.take(10_000, 5 * 10**9) == 50
     assert RefillBudget(0).take(7, 0) == 7
+    # A miss waits for one copy of the refill at most: a millisecond of the link, or a megabyte.
+    assert [RefillBudget(speed).step for speed in (0.0, 10e6, 16e9)] == [1 << 20, 10_000, 1 << 20]
 
 
 def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures() -> None:
