@@ -70,7 +70,7 @@ class Setting(NamedTuple):
     """How much is measured. moves: there and back; seconds: of a run; rounds."""
 
     moves: int = 200
-    seconds: float = 6.0
+    seconds: float = 5.0
     rounds: int = 3
 
 
