@@ -6,6 +6,7 @@ Each decides as the controllers of `jgr serve` do, from one epoch's signals, but
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from typing import Any
 
@@ -43,6 +44,7 @@ class Bo(Held):
     def choose(self, signals: Signals) -> float:
         """See `Held.choose`."""
         from scipy.stats import norm
+        from sklearn.exceptions import ConvergenceWarning
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
 
@@ -52,9 +54,12 @@ class Bo(Held):
         splits, tails = (np.array(column) for column in zip(*self._seen, strict=True))
         usual, spread = tails.mean(), max(float(tails.std()), 1e-6)
         kernel = Matern(0.2, (0.05, 1.0), nu=2.5) + WhiteKernel(0.1, (1e-3, 1.0))
-        process = GaussianProcessRegressor(kernel, random_state=0).fit(
-            splits[:, None], (tails - usual) / spread
-        )
+        process = GaussianProcessRegressor(kernel, random_state=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", ConvergenceWarning
+            )  # the best noise may lie at an end of its bounds
+            process.fit(splits[:, None], (tails - usual) / spread)
         mean, deviation = process.predict(episodes.GRID[:, None], return_std=True)
         gain = (tails.min() - usual) / spread - mean
         ratio = gain / np.maximum(deviation, 1e-9)

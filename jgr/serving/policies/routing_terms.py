@@ -149,7 +149,7 @@ class Residency:
         return score if load[score.argmax()] <= self.full else 1 - load
 
     def weights(self, view: View) -> tuple[float, float, float]:
-        """Of a kept user, of rows that are held, and of a node without work."""
+        """The weights of a kept user, of rows that are held, and of a node without work."""
         known = view.ns[view.ns > 0]
         if not len(known):
             return USER_OVER_ROWS / (USER_OVER_ROWS + 2), 1 / (USER_OVER_ROWS + 2), 1 / (USER_OVER_ROWS + 2)
