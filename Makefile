@@ -131,8 +131,8 @@ lock:
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	$(call compile,3.11,py311) --extra dev --upgrade
 	$(call compile,3.12,py312) --extra dev --upgrade
-	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
-	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-py311) --extra redis --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --extra redis --constraint requirements/py311.txt
 	$(call compile,3.11,lowest-py311) --extra test --resolution lowest-direct
 
 compile = build/lock/bin/uv pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \
