@@ -139,8 +139,8 @@ $(STAMP): pyproject.toml setup.py requirements/py311.txt requirements/py312.txt 
 lock: $(UV)
 	$(call compile,3.11,py311) --extra dev --upgrade
 	$(call compile,3.12,py312) --extra dev --upgrade
-	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
-	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-py311) --extra redis --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --extra redis --constraint requirements/py311.txt
 	$(call compile,3.11,lowest-py311) --extra test --resolution lowest-direct
 
 compile = $(UV) pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \

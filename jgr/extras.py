@@ -15,6 +15,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "placement": ("pymetis",),
     "otel": ("opentelemetry",),
+    "redis": ("redis",),
     "cluster": ("ray",),
     "library": ("faiss",),
 }
