@@ -201,6 +201,7 @@ class Driver:
             "hit_rate": rounded(done.cached / max(1, done.tokens)),
             "tokens_an_answer": rounded((done.tokens - done.cached) / max(1, int(well.sum()))),
             "goodput": rounded(float((well & (latency_s <= IN_TIME_S)).mean())),
+            "busy": rounded(done.busy_s / REPLICAS / run_s),
             "p99_ms": rounded(1e3 * float(np.quantile(latency_s[well], 0.99))),
             "imbalance": rounded(max(flown) / mean if mean else 1.0),
             "client_late_p99_ms": rounded(1e3 * float(np.quantile(found.began_s - found.due_s, 0.99))),
