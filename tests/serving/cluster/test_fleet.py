@@ -56,6 +56,8 @@ KEPT = [[f"i{(start + event) % 30}" for event in range(12)] for start in range(1
 """Histories of users whom the ranker keeps."""
 TOKEN_BYTES = 512
 """Bytes of the keys and values of a token of the ranker."""
+FEW = ("profiles.batch=4", "profiles.tokens=32", "rank.requests=4")
+"""Few programs, since every process compiles its own."""
 FETCHING = ("fleet.fetched_mb=1", "fleet.fetch=always", "fleet.fetch_ms=60000")
 
 
@@ -127,6 +129,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "fleet.items=hash",
         "fleet.items_mb=1",
         *FETCHING,
+        *FEW,
     )
     settings = [f"--set={setting}" for setting in own]
     temporary = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # the names of Ray's sockets must be short
@@ -156,7 +159,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def alone(fleet: Fleet) -> Iterator[jgr.Engine]:
     """The same model in this process."""
-    engine = jgr.Engine(str(fleet.folder))
+    engine = jgr.Engine(str(fleet.folder), FEW)
     yield engine
     engine.close()
 
@@ -203,7 +206,7 @@ def test_items_come_from_the_replica_that_holds_them(fleet: Fleet) -> None:
     lists = [[f"i{row}" for row in range(start, start + 6)] for start in range(0, 30, 6)]
     with fleet.client(model="ranker") as client:
         answers = [client.rank(KEPT[0], items, layout="item_prefix") for items in lists]
-    engine = jgr.Engine(str(fleet.folder.parent / "ranker"), ["cache.policy=none"])
+    engine = jgr.Engine(str(fleet.folder.parent / "ranker"), ["cache.policy=none", *FEW])
     for items, answer in zip(lists, answers, strict=True):
         assert answer.usage.cached_tokens == 2 * len(items), "nobody has computed one"
         expected = engine.rank(KEPT[0], items, layout="item_prefix")
@@ -390,7 +393,7 @@ def test_two_catalogs_at_once_and_then_a_replica_that_is_killed(
     killed serves the catalog that was uploaded."""
     lines = tmp_path / "catalog.jsonl"
     lines.write_bytes(as_lines(shuffled_catalog()))
-    with jgr.Engine(str(fleet.folder), [f"catalog.path={lines}"]) as other:
+    with jgr.Engine(str(fleet.folder), [f"catalog.path={lines}", *FEW]) as other:
         expected = {
             engine.info.catalog_version: [scores(answer) for answer in engine.recommend(HISTORIES, top_k=5)]
             for engine in (alone, other)
