@@ -47,7 +47,7 @@ DEAF = ("least", "round_robin", "random", "hash")
 """Rules that hear no reports."""
 LOADS, AGES_S, FRONTS = (0.6, 0.85, 1.1), (0.2, 2.0, 7.0), (1, 2)
 REPLICAS, USERS, CANDIDATES, ITEM_TOKENS, USER_TOKENS, MOST_TOKENS = 4, 200, 100, 10, 1500.0, 4096
-WARM_S, RUN_S = 6.0, 4.5
+WARM_S, RUN_S = 5.0, 4.0
 KEPT_TOKENS = 50_000
 """So many tokens a replica keeps, of all users and items."""
 IN_TIME_S = 0.5
