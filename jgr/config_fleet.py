@@ -59,9 +59,9 @@ class FleetConfig:
     # never.
     fetch: Literal["cheaper", "always", "never"] = "cheaper"
     fetch_ms: float = 50.0  # longest time that a request waits for items of other replicas
-    transport: Literal["auto", "socket"] = (
-        "auto"  # auto: shared memory between replicas of one machine, else sockets
-    )
+    # How items' bytes go from replica to replica. auto: through shared memory on one machine, else over sockets; nixl:
+    # by NIXL, which takes RDMA where there is some.
+    transport: Literal["auto", "socket", "nixl"] = "auto"
     # Address on which a replica gives its items to others; node: the one by which Ray knows its machine, which several
     # machines need.
     items_host: str = "127.0.0.1"

@@ -17,6 +17,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
     "cluster": ("ray",),
     "library": ("faiss",),
+    "nixl": ("nixl_cu12",),
 }
 """The modules of each extra."""
 

@@ -69,10 +69,13 @@ def metrics(first: Answered, texts: Mapping[str, str], fronts: Sequence[str] = (
 
 
 def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) -> Answered:
-    """/health/ready of the fleet, which serves where one replica does. Raises RequestError where none does."""
+    """/health/ready of the fleet, which serves where one replica does. Raises RequestError where none does.
+
+    first: what one replica has said. about: those that have answered soon, which may not be all that serve.
+    """
     if first.status in (401, 403):
         return first
-    ready = sum(each["status"] == "ready" for each in about)
+    ready = max(int(first.status == 200), sum(each["status"] == "ready" for each in about))
     if not ready:
         waiting = next((each["waiting"] for each in about if each["waiting"]), "starting")
         raise RequestError("unavailable", f"the server is {waiting}")

@@ -143,8 +143,9 @@ def share(fleet: LocalFleet, name: str) -> Any:
     return fleet.replicas[name]._items
 
 
+@pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=pytest.mark.nixl)])
 def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
-    folder: Path, alone: Reference
+    folder: Path, alone: Reference, transport: str
 ) -> None:
     asked = [list(range(0, 6)), list(range(6, 12)), [20, 3, 25, 8]]
 
@@ -169,7 +170,7 @@ def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
         fleet.replicas["a"].models.deployments[0].engine.check()
         share(fleet, "a")._items().check()
 
-    served(folder, ["fleet.items=hash", "fleet.transport=auto"], run)
+    served(folder, ["fleet.items=hash", f"fleet.transport={transport}"], run)
 
 
 def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Reference) -> None:

@@ -118,8 +118,9 @@ def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
     well = Answered(200, [], b"")
     about = [{"status": "ready", "waiting": ""}, {"status": "starting", "waiting": "starting: 1 of 2"}]
     assert json.loads(readiness(well, about, 2).body) == {"status": "ready", "replicas": 1, "of": 2}
+    assert json.loads(readiness(well, [], 2).body)["replicas"] == 1, "one has said so, the others are silent"
     with pytest.raises(RequestError, match="starting: 1 of 2"):
-        readiness(well, about[1:], 2)
+        readiness(Answered(503, [], b""), about[1:], 2)
     assert readiness(Answered(401, [], b""), about, 2).status == 401
 
 
