@@ -15,16 +15,14 @@ import pytest
 
 from jgr import extras
 from jgr.fields import UserError
-from jgr.placement.landing import SharedLanding
+from jgr.placement.landing import SHARED, SharedLanding, TransportError
 from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import (
     MAGIC,
-    SHARED,
     Bucket,
     ItemServer,
     Peer,
     SocketTransport,
-    TransportError,
     machine,
 )
 

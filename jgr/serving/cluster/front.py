@@ -37,9 +37,8 @@ from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
-READY_S = 0.4
-"""So long a replica has to answer for all, and then all have to say that they are ready: who asks waits for a second
-alone, such as Kubernetes."""
+READY_S = 0.5
+"""So long replicas have to say that they are ready: who asks waits for a second alone, such as Kubernetes."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -112,34 +111,23 @@ class Front:
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
-        ready = asked.method in ("GET", "HEAD") and path == "/health/ready"
-        try:
-            first = await self._ask_one(path, asked, arrival_s, tenant, READY_S if ready else None)
-        except RequestError:
-            if ready:
-                raise RequestError("unavailable", "no replica answers") from None
-            raise
+        if asked.method in ("GET", "HEAD") and path == "/health/ready":
+            fleet = self._config.fleet
+            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
+            return readiness(await self._replicas.each(asked, READY_S), wanted)
+        first = await self._ask_one(path, asked, arrival_s, tenant)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return metrics(first, await self._replicas.metrics(), await fronts_series())
         if asked.method == "GET" and path == "/v1/models":
             return models(first, await self._replicas.seen())
-        if ready:
-            fleet = self._config.fleet
-            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
-            return readiness(first, await self._replicas.seen(READY_S), wanted)
         return first
 
-    async def _ask_one(
-        self, path: str, asked: Asked, arrival_s: float, tenant: str, within_s: float | None = None
-    ) -> Answered:
-        """One replica's answer; another's where it dies or is silent. within_s: the longest wait, in place of the
-        deadline's."""
+    async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
+        """One replica's answer; another's where it dies or is silent."""
         hint = glance(path, asked.body, tenant)
         left_ms = hint.left_ms or self._default_ms
         arrival_ns = round(arrival_s * 1e9)
-        if within_s is None and left_ms is not None:
-            within_s = left_ms / 1e3 + GRACE_S
-        until_ns = None if within_s is None else arrival_ns + round(within_s * 1e9)
+        until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)
         return await self._attempts.answer(hint._replace(left_ms=left_ms), asked, arrival_ns, until_ns)
 
     def _charge(self, scope: Scope, path: str) -> str:

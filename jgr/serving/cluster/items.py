@@ -28,6 +28,7 @@ from jgr.cache.entries import Entry
 from jgr.config import Config, ConfigError, UserError
 from jgr.models.words import WORD
 from jgr.placement.kv_folder import KvFolder
+from jgr.placement.landing import TransportError
 from jgr.placement.nixl import nixl_reader
 from jgr.placement.shared_items import Block, SharedItems
 from jgr.placement.transport import (
@@ -35,7 +36,6 @@ from jgr.placement.transport import (
     ItemServer,
     Peer,
     SocketTransport,
-    TransportError,
     machine,
 )
 from jgr.placement.worker import item_name

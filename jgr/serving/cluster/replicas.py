@@ -44,6 +44,10 @@ class Replicas:
         found = await self._broadcast("answer", Hint(), asked)
         return [each if isinstance(each, Exception) else received(Answered, each) for each in found]
 
+    async def each(self, asked: Asked, within_s: float) -> list[Answered]:
+        """The answers of those that answer so soon: nobody waits for one that hangs."""
+        return [received(Answered, each) for each in await self._each("answer", within_s, asked)]
+
     async def names(self) -> list[str]:
         """The names of those that serve."""
         return [each["name"] for each in await self.about_all() if each["status"] == "ready"]
@@ -58,7 +62,7 @@ class Replicas:
         return sorted(found, key=lambda each: str(each["name"]))
 
     async def seen(self, within_s: float = LOOK_S) -> list[dict[str, Any]]:
-        """The same of those that answer so soon: nobody waits for one that hangs."""
+        """The same of those that answer so soon."""
         return sorted(await self._each("about", within_s), key=lambda each: str(each["name"]))
 
     async def items(self, name: str, what: str, *arguments: Any) -> Any:
@@ -87,19 +91,20 @@ class Replicas:
             if not isinstance(each, Exception)
         ]
 
-    async def _each(self, method: str, within_s: float) -> list[Any]:
+    async def _each(self, method: str, within_s: float, *arguments: Any) -> list[Any]:
         """What each replica answers, of those that do within so long."""
-        asked = [asyncio.create_task(self._ask_named(method, name)) for name in self._known()]
-        if not asked:
-            return [each for each in await self._broadcast(method) if not isinstance(each, Exception)]
-        done, late = await asyncio.wait(asked, timeout=within_s)
+        tasks = [asyncio.create_task(self._ask_named(method, name, *arguments)) for name in self._known()]
+        if not tasks:
+            found = await self._broadcast(method, Hint(), *arguments)
+            return [each for each in found if not isinstance(each, Exception)]
+        done, late = await asyncio.wait(tasks, timeout=within_s)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         return [task.result() for task in done if task.exception() is None]
 
-    async def _ask_named(self, method: str, name: str) -> Any:
-        response = getattr(self._handle, method).remote(Hint(to=name))
+    async def _ask_named(self, method: str, name: str, *arguments: Any) -> Any:
+        response = getattr(self._handle, method).remote(Hint(to=name), *arguments)
         try:
             return await response
         except asyncio.CancelledError:

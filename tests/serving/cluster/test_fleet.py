@@ -257,6 +257,16 @@ def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
     assert {row.versions for row in shown.replicas} == {tuple(version for version, _ in served.values())}
 
 
+def test_health_does_not_wait_for_a_replica_that_hangs(fleet: Fleet) -> None:
+    """It would be half a minute, or until Ray has replaced it."""
+    victim = pids(fleet, "Replica")[0]
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 1, "of": 2}
+    finally:
+        os.kill(victim, signal.SIGCONT)
+
+
 def test_routing_tells_what_it_does(fleet: Fleet) -> None:
     routed = fleet.series("jgr_fleet_routed_total")
     assert {replica for _, replica, _ in routed} == names(fleet)

@@ -27,8 +27,9 @@ from jgr.models import manifest
 from jgr.models.manifest import folder_config
 from jgr.placement.items import ItemPlacement, expected_bytes
 from jgr.placement.kv_folder import KvFolder
+from jgr.placement.landing import TransportError
 from jgr.placement.shared_items import Block, block_of
-from jgr.placement.transport import Peer, TransportError
+from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
 from tests.serving.cluster.local import LocalFleet
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
