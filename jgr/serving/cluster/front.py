@@ -37,6 +37,7 @@ from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
+READY = ("/health/ready", "/v2/health/ready")
 READY_S = 0.5
 """So long replicas have to say that they are ready: who asks waits for a second alone, such as Kubernetes."""
 GRACE_S = 0.25
@@ -111,10 +112,11 @@ class Front:
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
-        if asked.method in ("GET", "HEAD") and path == "/health/ready":
+        if asked.method in ("GET", "HEAD") and path in READY:
             fleet = self._config.fleet
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
-            return readiness(await self._replicas.each(asked, READY_S), wanted)
+            found = await self._replicas.each(asked, READY_S)
+            return readiness(found, wanted if path == READY[0] else None)
         first = await self._ask_one(path, asked, arrival_s, tenant)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return metrics(first, await self._replicas.metrics(), await fronts_series())

@@ -119,6 +119,7 @@ def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
     for found, count in (([well, starting], 1), ([starting, well, well], 2)):
         assert json.loads(readiness(found, 3).body) == {"status": "ready", "replicas": count, "of": 3}
     assert readiness([starting], 2) == starting
+    assert readiness([starting, well], None) == well
     assert readiness([Answered(401, [], b"")], 2).status == 401
     with pytest.raises(RequestError, match="no replica answers"):
         readiness([], 2)
