@@ -18,6 +18,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),
     "cluster": ("ray",),
     "library": ("faiss",),
+    "nixl": ("nixl_cu12",),
 }
 """The modules of each extra."""
 

@@ -92,7 +92,7 @@ def test_the_modules_of_an_extra_are_those_of_its_packages() -> None:
     declared = project()["optional-dependencies"]
     for extra, modules in extras.MODULES.items():
         packages = [re.split(r"[^a-z]", Requirement(text).name)[0] for text in declared[extra]]
-        named = {"scikit": "sklearn"}
+        named = {"nixl": "nixl_cu12", "scikit": "sklearn"}
         assert {named.get(name, name) for name in packages} == set(modules), extra
 
 
