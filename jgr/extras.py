@@ -17,6 +17,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
     "cluster": ("ray",),
     "library": ("faiss",),
+    "tune": ("optuna",),
 }
 """The modules of each extra."""
 
