@@ -19,7 +19,7 @@ GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
 
-.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -53,6 +53,10 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint types
 	$(BIN)/python -m pytest $(WORKERS)
+
+# What was measured on other code than this, and what it takes to measure it again.
+claims: $(STAMP)
+	$(BIN)/python -m tools.claims
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"

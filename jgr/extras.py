@@ -19,6 +19,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "cluster": ("ray",),
     "library": ("faiss",),
     "nixl": ("nixl_cu12",),
+    "tune": ("optuna",),
 }
 """The modules of each extra."""
 

@@ -30,7 +30,7 @@ from jgr.config import ServerConfig
 from jgr.serving.api import RankRequest, RecommendRequest
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
-from jgr.serving.errors import STATUS, ErrorType, RequestError, quoted
+from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
@@ -39,6 +39,7 @@ from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
+from jgr.serving.http.reranked import reranked
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.prefill import Asked
 from jgr.serving.versions.served_models import Models
@@ -225,12 +226,22 @@ class App:
         except UNREADABLE as error:
             raise refusal(error, body, decoder.type) from None
         models = self.models
-        return await self.answer(
-            models.chosen.get((request.model, kind)) or models.engine(request.model, kind),
-            request,
-            call,
-            _encode,
-        )
+        engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
+        try:
+            if isinstance(request, RecommendRequest) and request.rerank is not None:
+                return _encode(
+                    await reranked(self.answer, engine, self._ranker(request.rerank), request, call)
+                )
+            return await self.answer(engine, request, call, _encode)
+        finally:
+            del engine  # see _computed
+
+    def _ranker(self, name: str) -> AnyEngine:
+        """The engine of a request's `rerank`. Raises RequestError, which names the field."""
+        try:
+            return self.models.engine(name, "rank")
+        except RequestError as error:
+            raise invalid("rerank", f"rerank: {error.message}") from None
 
     async def _translated(self, kind: Kind, translate: Translate, body: bytes, call: Call) -> bytes:
         """The answer to a body of another shape, in that shape; errors name its fields."""
