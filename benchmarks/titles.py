@@ -519,18 +519,6 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
-    (
-        r"fleet-routing-tokens-over-hit-only",
-        "Tokens computed for an answer by a router's whole score over those by caches alone; worst load, live",
-    ),
-    (
-        r"fleet-routing-p99-over-load-only",
-        "99th percentile of latency by a router's whole score over that by load alone; worst load, live",
-    ),
-    (
-        r"fleet-routing-imbalance-of-two-fronts",
-        "The most over the mean of the work in flight at four replicas behind two fronts, averaged over time; live",
-    ),
     # server_overhead, soak, streams, xgr_throughput
     (
         r"null-engine-rank-throughput-16-connections",

@@ -15,8 +15,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "placement": ("pymetis",),
     "otel": ("opentelemetry",),
+    "redis": ("redis",),
     "cluster": ("ray",),
     "library": ("faiss",),
+    "nixl": ("nixl_cu12",),
 }
 """The modules of each extra."""
 

@@ -2,12 +2,13 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's, and one marked `ray` runs Ray. Where that is missing they are deselected, not
-skipped, and the summary says how many ran: an absent check must not look like a passed one.
+or `fish` runs that program of Debian's, and one marked `ray` or `nixl` runs that package. Where that is missing they
+are deselected, not skipped, and the summary says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -26,6 +27,8 @@ from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
+# Tracing makes many objects that stay; looking through them so often is a twentieth of the suite's time.
+gc.set_threshold(50_000, 20, 100)
 # Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A test's time is XLA's compiling. Values do not hang on optimization, and what one test has compiled, such as the
@@ -46,7 +49,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 _RAY = getattr(find_spec("ray"), "origin", "")
-_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM, "zsh": ZSH, "fish": FISH, "ray": _RAY}
+_PACKAGES = {"ray": "pip install 'jgr[cluster]'", "nixl": "pip install --no-deps nixl-cu12"}
+_PROGRAMS = {
+    "prometheus": PROMETHEUS,
+    "chromium": CHROMIUM,
+    "zsh": ZSH,
+    "fish": FISH,
+    "ray": _RAY,
+    "nixl": getattr(find_spec("nixl_cu12"), "origin", ""),
+}
 """What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
 _LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
@@ -136,8 +147,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")
     for name, path in _PROGRAMS.items():
         if selected[name]:
-            get = "pip install 'jgr[cluster]'" if name == "ray" else f"apt-get install {name}"
-            found = path or f"not found; {get}"
+            found = path or f"not found; {_PACKAGES.get(name, f'apt-get install {name}')}"
             terminalreporter.write_line(
                 f"{name} tests: {ran[name]} of {selected[name]} ran ({name}: {found})"
             )

@@ -3,9 +3,9 @@
 
     python -m tools.readme_table
 
-README has the claims of `HEADLINES`, how many others there are and how many of all were missed; docs/benchmarks.md has
-all, and what the order of a prompt costs. Each table stands between two marker comments; a test fails when it differs
-from what the result files say.
+README has the claims of `HEADLINES`, how many others there are and how many of all were missed; docs/benchmarks.md
+has all, and what the order of a prompt costs; docs/fleet.md has what clients saw of each fault. Each table stands
+between two marker comments; a test fails when it differs from what the result files say.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.titles import shown, unit
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 EVERY_CLAIM = ROOT / "docs" / "benchmarks.md"
+FLEET = ROOT / "docs" / "fleet.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- measured: written by python -m tools.readme_table -->"
 END = "<!-- end of measured -->"
@@ -29,6 +30,8 @@ QUALITY_BEGIN = "<!-- quality: written by python -m tools.readme_table -->"
 QUALITY_END = "<!-- end of quality -->"
 ORDER_BEGIN = "<!-- order: written by python -m tools.readme_table -->"
 ORDER_END = "<!-- end of order -->"
+FAULTS_BEGIN = "<!-- faults: written by python -m tools.readme_table -->"
+FAULTS_END = "<!-- end of faults -->"
 ORDER_METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 HEADLINES = (
     "time-of-transformers-over-jgr-unconstrained-prompt-512-beam-128",
@@ -136,6 +139,25 @@ def order_table(results: Sequence[Result]) -> str:
     return _markdown(rows)
 
 
+def faults_table(results: Sequence[Result]) -> str:
+    """What benchmarks/fleet_faults.py saw: a row for each fault, and why one has not run."""
+    rows = [
+        ("fault", "requests", "lost", "late", "refused", "wrong", "not in time from 2 s on", "whole after")
+    ]
+    for result in results:
+        for row in result["rows"] if result.get("benchmark") == "fleet_faults" else ():
+            if not row["ran"]:
+                rows.append((row["fault"], f"not run: {row['why']}", *[""] * 6))
+                continue
+            whole_s = row["whole_s"]
+            figures = [
+                str(row[name]) for name in ("sent", "lost", "late", "refused", "wrong", "missed_later")
+            ]
+            whole = "never" if whole_s is None else f"{whole_s:.1f} s"
+            rows.append((row["fault"] + (f"; {row['seen']}" if "seen" in row else ""), *figures, whole))
+    return _markdown(rows)
+
+
 def _pair(figures: Sequence[float]) -> str:
     return " / ".join(f"{figure:.4f}".removeprefix("0") for figure in figures)
 
@@ -169,8 +191,16 @@ def every_claim(text: str, results: Sequence[Result]) -> str:
     return replace_table(text, order_table(results), ORDER_BEGIN, ORDER_END)
 
 
+def fleet(text: str, results: Sequence[Result]) -> str:
+    """The text of docs/fleet.md with its table. MarkerError."""
+    return replace_table(text, faults_table(results), FAULTS_BEGIN, FAULTS_END)
+
+
+WRITTEN = ((README, readme), (EVERY_CLAIM, every_claim), (FLEET, fleet))
+
+
 def main() -> int:
-    for path, fill in ((README, readme), (EVERY_CLAIM, every_claim)):
+    for path, fill in WRITTEN:
         try:
             path.write_text(fill(path.read_text(), load_results()))
         except (OSError, MarkerError) as error:

@@ -11,16 +11,14 @@ import pytest
 from tools.readme_table import (
     BEGIN,
     END,
-    EVERY_CLAIM,
     HEADLINES,
     ORDER_METRICS,
-    README,
+    WRITTEN,
     MarkerError,
-    every_claim,
+    faults_table,
     load_results,
     order_table,
     quality_table,
-    readme,
     replace_table,
     table,
 )
@@ -44,7 +42,7 @@ RESULT = {
 
 
 def test_readme_holds_what_the_result_files_give() -> None:
-    for path, fill in ((README, readme), (EVERY_CLAIM, every_claim)):
+    for path, fill in WRITTEN:
         text = path.read_text()
         assert text == fill(text, load_results()), "run: python -m tools.readme_table"
 
@@ -64,6 +62,21 @@ def test_a_row_for_each_claim() -> None:
         rf"| the speed | 4,321 requests/s | higher | ≥ 4,000 | {where}, 01234567 | `python -m benchmarks.x` |",
         rf"| error | 2.3e-05 | lower | ≤ 1e-05, **missed** | {where}, 01234567 | `python -m benchmarks.x` |",
         rf"| the speed | 4,321 requests/s | higher | ≥ 4,000 | {where}, not committed | `python -m benchmarks.x` |",
+    ]
+
+
+def test_a_row_for_each_fault_and_why_one_has_not_run() -> None:
+    counts = {"sent": 90, "lost": 0, "late": 3, "refused": 1, "wrong": 0, "missed_later": 2}
+    rows = [
+        {"fault": "one", "ran": True, **counts, "whole_s": 9.14},
+        {"fault": "two", "ran": True, **counts, "whole_s": None, "seen": "it was asked first"},
+        {"fault": "three", "ran": False, "why": "needs root"},
+    ]
+    results = [{"benchmark": "another", "rows": rows}, {"benchmark": "fleet_faults", "rows": rows}]
+    assert faults_table(results).split("\n")[2:] == [
+        "| one | 90 | 0 | 3 | 1 | 0 | 2 | 9.1 s |",
+        "| two; it was asked first | 90 | 0 | 3 | 1 | 0 | 2 | never |",
+        "| three | not run: needs root |  |  |  |  |  |  |",
     ]
 
 

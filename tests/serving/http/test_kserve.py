@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jgr import __version__
+from jgr.serving.http.kserve import INPUTS
 from jgr.serving.policies.batching import make_profiles
 from tests.serving.fakes import LiveServer, Reply, make_config
 
@@ -378,3 +381,11 @@ def test_whatever_bytes_come_no_tensor_breaks_the_server(
         seen.add(reply.status)
     assert seen == {200, 400, 422}
     assert not caplog.records
+
+
+def test_the_docs_have_every_input_with_its_type() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    rows = re.findall(r"^\| (`\w+`.*?) \| (\w+ \[-?1\]).*\|$", page, re.MULTILINE)
+    documented = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
+    given = {each.name: each for inputs in INPUTS.values() for each in inputs.values()}
+    assert documented == {name: f"{of.datatype} [{1 if of.one else -1}]" for name, of in given.items()}
