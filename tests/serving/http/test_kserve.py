@@ -17,7 +17,8 @@ import pytest
 
 from jgr import __version__
 from jgr.serving.http.kserve import INPUTS
-from tests.serving.fakes import LiveServer, Reply
+from jgr.serving.policies.batching import make_profiles
+from tests.serving.fakes import LiveServer, Reply, make_config
 
 HEADER = "inference-header-content-length"
 INFER = "/v2/models/rank/infer"
@@ -55,6 +56,16 @@ def told(reply: Reply) -> tuple[int, str, str | None]:
     assert {"error", "type", "request_id"} <= body.keys() <= {"error", "type", "request_id", "field"}
     assert isinstance(body["error"], str) and body["request_id"] == reply.headers["x-request-id"]
     return reply.status, body["type"], body.get("field")
+
+
+def test_a_refusal_for_a_deadline_says_when_the_answer_would_have_come() -> None:
+    costs = dict.fromkeys(make_profiles(make_config().profiles), 50.0)
+    with LiveServer(costs=costs) as server:
+        soon = {**RANK, "parameters": {"timeout": 1_000_000}}
+        assert server.call(INFER, soon).status == 200, "an idle server tries what it predicts to be late"
+        refused = server.call(INFER, soon)
+        assert (refused.status, refused.json["type"]) == (429, "overloaded")
+        assert 10_000 < refused.json["predicted_ms"] < 51_000
 
 
 def test_the_server_and_its_models_describe_themselves(server: LiveServer) -> None:
