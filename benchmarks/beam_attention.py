@@ -136,7 +136,7 @@ def sdpa(a: Arrays) -> Callable[[], Any] | None:
     batch, width, heads, dim = a["q"].shape
 
     def sequences(name: str) -> Any:
-        """[B * W, K, T + S, d]: the prompt's copy and the beam's own slots behind it."""
+        """The prompt's copy and each beam's own slots behind it, [B * W, K, T + S, d]."""
         own = jnp.take_along_axis(a[f"beam_{name}"], a["ancestors"][..., None, None], axis=2)
         own = own.transpose(0, 2, 3, 1, 4)
         whole = np.concatenate([np.asarray(a[f"copied_{name}"]), np.asarray(own)], axis=3)
