@@ -533,6 +533,49 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (r"hlem-controller-decision-us", "Median CPU time of one decision of the whole memory controller, in NumPy"),
     (r"hlem-controller-epochs", "Epochs of the memory model in a second of CPU time, 256 pools side by side"),
+    # hlem_border
+    (
+        r"hlem-border-to-rows-us-a-page",
+        "Time to move a page of memory from kept users to embedding rows, both full; median of moves of 4 %",
+    ),
+    (
+        r"hlem-border-to-users-us-a-page",
+        "Time to move a page of memory from embedding rows to kept users, both full; median of moves of 4 %",
+    ),
+    (r"hlem-border-copies", "Programs that ran for moves of the border between embedding rows and kept users"),
+    (
+        r"hlem-border-p99-moving",
+        "P99 of requests while the border of the memory moves by 4 % every 10 ms, over that of requests without moves",
+    ),
+    (
+        r"hlem-border-p99-(?P<how>throttled|unthrottled)-refill",
+        "P99 of requests while new pages are filled over an emulated link, {how}, over that without filling them",
+    ),
+    # hlem_table
+    (r"hlem-table-gb", "Size of the table of embeddings that is served from its file"),
+    (r"hlem-table-device-mb", "Device memory for the rows of a table of embeddings that is served from its file"),
+    (r"hlem-table-wrong-answers", "Answers whose scores differ from those of embeddings computed anew, of 400"),
+    # hlem_split
+    (
+        r"hlem-split-from-the-ends-(?P<link>slow|fast)",
+        "Distance of the best split of the memory from the nearer end that was tried, {link} emulated link",
+    ),
+    (
+        r"hlem-split-wrong-over-best-(?P<link>slow|fast)",
+        "P99 with the worst split of the memory over that with the best one, steady traffic, {link} emulated link",
+    ),
+    (
+        r"hlem-split-full-over-worst-third-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the worst third of fixed ones, {regime}, virtual time",
+    ),
+    (
+        r"hlem-split-full-over-best-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the best fixed split, {regime} traffic, virtual time",
+    ),
+    (
+        r"hlem-split-modelled-over-best",
+        "P99 at the split that the model of epochs calls best over that at the best one that was served, virtual time",
+    ),
     (
         r"routing-simulated-tokens-over-hit-only",
         "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",
