@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.models import retrievers, scorers
     from jgr.training.feedback import train_feedback
     from jgr.training.generator import train_generator
-    from jgr.training.ranker import train_ranker
+    from jgr.training.ranker_training import train_ranker
     from jgr.training.retriever import train_retriever
     from jgr.training.run import make_way
 
