@@ -77,8 +77,9 @@ class TrainConfig:
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
-    # Layouts of the prompts that a ranker learns from.
-    layouts: Literal["both", "user_prefix", "item_prefix"] = "both"
+    # Layouts of the prompts that a ranker learns from. both: user_prefix and item_prefix; causal: plain order, with the
+    # history's items in their words, in prompts of at most the smallest of rank.tokens.
+    layouts: Literal["both", "user_prefix", "item_prefix", "causal"] = "both"
     # Folder of a retriever that names half of a ranker's negatives; empty: all are random.
     retriever: str = ""
     max_items: int = 20  # history items per training example

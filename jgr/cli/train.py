@@ -56,7 +56,7 @@ def fit(
     from jgr.models import retrievers, scorers
     from jgr.training.feedback import train_feedback
     from jgr.training.generator import train_generator
-    from jgr.training.ranker import train_ranker
+    from jgr.training.ranker_training import train_ranker
     from jgr.training.retriever import train_retriever
 
     def watched(validate: Callable[..., float]) -> Callable[..., float]:
