@@ -20,6 +20,7 @@ FLAGS = {
 COMMON = [
     "-O3",
     "-std=c++17",
+    "-ffp-contract=fast",
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
