@@ -18,8 +18,9 @@ install = if $(UV) pip install --quiet --python $(BIN)/python $(1); then :; else
 GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
+NATIVE := build/native-$(notdir $(VENV))
 
-.PHONY: demo docs installed test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -29,7 +30,20 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+installed: $(STAMP) $(NATIVE)/.built $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+
+# Kernels for CPUs, which jgr does without too: into $(VENV). It takes a C++ compiler.
+native: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation ./native
+
+# The same beside $(VENV), for tests: most of them run as after a plain install.
+$(NATIVE)/.built: $(STAMP) $(wildcard native/*.py native/*.toml native/src/* native/jgr_native/*.py)
+	rm -rf $(NATIVE)
+	mkdir -p $(NATIVE)
+	@if command -v $${CXX:-g++} >/dev/null; then $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target $(NATIVE) ./native; \
+	else echo "There is no C++ compiler: the tests of the kernels for CPUs are left out."; fi
+	@touch $@
 
 # Programs of Debian's that tests run: unpacked, not installed. Without apt, or the network, these tests are left out.
 $(DEBIAN)/.unpacked:

@@ -56,6 +56,9 @@ class ModelConfig:
     # Devices that share the model's weights and each of its batches, for a model too large for one of them: heads and
     # MLPs are divided over them. A decoder's heads and the MLP's width must be multiples of it.
     tensor_parallel: int = 1
+    # Whether the kernels of jgr-native may compute on a CPU, where that package is installed. False for one model of a
+    # server is False for all.
+    native: bool = True
     # Folder that keeps compiled programs, so that the next start is fast; empty: nothing is kept.
     compilation_cache: str = "~/.cache/jgr"
 

@@ -433,6 +433,13 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     beam_width: Annotated[int, Meta(description="Beam width of a request that names none.")]
     max_beam_width: Annotated[int, Meta(description="Largest beam_width; 0: recommend is not served.")]
     max_candidates: Annotated[int, Meta(description="Most candidates in a request; 0: rank is not served.")]
+    kernels: Annotated[
+        str,
+        Meta(
+            description="What computes a generator's prompts where jgr-native could: native- and the processor's "
+            "instruction set, as in native-avx512, or xla."
+        ),
+    ] = "xla"
     timed: Annotated[bool, Meta(description="Whether the model reads times: it needs history_times.")] = False
     tasks: Annotated[
         list[str], Meta(description="Names of the tasks that are scored; empty: there is one score.")

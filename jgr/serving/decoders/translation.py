@@ -26,6 +26,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
+from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
 from jgr.prompt.segments import Content, Part, Prompt, arrange, count_tokens, make_prompt
@@ -170,6 +171,7 @@ class Translator:
             beam_width=config.beam.width,
             max_beam_width=max_beam_width,
             max_candidates=min(config.server.max_candidates, max_candidates),
+            kernels=native.describe(),
             max_history=config.server.max_history,
             max_filter_items=config.server.max_filter_items,
             segments=list(self._filters.segments),
