@@ -2,9 +2,9 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, and one marked `native` the library
-of kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and the summary
-says how many ran: an absent check must not look like a passed one.
+or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, and one marked `native` the
+library of kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and
+the summary says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
