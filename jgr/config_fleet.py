@@ -60,9 +60,9 @@ class FleetConfig:
     # never.
     fetch: Literal["cheaper", "always", "never"] = "cheaper"
     fetch_ms: float = 50.0  # longest time that a request waits for items of other replicas
-    transport: Literal["auto", "socket"] = (
-        "auto"  # auto: shared memory between replicas of one machine, else sockets
-    )
+    # How items' bytes go from replica to replica. auto: through shared memory on one machine, else over sockets; nixl:
+    # by NIXL, which takes RDMA where there is some.
+    transport: Literal["auto", "socket", "nixl"] = "auto"
     # Address on which a replica gives its items to others; node: the one by which Ray knows its machine, which several
     # machines need.
     items_host: str = "127.0.0.1"
@@ -100,6 +100,7 @@ class FleetConfig:
         check(self, health_s=0.5)
         largest = max(self.replicas, self.max_replicas)
         require(largest <= 1000, f"fleet.replicas and max_replicas must be at most 1000, not {largest}")
+        require(bool(self.items_host), "fleet.items_host must not be empty: that would be every address")
         require(self.hot <= 1, f"fleet.hot must be at most 1, not {self.hot}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
         require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jgr import extras
 from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
 from jgr.cache.memory import Lease, Memory
@@ -18,7 +19,6 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Room
 from jgr.cache.refill import RefillBudget
 from jgr.config import Config, ConfigError
-from jgr.embeddings.redis_shard import RedisShard
 from jgr.embeddings.shards import LocalShard, Shard, Shards
 from jgr.models import item_tables, scorers
 from jgr.models.model_files import ModelFiles
@@ -93,6 +93,9 @@ def shards_of(table: TableFile, config: Config) -> list[Shard]:
     found: list[Shard] = [LocalShard(table)]
     of, settings = table.header, config.embeddings
     if settings.remote:
+        extras.require("redis", "embeddings.remote")
+        from jgr.embeddings.redis_shard import RedisShard
+
         found.append(RedisShard(settings.remote, of.name, of.model, settings.timeout_ms / 1e3))
     return found
 
