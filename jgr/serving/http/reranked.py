@@ -72,7 +72,8 @@ def merged(found: Answer, ranked: Answer) -> Answer:
     took, then = found.timing_ms, ranked.timing_ms
     timing = Timing(
         queue=took.queue + then.queue,
-        prepare=took.prepare + then.prepare,
+        # The second one's counts from the call's arrival, as its total does.
+        prepare=took.prepare + max(0.0, then.prepare - took.total),
         device=took.device + then.device,
         total=then.total,
     )
