@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import sources
+from benchmarks.harness import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,12 +131,10 @@ def record(results: Sequence[Result]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from tools.readme_table import load_results
-
     if arguments not in ([], ["--record"]):
         print("claims: usage: python -m tools.claims [--record]", file=sys.stderr)
         return 2
-    results = load_results(RESULTS)
+    results = [read_result(path) for path in sorted(RESULTS.glob("*.json"))]
     if arguments:
         OLDER.write_text(json.dumps(record(results), indent=1, sort_keys=True) + "\n", encoding="utf-8")
         return 0

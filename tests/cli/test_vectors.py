@@ -15,7 +15,7 @@ from jgr.training.item_vectors import co_occurrence_vectors, load_vectors
 from jgr.training.text_vectors import text_vectors
 
 
-def test_vectors_of_texts_and_of_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vectors_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = load_dataset(DataConfig())
     out = tmp_path / "text.npy"
     assert run(["vectors", "--config=shop", f"--out={out}", "--fields=title", "--dims=6"]) == 0
@@ -23,6 +23,10 @@ def test_vectors_of_texts_and_of_sequences(tmp_path: Path, capsys: pytest.Captur
     found = load_vectors(out, dataset.catalog.n_items)
     texts = text_vectors(dataset.catalog.metadata, fields=["title"], dims=6)
     np.testing.assert_allclose(found @ found.T, texts @ texts.T, atol=1e-5)
+
+
+def test_vectors_of_sequences(tmp_path: Path) -> None:
+    dataset = load_dataset(DataConfig())
     near = tmp_path / "near.npy"
     assert run(["vectors", "--config=shop", f"--out={near}", "--of=sequences", "--dims=6", "--window=2"]) == 0
     expected = co_occurrence_vectors(

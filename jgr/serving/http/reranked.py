@@ -9,29 +9,19 @@ an answer is exactly what a client would get that asked /v1/recommend and then /
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace as with_fields
-from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from jgr.serving.api import Answer, Item, RankRequest, RecommendRequest, Timing
+from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.errors import RequestError, invalid
 
-if TYPE_CHECKING:
-    from jgr.serving.engine.engine import AnyEngine
-    from jgr.serving.http.server import Call
-
-T = TypeVar("T")
-Asks = Callable[
-    ["AnyEngine", RecommendRequest | RankRequest, "Call", Callable[[Answer], Answer]], Awaitable[Answer]
-]
-"""App.answer."""
+Ask = Callable[[AnyEngine, RecommendRequest | RankRequest], Awaitable[Answer]]
+"""Asks an engine within the same call. Raises RequestError."""
 
 
-async def reranked(
-    ask: Asks, finder: AnyEngine, ranker: AnyEngine, request: RecommendRequest, call: Call
-) -> Answer:
+async def reranked(ask: Ask, finder: AnyEngine, ranker: AnyEngine, request: RecommendRequest) -> Answer:
     """The items of the finder's beam in the ranker's order, with its scores.
 
     As many items are ranked as the beam may find: beam_width (with min_beam_width: so many), and no more than the
@@ -44,7 +34,7 @@ async def reranked(
             "rerank", f"rerank: {ranker.info.id!r} ranks at most {ranker.info.max_candidates} items"
         )
     first = replace(request, rerank=None, top_k=max(depth, request.top_k))
-    found = await ask(finder, first, call, lambda answer: answer)
+    found = await ask(finder, first)
     if not found.items:
         return found
     second = RankRequest(
@@ -56,7 +46,7 @@ async def reranked(
         priority=request.priority,
     )
     try:
-        ranked = await ask(ranker, second, with_fields(call, trace=None), lambda answer: answer)
+        ranked = await ask(ranker, second)
     except RequestError as error:
         if error.type != "invalid_request":
             raise
@@ -82,7 +72,8 @@ def merged(found: Answer, ranked: Answer) -> Answer:
     took, then = found.timing_ms, ranked.timing_ms
     timing = Timing(
         queue=took.queue + then.queue,
-        prepare=took.prepare + then.prepare,
+        # The second one's counts from the call's arrival, as its total does.
+        prepare=took.prepare + max(0.0, then.prepare - took.total),
         device=took.device + then.device,
         total=then.total,
     )

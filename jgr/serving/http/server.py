@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from random import getrandbits
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
-from jgr.serving.api import RankRequest, RecommendRequest
+from jgr.serving.api import Answer, RankRequest, RecommendRequest
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
 from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
@@ -39,7 +39,7 @@ from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
-from jgr.serving.http.reranked import reranked
+from jgr.serving.http.reranked import Ask, reranked
 from jgr.serving.policies.jobs import Kind
 from jgr.serving.policies.quotas import Places
 from jgr.serving.prefill import Asked
@@ -268,11 +268,20 @@ class App:
         try:
             if isinstance(request, RecommendRequest) and request.rerank is not None:
                 return _encode(
-                    await reranked(self.answer, engine, self._ranker(request.rerank), request, call)
+                    await reranked(self._asks(call), engine, self._ranker(request.rerank), request)
                 )
             return await self.answer(engine, request, call, _encode)
         finally:
             del engine  # see _computed
+
+    def _asks(self, call: Call) -> Ask:
+        """Both requests of a call that reranks; a trace tells of the first."""
+
+        def ask(engine: AnyEngine, request: RecommendRequest | RankRequest) -> Awaitable[Answer]:
+            of = call if isinstance(request, RecommendRequest) else replace(call, trace=None)
+            return self.answer(engine, request, of, lambda answer: answer)
+
+        return ask
 
     def _ranker(self, name: str) -> AnyEngine:
         """The engine of a request's `rerank`. Raises RequestError, which names the field."""
