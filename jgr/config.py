@@ -324,7 +324,7 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
     # Key for calls that change the server (reloads, catalogs); empty: they are refused.
     admin_key: str = field(default="", repr=False)
-    keys: str = ""  # JSON file of more keys, each with a name, role, rate and share; empty: none
+    keys: str = ""  # JSON file of more keys, each with a name, a role and limits; empty: none
     max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
     max_history: int = 4096  # most items in a request's history
     max_text_bytes: int = 1 << 16  # most bytes of a request's history_texts, all together

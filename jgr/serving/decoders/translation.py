@@ -238,6 +238,8 @@ class Translator:
 
     def _recommend(self, request: RecommendRequest, tenant: str, read: Read | None) -> Task:
         info = self.info
+        if request.rerank is not None:  # the server takes it away, where it can
+            raise invalid("rerank", "rerank: only /v1/recommend of a server takes it")
         width = request.beam_width or info.beam_width
         if width > info.max_beam_width:
             raise invalid("beam_width", f"beam_width is {width}; the largest served is {info.max_beam_width}")
