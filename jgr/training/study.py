@@ -185,7 +185,7 @@ class Study:
         if not self._of(self._states.COMPLETE):
             raise UserError(f"{self._folder}: no trial was finished")
         trial = self._study.best_trial
-        return override(self._config, *trial.user_attrs["assigned"]), float(trial.value), int(trial.number)
+        return override(self._config, *trial.user_attrs["assigned"]), self._study.best_value, trial.number
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each trial: number, value (None if it has none), state, and the drawn fields."""
