@@ -18,8 +18,9 @@ install = if $(UV) pip install --quiet --python $(BIN)/python $(1); then :; else
 GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
+NATIVE := build/native-$(notdir $(VENV))
 
-.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -29,7 +30,20 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+installed: $(STAMP) $(NATIVE)/.built $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+
+# Kernels for CPUs, which jgr does without too: into $(VENV). It takes a C++ compiler.
+native: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation ./native
+
+# The same beside $(VENV), for tests: most of them run as after a plain install.
+$(NATIVE)/.built: $(STAMP) $(wildcard native/*.py native/*.toml native/src/* native/jgr_native/*.py)
+	rm -rf $(NATIVE)
+	mkdir -p $(NATIVE)
+	@if command -v $${CXX:-g++} >/dev/null; then $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target $(NATIVE) ./native; \
+	else echo "There is no C++ compiler: the tests of the kernels for CPUs are left out."; fi
+	@touch $@
 
 # Programs of Debian's that tests run: unpacked, not installed. Without apt, or the network, these tests are left out.
 $(DEBIAN)/.unpacked:
@@ -53,6 +67,10 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint types
 	$(BIN)/python -m pytest $(WORKERS)
+
+# What was measured on other code than this, and what it takes to measure it again.
+claims: $(STAMP)
+	$(BIN)/python -m tools.claims
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
@@ -139,8 +157,8 @@ $(STAMP): pyproject.toml setup.py requirements/py311.txt requirements/py312.txt 
 lock: $(UV)
 	$(call compile,3.11,py311) --extra dev --upgrade
 	$(call compile,3.12,py312) --extra dev --upgrade
-	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
-	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-py311) --extra redis --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --extra redis --constraint requirements/py311.txt
 	$(call compile,3.11,lowest-py311) --extra test --resolution lowest-direct
 
 compile = $(UV) pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \

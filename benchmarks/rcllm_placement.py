@@ -64,19 +64,24 @@ class World(NamedTuple):
 
 
 def planted(parts: int, size: int, train: int, test: int) -> tuple[World, Int32]:
-    """Requests of which nine tenths are for items of one community, and the community of each item."""
+    """Requests of which nine tenths are for items of one community, and the community of each item.
+
+    All communities are asked for equally often: one that is asked for more than a part may be has no planted cut to be
+    compared with, since no balanced partition is that.
+    """
     rng = np.random.default_rng(parts)
     n = parts * size
     of = rng.permutation(np.repeat(np.arange(parts), size)).astype(np.int32)
     members = np.argsort(of, kind="stable").reshape(parts, size)
 
-    def one() -> Int32:
+    def one(request: int) -> Int32:
         inside = rng.binomial(CANDIDATES, 0.9)
-        own = rng.choice(members[rng.integers(parts)], inside, replace=False)
+        own = rng.choice(members[request % parts], inside, replace=False)
         return np.unique(np.append(own, rng.integers(0, n, CANDIDATES - inside))).astype(np.int32)
 
     tokens = rng.integers(40, 120, n).astype(np.int32)
-    return World(f"planted-{parts}", tokens, [one() for _ in range(train)], [one() for _ in range(test)]), of
+    asked = [one(request) for request in range(train + test)]
+    return World(f"planted-{parts}", tokens, asked[:train], asked[train:]), of
 
 
 def loaded(name: str, users: int | None) -> World:

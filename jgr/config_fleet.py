@@ -23,10 +23,11 @@ class FleetConfig:
     # mean. The others are baselines. hit: by its caches alone; load: by tokens in flight; least: by requests in flight;
     # hash: by the user's name, unless it has too much to do.
     # matched: by the share of the candidates that it holds, less fleet.load times how much more it has to do than the
-    # mean (RcLLM); rcllm: the same with its work as a share of a second's, as the paper has it.
-    routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"] = (
-        "joint"
-    )
+    # mean (RcLLM); rcllm: the same with its work as a share of a second's, as the paper has it. hlem: by the user whom
+    # it keeps, the embedding rows of the user's history that it holds, and its work, each by what it costs (HLEM).
+    routing: Literal[
+        "joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm", "hlem"
+    ] = "joint"
     report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
     digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
     load: float = 0.7  # weight of the load in the scores of joint, matched and rcllm

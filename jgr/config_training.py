@@ -71,11 +71,15 @@ class TrainConfig:
     # Type of the rows of the items' embeddings in a file of their own (embeddings/items.table), from which a scorer can
     # be served with embeddings.tables=paged; none: they are among the other weights.
     tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
+    # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item
+    # embeddings are made together with a row of each item's own; empty: of such rows alone.
+    item_vectors: str = ""
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
-    # Layouts of the prompts that a ranker learns from.
-    layouts: Literal["both", "user_prefix", "item_prefix"] = "both"
+    # Layouts of the prompts that a ranker learns from. both: user_prefix and item_prefix; causal: plain order, with the
+    # history's items in their words, in prompts of at most the smallest of rank.tokens.
+    layouts: Literal["both", "user_prefix", "item_prefix", "causal"] = "both"
     # Folder of a retriever that names half of a ranker's negatives; empty: all are random.
     retriever: str = ""
     max_items: int = 20  # history items per training example
@@ -113,6 +117,10 @@ class TrainConfig:
         require(
             self.tables == "none" or self.model in ("sasrec", "hstu", "climber", "stu"),
             f"train.tables: the embeddings of train.model={self.model} are not in tables",
+        )
+        informed = self.model in ("sasrec", "lrurec", "hstu")
+        require(
+            not self.item_vectors or informed, f"train.item_vectors: train.model={self.model} is no retriever"
         )
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         starts = self.model in ("generator", "ranker")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
@@ -30,8 +31,9 @@ from jgr.models.generators import GeneratorConfig, GeneratorParams
 from jgr.models.params import PyTree
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams
 from jgr.models.scorers import ScorerConfig
-from jgr.prompt.tokens import PromptBuilder, level_tokens, semantic_id_tokenizer
-from jgr.training import feedback, ranker
+from jgr.prompt.layouts import CAUSAL
+from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens, semantic_id_tokenizer
+from jgr.training import feedback, plain_ranker, ranker
 
 METRIC = "recall@10"
 TOP_K = 10
@@ -111,11 +113,12 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
     """recall@10 of a ranker in the layouts of train.layouts; the mean where these are both.
 
     The candidates are those of train.retriever, for the users whose target is among them; without one the target and
-    others drawn as for training, RANKED in all.
+    others drawn as for training, RANKED in all; in plain order 1 + train.negatives.
     """
     train, catalog = config.train, dataset.catalog
     examples = validation_examples(config, dataset)
-    text = ranker.prompt_text(config, ranker.ranker_tokenizer(config, catalog), catalog)
+    tokenizer = ranker.ranker_tokenizer(config, catalog)
+    count = 1 + train.negatives if train.layouts == CAUSAL.name else RANKED
     histories = np.full((len(examples), config.prompt.max_items), -1, np.int32)
     for row, history in zip(histories, examples.histories, strict=True):
         recent = history[-config.prompt.max_items :]
@@ -123,21 +126,21 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
     if train.retriever:
         found, retriever = retrievers.load_for(Path(train.retriever), catalog.item_ids)
         candidates = retrievers.top_k(
-            retriever, found, examples.histories, RANKED, exclude_seen=True, asked=examples.target_times
+            retriever, found, examples.histories, count, exclude_seen=True, asked=examples.target_times
         )
     else:
         weights = jnp.log(jnp.asarray(ranker.popularity(dataset.interactions.sequences, catalog.n_items)))
-        others, targets = min(RANKED, catalog.n_items) - 1, jnp.asarray(examples.targets)
+        others, targets = min(count, catalog.n_items) - 1, jnp.asarray(examples.targets)
         key = jax.random.key(train.seed)
         candidates = np.asarray(ranker.draw_candidates(key, weights, jnp.asarray(histories), targets, others))
+        candidates = np.random.default_rng(train.seed).permuted(
+            candidates, axis=1
+        )  # plain order sees their places
     eligible = np.flatnonzero((candidates == examples.targets[:, None]).any(axis=1))
     if not len(eligible):
         raise ConfigError("train.retriever: finds no target of the validation users")
-    orders = {"both": (False, True), "user_prefix": (False,), "item_prefix": (True,)}[train.layouts]
-
-    @functools.partial(jax.jit, static_argnames="cfg")
-    def scores(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
-        return ranker.candidate_scores(params, cfg, text, rows, listed, first)[0]
+    orders = {"both": (False, True), "item_prefix": (True,)}.get(train.layouts, (False,))
+    scores = _candidate_scores(config, tokenizer, catalog)
 
     def recall(cfg: DecoderConfig, params: DecoderParams) -> float:
         recalls = []
@@ -154,6 +157,25 @@ def ranker_recall(config: Config, dataset: Dataset) -> Callable[[DecoderConfig, 
         return float(np.mean(recalls))
 
     return recall
+
+
+def _candidate_scores(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Callable[..., jax.Array]:
+    """(params, histories, candidates, whether items stand first, cfg=) -> scores, as they are trained."""
+    if config.train.layouts == CAUSAL.name:
+        plain = plain_ranker.prompt_text(config, tokenizer, catalog)
+
+        @functools.partial(jax.jit, static_argnames="cfg")
+        def of_plain(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
+            return plain_ranker.candidate_scores(params, cfg, plain, rows, listed)[0]
+
+        return of_plain
+    text = ranker.prompt_text(config, tokenizer, catalog)
+
+    @functools.partial(jax.jit, static_argnames="cfg")
+    def scores(params: Any, rows: Any, listed: Any, first: Any, *, cfg: DecoderConfig) -> jax.Array:
+        return ranker.candidate_scores(params, cfg, text, rows, listed, first)[0]
+
+    return scores
 
 
 def feedback_auc(

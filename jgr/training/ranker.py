@@ -18,8 +18,7 @@ Letters: B batch, N history items, C candidates, S item span, T tokens, n items 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,18 +32,14 @@ from jgr.config import Config, ConfigError, TrainConfig
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Ragged
 from jgr.data.prepared import TITLES
-from jgr.models import checkpoint, decoder, retrievers
+from jgr.models import decoder, retrievers
 from jgr.models.decoder import Attention, DecoderConfig, DecoderParams, Dropout
 from jgr.prompt.candidates import LAST, SegmentPrompts
 from jgr.prompt.layouts import ITEM_PREFIX, USER_PREFIX, Kind, Tokens
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, semantic_id_tokenizer
 from jgr.training.candidate_attention import candidate_attention
-from jgr.training.generator import decoder_config
-from jgr.training.run import Progress, train_to_best
 from jgr.training.softmax import softmax_nats
-from jgr.training.start import begin_from
 from jgr.training.trainer import Loss, dropout
-from jgr.training.windows import Windows
 
 Int32 = npt.NDArray[np.int32]
 
@@ -94,15 +89,20 @@ def prompt_text(config: Config, tokenizer: Tokenizer, catalog: Catalog) -> Text:
         )
     segments = SegmentPrompts(rank, tokenizer, catalog)
     rows = np.arange(catalog.n_items, dtype=np.int32)
-    items = np.zeros((len(rows), rank.item_span), np.int32)
-    lengths = np.zeros(len(rows), np.int32)
-    for row in rows.tolist():
-        item = segments.item(row)
-        items[row, : len(item)], lengths[row] = item, len(item)
+    items, lengths = listed([segments.item(row) for row in rows.tolist()], rank.item_span)
     prefix = PromptBuilder(prompt, tokenizer, catalog).prefix
     if not len(prefix):
         raise ConfigError("train.model=ranker: prompt.template must have something before {history}")
     return Text(prefix, segments.instruction, segments.columns(rows)[0], items, lengths)
+
+
+def listed(tokens: Sequence[Int32], width: int = 0) -> tuple[Int32, Int32]:
+    """Tokens of each row, [n, width], 0 behind them, and how many they are, [n]. width: at least this."""
+    lengths = np.array([len(each) for each in tokens], np.int32)
+    table = np.zeros((len(tokens), max(width, int(lengths.max()))), np.int32)
+    for row, each in enumerate(tokens):
+        table[row, : len(each)] = each
+    return table, lengths
 
 
 def lay_out(
@@ -237,15 +237,20 @@ def draw_candidates(
     return jnp.where(largest == -jnp.inf, -1, found).astype(jnp.int32)
 
 
+def cuts(key: jax.Array, rows: jax.Array) -> jax.Array:
+    """Where each window [B, N + 1] is cut, [B]: the place of its target. Late ones are likelier."""
+    most = (rows >= 0).sum(axis=1) - 1
+    fraction = jnp.sqrt(jax.random.uniform(key, (len(rows),)))
+    return jnp.clip(1 + jnp.floor(fraction * most).astype(jnp.int32), 1, most)
+
+
 def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, train: TrainConfig) -> Loss:
     """The loss over windows [B, N + 1]. Each is cut at a random item, the target; late items are likelier."""
 
     def loss(weights: DecoderParams, rows: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         cut_key, candidates_key, layout_key, dropout_key = jax.random.split(key, 4)
         batch, place = len(rows), jnp.arange(rows.shape[1] - 1)
-        most = (rows >= 0).sum(axis=1) - 1
-        fraction = jnp.sqrt(jax.random.uniform(cut_key, (batch,)))
-        cut = jnp.clip(1 + jnp.floor(fraction * most).astype(jnp.int32), 1, most)
+        cut = cuts(cut_key, rows)
         history = jnp.where(place < cut[:, None], rows[:, :-1], -1)
         targets = jnp.take_along_axis(rows, cut[:, None], axis=1)[:, 0]
         candidates = draw_candidates(candidates_key, log_weights(history), history, targets, train.negatives)
@@ -277,50 +282,3 @@ def ranking_loss(model: DecoderConfig, text: Text, log_weights: LogWeights, trai
         return nats.sum() + next_item, jnp.float32(batch)
 
     return loss
-
-
-def train_ranker(
-    config: Config,
-    dataset: Dataset,
-    progress: Progress = lambda done, total, status: None,
-    validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
-) -> Path:
-    """Train on the dataset's training sequences and write train.out. For the arguments see `train_generator`."""
-    train, catalog = config.train, dataset.catalog
-    if not train.out:
-        raise ConfigError("train.out: the folder for the model is not set")
-    if not 1 <= train.negatives < catalog.n_items:
-        raise ConfigError(
-            f"train.negatives must be 1 to {catalog.n_items - 1} for a ranker, not {train.negatives}"
-        )
-    checkpoint.require_writable(Path(train.out))
-    tokenizer = ranker_tokenizer(config, catalog)
-    text = prompt_text(config, tokenizer, catalog)
-    # Training needs positions for max_items; the server for its longest prompt with its suffix and candidates.
-    served = PromptBuilder(config.prompt, tokenizer, catalog).max_tokens
-    longest = max(len(text.prefix) + train.max_items, served) + text.span + len(text.instruction)
-    model = decoder_config(train, tokenizer.vocab_size, longest)
-
-    def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
-        def write_all(folder: Path) -> None:
-            tokenizer.save(folder / "tokenizer.json")
-            write_beside(folder)
-
-        checkpoint.save(Path(train.out), model, params, write_all)
-
-    return train_to_best(
-        config,
-        catalog,
-        decoder.spec(model),
-        ranking_loss(model, text, negative_weights(config, dataset), train),
-        Windows(dataset.interactions.sequences, train),
-        described={
-            "prompt": asdict(config.prompt),
-            "rank": asdict(config.rank),
-            "catalog_version": catalog.version,
-        },
-        validate=None if validate is None else lambda params: validate(model, params),
-        progress=progress,
-        save=save,
-        begin=begin_from(train, model, tokenizer, catalog),
-    )

@@ -32,7 +32,8 @@ from jgr.serving.decoders.loading import load_engine
 from jgr.training import ranker
 from jgr.training.candidate_attention import candidate_attention
 from jgr.training.generator import decoder_config
-from jgr.training.ranker import Text, train_ranker
+from jgr.training.ranker import Text
+from jgr.training.ranker_training import train_ranker
 
 KEY = jax.random.key(0)
 EVERY, STEPS = 40, 80

@@ -21,6 +21,7 @@ from jgr.models.decoder import DecoderParams
 from jgr.prompt.tokens import Tokenizer, semantic_id_tokenizer
 from jgr.training import ranker
 from jgr.training.generator import decoder_config, train_generator
+from jgr.training.ranker_training import train_ranker
 from jgr.training.start import begin_from
 
 SIZES = (
@@ -91,7 +92,7 @@ def test_a_ranker_begins_as_the_generator_item_by_item(generator: Path, shift: i
 
 def test_training_goes_on_from_it(generator: Path, tmp_path: Path) -> None:
     cfg = ranker_config(tmp_path / "ranker", f"train.start={generator}", "train.learning_rate=0")
-    _, weights = checkpoint.load(ranker.train_ranker(cfg, dataset()))
+    _, weights = checkpoint.load(train_ranker(cfg, dataset()))
     jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
 
 
@@ -99,7 +100,7 @@ def test_without_a_catalog_tokens_are_matched_by_name(generator: Path, tmp_path:
     folder = shutil.copytree(generator, tmp_path / "elsewhere")
     (folder / "catalog.jsonl").unlink()
     cfg = ranker_config(tmp_path / "ranker", f"train.start={folder}", "train.learning_rate=0")
-    _, weights = checkpoint.load(ranker.train_ranker(cfg, dataset()))
+    _, weights = checkpoint.load(train_ranker(cfg, dataset()))
     jax.tree.map(np.testing.assert_array_equal, weights, checkpoint.load(generator)[1])
 
 
@@ -138,9 +139,9 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
         ConfigError, match=r"train\.start: .* is of other sizes: .*hidden=16.* not .*hidden=32"
     ):
         cfg = ranker_config(tmp_path / "a", f"train.start={generator}", "train.hidden=32")
-        ranker.train_ranker(cfg, dataset())
+        train_ranker(cfg, dataset())
     with pytest.raises(ConfigError, match=r"train\.start: .*no such model folder"):
-        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={tmp_path}/none"), dataset())
+        train_ranker(ranker_config(tmp_path / "a", f"train.start={tmp_path}/none"), dataset())
     with pytest.raises(ConfigError, match=r"train\.start: a decoder cannot begin train\.model=sasrec"):
         config(tmp_path, "train.model=sasrec", "train.start=somewhere")
     lazy = train_generator(
@@ -148,7 +149,7 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
         dataset(),
     )
     with pytest.raises(ConfigError, match=r"train\.start: .* is not a decoder"):
-        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
+        train_ranker(ranker_config(tmp_path / "a", f"train.start={lazy}"), dataset())
     unknown = Catalog.build("ab", [["<x>"], ["<y>"]], [{}, {}])
     wordless = Tokenizer.from_file(generator / "tokenizer.json")
     train = replace(ranker_config(tmp_path / "a").train, start=str(generator))
@@ -185,8 +186,8 @@ def test_what_cannot_be_begun_from_is_named(generator: Path, tmp_path: Path) -> 
     (more / "digests.json").unlink()  # which would name the changed file
     wordless.with_tokens(["<more>"]).save(more / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"train\.start: .* tokens that its weights have no row for"):
-        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
+        train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
     (more / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"train\.start: .*tokenizer\.json"):
-        ranker.train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
+        train_ranker(ranker_config(tmp_path / "a", f"train.start={more}"), dataset())
     assert not (tmp_path / "a").exists()

@@ -122,7 +122,7 @@ class Front:
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent."""
-        hint = glance(path, asked.body, tenant)
+        hint = glance(path, asked.body, tenant, profiled=self._config.fleet.routing == "hlem")
         left_ms = hint.left_ms or self._default_ms
         arrival_ns = round(arrival_s * 1e9)
         until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)

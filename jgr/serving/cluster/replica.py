@@ -29,6 +29,8 @@ from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
+from jgr.serving.scorers.paging import Paging
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.versions.deployment import Beginning, Deployment
 from jgr.serving.versions.served_models import Models, serves
 from jgr.serving.versions.served_state import begin_as, state_of
@@ -246,6 +248,8 @@ class Replica:
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
             "ns_per_token": self._ns_per_token(),
+            "shards": digest(chain.from_iterable(of.shards(ids) for of, ids in self._paged()), bits),
+            "rows_ns": sum(of.missing_ns(self._mean_events + self._mean_items) for of, _ in self._paged()),
             **self._shape,
         }
 
@@ -296,6 +300,13 @@ class Replica:
             below = meta.below.names(kind) if meta.below is not None else ()
             for name in chain(meta.names(kind), below):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
+
+    def _paged(self) -> Iterator[tuple[Paging, Sequence[str]]]:
+        """The rows of each model that has them in pages, and its items."""
+        for deployment in self.models.deployments:
+            of = deployment.engine.served
+            if isinstance(of, ServedScorer) and of.paging is not None:
+                yield of.paging, of.catalog.item_ids
 
     def _ns_per_token(self) -> float:
         return ns_per_token(self.models, round(self._mean_events), round(self._mean_items))

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As configs/rcllm_industrial.py, on MovieLens 1M: long histories in titles.
+
+jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
+jgr ids --data=runs/data/ml1m_titles --method=item
+jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
+jgr train --config=rcllm_ml1m
+
+Its steps cost what those of the other one do; 4,000 take a day on two cores.
+"""
+
+from pathlib import Path
+
+from jgr.config import Config, load_config, override
+
+OUT = "runs/rcllm_ml1m"
+
+
+def get_config() -> Config:
+    return override(
+        load_config(Path(__file__).with_name("rcllm_industrial.py")),
+        "model.name=rcllm_ml1m",
+        f"model.path={OUT}",
+        "prompt.max_items=30",
+        "rank.item_span=8",
+        "data.path=runs/data/ml1m_titles",
+        "data.catalog=",
+        "train.retriever=runs/lrurec_ml1m",
+        f"train.out={OUT}",
+        "train.steps=4000",
+        "train.max_items=30",
+    )

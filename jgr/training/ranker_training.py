@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a ranker, in the layouts of train.layouts: those of `jgr.training.ranker`, or plain order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from jgr.config import Config, ConfigError
+from jgr.data.datasets import Dataset
+from jgr.models import checkpoint, decoder
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.prompt.layouts import CAUSAL
+from jgr.prompt.tokens import PromptBuilder
+from jgr.training import plain_ranker, ranker
+from jgr.training.generator import decoder_config
+from jgr.training.plain_ranker import PlainText
+from jgr.training.run import Progress, train_to_best
+from jgr.training.start import begin_from
+from jgr.training.windows import Windows
+
+
+def train_ranker(
+    config: Config,
+    dataset: Dataset,
+    progress: Progress = lambda done, total, status: None,
+    validate: Callable[[DecoderConfig, DecoderParams], float] | None = None,
+) -> Path:
+    """Train on the dataset's training sequences and write train.out. For the arguments see `train_generator`."""
+    train, catalog = config.train, dataset.catalog
+    if not train.out:
+        raise ConfigError("train.out: the folder for the model is not set")
+    if not 1 <= train.negatives < catalog.n_items:
+        raise ConfigError(
+            f"train.negatives must be 1 to {catalog.n_items - 1} for a ranker, not {train.negatives}"
+        )
+    checkpoint.require_writable(Path(train.out))
+    tokenizer = ranker.ranker_tokenizer(config, catalog)
+    plain = train.layouts == CAUSAL.name
+    text = (
+        plain_ranker.prompt_text(config, tokenizer, catalog)
+        if plain
+        else ranker.prompt_text(config, tokenizer, catalog)
+    )
+    # Training needs positions for max_items; the server for its longest prompt with its suffix and candidates.
+    served = PromptBuilder(config.prompt, tokenizer, catalog).max_tokens
+    follow = config.rank.item_span + len(text.instruction)
+    longest = max(len(text.prefix) + train.max_items, served) + follow
+    if plain:  # there the candidates stand one behind the other
+        longest = max(longest, max(config.rank.tokens) + follow)
+    model = decoder_config(train, tokenizer.vocab_size, longest)
+
+    weights = ranker.negative_weights(config, dataset)
+    loss = (
+        plain_ranker.ranking_loss(model, text, weights, train)
+        if isinstance(text, PlainText)
+        else ranker.ranking_loss(model, text, weights, train)
+    )
+
+    def save(params: DecoderParams, write_beside: Callable[[Path], None]) -> None:
+        def write_all(folder: Path) -> None:
+            tokenizer.save(folder / "tokenizer.json")
+            write_beside(folder)
+
+        checkpoint.save(Path(train.out), model, params, write_all)
+
+    return train_to_best(
+        config,
+        catalog,
+        decoder.spec(model),
+        loss,
+        Windows(dataset.interactions.sequences, train),
+        described={
+            "prompt": asdict(config.prompt),
+            "rank": asdict(config.rank),
+            "catalog_version": catalog.version,
+        },
+        validate=None if validate is None else lambda params: validate(model, params),
+        progress=progress,
+        save=save,
+        begin=begin_from(train, model, tokenizer, catalog),
+    )
