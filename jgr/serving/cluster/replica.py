@@ -42,8 +42,6 @@ RATE = 1 / 16
 """The weight of one request in the means."""
 MOST = 512
 """A request counts as one of so many events and candidates at most."""
-NOBODY = Hint()
-"""Of a call that is meant for whoever gets it."""
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
 
@@ -163,7 +161,8 @@ class Replica:
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
         hint, asked = received(Hint, hint), received(Asked, asked)
-        self._require_meant(hint)
+        if hint.to not in ("", self.name):  # that one is gone
+            raise RequestError("unavailable", f"replica {hint.to} is gone")
         wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
         tokens = wanted.tokens
         if hint.events:
@@ -200,9 +199,8 @@ class Replica:
         ready = what != "about" or self.models.status == "ready"
         return self.name, asked[what](*arguments) if ready else None
 
-    async def about(self, hint: Hint = NOBODY) -> dict[str, Any]:
+    async def about(self) -> dict[str, Any]:
         """Name, status and versions: what a rollout and the whole view ask for. info: as /v1/models tells it."""
-        self._require_meant(hint)
         return {
             "info": msgspec.to_builtins(self._info()),
             "name": self.name,
@@ -236,9 +234,8 @@ class Replica:
         """What the fleet serves, as far as it was told."""
         return self._record
 
-    async def metrics(self, hint: Hint = NOBODY) -> tuple[str, str]:
+    async def metrics(self) -> tuple[str, str]:
         """Name, and the series of all models as text."""
-        self._require_meant(hint)
         return self.name, self.models.render_metrics().decode()
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -285,12 +282,6 @@ class Replica:
             self.models.join(1.0)
             if self._app.traces is not None:
                 await asyncio.to_thread(self._app.traces.close)
-
-    def _require_meant(self, hint: Hint) -> None:
-        """Raises RequestError where another replica is meant, which is gone."""
-        to = received(Hint, hint).to
-        if to not in ("", self.name):
-            raise RequestError("unavailable", f"replica {to} is gone")
 
     def _info(self) -> ReplicaInfo:
         of = ("id", "version", "catalog_version", "state", "reload", "reload_error")

@@ -240,9 +240,7 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
 
 
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
-    while ready(fleet) < 2:  # those that are slow are left out
-        assert time.monotonic() < ends_s
+    assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 2, "of": 2}
     assert len(names(fleet)) == 2
     assert len(pids(fleet, "Front")) == 2
     models = json.loads(fleet.get("/v1/models"))
@@ -323,7 +321,7 @@ def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) ->
         not answered
     ):  # spans are sent every few seconds; where the first replica was silent, there are two attempts
         assert time.monotonic() < ends_s
-        fleet.get("/v1/models")
+        fleet.get("/health/ready")
         spans = [span for span in list(fleet.collector.spans) if span.trace_id.hex() == TRACE]
         above = {span.parent_span_id for span in spans if span.name == "/v1/recommend"}
         routes = [span for span in spans if span.name == "route" and span.span_id in above]
@@ -386,22 +384,6 @@ class Load:
         enough = sum(self.statuses.values()) + 60
         while sum(self.statuses.values()) < enough:
             assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
-
-
-def test_health_does_not_wait_for_a_replica_that_hangs(fleet: Fleet) -> None:
-    """It would be until Ray has replaced it. The other one may need more time than health has, on a busy machine."""
-    victim, ends_s = pids(fleet, "Replica")[0], time.monotonic() + PATIENCE_S
-    os.kill(victim, signal.SIGSTOP)
-    try:
-        while (answer := fleet.ask("GET", "/health/ready"))[0] == 503:
-            assert json.loads(answer[1])["error"]["type"] == "unavailable"
-            assert time.monotonic() < ends_s
-        assert json.loads(answer[1]) == {"status": "ready", "replicas": 1, "of": 2}
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGCONT)
-    while ready(fleet) < 2:  # where Ray has replaced it after all
-        assert time.monotonic() < ends_s + LONG_S
 
 
 def test_two_catalogs_at_once_and_then_a_replica_that_is_killed(
@@ -471,8 +453,7 @@ def pids(fleet: Fleet, deployment: str) -> list[int]:
 
 
 def ready(fleet: Fleet) -> int:
-    """How many replicas say in time that they serve."""
-    return int(json.loads(fleet.ask("GET", "/health/ready")[1]).get("replicas", 0))
+    return int(json.loads(fleet.get("/health/ready"))["replicas"])
 
 
 def names(fleet: Fleet) -> set[str]:
