@@ -3,18 +3,24 @@
 
 SUPPORTED = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3.11 python3 python; do $$p $(SUPPORTED) 2>/dev/null && echo $$p && break; done)
+has_python = test -n "$(PYTHON)" || { echo "jgr needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The file in requirements/ with the versions to install: by default the shell asks the Python of $(VENV).
 LOCK ?= $$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
+UV := build/uv/bin/uv
 UV_VERSION := 0.13.8
+# uv takes a tenth of pip's time. Where it finds no registry, since pip alone was told of one, pip installs the same.
+install = if $(UV) pip install --quiet --python $(BIN)/python $(1); then :; else \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1); fi
 # Compiling for a GPU takes a plugin, in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))
 
 DEBIAN := build/debian
+NATIVE := build/native-$(notdir $(VENV))
 
-.PHONY: demo docs installed test test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -24,7 +30,20 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo build/docs/index.html
 
-installed: $(STAMP) $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+installed: $(STAMP) $(NATIVE)/.built $(GPU)/.installed $(DEBIAN)/.unpacked $(DEBIAN)/.chromium
+
+# Kernels for CPUs, which jgr does without too: into $(VENV). It takes a C++ compiler.
+native: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation ./native
+
+# The same beside $(VENV), for tests: most of them run as after a plain install.
+$(NATIVE)/.built: $(STAMP) $(wildcard native/*.py native/*.toml native/src/* native/jgr_native/*.py)
+	rm -rf $(NATIVE)
+	mkdir -p $(NATIVE)
+	@if command -v $${CXX:-g++} >/dev/null; then $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target $(NATIVE) ./native; \
+	else echo "There is no C++ compiler: the tests of the kernels for CPUs are left out."; fi
+	@touch $@
 
 # Programs of Debian's that tests run: unpacked, not installed. Without apt, or the network, these tests are left out.
 $(DEBIAN)/.unpacked:
@@ -48,6 +67,10 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: lint types
 	$(BIN)/python -m pytest $(WORKERS)
+
+# What was measured on other code than this, and what it takes to measure it again.
+claims: $(STAMP)
+	$(BIN)/python -m tools.claims
 
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
@@ -106,8 +129,7 @@ compile-gpu: $(GPU)/.installed
 $(GPU)/.installed: $(STAMP) $(wildcard requirements/gpu-compile-*.txt)
 	rm -rf $(GPU)
 	toolkit=$$(command -v ptxas >/dev/null || echo "-r requirements/gpu-compile-toolkit.txt") && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --no-compile \
-		--target $(GPU) -r requirements/gpu-compile-$(LOCK).txt $$toolkit
+	$(call install,--no-deps --require-hashes --target $(GPU) -r requirements/gpu-compile-$(LOCK).txt $$toolkit)
 	@touch $@
 
 lint: $(STAMP)
@@ -117,25 +139,29 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+$(UV):
+	@$(has_python)
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+$(STAMP): | $(UV)
 $(STAMP): pyproject.toml setup.py requirements/py311.txt requirements/py312.txt requirements/lowest-py311.txt
-	@test -n "$(PYTHON)" || { echo "jgr needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(has_python)
 	@echo "Installing jgr and its dependencies into $(VENV) (about 1 GB; once)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/$(LOCK).txt
+	$(call install,--require-hashes -r requirements/$(LOCK).txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # The runtime files, for the Dockerfiles, hold the same pins as py311.txt without training and the developers' tools.
-lock:
-	$(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+lock: $(UV)
 	$(call compile,3.11,py311) --extra dev --upgrade
 	$(call compile,3.12,py312) --extra dev --upgrade
-	$(call compile,3.11,runtime-py311) --constraint requirements/py311.txt
-	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-py311) --extra redis --constraint requirements/py311.txt
+	$(call compile,3.11,runtime-cuda13-py311) --extra cuda13 --extra redis --constraint requirements/py311.txt
 	$(call compile,3.11,lowest-py311) --extra test --resolution lowest-direct
 
-compile = build/lock/bin/uv pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \
+compile = $(UV) pip compile --quiet --no-config --generate-hashes --custom-compile-command "make lock" \
 	--python-platform x86_64-manylinux_2_28 --python-version $(1) --output-file requirements/$(2).txt \
 	pyproject.toml requirements/build.in
 

@@ -7,7 +7,9 @@ slots. All forms run in one process, in turns:
 - staged: jgr.ops.beam_attention with a table of ancestors, as the engine runs it.
 - staged_in_place: the same after moving the first slot's rows in place (reorder_beam_kv), without a table.
 - copied: every beam is a sequence of its own with its own copy of the prompt's keys and values, batched einsums.
-- broadcast: the same with the copy left to the compiler. beams_as_sequences is the faster of the two.
+- broadcast: the same with the copy left to the compiler.
+- sdpa: PyTorch's scaled_dot_product_attention over such sequences, whose copies hold their own slots already, where
+  PyTorch is installed (CPU). beams_as_sequences is the fastest of the three.
 - tree_mask: all beams' slots behind the prompt as one sequence, each beam masked to its own (TreeAttention).
 
 The floor is the time of the multiplications at the rate of a matmul of 2048 (GPU: 8192) rows, timed in the same rounds.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,27 @@ def tree_mask(a: Arrays) -> jax.Array:
     return out.reshape(a["q"].shape).astype(a["q"].dtype)
 
 
+def sdpa(a: Arrays) -> Callable[[], Any] | None:
+    """The call of PyTorch's attention, which gives [B * W, H, 1, d]; None where it is not installed, or on a GPU."""
+    if find_spec("torch") is None or jax.default_backend() != "cpu":
+        return None
+    import torch
+
+    torch.set_num_threads(THREADS)
+    batch, width, heads, dim = a["q"].shape
+
+    def sequences(name: str) -> Any:
+        """The prompt's copy and each beam's own slots behind it, [B * W, K, T + S, d]."""
+        own = jnp.take_along_axis(a[f"beam_{name}"], a["ancestors"][..., None, None], axis=2)
+        own = own.transpose(0, 2, 3, 1, 4)
+        whole = np.concatenate([np.asarray(a[f"copied_{name}"]), np.asarray(own)], axis=3)
+        return torch.from_numpy(whole.reshape(batch * width, *whole.shape[2:]))
+
+    q = torch.from_numpy(np.array(a["q"]).reshape(batch * width, heads, 1, dim))
+    k, v = sequences("k"), sequences("v")
+    return functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+
+
 VARIANTS: Mapping[str, Callable[[Arrays], jax.Array]] = {
     "staged": staged,
     "staged_in_place": staged_in_place,
@@ -164,6 +188,10 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 float(np.abs(np.asarray(c(), np.float32) - wanted).max()) for c in calls.values()
             )
             timed: dict[str, Callable[[], Any]] = dict(calls)
+            if (other := sdpa(arrays)) is not None:
+                timed["sdpa"] = other
+                found = np.asarray(other()).reshape(wanted.shape)
+                difference = max(difference, float(np.abs(found - wanted).max()))
             timed["matmul"] = functools.partial(jax.jit(jnp.matmul), matrix, matrix)
             runs = {name: functools.partial(seconds_per_call, call) for name, call in timed.items()}
             seconds = harness.interleave(runs, rounds, quiet)
@@ -179,7 +207,7 @@ def make_row(
     times = {name: harness.spread(s * 1e3 for s in runs) for name, runs in seconds.items()}
     matmul = times.pop("matmul")["median"]
     median = {name: t["median"] for name, t in times.items()}
-    sequences = min(("copied", "broadcast"), key=median.__getitem__)
+    sequences = min({"copied", "broadcast", "sdpa"} & median.keys(), key=lambda name: (median[name], name))
     return {
         "prompt_tokens": tokens,
         "beam_width": width,

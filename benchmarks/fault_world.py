@@ -159,6 +159,12 @@ class Fleet:
             for name, versions in found.items()
         }
 
+    def reloads(self) -> dict[str, str]:
+        """The state of the decoder's last reload, of each replica that answers, by its name."""
+        status, answer = self.ask("GET", "/v1/models")
+        of = answer["replicas"] if status == 200 else ()
+        return {one["name"]: model["reload"] for one in of for model in one["models"] if model["id"] == "jgr"}
+
     def pids(self, of: str) -> list[int]:
         """Processes of this fleet whose titles begin so, such as ray::ServeReplica:jgr:Front."""
         return [pid for pid in descendants(self.process.pid) if title(pid).startswith(of)]

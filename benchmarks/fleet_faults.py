@@ -59,6 +59,8 @@ class Faults:
 
     def __init__(self, models: Models, fleet: Fleet) -> None:
         self._models, self._fleet = models, fleet
+        self.seen = ""
+        """What the last one has seen besides."""
 
     def none(self) -> Whole:
         return lambda: True
@@ -178,12 +180,17 @@ class NodeFaults(Faults):
         return self._one_version
 
     def bad_node(self) -> Whole:
-        """The second node's folder of the new version is empty: none may serve it in the end."""
+        """The second node's folder of the new version is empty: the replica there fails, and none may serve it in the
+        end. Where the good one was asked first, both are whole once it has gone back."""
         before = self._fleet.served()
         self._models.switch("two")
-        with suppress(RuntimeError):  # where the bad one is asked first, it may refuse
-            self._fleet.change("/v1/models/jgr/reload")
-        time.sleep(CUT_S)  # so long both may take for it
+        self._fleet.change("/v1/models/jgr/reload")
+        if until(lambda: "failed" in self._fleet.reloads().values()) is None:
+            raise RuntimeError("no replica failed")
+        others = [state for state in self._fleet.reloads().values() if state != "failed"]
+        self.seen = (
+            "the bad one was asked first" if others == ["never"] else "the good one had changed before"
+        )
         return lambda: self._fleet.served() == before
 
     def another_jgr(self) -> Whole:
@@ -319,7 +326,7 @@ def between_nodes() -> list[Row]:
         models = Models(folder)
         try:
             nodes = stack.enter_context(Nodes(models, folder))
-            fleet = nodes.fleet()
+            fleet = nodes.fleet("fleet.fronts=2")  # Ray spreads them: one on each node
             stack.callback(fleet.process.kill)
         except Missing as missing:
             return [{"fault": name, "ran": False, "why": str(missing)} for name in NODE_FAULTS]
@@ -333,7 +340,12 @@ def between_nodes() -> list[Row]:
             NODE_FAULTS[3]: faults.killed_proxy,
             NODE_FAULTS[4]: faults.another_jgr,
         }
-        return [under(name, fault, fleet, reference, 60, nodes.urls) for name, fault in begin.items()]
+        rows: list[Row] = []
+        for name, fault in begin.items():
+            faults.seen = ""
+            row = under(name, fault, fleet, reference, 60, nodes.urls)
+            rows.append({**row, "seen": faults.seen} if faults.seen else row)
+        return rows
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:

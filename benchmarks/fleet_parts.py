@@ -57,7 +57,7 @@ class MeasuredRouter(FleetRouter):
     """Sums up what it predicts to be in flight at each replica, in token seconds."""
 
     def initialize_state(self, **settings: Any) -> None:
-        super().initialize_state(**settings)
+        super().initialize_state(**{**settings, "rule": BEGUN.get("rule", settings["rule"])})
         self._bits = settings["bits"]
         self.flown: dict[str, float] = {}
         self._flying: dict[tuple[str, str], tuple[int, float]] = {}
@@ -90,6 +90,8 @@ class MeasuredRouter(FleetRouter):
 
 ROUTERS: list[MeasuredRouter] = []
 """Those of this process."""
+BEGUN: dict[str, Rule] = {}
+"""The `rule` that was begun last: Ray makes a process's router when it sends its first request, which may be later."""
 
 
 _Base: Any = Front  # what Ray made of it: its `__init__` is asynchronous
@@ -102,6 +104,7 @@ class MeasuredFront(_Base):  # type: ignore[misc]
         await super().__init__(*given)
 
     async def begin(self, rule: Rule) -> None:
+        BEGUN["rule"] = rule
         for router in ROUTERS:
             router.begin(rule)
 

@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from benchmarks.fleet_clock import Counts
 from benchmarks.fleet_parts import ClockedReplica, MeasuredFront
 from benchmarks.fleet_parts import MeasuredRouter as MeasuredRouter
-from jgr.cli.cluster import LOGGING, free_port
+from jgr.cli.cluster import LOGGING, own_port
 from jgr.serving.cluster.application import NAME, Parts, application
 from jgr.serving.cluster.replica import Source
 
@@ -69,7 +69,7 @@ class Fleet:
 @contextmanager
 def running(config: Path, settings: Sequence[str]) -> Iterator[Fleet]:
     """A fleet of a configuration's model on a Ray of its own, which ends with it."""
-    port = free_port(HOST)
+    port = own_port(HOST)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets have short names
         ray.init(
             address="local", include_dashboard=False, logging_level="WARNING", _temp_dir=folder, num_cpus=8

@@ -31,7 +31,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 import jgr
-from benchmarks import pictures
+from benchmarks import pictures, sources
 from jgr.evaluation import machine as machines
 from jgr.evaluation.machine import BusyMachine as BusyMachine
 from jgr.evaluation.machine import Quiet as Quiet
@@ -52,6 +52,12 @@ class Missing(Exception):
     """Something that the benchmark needs is not there; the message is one line that says how to get it."""
 
 
+def holds(value: float, better: str, target: float, interval: Sequence[float] | None = None) -> bool:
+    """Whether a value, or each value of an interval [low, high], is on the right side of the target, or on it."""
+    low, high = interval if interval is not None else (value, value)
+    return low >= target if better == "higher" else high <= target
+
+
 @dataclass(frozen=True)
 class Claim:
     """One figure that README quotes.
@@ -70,7 +76,8 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        return self.value >= self.target if self.better == "higher" else self.value <= self.target
+        """Whether the target is reached: by the whole interval, where there is one."""
+        return holds(self.value, self.better, self.target, self.interval)
 
     def to_json(self) -> dict[str, Any]:
         fields = {name: getattr(self, name) for name in ("id", "value", "unit", "better", "target")}
@@ -195,8 +202,11 @@ def commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     return machines.commit(root, "benchmarks/results")
 
 
-def describe(benchmark: Benchmark, command: str, measured: Measured) -> dict[str, Any]:
-    """The content of a result file."""
+def describe(benchmark: Benchmark, command: str, measured: Measured, seconds: float) -> dict[str, Any]:
+    """The content of a result file. seconds: what the measuring took, waiting for a quiet machine included.
+
+    sources: the digest of all code that the benchmark may run, by which a claim is known to be stale later.
+    """
     measured_commit, dirty = commit()
     versions = {name: importlib.metadata.version(name) for name in benchmark.packages}
     return {
@@ -205,12 +215,22 @@ def describe(benchmark: Benchmark, command: str, measured: Measured) -> dict[str
         "measured_commit": measured_commit,
         "dirty": dirty,
         "source_hash": source_hash([Path(__file__), *benchmark.sources]),
+        "sources": sources.checked_out().digest(f"benchmarks/{benchmark.name}.py"),
+        "seconds": round(seconds),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machines.machine(),
         "versions": {"python": platform.python_version(), "jgr": jgr.__version__, **versions},
         "claims": [claim.to_json() for claim in measured.claims],
         "rows": list(measured.rows),
     }
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result file, whose claims hold as `holds` says: older files have another word where there is an interval."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for claim in result.get("claims", ()):
+        claim["holds"] = holds(claim["value"], claim["better"], claim["target"], claim.get("interval"))
+    return result
 
 
 def main(benchmark: Benchmark) -> None:
@@ -223,13 +243,14 @@ def main(benchmark: Benchmark) -> None:
 def _run(benchmark: Benchmark, argv: Sequence[str]) -> int:
     absl_logging.set_verbosity(absl_logging.WARNING)  # of libraries, above all Orbax
     quick, out = flags.FLAGS.quick, flags.FLAGS.out
+    began = time.monotonic()
     try:
         measured = benchmark.measure(quick, Quiet(QUICK_PATIENCE_S if quick else PATIENCE_S))
     except (Missing, BusyMachine) as e:
         print(f"{benchmark.name}: {e}", file=sys.stderr)
         return 3 if isinstance(e, BusyMachine) else 2
     command = f"python -m benchmarks.{benchmark.name}" + (" --quick" if quick else "")
-    result = describe(benchmark, command, measured)
+    result = describe(benchmark, command, measured, time.monotonic() - began)
     for claim in measured.claims:
         sign, verdict = ("≥" if claim.better == "higher" else "≤"), ("holds" if claim.holds else "MISSED")
         print(f"{claim.id}: {claim.value:g} {claim.unit} (target {sign} {claim.target:g}: {verdict})")

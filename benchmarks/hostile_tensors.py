@@ -56,8 +56,14 @@ BODIES = (
     JGR,
     RECOMMEND,
     (*RECOMMEND, Value("exclude_history", "BOOL", [True]), Value("deadline_ms", "FP64", [6e4])),
+    # What these models do not read, and say so: texts of a history, and how much of a prompt may be approximated.
+    (
+        *JGR,
+        Value("reuse_budget", "FP32", [0.5]),
+        Value("history_texts", "BYTES", ["worn out"] * len(HISTORY)),
+    ),
 )
-"""Good requests of both models."""
+"""Requests of both models, all but the last of them good."""
 Scores = Mapping[str, float]
 
 

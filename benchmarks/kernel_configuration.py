@@ -43,6 +43,10 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         Claim(f"regret-of-the-{name}-on-held-out-shapes", harness.rounded(regret.mean, 3), "", "lower", 0.05)
         for name, regret in lost.items()
     ]
+    claims += [
+        Claim(f"largest-regret-of-the-{name}", harness.rounded(regret.largest, 3), "", "lower", 0.05)
+        for name, regret in lost.items()
+    ]
     return Measured(claims, [row])
 
 

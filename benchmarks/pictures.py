@@ -89,7 +89,8 @@ def _small(content: bytes, found: str) -> bytes:
     about.add_text(KEY, found)
     stream = io.BytesIO()
     with Image.open(io.BytesIO(content)) as image:
-        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        # By coverage of the colours: one that counts pixels turns a short orange bar brown.
+        few = image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(stream, format="PNG", optimize=True, pnginfo=about)
     return stream.getvalue()
 
@@ -152,13 +153,14 @@ def _claim_bar(axes: Any, place: int, claim: Mapping[str, Any]) -> None:
     colour = HOLDS if claim["holds"] else MISSED
     axes.plot([1.0, at], [place, place], color=colour, linewidth=7, solid_capstyle="butt", alpha=0.8)
     axes.plot([at], [place], marker="o", color=colour, markersize=5)
+    ends = [1.0]
     if claim.get("interval"):
         ends = [advantage(end, target, better) for end in claim["interval"]]
         axes.plot(ends, [place, place], color="black", linewidth=1.2, marker="|")
     right = at >= 1
     axes.annotate(
         label(claim),
-        (1.0, place),
+        (min(1.0, *ends) if right else max(1.0, *ends), place),  # beside the interval too
         xytext=(-6 if right else 6, 0),
         textcoords="offset points",
         ha="right" if right else "left",

@@ -87,6 +87,11 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "long": "FLAME's long workload (1,024 events, 512 candidates)",
     },
     "chooser": {"tree": "a decision tree", "heuristic": "jgr's rule"},
+    "selection": {
+        "top_k": "XLA's top-k",
+        "torch": "PyTorch's top-k",
+        "argpartition": "NumPy's argpartition",
+    },
     "endpoint": {"rank": "/v1/rank", "recommend": "/v1/recommend"},
 }
 """Plain words for parts of ids, by the name of the pattern's group (without the digits at its end)."""
@@ -205,16 +210,25 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Share of the candidates of a beam step that the paper's heap looks at",
     ),
     (
-        r"share-of-candidates-ranked-on-the-device",
-        "Share of the candidates of a beam step that jgr ranks on the device",
-    ),
-    (
         r"time-of-a-full-sort-over-early-termination-on-the-device",
         "Time of sorting all candidates of a beam step, over jgr's choice of the best",
     ),
     (
         r"time-of-top-k-over-early-termination-on-the-device",
         "Time of the compiler's own top-k over a beam step's candidates, over jgr's",
+    ),
+    (r"selections-agree", "Whether all ways to choose a beam step's best candidates choose the same (1: yes)"),
+    (
+        r"share-of-candidates-ranked-on-the-device",
+        "Share of the candidates of a beam step that jgr ranks on the device",
+    ),
+    (
+        r"time-of-the-fastest-other-selection-over-jgrs",
+        "Time of the fastest other top-k (XLA, PyTorch, NumPy) over a beam step's candidates, over jgr's; worst case",
+    ),
+    (
+        r"time-of-(?P<selection>\w+)-over-jgrs-selection",
+        "Time of {selection} over a beam step's candidates, over jgr's; worst case",
     ),
     # cached_recommend, catalog_scaling, cost_model, device_busy
     (
@@ -401,6 +415,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"regret-of-the-(?P<chooser>tree|heuristic)-on-held-out-shapes",
         "Time lost by choosing attention's block size by {chooser} and not by trial (share)",
     ),
+    (
+        r"largest-regret-of-the-(?P<chooser>tree|heuristic)",
+        "Time lost by choosing attention's block size by {chooser} and not by trial, where it is most (share)",
+    ),
     # prefill_vs_peers
     (r"prefill-peers-missing", "Engines to compare with that could not be run (first token of a prompt)"),
     (r"first-tokens-that-differ-from-a-peer", "Prompts whose first output token differs from another engine's"),
@@ -469,7 +487,30 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"hstu-counting-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
         "{metric}; HSTU by one recipe on {data}",
     ),
-    (r"(?P<model>(?!hstu-counting-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http", "{metric}; {model}"),
+    (
+        r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
+        "{metric}: lower end of what HSTU with the items' texts is above sequential rules; {data}",
+    ),
+    (
+        r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-rules",
+        "{metric}: lower end of what HSTU with texts, fused with rules, is above the rules; {data}",
+    ),
+    (
+        r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-the-model",
+        "{metric}: lower end of what HSTU with texts, fused with rules, is above itself; {data}",
+    ),
+    (
+        r"informed-(?P<data>\w+)-fused-with-rules-test-(?P<metric>hr@10|ndcg@10)-over-http",
+        "{metric}; HSTU with the items' texts, fused with sequential rules, on {data}",
+    ),
+    (
+        r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
+        "{metric}; HSTU with the items' texts on {data}",
+    ),
+    (
+        r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http",
+        "{metric}; {model}",
+    ),
     (
         r"(?P<model>[\w-]+)-invalid-items-with-the-constraint",
         "Share of the recommended ids that name no item; {model}",
@@ -510,6 +551,49 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (r"hlem-controller-decision-us", "Median CPU time of one decision of the whole memory controller, in NumPy"),
     (r"hlem-controller-epochs", "Epochs of the memory model in a second of CPU time, 256 pools side by side"),
+    # hlem_border
+    (
+        r"hlem-border-to-rows-us-a-page",
+        "Time to move a page of memory from kept users to embedding rows, both full; median of moves of 4 %",
+    ),
+    (
+        r"hlem-border-to-users-us-a-page",
+        "Time to move a page of memory from embedding rows to kept users, both full; median of moves of 4 %",
+    ),
+    (r"hlem-border-copies", "Programs that ran for moves of the border between embedding rows and kept users"),
+    (
+        r"hlem-border-p99-moving",
+        "P99 of requests while the border of the memory moves by 4 % every 10 ms, over that of requests without moves",
+    ),
+    (
+        r"hlem-border-p99-(?P<how>throttled|unthrottled)-refill",
+        "P99 of requests while new pages are filled over an emulated link, {how}, over that without filling them",
+    ),
+    # hlem_table
+    (r"hlem-table-gb", "Size of the table of embeddings that is served from its file"),
+    (r"hlem-table-device-mb", "Device memory for the rows of a table of embeddings that is served from its file"),
+    (r"hlem-table-wrong-answers", "Answers whose scores differ from those of embeddings computed anew, of 400"),
+    # hlem_split
+    (
+        r"hlem-split-from-the-ends-(?P<link>slow|fast)",
+        "Distance of the best split of the memory from the nearer end that was tried, {link} emulated link",
+    ),
+    (
+        r"hlem-split-wrong-over-best-(?P<link>slow|fast)",
+        "P99 with the worst split of the memory over that with the best one, steady traffic, {link} emulated link",
+    ),
+    (
+        r"hlem-split-full-over-worst-third-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the worst third of fixed ones, {regime}, virtual time",
+    ),
+    (
+        r"hlem-split-full-over-best-static-(?P<regime>steady|trend|burst)",
+        "P99 with the whole memory controller over that of the best fixed split, {regime} traffic, virtual time",
+    ),
+    (
+        r"hlem-split-modelled-over-best",
+        "P99 at the split that the model of epochs calls best over that at the best one that was served, virtual time",
+    ),
     (
         r"routing-simulated-tokens-over-hit-only",
         "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",
@@ -537,18 +621,6 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
-    (
-        r"fleet-routing-tokens-over-hit-only",
-        "Tokens computed for an answer by a router's whole score over those by caches alone; worst load, live",
-    ),
-    (
-        r"fleet-routing-p99-over-load-only",
-        "99th percentile of latency by a router's whole score over that by load alone; worst load, live",
-    ),
-    (
-        r"fleet-routing-imbalance-of-two-fronts",
-        "The most over the mean of the work in flight at four replicas behind two fronts, averaged over time; live",
-    ),
     # server_overhead, soak, streams, xgr_throughput
     (
         r"null-engine-rank-throughput-16-connections",

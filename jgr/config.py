@@ -56,6 +56,9 @@ class ModelConfig:
     # Devices that share the model's weights and each of its batches, for a model too large for one of them: heads and
     # MLPs are divided over them. A decoder's heads and the MLP's width must be multiples of it.
     tensor_parallel: int = 1
+    # Whether the kernels of jgr-native may compute on a CPU, where that package is installed. False for one model of a
+    # server is False for all.
+    native: bool = True
     # Folder that keeps compiled programs, so that the next start is fast; empty: nothing is kept.
     compilation_cache: str = "~/.cache/jgr"
 
@@ -333,7 +336,7 @@ class ServerConfig:
     api_key: str = field(default="", repr=False)  # key that every client must send; empty: none is needed
     # Key for calls that change the server (reloads, catalogs); empty: they are refused.
     admin_key: str = field(default="", repr=False)
-    keys: str = ""  # JSON file of more keys, each with a name, role, rate and share; empty: none
+    keys: str = ""  # JSON file of more keys, each with a name, a role and limits; empty: none
     max_body_bytes: int = 1 << 20  # largest body of a request, in bytes
     max_history: int = 4096  # most items in a request's history
     max_text_bytes: int = 1 << 16  # most bytes of a request's history_texts, all together

@@ -23,10 +23,11 @@ class FleetConfig:
     # mean. The others are baselines. hit: by its caches alone; load: by tokens in flight; least: by requests in flight;
     # hash: by the user's name, unless it has too much to do.
     # matched: by the share of the candidates that it holds, less fleet.load times how much more it has to do than the
-    # mean (RcLLM); rcllm: the same with its work as a share of a second's, as the paper has it.
-    routing: Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"] = (
-        "joint"
-    )
+    # mean (RcLLM); rcllm: the same with its work as a share of a second's, as the paper has it. hlem: by the user whom
+    # it keeps, the embedding rows of the user's history that it holds, and its work, each by what it costs (HLEM).
+    routing: Literal[
+        "joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm", "hlem"
+    ] = "joint"
     report_s: float = 0.2  # seconds between what a replica reports of its caches and its work
     digest_bits: int = 16  # size of the filters in a report, as a power of two of bits
     load: float = 0.7  # weight of the load in the scores of joint, matched and rcllm
@@ -59,9 +60,9 @@ class FleetConfig:
     # never.
     fetch: Literal["cheaper", "always", "never"] = "cheaper"
     fetch_ms: float = 50.0  # longest time that a request waits for items of other replicas
-    transport: Literal["auto", "socket"] = (
-        "auto"  # auto: shared memory between replicas of one machine, else sockets
-    )
+    # How items' bytes go from replica to replica. auto: through shared memory on one machine, else over sockets; nixl:
+    # by NIXL, which takes RDMA where there is some.
+    transport: Literal["auto", "socket", "nixl"] = "auto"
     # Address on which a replica gives its items to others; node: the one by which Ray knows its machine, which several
     # machines need.
     items_host: str = "127.0.0.1"
@@ -99,6 +100,7 @@ class FleetConfig:
         check(self, health_s=0.5)
         largest = max(self.replicas, self.max_replicas)
         require(largest <= 1000, f"fleet.replicas and max_replicas must be at most 1000, not {largest}")
+        require(bool(self.items_host), "fleet.items_host must not be empty: that would be every address")
         require(self.hot <= 1, f"fleet.hot must be at most 1, not {self.hot}")
         require(self.digest_bits <= 20, f"fleet.digest_bits must be at most 20, not {self.digest_bits}")
         require(self.attempts <= 16, f"fleet.attempts must be at most 16, not {self.attempts}")

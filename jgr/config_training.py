@@ -71,6 +71,9 @@ class TrainConfig:
     # Type of the rows of the items' embeddings in a file of their own (embeddings/items.table), from which a scorer can
     # be served with embeddings.tables=paged; none: they are among the other weights.
     tables: Literal["none", "float32", "float16", "bfloat16"] = "none"
+    # Files of item vectors (.npy, as `jgr vectors` writes them), separated by commas, of which a retriever's item
+    # embeddings are made together with a row of each item's own; empty: of such rows alone.
+    item_vectors: str = ""
     times: bool = False  # whether hstu's attention bias depends on times too; the dataset must have them
     # Whether a retriever learns the validation targets as well, as in HSTU's recipe; then nothing can be validated.
     learn_valid: bool = False
@@ -114,6 +117,10 @@ class TrainConfig:
         require(
             self.tables == "none" or self.model in ("sasrec", "hstu", "climber", "stu"),
             f"train.tables: the embeddings of train.model={self.model} are not in tables",
+        )
+        informed = self.model in ("sasrec", "lrurec", "hstu")
+        require(
+            not self.item_vectors or informed, f"train.item_vectors: train.model={self.model} is no retriever"
         )
         require(not self.times or self.model == "hstu", "train.times: only hstu's bias depends on times")
         starts = self.model in ("generator", "ranker")

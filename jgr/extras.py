@@ -15,8 +15,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "parquet": ("pyarrow",),
     "placement": ("pymetis",),
     "otel": ("opentelemetry",),
+    "redis": ("redis",),
     "cluster": ("ray",),
     "library": ("faiss",),
+    "nixl": ("nixl_cu12",),
+    "tune": ("optuna",),
 }
 """The modules of each extra."""
 

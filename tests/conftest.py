@@ -2,14 +2,17 @@
 """What every test relies on: the process's settings, and which tests this machine can run.
 
 A test marked `data("folder")` reads a dataset, one marked `gpu` a GPU, and one marked `prometheus`, `chromium`, `zsh`
-or `fish` runs that program of Debian's, and one marked `ray` runs Ray. Where that is missing they are deselected, not
-skipped, and the summary says how many ran: an absent check must not look like a passed one.
+or `fish` runs that program of Debian's, one marked `ray` or `nixl` runs that package, and one marked `native` the
+library of kernels for CPUs, which takes a C++ compiler. Where that is missing they are deselected, not skipped, and
+the summary says how many ran: an absent check must not look like a passed one.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +29,8 @@ from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
+# Tracing makes many objects that stay; looking through them so often is a twentieth of the suite's time.
+gc.set_threshold(50_000, 20, 100)
 # Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A test's time is XLA's compiling. Values do not hang on optimization, and what one test has compiled, such as the
@@ -46,8 +51,24 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 _DATA = Path(os.environ.get("JGR_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 _RAY = getattr(find_spec("ray"), "origin", "")
-_PROGRAMS = {"prometheus": PROMETHEUS, "chromium": CHROMIUM, "zsh": ZSH, "fish": FISH, "ray": _RAY}
+_NATIVE = (
+    Path(__file__).resolve().parents[1] / "build" / f"native-{Path(sys.prefix).name}"
+)  # as tests/native.py
+_PROGRAMS = {
+    "prometheus": PROMETHEUS,
+    "chromium": CHROMIUM,
+    "zsh": ZSH,
+    "fish": FISH,
+    "ray": _RAY,
+    "nixl": getattr(find_spec("nixl_cu12"), "origin", ""),
+    "native": str(_NATIVE) if (_NATIVE / "jgr_native").is_dir() else "",
+}
 """What tests are marked with, Debian's programs by the packages' names: where they are, "" where they are not."""
+_GET = {
+    "ray": "pip install 'jgr[cluster]'",
+    "nixl": "pip install --no-deps nixl-cu12",
+    "native": "make installed, with a C++ compiler",
+}
 _LONGEST = ("test_docs.py", "test_journeys.py")
 _LONG = ("training", "models", "serving", "evaluation", "ops", "cli", "benchmarks")
 _NEEDS = ("data", "gpu", *_PROGRAMS)
@@ -60,6 +81,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.installed import build_wheel
 
     return build_wheel(tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def native_library() -> Iterator[None]:
+    """The library of kernels for CPUs is found, and "auto" takes it, for the tests of a module."""
+    from tests.native import installed
+
+    with installed():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -136,8 +166,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"gpu tests: {ran['gpu']} of {selected['gpu']} ran (on: {platforms})")
     for name, path in _PROGRAMS.items():
         if selected[name]:
-            get = "pip install 'jgr[cluster]'" if name == "ray" else f"apt-get install {name}"
-            found = path or f"not found; {get}"
+            found = path or f"not found; {_GET.get(name, f'apt-get install {name}')}"
             terminalreporter.write_line(
                 f"{name} tests: {ran[name]} of {selected[name]} ran ({name}: {found})"
             )

@@ -35,7 +35,7 @@ from tests.data.preparation.own_files import log, write
 from tests.installed import PATIENCE_S, ROOT, Environment, asked
 from tests.serving.certificates import make_pems
 from tools.dashboards import BOARDS, families
-from tools.packages import closure
+from tools.packages import closure, own_mb
 
 pytestmark = pytest.mark.slow
 PAGES = {"/docs": b"swagger", "/ui": b'<button role="tab" id="tab-live"'}
@@ -71,6 +71,12 @@ def test_each_environment_has_what_the_wheel_asks_for(serving: Environment, trai
             0,
             "No broken requirements found.\n",
         )
+
+
+def test_the_size_of_jgr_is_that_of_its_installed_files(serving: Environment) -> None:
+    (folder,) = serving.bin.parent.glob("lib/python*/site-packages/jgr")
+    installed = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+    assert own_mb() == pytest.approx(installed, rel=0.02)  # places of the files stand in what is compiled
 
 
 def test_the_command_works_without_a_checkout(serving: Environment, tmp_path: Path) -> None:

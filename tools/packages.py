@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import py_compile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from packaging.requirements import Requirement
+
+import jgr
 
 
 def requirements(dist: Distribution, extra: str = "") -> Iterator[Requirement]:
@@ -40,6 +44,21 @@ def files(dist: Distribution) -> Iterator[tuple[Path, Path]]:
     for file in dist.files or ():
         if ".." not in file.parts:
             yield Path(file), Path(str(dist.locate_file(file)))
+
+
+def own_mb() -> float:
+    """What jgr's own files take once they are installed, in units of 1e6 bytes: with those that pip compiles."""
+    root = Path(jgr.__file__).parents[1]
+    found = [path for path in (root / "jgr").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    found += (root / "configs").glob("*.py")
+    total = sum(path.stat().st_size for path in found)
+    with TemporaryDirectory() as folder:
+        compiled = Path(folder) / "compiled"
+        for path in found:
+            if path.suffix == ".py":
+                py_compile.compile(str(path), str(compiled), doraise=True)
+                total += compiled.stat().st_size
+    return total / 1e6
 
 
 def size_mb(packages: Mapping[str, Distribution]) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import pictures
+from benchmarks.harness import read_result
 from tools.readme_table import MarkerError, replace_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,7 @@ def page(text: str, folder: Path = RESULTS) -> str:
     """The page's text with a section for each result file. MarkerError."""
     parts = []
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
+        result = read_result(path)
         missed = sum(not claim["holds"] for claim in result["claims"])
         told = f"{len(result['claims'])} claims, {missed} missed" if result["claims"] else "no claims"
         parts += [

@@ -4,24 +4,27 @@
     python -m tools.readme_table
 
 README has the claims of `HEADLINES`, how many others there are and how many of all were missed; docs/benchmarks.md has
-all, and what the order of a prompt costs. Each table stands between two marker comments; a test fails when it differs
-from what the result files say.
+all, and what the order of a prompt costs; docs/fleet.md has what clients saw of each fault. Claims that are stale
+(tools/claims.py) are marked. Each table stands between two marker comments; a test fails when it
+differs from what the result files and the code say.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from benchmarks.harness import read_result
 from benchmarks.titles import shown, unit
+from tools.claims import STALE, stale
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 EVERY_CLAIM = ROOT / "docs" / "benchmarks.md"
+FLEET = ROOT / "docs" / "fleet.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- measured: written by python -m tools.readme_table -->"
 END = "<!-- end of measured -->"
@@ -29,21 +32,59 @@ QUALITY_BEGIN = "<!-- quality: written by python -m tools.readme_table -->"
 QUALITY_END = "<!-- end of quality -->"
 ORDER_BEGIN = "<!-- order: written by python -m tools.readme_table -->"
 ORDER_END = "<!-- end of order -->"
+FAULTS_BEGIN = "<!-- faults: written by python -m tools.readme_table -->"
+FAULTS_END = "<!-- end of faults -->"
 ORDER_METRICS = ("recall@5", "mrr@5", "ndcg@5", "recall@10", "mrr@10", "ndcg@10")
 HEADLINES = (
-    "time-of-transformers-over-jgr-unconstrained-prompt-512-beam-128",
-    "time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128",
     "least-time-of-any-peer-over-jgr",
-    "time-of-beams-as-sequences-over-staged-beam-512-prompt-1024",
-    "time-constrained-over-unconstrained-at-every-catalog-size",
-    "prefill-time-over-best-peer-prompt-1024-batch-1",
+    "time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128",
+    "rate-over-vllm-at-least-common-p99-limit-beam-32",
     "prefill-time-over-best-peer-prompt-1024-batch-8",
-    "null-engine-rank-throughput-16-connections",
+    "time-constrained-over-unconstrained-at-every-catalog-size",
+    "goodput-share-of-industrial-over-http",
     "null-engine-rank-p50-overhead-1-connection",
+    "memory-of-a-4b-model-prompt-1024-beam-512",
+    "seconds-to-the-first-answer-cold-generator",
+    "hstu-counting-beauty-test-hr@10-above-sequential-rules",
 )
+"""What a user asks first: time and rate beside other engines, what a catalog costs, goodput, memory, start, quality
+beside counting. At most ten, chosen whether they hold or not."""
 RULES, OURS = "sequential rules", "jgr"
-METHODS = ("popularity", "item-kNN", "Markov chain", RULES, "sequence-kNN", "SASRec", OURS)
 FUSION = f"{OURS} + {RULES}"
+COUNTING = (RULES, "sequence-kNN", "item-kNN")
+GENERATOR, SCORER = "generator", "scorer"
+EARLIER = "†"
+"""Behind a figure of the quality table that is stale."""
+
+
+class Model(NamedTuple):
+    """What the rows of a quality result are of. kind: GENERATOR or SCORER. name: empty where the kind says it."""
+
+    data: str
+    kind: str
+    name: str = ""
+
+
+MODELS: Mapping[str, Model] = {
+    "beauty": Model("Amazon Beauty", GENERATOR),
+    "beauty-given-ids": Model("Amazon Beauty", GENERATOR, "published ids"),
+    "hstu-counting-beauty": Model("Amazon Beauty", SCORER, "HSTU"),
+    "informed-beauty": Model("Amazon Beauty", SCORER, "HSTU with texts"),
+    "industrial": Model("Amazon Industrial", GENERATOR),
+    "hstu-industrial": Model("Amazon Industrial", SCORER, "HSTU, tuned"),
+    "hstu-counting-industrial": Model("Amazon Industrial", SCORER, "HSTU"),
+    "informed-industrial": Model("Amazon Industrial", SCORER, "HSTU with texts"),
+    "hstu-counting-sports": Model("Amazon Sports", SCORER, "HSTU"),
+    "ml1m": Model("MovieLens 1M", GENERATOR),
+    "hstu-ml1m": Model("MovieLens 1M", SCORER, "HSTU"),
+    "hstu-ml1m-whole": Model("MovieLens 1M, all movies", SCORER, "HSTU"),
+    "hstu-wide-ml1m-whole": Model("MovieLens 1M, all movies", SCORER, "HSTU, wide"),
+    "hstu-large-ml1m-whole": Model("MovieLens 1M, all movies", SCORER, "HSTU-large"),
+    "hstu-ml1m-half": Model("MovieLens 1M, users with times", SCORER, "HSTU"),
+    "hstu-ml1m-half-times": Model("MovieLens 1M, users with times", SCORER, "HSTU with times"),
+}
+"""What the names in quality results stand for."""
+OTHER_CHOICE = ("-history-kept", "-history-left-out")
 
 Result = Mapping[str, Any]
 
@@ -54,13 +95,13 @@ class MarkerError(ValueError):
 
 def load_results(folder: Path = RESULTS) -> list[Result]:
     """The result files, in order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [read_result(path) for path in sorted(folder.glob("*.json"))]
 
 
 def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
     """A Markdown table, a row for each claim, or for those of `only`; benchmarks/titles.py has their words.
 
-    That nothing was wrong is a row only where it does not hold.
+    That nothing was wrong is a row only where it does not hold. A stale claim is marked.
     """
     rows = [("what was measured", "measured", "better", "target", "machine, commit", "command")]
     for result in results:
@@ -68,6 +109,7 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
         where = f"{machine['cpu']}, {machine['cores']} cores, " + (
             measured_commit[:8] if measured_commit else "not committed"
         )
+        where += f", {STALE}" if stale(result) else ""
         for claim in result["claims"]:
             if (claim["target"] == 0 and claim["holds"]) or (only is not None and claim["id"] not in only):
                 continue
@@ -86,40 +128,77 @@ def table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
 
 
 def quality_table(results: Sequence[Result]) -> str:
-    """HR@10 / NDCG@10 of every quality result: a row for each dataset, our methods, and what others have published.
+    """HR@10 / NDCG@10 of every quality result: two rows for each dataset, with the history's items left out and not.
 
-    A row says whether the items of the history are left out of all its rankings. Below the table stands where rules
-    that only count are better than the model.
+    Counting, SASRec as we train it, jgr's generators and scorers, the fusion of a scorer with rules, and what others
+    have published with the same choice. Below the table stands where rules that only count are better than every model.
     """
-    left_out = "history's items left out"
-    rows = [
-        ("test split", left_out, *(f"{method}, ours" for method in METHODS[:-1]), OURS, FUSION, "published")
-    ]
-    below: list[str] = []
-    for name, parts in _quality_rows(results).items():
-        ours = {part["method"]: (part["hr@10"], part["ndcg@10"]) for part in parts if "hr@10" in part}
-        published = next(part["published"] for part in parts if "published" in part)
-        others = "; ".join(f"{method} {_pair(figures)}" for method, figures in published.items())
-        excluded = {part["exclude_history"] for part in parts if "exclude_history" in part}
-        if len(excluded) != 1:
-            raise ValueError(f"{name}: the results do not agree whether the history's items are left out")
-        found = (_pair(ours[method]) if method in ours else "" for method in (*METHODS, FUSION))
-        words = name.replace("-", " ")
-        rows.append((words, "yes" if excluded.pop() else "no", *found, others))
-        if RULES in ours and any(a > b for a, b in zip(ours[RULES], ours[OURS], strict=True)):
-            below.append(words)
-    noted = f"Sequential rules, which only count, beat jgr in HR@10 or NDCG@10 on: {', '.join(below)}."
-    return "\n\n".join([_markdown(rows), *([textwrap.fill(noted, 120)] if below else [])])
+    cells: dict[tuple[str, bool], dict[str, dict[str, str]]] = {}
+    figures: dict[tuple[str, bool], dict[str, list[tuple[float, float]]]] = {}
 
+    def add(at: tuple[str, bool], column: str, name: str, pair: Sequence[float], old: bool) -> None:
+        text = _pair(pair) + (EARLIER if old else "")
+        known = cells.setdefault(at, {}).setdefault(column, {})
+        if name not in known or known[name].endswith(EARLIER):
+            known[name] = text
+        figures.setdefault(at, {}).setdefault(column, []).append((pair[0], pair[1]))
 
-def _quality_rows(results: Sequence[Result]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each quality result by what they are of, with those that other quality results have of it."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for result in results:
-        for row in result["rows"] if str(result.get("benchmark")).startswith("quality") else ():
-            if "of" in row:
-                by_name.setdefault(row["of"], []).append(row)
-    return {name: rows for name, rows in by_name.items() if any("published" in row for row in rows)}
+    quality = [result for result in results if str(result.get("benchmark")).startswith("quality")]
+    chosen: dict[str, bool] = {}
+    for result in quality:
+        for row in result["rows"]:
+            if "of" in row and "exclude_history" in row:
+                if chosen.setdefault(row["of"], row["exclude_history"]) != row["exclude_history"]:
+                    raise ValueError(
+                        f"{row['of']}: the results do not agree whether the history's items are left out"
+                    )
+    for result in quality:
+        old = stale(result)
+        for row in result["rows"]:
+            name = str(row.get("of"))
+            for end in OTHER_CHOICE:
+                name = name.removesuffix(end)
+            if name not in MODELS or row["of"] not in chosen:
+                continue
+            model, at = MODELS[name], (MODELS[name].data, chosen[row["of"]])
+            for who, pair in row.get("published", {}).items():
+                add(at, "published", who, pair, False)
+            if "hr@10" not in row:
+                continue
+            pair = row["hr@10"], row["ndcg@10"]
+            method = row["method"]
+            if method == OURS:
+                add(at, model.kind, model.name, pair, old)
+            elif method == FUSION:
+                add(at, FUSION, model.name, pair, old)
+            elif method in (*COUNTING, "SASRec"):
+                add(at, method, "", pair, old)
+            if "other_convention" in row and method in COUNTING:
+                other = row["other_convention"]
+                add((at[0], not at[1]), method, "", (other["hr@10"], other["ndcg@10"]), old)
+    shown = (*COUNTING, "SASRec", GENERATOR, SCORER, FUSION, "published")
+    words = {"SASRec": "SASRec, trained here", GENERATOR: "jgr: generator", SCORER: "jgr: scorer"}
+    words[FUSION] = "jgr: scorer + rules"
+    rows = [("dataset", "items of the history", *(words.get(column, column) for column in shown))]
+    below = []
+    for data, left_out in sorted(cells, key=lambda at: (at[0], not at[1])):
+        found = cells[data, left_out]
+        told = ("; ".join(f"{who} {text}".strip() for who, text in found.get(c, {}).items()) for c in shown)
+        rows.append((data, "left out" if left_out else "allowed", *told))
+        numbers = figures[data, left_out]
+        models = [pair for kind in (GENERATOR, SCORER) for pair in numbers.get(kind, [])]
+        if models and any(
+            best > max(pair[i] for pair in models)
+            for i, best in enumerate(numbers.get(RULES, [(0.0, 0.0)])[-1])
+        ):
+            below.append(f"{data} with the history's items {'left out' if left_out else 'allowed'}")
+    noted = f"Sequential rules, which only count, beat every model of jgr in HR@10 or NDCG@10 on: {'; '.join(below)}."
+    notes = [textwrap.fill(noted, 120)] if below else []
+    if any(
+        EARLIER in text for found in cells.values() for column in found.values() for text in column.values()
+    ):
+        notes.append(f"{EARLIER} measured on earlier code (`make claims`).")
+    return "\n\n".join([_markdown(rows), *notes])
 
 
 def order_table(results: Sequence[Result]) -> str:
@@ -133,6 +212,25 @@ def order_table(results: Sequence[Result]) -> str:
                 rows.append(
                     (row["of"], row["method"], *figures, "" if computed is None else f"{computed:.0%}")
                 )
+    return _markdown(rows)
+
+
+def faults_table(results: Sequence[Result]) -> str:
+    """What benchmarks/fleet_faults.py saw: a row for each fault, and why one has not run."""
+    rows = [
+        ("fault", "requests", "lost", "late", "refused", "wrong", "not in time from 2 s on", "whole after")
+    ]
+    for result in results:
+        for row in result["rows"] if result.get("benchmark") == "fleet_faults" else ():
+            if not row["ran"]:
+                rows.append((row["fault"], f"not run: {row['why']}", *[""] * 6))
+                continue
+            whole_s = row["whole_s"]
+            figures = [
+                str(row[name]) for name in ("sent", "lost", "late", "refused", "wrong", "missed_later")
+            ]
+            whole = "never" if whole_s is None else f"{whole_s:.1f} s"
+            rows.append((row["fault"] + (f"; {row['seen']}" if "seen" in row else ""), *figures, whole))
     return _markdown(rows)
 
 
@@ -158,8 +256,13 @@ def readme(text: str, results: Sequence[Result]) -> str:
     """README's text with both tables as the results have them. MarkerError."""
     claims = [claim for result in results for claim in result["claims"]]
     missed = sum(not claim["holds"] for claim in claims)
-    summary = f"All {len(claims)} claims, {missed} of them missed: `docs/benchmarks.md`."
-    text = replace_table(text, f"{table(results, HEADLINES)}\n\n{summary}")
+    old = [claim for result in results if stale(result) for claim in result["claims"]]
+    summary = (
+        "Rows marked stale were measured before some of the code that they depend on changed. "
+        f"All {len(claims)} claims, {missed} of them missed and {len(old)} stale: `docs/benchmarks.md`; "
+        "`make claims` lists what is to be measured again, the cheapest first."
+    )
+    text = replace_table(text, f"{table(results, HEADLINES)}\n\n{textwrap.fill(summary, 120)}")
     return replace_table(text, quality_table(results), QUALITY_BEGIN, QUALITY_END)
 
 
@@ -169,8 +272,16 @@ def every_claim(text: str, results: Sequence[Result]) -> str:
     return replace_table(text, order_table(results), ORDER_BEGIN, ORDER_END)
 
 
+def fleet(text: str, results: Sequence[Result]) -> str:
+    """The text of docs/fleet.md with its table. MarkerError."""
+    return replace_table(text, faults_table(results), FAULTS_BEGIN, FAULTS_END)
+
+
+WRITTEN = ((README, readme), (EVERY_CLAIM, every_claim), (FLEET, fleet))
+
+
 def main() -> int:
-    for path, fill in ((README, readme), (EVERY_CLAIM, every_claim)):
+    for path, fill in WRITTEN:
         try:
             path.write_text(fill(path.read_text(), load_results()))
         except (OSError, MarkerError) as error:

@@ -15,10 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 REPLICAS = 2
 START_S = 300.0
@@ -31,6 +34,18 @@ def ask(url: str, body: Any = None) -> Any:
     request = urllib.request.Request(url, content, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=START_S) as answer:
         return json.load(answer)
+
+
+def ready(url: str) -> Any:
+    """What a fleet says of its health, once all replicas say so in time."""
+    ends_s = time.monotonic() + START_S
+    while True:
+        with suppress(HTTPError):
+            told = ask(f"{url}/health/ready")
+            if told["replicas"] == REPLICAS:
+                return told
+        if time.monotonic() > ends_s:
+            raise RuntimeError(f"not all {REPLICAS} replicas are ready")
 
 
 def try_fleet(jgr: Path, folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
@@ -51,7 +66,7 @@ def try_fleet(jgr: Path, folder: Path, env: Mapping[str, str]) -> dict[str, Any]
             models = ask(f"{url}/v1/models")
             answer = ask(f"{url}/v1/recommend", {"history": ["1"], "top_k": 3})
             told = {
-                "ready": ask(f"{url}/health/ready"),
+                "ready": ready(url),
                 "replicas": [replica["state"] for replica in models["replicas"]],
                 "items": [item["item_id"] for item in answer["items"]],
             }

@@ -47,6 +47,19 @@ COUNTS: Mapping[str, Count] = {
     "missing": Count("jgr_features_total", {"state": ("missing",)}, "rows that were not there in time"),
     "round trips": Count("jgr_feature_events_total", {"event": ("round_trips",)}, "questions to the feature store"),
     "fetched": Count("jgr_feature_events_total", {"event": ("fetched",)}, "rows that the store gave"),
+    "row hits": Count(
+        "jgr_embedding_rows_total", {"event": ("hits",)}, "embedding rows that a batch found on the device"
+    ),
+    "row misses": Count("jgr_embedding_rows_total", {"event": ("misses",)}, "embedding rows that batches did not find"),
+    "collateral": Count(
+        "jgr_embedding_rows_total", {"event": ("collateral",)}, "embedding rows in use that went with their page"
+    ),
+    "refilled": Count("jgr_embedding_rows_total", {"event": ("refilled",)}, "embedding rows that were fetched ahead"),
+    "row bytes": Count("jgr_embedding_bytes_total", {}, "bytes of embedding rows that batches waited for"),
+    "moves": Count("jgr_border_moves_total", {"of": ("moves",)}, "times that the border was set"),
+    "pages moved": Count(
+        "jgr_border_moves_total", {"of": ("to_rows", "to_users")}, "pages that changed sides at the border"
+    ),
     "store bytes": Count("jgr_feature_events_total", {"event": ("bytes",)}, "bytes that the store gave"),
 }  # fmt: skip
 """Every count, by the name that tables have for it."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from jgr.ablation.bat import BAT
 from jgr.ablation.flame import FLAME
+from jgr.ablation.hlem import HLEM
 from jgr.ablation.rcllm import RCLLM
 from jgr.ablation.system import System
 from jgr.ablation.xgr import XGR
 from jgr.config import UserError
 from jgr.fields import nearest
 
-SYSTEMS = {system.name: system for system in (BAT, XGR, FLAME, RCLLM)}
+SYSTEMS = {system.name: system for system in (BAT, XGR, FLAME, RCLLM, HLEM)}
 """All systems, by the name that the command takes."""
 
 

@@ -60,7 +60,7 @@ class System:
     name: str
     title: str
     kind: Literal["recommend", "rank"]
-    shop: Literal["ranker", "generator", "scorer"]
+    shop: Literal["ranker", "generator", "scorer", "history"]
     base: tuple[str, ...]
     on: tuple[str, ...]
     off: tuple[str, ...]

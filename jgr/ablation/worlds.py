@@ -9,7 +9,7 @@ for which drawn weights do as well as learnt ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -26,6 +26,7 @@ from jgr.features.extraction import derive, extract
 from jgr.features.schema import Schema
 from jgr.models import checkpoint, decoder, params, scorers
 from jgr.models.climber import ClimberConfig, Feature
+from jgr.models.hstu import HstuConfig
 from jgr.models.manifest import folder_config, learnt_catalog
 from jgr.models.retrievers import items_digest
 from jgr.prompt.tokens import Tokenizer, semantic_id_tokenizer
@@ -77,7 +78,7 @@ def given(system: System, model: str, data: DataConfig | None = None) -> World:
     """
     config = folder_config(model)
     sort = "scorer" if is_scorer(Path(config.model.path)) else "decoder"
-    wanted = "scorer" if system.shop == "scorer" else "decoder"
+    wanted = "scorer" if system.shop in ("scorer", "history") else "decoder"
     if sort != wanted:
         raise ConfigError(f"--model: {model} is a {sort}; {system.name} takes a {wanted}")
     if data is not None:
@@ -142,10 +143,27 @@ def _scorer(system: System, folder: Path, size: Size) -> World:
     return World(config, Dataset(catalog, leave_one_out(shop.sequences, shop.names)))
 
 
+def _history(system: System, folder: Path, size: Size) -> World:
+    """A small HSTU, whose kept users do not depend on the time, with its items' table in a file of its own."""
+    shop = make_shop(n_users=size.users, items_per_line=size.items_per_line)
+    catalog, train = shop.catalog, size.model
+    cfg = HstuConfig.of(
+        replace(train, max_items=40, times=False), catalog.n_items, items_digest(catalog.item_ids)
+    )
+    drawn = params.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(0))
+    drawn = jax.tree.map(lambda x: x * SPREAD, drawn)
+    scorers.save(
+        folder, cfg, drawn, lambda folder: save_catalog(catalog, folder / "catalog.jsonl"), "float32"
+    )
+    config = override(Config(), f"model.path={folder}", *system.base)
+    return World(config, Dataset(catalog, leave_one_out(shop.sequences, shop.names)))
+
+
 _MAKERS: Mapping[str, Callable[[System, Path, Size], World]] = {
     "ranker": _ranker,
     "generator": _generator,
     "scorer": _scorer,
+    "history": _history,
 }
 
 

@@ -106,7 +106,7 @@ XGR = System(
         Fixed(
             ("XGR-10",),
             "the choice of the best beams ends early",
-            "always on; python -m benchmarks.early_termination compares it with a sort",
+            "always on; python -m benchmarks.early_termination compares it with others",
         ),
         Fixed(
             ("XGR-11", "XGR-17"),

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.cache.refill import RefillBudget
-from jgr.cache.rows import RowPages, TableShape, words_of
+from jgr.cache.rows import Hottest, RowPages, TableShape, words_of
 from jgr.models import words
 from jgr.models.words import Cells
 
@@ -38,13 +38,12 @@ WRITES = (16, 128, 1024)
 """How many rows a program writes, at most; larger transfers are cut."""
 TRIES = 3
 """How often a batch is tried again where the pool is lost meanwhile."""
-REFILL_BYTES = 1 << 20
-"""The most bytes that one step of the refill copies, which a critical miss may have to wait for."""
 REFILL_EVERY_S = 0.05
 STEP_S = 5.0
 """The most seconds that the end of the background waits for a step to end."""
 IDLE_STEPS = 20
 """After so many steps that found nothing to copy, the refill waits for new pages."""
+NONE_HOT = Hottest(np.zeros(0, np.int64), np.zeros(0, np.int64))
 NOWHERE = np.iinfo(np.int32).max
 """A cell that no pool has: nothing is written there."""
 
@@ -67,6 +66,14 @@ class Table:
     @property
     def row_bytes(self) -> int:
         return self.width * self.dtype.itemsize
+
+
+class Refilled(NamedTuple):
+    """One step of the refill. copied: rows. more: whether the next one may follow at once: the budget was not used
+    up."""
+
+    copied: int
+    more: bool
 
 
 class EmbeddingCache:
@@ -96,6 +103,8 @@ class EmbeddingCache:
         self._programs: dict[Any, jax.stages.Compiled] = {}
         self._zeros: dict[tuple[str, int], jax.Array] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in tables}
+        self._row_bytes = np.array([of.row_bytes for of in tables.values()], np.int64)
+        self._hottest = NONE_HOT  # what is to be copied next, of the thread that refills
         self._refill = _Refill(self)
 
     # What executors' threads call.
@@ -130,15 +139,25 @@ class EmbeddingCache:
         wanted = unique[none:].astype(np.int64)
         if not len(wanted):
             return self._zeros[table, len(rows)]
+        found = self._tried(table, wanted, place.reshape(-1).astype(np.int64) - none)
+        assert found is not None
+        return found
+
+    def bring(self, table: str, rows: Int64) -> None:
+        """Rows [n], each once, stand in the pool afterwards, as far as they may: as for `rows`, but nothing is
+        gathered."""
+        self._tried(table, rows, None)
+
+    def _tried(self, table: str, unique: Int64, place: Int64 | None) -> jax.Array | None:
         for left in reversed(range(TRIES)):
             try:
-                return self._rows(table, wanted, place.reshape(-1).astype(np.int64) - none)
+                return self._rows(table, unique, place)
             except PoolLost:
                 if not left:
                     raise
         raise AssertionError
 
-    def _rows(self, table: str, unique: Int64, place: Int64) -> jax.Array:
+    def _rows(self, table: str, unique: Int64, place: Int64 | None) -> jax.Array | None:
         with self._lock:
             epoch = self._present()
             found = self.pages.find(table, unique)
@@ -150,6 +169,8 @@ class EmbeddingCache:
                 values = self._read(table, missing)
                 self._budget.missed(values.nbytes, self._clock())
                 self._fill(table, missing[: len(taken.cells)], taken.cells, values, epoch)
+            if place is None:
+                return None
             return self._gather(table, found.cells, taken.cells, values, place, epoch)
         finally:
             with self._lock:
@@ -157,9 +178,11 @@ class EmbeddingCache:
                 self.pages.unpin(taken.pages)
 
     def _read(self, table: str, rows: Int64) -> npt.NDArray[np.uint32]:
+        begun_ns = self._clock()
         values = words_of(self.source.read(table, rows))
         with self._lock:
             counts = self._counts[table]
+            counts["read_ns"] += self._clock() - begun_ns
             counts["transfers"] += 1
             counts["bytes"] += values.nbytes
         return values
@@ -239,25 +262,29 @@ class EmbeddingCache:
         """End the thread."""
         self._refill.close()
 
-    def refill(self) -> int:
-        """One step: copy some of the hottest rows that are missing into cells that hold nothing, as fast as the budget
-        allows. Gives their number."""
+    def refill(self) -> Refilled:
+        """One step: copy some of the hottest rows that are missing into cells that hold nothing, as far as the budget
+        allows."""
+        with self._lock:
+            room = self.pages.empty * self.pool.page_bytes
+        if not len(self._hottest.rows) and room:
+            self._hottest = self.pages.hottest_missing(room)  # looks at all rows, so once for many steps
+        tables, rows = self._hottest
+        step = max(self._budget.step, int(self._row_bytes.max()))
+        sizes = np.cumsum(self._row_bytes[tables[: step // self._row_bytes.min()]])
+        asked = min(room, step, int(sizes[-1]) if len(sizes) else 0)
+        allowed = self._budget.take(asked, self._clock())
+        count = int(np.searchsorted(sizes, allowed, "right"))
+        self._hottest = Hottest(tables[count:], rows[count:]) if room else NONE_HOT
         copied = 0
-        for table, of in self.tables.items():
-            with self._lock:
-                room = self.pages.empty * self.pages.per_page(table)
-            if not room:
-                break
-            most = self._budget.take(min(room * of.row_bytes, REFILL_BYTES), self._clock()) // of.row_bytes
-            rows = self.pages.hottest_missing(table, most) if most else np.zeros(0, np.int64)
-            copied += self._warm(table, rows)
-        return copied
+        for number in np.unique(tables[:count]).tolist():
+            copied += self._warm(self.pages.names[number], rows[:count][tables[:count] == number])
+        return Refilled(copied, copied > 0 and allowed == asked)
 
     def _warm(self, table: str, rows: Int64) -> int:
-        if not len(rows):
-            return 0
         with self._lock:
             epoch = self._present()
+            rows = self.pages.missing(table, rows)  # some came meanwhile
             taken = self.pages.take(table, len(rows), evict=False)
         try:
             rows = rows[: len(taken.cells)]
@@ -267,14 +294,16 @@ class EmbeddingCache:
         finally:
             with self._lock:
                 self.pages.unpin(taken.pages)
-                self._counts[table]["refilled"] += len(rows)
+        with self._lock:
+            self._counts[table]["refilled"] += len(rows)
         return len(rows)
 
     # What is told of it.
 
     def counts(self, table: str) -> Mapping[str, int]:
-        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes: of
-        misses; past: rows that went past the pool; refilled, evicted, collateral, duplicates: rows."""
+        """Counts of a table since the start. hits, misses: rows of batches, each once a batch; transfers, bytes,
+        read_ns: of misses, the latter what reading them from the shards took; past: rows that went past the pool;
+        refilled, evicted, collateral, duplicates: rows."""
         return self.pages.counts[table] + self._counts[table]
 
     def check(self) -> None:
@@ -319,7 +348,9 @@ class _Refill:
             idle = 0
             while idle < IDLE_STEPS and self._cache.pages.empty and not self._ended.wait(REFILL_EVERY_S):
                 try:
-                    idle = 0 if self._cache.refill() else idle + 1
+                    while (step := self._cache.refill()).more and not self._ended.is_set():
+                        idle = 0
+                    idle = 0 if step.copied else idle + 1
                 except Exception:
                     break  # a shard that fails is told to whoever misses its rows
 

@@ -15,7 +15,7 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -186,10 +186,14 @@ class RowFrequencies:
             self._counts >>= 1
             self._left = self._window
 
-    def in_use(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    def in_use(self, rows: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.bool_]:
         """Whether each of some rows [n] was used more than once of late."""
         used: npt.NDArray[np.bool_] = self._counts[rows] > 1
         return used
+
+    def counts(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How often each of some rows [n] was used of late, 255 at most."""
+        return self._counts[rows].astype(np.int64)
 
     def hottest(self, among: npt.NDArray[np.bool_], most: int) -> npt.NDArray[np.int64]:
         """The rows in use for which `among` [rows] is true, at most so many, the most frequent first."""

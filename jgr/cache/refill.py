@@ -17,12 +17,21 @@ BURST_S = 0.05
 """The bucket holds what the link carries in so long."""
 
 
+STEP_BYTES, STEP_S = 1 << 20, 0.001
+"""One copy of the refill is no larger, and takes the link no longer: a critical miss may have to wait for it."""
+
+
 class RefillBudget:
     """bytes_per_s: the link's speed; 0: nothing is throttled."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._link = bytes_per_s
         self._misses, self._tokens, self._last_ns = 0.0, 0.0, 0
+
+    @property
+    def step(self) -> int:
+        """The most bytes that one copy has."""
+        return min(STEP_BYTES, int(self._link * STEP_S)) if self._link else STEP_BYTES
 
     def missed(self, count: int, now_ns: int) -> None:
         """Critical misses took so many bytes."""

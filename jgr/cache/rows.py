@@ -45,6 +45,13 @@ class Sought(NamedTuple):
     pages: Int64
 
 
+class Hottest(NamedTuple):
+    """Rows of several tables: tables [n] their numbers, rows [n]."""
+
+    tables: Int64
+    rows: Int64
+
+
 class RowPages:
     """Rows in pages [0, pages) of a pool, of which they own some.
 
@@ -55,8 +62,9 @@ class RowPages:
         for name, of in tables.items():
             if not 0 < of.row_bytes <= page_bytes or of.row_bytes % 4:
                 raise ValueError(f"table {name}: rows of {of.row_bytes} bytes in pages of {page_bytes}")
-        self._names = list(tables)
+        self.names = list(tables)
         self._per_page = [page_bytes // of.row_bytes for of in tables.values()]
+        self._row_bytes = [of.row_bytes for of in tables.values()]
         self._cell_of = [np.full(of.rows, -1, np.int32) for of in tables.values()]
         self.frequencies = [RowFrequencies(of.rows) for of in tables.values()]
         self._row_in = np.full((pages, max(self._per_page)), -1, np.int32)
@@ -65,12 +73,12 @@ class RowPages:
         self._pins = np.zeros(pages, np.int32)
         self._used = np.zeros(pages, np.int64)
         self._tick = 0
-        self._open = [-1] * len(self._names)
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._names}
+        self._open = [-1] * len(self.names)
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.names}
         """By table: hits, misses, evicted, collateral, duplicates."""
 
     def number(self, table: str) -> int:
-        return self._names.index(table)
+        return self.names.index(table)
 
     @property
     def owned(self) -> int:
@@ -93,7 +101,9 @@ class RowPages:
         """Where rows [n], each once, stand; the pages are pinned until `unpin`. Counts hits and misses."""
         number = self.number(table)
         cells = self._cell_of[number][rows]
-        pages = np.unique(cells[cells >= 0] // self._per_page[number]).astype(np.int64)
+        read = np.zeros(len(self._table), bool)  # faster than np.unique
+        read[cells[cells >= 0] // self._per_page[number]] = True
+        pages = np.flatnonzero(read)
         self._tick += 1
         self._used[pages] = self._tick
         self._pins[pages] += 1
@@ -107,25 +117,25 @@ class RowPages:
     def take(self, table: str, count: int, evict: bool = True) -> Sought:
         """At most `count` cells for new rows of a table; their pages are pinned until `unpin`. evict: whether others'
         rows may go for them; else only cells that hold nothing are given."""
-        number, found = self.number(table), list[Int32]()
-        per_page, pages, left = self._per_page[number], list[int](), count
-        while left > 0:
-            page = self._open[number]
-            if page < 0:
-                page = self._new_page(number, evict)
-            if page < 0:
-                break
-            at = int(self._filled[page])
-            some = min(left, per_page - at)
-            found.append(np.arange(page * per_page + at, page * per_page + at + some, dtype=np.int32))
-            self._filled[page] += some
-            self._used[page] = self._tick
-            self._pins[page] += 1
-            pages.append(page)
-            left -= some
-            self._open[number] = page if at + some < per_page else -1
-        cells = np.concatenate([np.zeros(0, np.int32), *found])
-        return Sought(cells, np.array(pages, np.int64))
+        number = self.number(table)
+        per_page, opened = self._per_page[number], self._open[number]
+        pages = np.array([opened] if opened >= 0 and count else [], np.int64)
+        room = per_page - int(self._filled[opened]) if len(pages) else 0
+        self._pins[pages] += 1  # before others go for new ones
+        new = self._new_pages(number, -(-(count - room) // per_page), evict)
+        self._pins[new] += 1
+        pages = np.concatenate([pages, new])
+        first = self._filled[pages].astype(np.int64)
+        free = per_page - first
+        some = np.clip(count - (np.cumsum(free) - free), 0, free)
+        begin = np.repeat(pages * per_page + first - (np.cumsum(some) - some), some)
+        cells = (begin + np.arange(len(begin))).astype(np.int32)
+        self._filled[pages] += some.astype(np.int32)
+        self._used[pages] = self._tick
+        if len(pages):
+            last = int(pages[-1])
+            self._open[number] = last if self._filled[last] < per_page else -1
+        return Sought(cells, pages)
 
     def publish(self, table: str, rows: Int64, cells: Int32) -> None:
         """The rows [n] are in these cells [n] of `take`. A row that another put elsewhere meanwhile stays there."""
@@ -167,12 +177,36 @@ class RowPages:
         self._row_in[:] = -1
         self._table[self._table >= 0] = EMPTY
         self._filled[:] = 0
-        self._open = [-1] * len(self._names)
+        self._open = [-1] * len(self.names)
 
-    def hottest_missing(self, table: str, most: int) -> Int64:
-        """The rows that were used most and are not here, at most so many, the most frequent first."""
+    def hottest_missing(self, most_bytes: int) -> Hottest:
+        """The rows of all tables that were used most and are not here, the most frequent first, as many as fit."""
+        numbers, rows, counts, sizes = list[Int64](), list[Int64](), list[Int64](), list[Int64]()
+        for number, of in enumerate(self._cell_of):
+            frequency, size = self.frequencies[number], self._row_bytes[number]
+            found = frequency.hottest(of < 0, most_bytes // size)
+            numbers.append(np.full(len(found), number))
+            rows.append(found)
+            counts.append(frequency.counts(found))
+            sizes.append(np.full(len(found), size))
+        order = np.argsort(-np.concatenate(counts), kind="stable")
+        order = order[np.cumsum(np.concatenate(sizes)[order]) <= most_bytes]
+        return Hottest(np.concatenate(numbers)[order], np.concatenate(rows)[order])
+
+    @property
+    def batches(self) -> int:
+        """How often rows were looked up."""
+        return self._tick
+
+    def used_and_there(self, table: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """For each row of a table, [rows] each: whether it was used more than once of late, and whether it is found."""
         number = self.number(table)
-        return self.frequencies[number].hottest(self._cell_of[number] < 0, most)
+        of = self._cell_of[number]
+        return self.frequencies[number].in_use(np.arange(len(of))), of >= 0
+
+    def missing(self, table: str, rows: Int64) -> Int64:
+        """The rows [m] of `rows` [n] that are not found, in their order."""
+        return rows[self._cell_of[self.number(table)][rows] < 0]
 
     def check(self) -> None:
         """Audit; AssertionError."""
@@ -193,15 +227,17 @@ class RowPages:
             "an open page left"
         )
 
-    def _new_page(self, number: int, evict: bool) -> int:
-        free = np.flatnonzero((self._table == EMPTY) & (self._pins == 0))[:1]
-        if not len(free):
-            free = self._coldest(1) if evict else free
-            self._drop(free)
-        if not len(free):
-            return -1
-        self._table[free] = number
-        return int(free[0])
+    def _new_pages(self, number: int, count: int, evict: bool) -> Int64:
+        """At most `count` owned pages without rows, which are a table's from now on."""
+        if count <= 0:
+            return np.zeros(0, np.int64)
+        pages = np.flatnonzero((self._table == EMPTY) & (self._pins == 0))[:count]
+        if evict and len(pages) < count:
+            cold = self._coldest(count - len(pages))
+            self._drop(cold)
+            pages = np.concatenate([pages, cold])
+        self._table[pages] = number
+        return pages
 
     def _coldest(self, count: int) -> Int64:
         """The unpinned pages with rows whose last use is longest ago, at most so many."""
@@ -217,7 +253,7 @@ class RowPages:
             rows = self._row_in[own]
             rows = rows[rows >= 0]
             self._cell_of[number][rows] = -1
-            counts = self.counts[self._names[number]]
+            counts = self.counts[self.names[number]]
             counts["evicted"] += len(rows)
             counts["collateral"] += int(self.frequencies[number].in_use(rows).sum())
             if self._open[number] in own:

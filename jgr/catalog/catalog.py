@@ -34,7 +34,8 @@ import numpy.typing as npt
 
 from jgr.catalog import columns as catalog_columns
 from jgr.catalog.columns import Columns
-from jgr.catalog.text_table import ItemIds, Metadata, RowOf, TextTable
+from jgr.catalog.id_lookup import Find, finder, in_arrays
+from jgr.catalog.text_table import ItemIds, Metadata, TextTable
 from jgr.config import UserError
 from jgr.files import MAX_LINE_BYTES, read_lines, read_whole, writing
 
@@ -44,8 +45,6 @@ Symbol = str | int
 MAX_DEPTH = 8
 MAX_NAME_CHARS = 512
 MAX_TOKEN = 2**31 - 1
-FEW_IDS, FEW_ITEMS = 128, 1 << 15
-"""So many ids, and any number in so small a catalog, are looked up in a dictionary, which waits for memory id by id."""
 LARGE_FILE_BYTES = 1 << 26
 """A larger `.jsonl` is read into arrays: a Python object for each item would take ten times its size."""
 
@@ -90,19 +89,9 @@ class Catalog:
         return tuple(len(level) for level in self.symbols)
 
     @cached_property
-    def _find(self) -> Callable[[Sequence[str]], Int32]:
+    def _find(self) -> Find:
         """The function from item ids to their rows, -1 for an unknown id."""
-        if isinstance(self.item_ids, ItemIds):
-            return self.item_ids.find
-        row_of = RowOf(zip(self.item_ids, range(self.n_items), strict=True))
-
-        def look_up(asked: Sequence[str]) -> Int32:
-            return np.fromiter(map(row_of.__getitem__, asked), np.int32, len(asked))
-
-        if self.n_items <= FEW_ITEMS:
-            return look_up
-        arrays = _arrays(self.item_ids)
-        return lambda asked: arrays.find(asked) if len(asked) > FEW_IDS else look_up(asked)
+        return finder(self.item_ids)
 
     def index(self) -> None:
         """Prepare the look-up of ids; else the first one does."""
@@ -347,15 +336,11 @@ def _of_columns(columns: Columns, where: str) -> Catalog:
 def _columns(catalog: Catalog) -> Columns:
     ids, metadata = catalog.item_ids, catalog.metadata
     if not isinstance(ids, ItemIds):
-        ids = _arrays(ids)
+        ids = in_arrays(ids)
     if not isinstance(metadata, Metadata):
         lines = [_ENCODER.encode(fields) + b"\n" for fields in metadata]
         metadata = Metadata(TextTable.of(lines) if any(metadata) else None, len(lines))
     return Columns(ids, catalog.codes, catalog.symbols, metadata, catalog.version)
-
-
-def _arrays(ids: Sequence[str]) -> ItemIds:
-    return ItemIds(TextTable.of([item_id.encode("utf-8", "surrogatepass") for item_id in ids]))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

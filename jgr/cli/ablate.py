@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jgr ablate bat|xgr|flame|rcllm`: what each mechanism of a paper does here, by switching it off alone.
+"""`jgr ablate bat|xgr|flame|rcllm|hlem`: what each mechanism of a paper does here, by switching it off alone.
 
 Serves every variant in this process and asks all the same. Prints what each counted, whether the answers are the same,
 and, where the machine was quiet, what a request took. Without --model the shop of `jgr demo` is served, by a model with
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jgr.ablation.worlds import World
 
 _engines = logging.getLogger("jgr.serving")
-HELP = "switch each mechanism of a paper (bat, xgr, flame, rcllm) off alone, and count what changes"
+HELP = "switch each mechanism of a paper (bat, xgr, flame, rcllm, hlem) off alone, and count what changes"
 
 
 def define_flags() -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,9 @@ ENVIRONMENT = {
 }
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """What Ray writes into its own logs; the access log of the servers is `server.access_log`."""
+
+PROXY_S, LOOK_S = 30.0, 0.1
+"""So long Ray's proxies have to listen once the replicas serve; and between two looks."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +71,11 @@ def main(argv: Sequence[str]) -> int:
     configs = source.configs()  # before seconds of starting Ray
     console.keep_enough_threads(configs)  # replicas on this machine get this process's environment
     config = configs[0]
-    port = config.server.port or free_port(config.server.host)
+    port = config.server.port
+    if (
+        values.address is None or not port
+    ):  # a cluster that is there may serve this application on its port already
+        port = own_port(config.server.host, port)
     ended = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -80,11 +87,27 @@ def main(argv: Sequence[str]) -> int:
     return _serve(source, config.server.host, port, values.address, ended, stop)
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on now: Ray's proxies must be told one."""
-    with socket.create_server((host, 0)) as found:
-        port: int = found.getsockname()[1]
-    return port
+def own_port(host: str, port: int = 0) -> int:
+    """A port that nobody listens on now, the one that is given unless that is 0. Raises UserError where it cannot be
+    used: Ray would start its proxy again and again, and whoever listens there would answer."""
+    from jgr.serving.http.listener import bind
+
+    with bind(host, port) as found:
+        own: int = found.getsockname()[1]
+    return own
+
+
+def require_proxy(proxies: Callable[[], Iterable[str]], address: str, patience_s: float = PROXY_S) -> None:
+    """Wait until one of Ray's proxies, whose states are given, listens. Raises UserError where none does so long."""
+    ends_s = time.monotonic() + patience_s
+    while "HEALTHY" not in (states := [str(getattr(each, "value", each)) for each in proxies()]):
+        if time.monotonic() > ends_s:
+            found = ", ".join(states) or "there is none"
+            raise UserError(
+                f"server.host, server.port: no proxy of Ray listens on {address} ({found}); something else may, and "
+                "Ray's logs tell"
+            )
+        time.sleep(LOOK_S)
 
 
 def _serve(
@@ -111,6 +134,7 @@ def _serve(
         require_closed(ray.get_runtime_context().gcs_address)
         serve.start(http_options={"host": host, "port": port}, proxy_location="EveryNode")
         serve.run(application(source), name=NAME, logging_config=LOGGING)
+        require_proxy(lambda: serve.status().proxies.values(), f"{host}:{port}")
         print(f"http://{host}:{port}", flush=True)
         ended.wait()
     finally:

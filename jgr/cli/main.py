@@ -28,11 +28,13 @@ from jgr.config import Config, UserError
 COMMANDS = {
     "demo": "jgr.cli.demo",
     "prepare": "jgr.cli.prepare",
+    "vectors": "jgr.cli.vectors",
     "ids": "jgr.cli.ids",
     "catalog": "jgr.cli.catalog",
     "features": "jgr.cli.features",
     "convert": "jgr.cli.convert",
     "train": "jgr.cli.train",
+    "tune": "jgr.cli.tune",
     "retrieve": "jgr.cli.retrieve",
     "kv": "jgr.cli.kv",
     "serve": "jgr.cli.serve",

@@ -7,14 +7,19 @@ only with --overwrite does that replace a trained model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from jgr import extras
 from jgr.cli import console
-from jgr.config import TrainConfig
+from jgr.config import Config, TrainConfig
+
+if TYPE_CHECKING:
+    from jgr.data.datasets import Dataset
+    from jgr.training.run import Progress
 
 HELP = "train a generator, a ranker or a scorer on a dataset, or a memory controller"
 
@@ -31,6 +36,21 @@ def main(argv: Sequence[str]) -> int:
         return _controller(config.train)
     extras.require("train", "jgr train")
     from jgr.data.datasets import load_dataset
+    from jgr.training.run import make_way
+
+    if config.train.out:
+        make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
+    dataset = load_dataset(config.data)
+    with console.progress_bar("training") as bar:
+        folder = fit(config, dataset, bar)
+    print(folder)
+    return 0
+
+
+def fit(
+    config: Config, dataset: Dataset, progress: Progress, on_validation: Callable[[float], None] | None = None
+) -> Path:
+    """Train the model that config.train names, and return its folder. on_validation: takes each value in turn."""
     from jgr.evaluation import validation
     from jgr.features import extraction
     from jgr.models import retrievers, scorers
@@ -38,28 +58,29 @@ def main(argv: Sequence[str]) -> int:
     from jgr.training.generator import train_generator
     from jgr.training.ranker_training import train_ranker
     from jgr.training.retriever import train_retriever
-    from jgr.training.run import make_way
 
-    if config.train.out:
-        make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
-    dataset = load_dataset(config.data)
-    with console.progress_bar("training") as bar:
-        validated = config.train.evaluate_every > 0
-        if config.train.model in retrievers.MODELS:
-            recall = validation.retriever_recall(config, dataset) if validated else None
-            folder = train_retriever(config, dataset, bar, recall)
-        elif config.train.model in scorers.MODELS:
-            features = extraction.of_catalog(config.features.schema, dataset.catalog)
-            area = validation.feedback_auc(config, dataset, features) if validated else None
-            folder = train_feedback(config, dataset, features, bar, area)
-        elif config.train.model == "ranker":
-            ranked = validation.ranker_recall(config, dataset) if validated else None
-            folder = train_ranker(config, dataset, bar, ranked)
-        else:
-            search = validation.generator_recall(config, dataset) if validated else None
-            folder = train_generator(config, dataset, bar, search)
-    print(folder)
-    return 0
+    def watched(validate: Callable[..., float]) -> Callable[..., float]:
+        def value_of(*model: Any) -> float:
+            value = validate(*model)
+            if on_validation is not None:
+                on_validation(value)
+            return value
+
+        return value_of
+
+    validated = config.train.evaluate_every > 0
+    if config.train.model in retrievers.MODELS:
+        recall = watched(validation.retriever_recall(config, dataset)) if validated else None
+        return train_retriever(config, dataset, progress, recall)
+    if config.train.model in scorers.MODELS:
+        features = extraction.of_catalog(config.features.schema, dataset.catalog)
+        area = watched(validation.feedback_auc(config, dataset, features)) if validated else None
+        return train_feedback(config, dataset, features, progress, area)
+    if config.train.model == "ranker":
+        ranked = watched(validation.ranker_recall(config, dataset)) if validated else None
+        return train_ranker(config, dataset, progress, ranked)
+    search = watched(validation.generator_recall(config, dataset)) if validated else None
+    return train_generator(config, dataset, progress, search)
 
 
 def _controller(train: TrainConfig) -> int:

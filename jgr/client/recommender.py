@@ -49,6 +49,7 @@ class RecommendFields(CommonFields, total=False):
     history_texts: Sequence[str] | Sequence[Sequence[str]] | None
     beam_width: int | None
     min_beam_width: int | None
+    rerank: str | None
     exclude_history: bool
     filters: Filters | dict[str, Any] | None
 

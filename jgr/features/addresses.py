@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from jgr.features.redis_store import RedisStore
+from jgr import extras
 from jgr.features.sqlite_store import SqliteStore
 from jgr.features.stores import FeatureStore, StoreError
 
@@ -14,9 +14,13 @@ def open_store(address: str, timeout_s: float, *, create: bool = False) -> Featu
     """Open the store at redis://host:port/db (also rediss://, unix://), or in the SQLite file of that path.
 
     timeout_s: how long to wait for a connection or an answer. create: make the file if it is missing. Raises StoreError
-    for a malformed address and for a file that is not a store; a Redis server is not asked yet.
+    for a malformed address and for a file that is not a store; a Redis server is not asked yet. Raises UserError where
+    jgr[redis] is missing.
     """
     if address.startswith(REDIS_SCHEMES):
+        extras.require("redis", "features.store in a Redis server")
+        from jgr.features.redis_store import RedisStore
+
         return RedisStore(address, timeout_s)
     if "://" in address:
         scheme = address.partition("://")[0]  # the rest may hold a password

@@ -26,12 +26,15 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
+from jgr.models.native_layers import native_weights
 from jgr.models.params import Spec, over_layers
 from jgr.models.rope import RopeScaling, rope, rope_frequencies
 from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention
+from jgr.ops.decoder_layer import attention_inputs, layer_output
 from jgr.ops.dense import dense
 from jgr.ops.dispatch import target_platform
+from jgr.ops.rms_norm import rms_norm
 from jgr.ops.segment_attention import Causal, Context, segment_attention
 from jgr.ops.segment_attention.visibility import spell_out
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
@@ -173,13 +176,6 @@ def spec(cfg: DecoderConfig) -> DecoderParams:
     return DecoderParams(vocabulary, layers, Spec((hidden,), ("embed",), "ones"), head)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root mean square norm. Statistics are float32, cast back before the weight: 16-bit parity needs this order."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * weight
-
-
 def rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The cosines and sines [..., 1, d / 2] float32 that `rope` turns by at positions [...]."""
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
@@ -316,38 +312,35 @@ def prefill(
         seen = Tokens(*(jnp.concatenate(pair, 1) for pair in twice))
     keys = None if key is None else jax.random.split(key, (cfg.layers + 1, 2))
     is_everything = read is None or read.shape[1] >= tokens.shape[1]
+    native = native_weights(params.layers, tokens) if dropout is None and attention == "auto" else None
 
     def drop(x: jax.Array, dropout_key: jax.Array | None) -> jax.Array:
         return x if dropout is None or dropout_key is None else dropout(x, dropout_key)
 
-    def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, jax.Array | None, jax.Array]
-    ) -> tuple[jax.Array, Any]:
-        return narrowed(h, xs, lambda x: x, described, seen)
+    def layer_step(h: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        return narrowed(h, xs, whole, described, seen)
 
     def last_step(h: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
         spelt = spell_out(described, tokens.shape[1], 0)
         return narrowed(h, xs, of_read, jax.tree.map(of_read, spelt), spelt if seen is None else seen)
+
+    def whole(x: Any) -> Any:
+        return x
 
     def of_read(x: Any) -> Any:
         """[B, T, ...] -> [B, P, ...]; a Layout stays as it is."""
         return x if isinstance(x, Layout) else jax.vmap(lambda row, at: row[at])(x, read)
 
     def narrowed(
-        h: jax.Array,
-        xs: tuple[LayerParams, jax.Array | None, jax.Array],
-        asked: Callable[[Any], Any],
-        queries: Tokens | Causal,
-        of_keys: Tokens | None,
+        h: jax.Array, xs: Any, asked: Callable[[Any], Any], queries: Tokens | Causal, of_keys: Tokens | None
     ) -> tuple[jax.Array, Any]:
-        """A layer whose queries are those tokens of h that `asked` keeps."""
+        """A layer whose queries are those tokens of h that `asked` keeps. xs: the layer, its keys, its number."""
         layer, layer_keys, number = xs
+        fused = None if native is None or asked is not whole else native[1]
         context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
-            x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
-            k, v = (y.transpose(0, 2, 1, 3) for y in _keys_values(cfg, layer, x, cos, sin))
-            h, q = asked(h), _queries(cfg, layer, asked(x), asked(cos), asked(sin))
+            h, (q, k, v) = asked(h), inputs(h, layer, number, asked)
             all_k, all_v = (x if seen is None else jnp.concatenate([x, x], 2) for x in (k, v))
             if isinstance(attention, str):
                 out = segment_attention(
@@ -362,10 +355,29 @@ def prefill(
                 )
             else:
                 out = attention(q, k, v, queries, layout)
-            h = h + drop(dense(out.reshape(*h.shape[:-1], -1), layer.wo), attention_key)
+            out = out.reshape(*h.shape[:-1], -1)
+            if fused is None:
+                h = h + drop(dense(out, layer.wo), attention_key)
         with jax.named_scope("mlp"):
-            h = h + drop(_mlp(cfg, layer, h), mlp_key)
+            if fused is None:
+                h = h + drop(_mlp(cfg, layer, h), mlp_key)
+            else:
+                h = layer_output(h, out, fused, number, eps=cfg.norm_eps)
         return h, (k, v, h if keep_layers else None)
+
+    def inputs(
+        h: jax.Array, layer: LayerParams, number: jax.Array, asked: Callable[[Any], Any]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The queries of those tokens of h that `asked` keeps, [B, P, H, d]; keys and values of all, [B, K, T, d]."""
+        if native is not None:
+            given = h, native[0], number, cos, sin
+            q, k, v = attention_inputs(*given, eps=cfg.norm_eps, head=cfg.head_dim, queries=asked is whole)
+            if q is not None:
+                return q, k, v
+        x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+        if native is None:
+            k, v = (y.transpose(0, 2, 1, 3) for y in _keys_values(cfg, layer, x, cos, sin))
+        return _queries(cfg, layer, asked(x), asked(cos), asked(sin)), k, v
 
     with jax.named_scope("prefill"):
         h = split.rows(params.embed, tokens) if hidden is None else hidden

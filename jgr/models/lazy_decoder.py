@@ -37,11 +37,12 @@ import numpy.typing as npt
 
 from jgr.config import PromptConfig
 from jgr.models.config_file import LARGEST
-from jgr.models.decoder import BeamKV, ContextKV, Dropout, rms_norm
+from jgr.models.decoder import BeamKV, ContextKV, Dropout
 from jgr.models.params import CheckpointError, Spec, over_layers
 from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention
 from jgr.ops.dense import dense
+from jgr.ops.rms_norm import rms_norm
 from jgr.ops.segment_attention import Causal, segment_attention
 from jgr.prompt.layouts import Tokens
 

@@ -37,7 +37,7 @@ _SECTIONS = (
     "model", "catalog", "prompt", "beam", "rank", "executors", "cache", "features", "profiles", "batching",
 )  # fmt: skip
 _OF_THE_MACHINE = {
-    "model": {"path", "compilation_cache", "tensor_parallel"},
+    "model": {"path", "compilation_cache", "native", "tensor_parallel"},
     "catalog": {"path", "max_versions", "max_upload_bytes"},
     "features": {"store"},
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jgr.ops import split
+from jgr.ops import native, split
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Implementation:
 
     supports(*args, **kwargs) gives the reason why the implementation cannot run, or None. platforms: the platforms on
     which "auto" may take it ("cpu", "gpu", "tpu"); None: all. is_kernel: whether XLA cannot divide it over devices, so
-    that "auto" takes it only within what one device runs (jgr.ops.split).
+    that "auto" takes it only within what one device runs (jgr.ops.split). is_wanted: whether "auto" may take it now.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Implementation:
     supports: Callable[..., str | None] = lambda *args, **kwargs: None
     platforms: frozenset[str] | None = None
     is_kernel: bool = False
+    is_wanted: Callable[[], bool] = lambda: True
 
 
 def target_platform() -> str:
@@ -72,25 +73,32 @@ def dispatch(
     return chosen.call(*args, **kwargs)
 
 
+def fits(candidate: Implementation, *args: Any, **kwargs: Any) -> str | None:
+    """Why "auto" passes an implementation over for these arguments and this program's platform, or None."""
+    platform = target_platform()
+    if candidate.platforms is not None and platform not in candidate.platforms:
+        return f"it is not for {platform}"
+    if candidate.is_kernel and split.devices() > 1:
+        return "several devices share the program"
+    if not candidate.is_wanted():
+        return "it is switched off"
+    return candidate.supports(*args, **kwargs)
+
+
 def _first_that_fits(
     op: str, implementations: Sequence[Implementation], *args: Any, **kwargs: Any
 ) -> Implementation:
-    platform = target_platform()
     for candidate in implementations:
-        if candidate.platforms is not None and platform not in candidate.platforms:
-            continue
-        if candidate.is_kernel and split.devices() > 1:
-            continue
-        reason = candidate.supports(*args, **kwargs)
+        reason = fits(candidate, *args, **kwargs)
         if reason is None:
             return candidate
         _log.debug("%s does not run as %s: %s", op, candidate.name, reason)
-    raise ValueError(f"{op}: no implementation fits {platform} and these arguments")
+    raise ValueError(f"{op}: no implementation fits {target_platform()} and these arguments")
 
 
-GPU = frozenset({"gpu"})
+CPU, GPU = frozenset({"cpu"}), frozenset({"gpu"})
 NEVER: frozenset[str] = frozenset()
-"""Platforms of a kernel for GPUs, and of one that runs only when it is named."""
+"""Platforms of kernels, and of one that runs only when it is named."""
 
 
 def kernel(
@@ -101,3 +109,8 @@ def kernel(
         Implementation("pallas", call, supports, GPU, is_kernel=True),
         Implementation("pallas_interpret", interpreted, supports, NEVER, is_kernel=True),
     )
+
+
+def on_cpu(call: Callable[..., Any], supports: Callable[..., str | None]) -> Implementation:
+    """The form "native", by the library of kernels for CPUs (jgr.ops.native)."""
+    return Implementation("native", call, supports, CPU, is_kernel=True, is_wanted=native.wanted)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgr.ops import native
 from jgr.ops.testing import Case, OpCases, Work, all_ops
 
 AT_LEAST_S = 0.2
@@ -32,7 +33,7 @@ def measure(only: str = "") -> dict[str, Any]:
     rows = [
         row
         for op, case in chosen
-        for row in _rows(op, case, dtype, [x for x in op.timed if on_gpu or x != "pallas"], roofline)
+        for row in _rows(op, case, dtype, [x for x in op.timed if _can_run(x, on_gpu)], roofline)
     ]
     return {
         "device": device.device_kind,
@@ -42,6 +43,10 @@ def measure(only: str = "") -> dict[str, Any]:
         "copy_gb_per_s": round(roofline.bytes / 1e9, 2),
         "rows": rows,
     }
+
+
+def _can_run(form: str, on_gpu: bool) -> bool:
+    return on_gpu if form == "pallas" else form != "native" or (not on_gpu and not native.library().problem)
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

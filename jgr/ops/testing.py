@@ -45,7 +45,8 @@ class OpCases:
     call: the public function; it takes implementation=. shapes(case, dtype): the arrays among its arguments, by name,
     as shapes without values. integers(case, rng): the values of those arrays that are not floats. work(case, dtype):
     the least that a call must do. options(case): static keyword arguments. timed: the implementations that
-    `jgr bench ops` times; "pallas" on GPUs only.
+    `jgr bench ops` times; "pallas" on GPUs only, "native" where
+    jgr-native is installed.
     """
 
     name: str

@@ -6,8 +6,9 @@ random bytes and gets their HMAC back, so the secret never travels and an old co
 carry a keyed hash of their number and content. A block's own checksum stands in such a frame, so its bytes need no
 other: who reads compares them, and a wrong block is as good as none.
 
-A reader on the same machine names a file under /dev/shm in which the owner puts the bytes; else they follow the answer
-on the socket. A conversation that ends badly, or too late, is closed, since what comes next on it is not known.
+A reader on the same machine names a file under /dev/shm in which the owner puts the bytes, or its memory for NIXL
+(jgr/placement/landing.py, nixl.py); else they follow the answer on the socket. A conversation that ends badly, or too
+late, is closed, since what comes next on it is not known.
 
 Nothing here knows a cache: the owner's side asks `Source`. Both sides block, in threads of their own.
 """
@@ -18,8 +19,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import mmap
-import os
 import secrets
 import socket
 import struct
@@ -32,15 +31,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from jgr.placement.landing import LANDING_BYTES, SHARED, Landing, PeerLanding, SharedLanding, TransportError
+from jgr.placement.nixl import NixlLanding, NixlReader, nixl_reader
 from jgr.placement.shared_items import CHECKSUM_BYTES, Block, checksum
 
 MAGIC = b"jgrkv\x00\x001"
 NONCE, TAG = 32, 32
 MOST_FRAME = 1 << 20
 MOST_ROWS = 4096
-LANDING_BYTES = 32 << 20
-"""The most bytes of one answer."""
-SHARED = Path("/dev/shm")
 HELLO_S, SEND_S = 5.0, 30.0
 """How long the other end may take to prove itself, and to take an answer, in seconds."""
 IDLE_CONNECTIONS = 4
@@ -49,12 +47,8 @@ _HEADER = struct.Struct("<I")
 _log = logging.getLogger(__name__)
 
 
-class TransportError(Exception):
-    """Nothing usable came: the other end is not there, too slow, of another model, or not to be trusted."""
-
-
 class Asked(msgspec.Struct, array_like=True):
-    """rows, and the digest of each one's tokens. landing: the file for the bytes; "": they follow on the socket."""
+    """rows, and the digest of each one's tokens. landing: where the bytes shall go; "": they follow on the socket."""
 
     rows: list[int]
     digests: list[bytes]
@@ -150,7 +144,8 @@ class ItemServer:
     """Gives blocks to those who know the secret.
 
     host: the address to listen on. secret: the fleet's. identity: of the model, which readers must have too. source:
-    called in the threads of the connections. bucket: the speed of the link, for measurements.
+    called in the threads of the connections. bucket: the speed of the link, for measurements. nixl: whether readers
+    take bytes by NIXL, and not by shared memory.
     """
 
     def __init__(
@@ -160,7 +155,9 @@ class ItemServer:
         identity: str,
         host: str = "127.0.0.1",
         bucket: Bucket | None = None,
+        nixl: bool = False,
     ) -> None:
+        self._nixl = nixl
         self._source, self._secret, self._identity, self._bucket = source, secret, _hash(identity), bucket
         self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
@@ -196,7 +193,7 @@ class ItemServer:
             ).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        landing: _Landing | None = None
+        landing: PeerLanding | None = None
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             conversation = self._greet(connection)
@@ -205,8 +202,8 @@ class ItemServer:
                 asked = msgspec.msgpack.decode(conversation.receive(), type=Asked)
                 if len(asked.rows) != len(asked.digests) or len(asked.rows) > MOST_ROWS:
                     raise TransportError("more rows than may be asked for")
-                if asked.landing and (landing is None or str(landing.path) != asked.landing):
-                    landing = _Landing.of_peer(asked.landing)
+                if asked.landing and (landing is None or landing.name != asked.landing):
+                    landing = (NixlLanding if self._nixl else SharedLanding).of_peer(asked.landing)
                 connection.settimeout(SEND_S)
                 self._answer(conversation, asked, landing if asked.landing else None)
         except (OSError, TransportError, msgspec.MsgspecError) as error:
@@ -236,7 +233,7 @@ class ItemServer:
             connection, _proof(self._secret, b"down", said), _proof(self._secret, b"up", said)
         )
 
-    def _answer(self, conversation: _Conversation, asked: Asked, landing: _Landing | None) -> None:
+    def _answer(self, conversation: _Conversation, asked: Asked, landing: PeerLanding | None) -> None:
         with self._source(asked.rows, asked.digests) as blocks:
             chosen: list[Block] = []
             given, total = Given([], []), 0
@@ -261,7 +258,8 @@ class ItemServer:
 
 class SocketTransport:
     """Reads blocks over connections that are kept. cell_words: words of a cell. shares: whether bytes may come through
-    shared memory on one machine. clock: seconds."""
+    shared memory on one machine. clock: seconds. nixl: bytes come by NIXL from every peer; UserError where it is not
+    installed."""
 
     def __init__(
         self,
@@ -270,8 +268,10 @@ class SocketTransport:
         cell_words: int,
         shares: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        nixl: bool = False,
     ) -> None:
         self._secret, self._identity, self._cell_words = secret, _hash(identity), cell_words
+        self._nixl: NixlReader | None = nixl_reader() if nixl else None
         self._shares, self._clock = shares and SHARED.is_dir(), clock
         self._machine = machine()
         self._idle: dict[Peer, list[_Reading]] = {}
@@ -326,11 +326,15 @@ class SocketTransport:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             conversation = self._greet(connection, until_s)
-            shared = self._shares and peer.machine == self._machine
-            return _Reading(conversation, self._cell_words, _Landing.new() if shared else None, self._clock)
+            return _Reading(conversation, self._cell_words, self._landing(peer), self._clock)
         except BaseException:
             connection.close()
             raise
+
+    def _landing(self, peer: Peer) -> Landing | None:
+        if self._nixl is not None:
+            return self._nixl.take()
+        return SharedLanding.new() if self._shares and peer.machine == self._machine else None
 
     def _give_back(self, peer: Peer, reading: _Reading) -> None:
         with self._lock:
@@ -365,7 +369,7 @@ class _Reading:
         self,
         conversation: _Conversation,
         cell_words: int,
-        landing: _Landing | None,
+        landing: Landing | None,
         clock: Callable[[], float],
     ) -> None:
         self._conversation, self._cell_words, self._landing = conversation, cell_words, landing
@@ -376,8 +380,8 @@ class _Reading:
     ) -> dict[int, Block]:
         connection, landing = self._conversation.connection, self._landing
         connection.settimeout(max(0.001, until_s - self._clock()))
-        path = "" if landing is None else str(landing.path)
-        self._conversation.send(msgspec.msgpack.encode(Asked(rows, [wanted[row][0] for row in rows], path)))
+        name = "" if landing is None else landing.name
+        self._conversation.send(msgspec.msgpack.encode(Asked(rows, [wanted[row][0] for row in rows], name)))
         given = msgspec.msgpack.decode(self._conversation.receive(until_s), type=Given)
         expected = [(0, wanted[row][1]) for row in rows]
         if not len(given.cells) == len(given.checksums) == len(rows) or any(
@@ -405,57 +409,6 @@ class _Reading:
         self._conversation.connection.close()
         if self._landing is not None:
             self._landing.remove()
-
-
-class _Landing:
-    """A file under /dev/shm in which an owner puts bytes for a reader, who has made it."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        try:
-            self._map = mmap.mmap(descriptor, LANDING_BYTES)
-        finally:
-            os.close(descriptor)
-
-    @classmethod
-    def new(cls) -> _Landing:
-        path = SHARED / f"jgr-items-{secrets.token_hex(16)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(descriptor, LANDING_BYTES)  # takes memory as far as it is written to
-        return cls(path, descriptor)
-
-    @classmethod
-    def of_peer(cls, name: str) -> _Landing:
-        """The file that a reader named. TransportError unless it is one that `new` makes."""
-        path = Path(name)
-        if path.parent != SHARED or not path.name.startswith("jgr-items-"):
-            raise TransportError("bytes are only put under /dev/shm")
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        about = os.fstat(descriptor)
-        if about.st_uid != os.geteuid() or about.st_size != LANDING_BYTES:
-            os.close(descriptor)
-            raise TransportError("the file for the bytes is of another user, or of another size")
-        landing = cls(path, descriptor)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # both ends have it: nothing is left of it once they end, however they do
-        return landing
-
-    def put(self, blocks: Sequence[Block]) -> None:
-        at = 0
-        for block in blocks:
-            self._map[at : at + block.nbytes] = np.ascontiguousarray(block.words).tobytes()
-            at += block.nbytes
-
-    def get(self, at: int, size: int) -> bytes:
-        return self._map[at : at + size]
-
-    def close(self) -> None:
-        self._map.close()
-
-    def remove(self) -> None:
-        self.close()
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
 
 
 def _exactly(

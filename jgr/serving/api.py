@@ -146,6 +146,13 @@ class RecommendRequest(Struct, forbid_unknown_fields=True, kw_only=True, frozen=
             "answer's usage.beam_width says how many it had. null: beam_width, or a refusal."
         ),
     ] = None
+    rerank: Annotated[
+        Annotated[str, Meta(max_length=256)] | None,
+        Meta(
+            description="Another model of this server, by its id or its exact version, that ranks the same items: what "
+            "the beam finds comes in its order and with its scores. /v1/recommend alone takes it. null: in the beam's."
+        ),
+    ] = None
     exclude_history: Annotated[bool, Meta(description="Leave out the items of the history.")] = False
     filters: Annotated[Filters | None, Meta(description="Rules that all items meet. null: no rules.")] = None
     history_texts: HistoryTexts = None
@@ -353,6 +360,12 @@ class Answer(Struct, kw_only=True):
 
     id: Annotated[str, Meta(description="The request's id: X-Request-Id, or one that the server made.")]
     model: Annotated[str, Meta(description="Version of the model that computed the scores.")]
+    reranked_by: Annotated[
+        str | UnsetType,
+        Meta(
+            description="Version of the model whose order and scores these are; only if the request has rerank."
+        ),
+    ] = UNSET
     catalog_version: Annotated[str, Meta(description="Content hash of the catalog that the items are from.")]
     normalize: Annotated[
         Literal["valid", "full"] | UnsetType,
@@ -420,6 +433,13 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
     beam_width: Annotated[int, Meta(description="Beam width of a request that names none.")]
     max_beam_width: Annotated[int, Meta(description="Largest beam_width; 0: recommend is not served.")]
     max_candidates: Annotated[int, Meta(description="Most candidates in a request; 0: rank is not served.")]
+    kernels: Annotated[
+        str,
+        Meta(
+            description="What computes a generator's prompts where jgr-native could: native- and the processor's "
+            "instruction set, as in native-avx512, or xla."
+        ),
+    ] = "xla"
     timed: Annotated[bool, Meta(description="Whether the model reads times: it needs history_times.")] = False
     tasks: Annotated[
         list[str], Meta(description="Names of the tasks that are scored; empty: there is one score.")

@@ -9,6 +9,7 @@ Letters: B batch, N items in a window, n items in the catalog, M negatives, D hi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from jgr.config import Config, ConfigError
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import Interactions, Ragged
 from jgr.models import checkpoint, retrievers
+from jgr.models.params import PyTree
 from jgr.models.retrievers import RetrieverConfig, RetrieverParams, retriever
+from jgr.training import item_embeddings
 from jgr.training.run import Progress, train_to_best
 from jgr.training.softmax import softmax_nats
 from jgr.training.trainer import Loss, dropout
@@ -88,24 +91,38 @@ def train_retriever(
     cfg = retrievers.make_config(train, dataset.catalog.item_ids)
     checkpoint.require_writable(Path(train.out))
 
-    def save(params: RetrieverParams, write_beside: Callable[[Path], None]) -> None:
-        retrievers.save(Path(train.out), cfg, params, write_beside, train.tables)
+    specs = retriever(cfg).spec(cfg)
+    loss = softmax_loss(
+        cfg,
+        train.negatives,
+        train.dropout,
+        temperature=train.temperature,
+        weigh_negatives=train.weigh_negatives,
+        devices=train.devices,
+    )
+    described = {"items": cfg.items}
+    if train.item_vectors:
+        vectors = item_embeddings.read_vectors(train.item_vectors, cfg.n_items)
+        specs = item_embeddings.spec(specs, vectors.shape[1])
+        loss = item_embeddings.informed_loss(loss, vectors)
+        described["vectors"] = hashlib.sha256(vectors.tobytes()).hexdigest()[:16]
+
+    def served(params: PyTree) -> RetrieverParams:
+        folded: RetrieverParams = item_embeddings.folded(params, vectors) if train.item_vectors else params
+        return folded
+
+    def save(params: PyTree, write_beside: Callable[[Path], None]) -> None:
+        folded = jax.device_get(served(params))
+        retrievers.save(Path(train.out), cfg, folded, write_beside, train.tables)
 
     return train_to_best(
         config,
         dataset.catalog,
-        retriever(cfg).spec(cfg),
-        softmax_loss(
-            cfg,
-            train.negatives,
-            train.dropout,
-            temperature=train.temperature,
-            weigh_negatives=train.weigh_negatives,
-            devices=train.devices,
-        ),
+        specs,
+        loss,
         Windows(training_sequences(dataset.interactions, train.learn_valid), train),
-        described={"items": cfg.items},
-        validate=None if validate is None else lambda params: validate(cfg, params),
+        described=described,
+        validate=None if validate is None else lambda params: validate(cfg, served(params)),
         progress=progress,
         save=save,
     )

@@ -137,10 +137,11 @@ def test_one_round_is_not_timed(found: Found) -> None:
 def test_other_systems_make_models_that_their_variants_can_load(tmp_path: Path) -> None:
     """Without compiling: the folder is written, and its configuration is one that can be loaded."""
     from jgr.ablation.flame import FLAME
+    from jgr.ablation.hlem import HLEM
     from jgr.ablation.xgr import XGR
     from jgr.serving.versions.loading import load_any
 
-    for system in (XGR, FLAME):
+    for system in (XGR, FLAME, HLEM):
         made = worlds.made(system, tmp_path / system.name, worlds.TINY)
         for one in (variants(system)[0], variants(system)[-1]):
             engine = load_any(configured(override(made.config, "model.compilation_cache="), one.settings))

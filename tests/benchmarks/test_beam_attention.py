@@ -32,6 +32,9 @@ def test_copies_are_copies() -> None:
 
 def test_a_row_takes_the_faster_baseline_and_the_floor_of_its_own_run() -> None:
     ms = {"staged": 2, "staged_in_place": 3, "copied": 40, "broadcast": 30, "tree_mask": 5, "matmul": 8}
+    with_sdpa = {name: [t / 1e3] for name, t in (ms | {"sdpa": 4}).items()}
+    found = bench.make_row(1024, 512, with_sdpa, matmuls=0.125, difference=1e-6)
+    assert (found["beams_as_sequences"], found["over_staged"]["beams_as_sequences"]) == ("sdpa", 2.0)
     row = bench.make_row(
         1024, 512, {name: [t / 1e3] for name, t in ms.items()}, matmuls=0.125, difference=1e-6
     )

@@ -48,6 +48,7 @@ def test_claims_are_about_the_worst_load_over_all_ages_and_fronts() -> None:
         ]
     )
     assert [claim.value for claim in found] == [1.5, 2.0, 2.5]
+    assert all(claim.id.startswith("fleet-routing-") and claim.title.endswith("; t, live") for claim in found)
     assert not any(claim.holds for claim in found)
     assert len({title(claim.to_json()) for claim in found}) == 3
 

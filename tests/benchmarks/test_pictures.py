@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import pictures
@@ -91,6 +92,21 @@ def test_what_holds_is_right_of_the_line_and_what_was_missed_left(tmp_path: Path
         pictures.draw(result(claim), picture, None)
         for (left, right), side in zip(colours(picture), (green, orange), strict=True):
             assert (left > 200, right > 200) == (side == "left", side == "right")
+
+
+def test_a_near_miss_is_orange_and_an_interval_leaves_the_figures_free(tmp_path: Path) -> None:
+    """Few pixels of a colour among many of others; and figures that begin where the interval ends."""
+    kept = [Claim(f"c{at}", 4.0, "x", "higher", 2.0) for at in range(8)]
+    pictures.draw(result(*kept, Claim("m", 1.02, "ms", "lower", 1.0)), tmp_path / "near.png", None)
+    assert sum(colours(tmp_path / "near.png")[1]) > 30
+    whole = Claim("i", 0.75, "", "higher", 0.8)
+    wide = Claim("i", 0.75, "", "higher", 0.8, interval=(0.6, 1.2))
+    places = []
+    for claim in (whole, wide):
+        axes = Figure().add_subplot()
+        pictures._claim_bar(axes, 0, claim.to_json())
+        places.append(axes.texts[0].xy[0])
+    assert places == [1.0, 1.2 / 0.8]
 
 
 def test_equal_results_give_equal_pictures_with_their_digest(tmp_path: Path) -> None:

@@ -4,22 +4,27 @@ rows, free and used pages are all pages, and no page has two owners (HLEM-10, HL
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
-from jgr.cache.entries import Entry, Name
+from jgr.cache.entries import Entry, Name, Stored
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
-from jgr.cache.pool import DevicePool
+from jgr.cache.pool import DevicePool, StateView
 from jgr.cache.refill import RefillBudget
 from jgr.config import ConfigError
+from jgr.embeddings.shards import ShardError
 from jgr.serving.policies.user_cache import WholeContent
 
 PAGES, PAGE_BYTES, BATCH = 12, 1024, 24
@@ -73,69 +78,151 @@ def right(cache: EmbeddingCache, table: str, rows: list[int]) -> None:
     np.testing.assert_array_equal(np.asarray(cache.rows(table, asked)), wanted)
 
 
-def audit(cache: EmbeddingCache, border: Border, meta: CacheMeta, pages: Pages) -> None:
-    border.check()
-    meta.check()
-    assert pages.free + border.rows.owned + meta.used("user") == PAGES
-    owned = set(np.flatnonzero(cache.pages._table != -2).tolist())
-    used = set(pages._classes["user"].used)
-    assert not owned & used and not (owned | used) & set(pages._free)
+USERS = st.integers(0, 7)
+ROWS = st.lists(st.integers(0, 89), min_size=1, max_size=BATCH)
+LIMITED = PAGES - 2  # of the border; the other two are for items alone
+STATE = jax.ShapeDtypeStruct((64,), np.float32)
+VIEW = StateView(POOL, STATE)
+VIEW.compile()
 
 
-STEPS = st.one_of(
-    st.tuples(st.just("rows"), st.sampled_from(list(TABLES)), st.lists(st.integers(0, 89), max_size=BATCH)),
-    st.tuples(st.just("border"), st.integers(0, PAGES)),
-    st.tuples(st.just("user"), st.integers(0, 30), st.booleans()),
-    st.tuples(st.just("end"), st.integers(0, 30)),
-    st.tuples(st.just("during"), st.integers(0, PAGES), st.lists(st.integers(0, 149), max_size=BATCH)),
-    st.tuples(st.just("refill")),
-    st.tuples(st.just("lose")),
-    st.tuples(st.just("retry")),
-)
+def state_of(user: int, version: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng((user, version)).standard_normal(64, np.float32)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(STEPS, max_size=30))
-def test_whatever_moves_a_batch_gets_its_rows_and_no_page_has_two_owners(steps: list[Any]) -> None:
-    cache, border, meta, pages, source, pool = make()
-    pinned: list[Entry] = []
-    for number, (kind, *of) in enumerate(steps):
-        if kind == "rows":
-            right(cache, *of)
-        elif kind == "border":
-            border.set_limit(*of)
-        elif kind == "user":
-            entry = meta.extend(Name("user", of[0], ""), WholeContent(bytes([number])))
-            if entry is not None:
-                meta.written(entry)
-                pinned.append(entry) if of[1] else meta.release(entry)
-        elif kind == "end" and pinned:
-            meta.release(pinned.pop(of[0] % len(pinned)))
-        elif kind == "during":  # the border moves, and another batch comes, while this one reads its shards
+class Pool(RuleBasedStateMachine):
+    """Rows, users and items over one real pool. A request's score, of its user's state and its rows, is compared with
+    that of an engine that keeps nothing."""
 
-            def during(limit: int = of[0], rows: list[int] = of[1]) -> None:
-                source.during = lambda: None
-                border.set_limit(limit)
-                right(cache, "wide", rows[:5])
+    @initialize(embeddings=st.integers(1, LIMITED))
+    def begin(self, embeddings: int) -> None:
+        self.source, self.pages = Source(), Pages(PAGES, PAGE_BYTES)
+        self.cache = EmbeddingCache(POOL, TABLES, self.source, clock=lambda: NOW[0])
+        self.cache._programs, self.cache._zeros = PROGRAMS, ZEROS
+        for table in TABLES:
+            self.cache.compile(table, BATCH)
+        self.meta = CacheMeta(self.pages, {"user": VIEW.room, "item": Room(PAGE_BYTES // 4)})
+        self.meta.renew(POOL.epoch)
+        self.meta.set_limit("item", 2)
+        self.border = Border(self.cache, self.meta, self.pages, "rows", LIMITED, embeddings)
+        self.versions: Counter[int] = Counter()
+        self.pinned: list[Entry] = []
 
-            source.during = during
-            right(cache, "wide", of[1])
-            source.during = lambda: None
-        elif kind == "refill":
-            cache.refill()
-        elif kind == "lose":
-            pool.lose(pool.epoch, RuntimeError("lost on purpose"))
-            meta.renew(pool.epoch)
-        border.retry()
-        audit(cache, border, meta, pages)
-    for entry in pinned:
-        meta.release(entry)
-    border.retry()
-    assert border.delayed == 0 and not cache.pages._pins.any()
-    audit(cache, border, meta, pages)
-    border.close()
-    meta.close()
-    assert pages.free == PAGES
+    @rule(user=USERS, rows=ROWS)
+    def ask(self, user: int, rows: list[int]) -> None:
+        version = self.versions[user]
+        kept = self._state(Name("user", user, ""), WholeContent(bytes([version])), state_of(user, version))
+        found = np.asarray(self.cache.rows("wide", batch(rows)))[: len(rows)]
+        np.testing.assert_allclose(found @ kept, VALUES["wide"][rows] @ state_of(user, version), atol=1e-4)
+
+    def _state(
+        self, name: Name, content: WholeContent, computed: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        entry = self.meta.find(name, content)
+        if entry is not None:
+            return np.asarray(VIEW.load(Stored(entry.cells, self.meta.epoch, new=False)))
+        entry = self.meta.extend(name, content)
+        if entry is not None:
+            assert VIEW.store(jnp.asarray(computed), Stored(entry.cells, self.meta.epoch, new=True))
+            self.meta.written(entry)
+            self.meta.release(entry)
+        return computed
+
+    @rule(table=st.sampled_from(list(TABLES)), rows=ROWS)
+    def rows(self, table: str, rows: list[int]) -> None:
+        right(self.cache, table, rows)
+
+    @rule(user=USERS)
+    def grow(self, user: int) -> None:
+        self.versions[user] += 1
+
+    @rule(item=st.integers(0, 12))
+    def item(self, item: int) -> None:
+        entry = self.meta.extend(Name("item", item, ""), WholeContent(bytes([item])))
+        if entry is not None:
+            self.meta.written(entry)
+            self.meta.release(entry)
+
+    @rule(user=USERS)
+    def pin(self, user: int) -> None:
+        entry = self.meta.by_name(Name("user", user, ""))
+        if entry is not None:
+            self.meta.hold(entry)
+            self.pinned.append(entry)
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=st.integers(0, 30))
+    def unpin(self, which: int) -> None:
+        self.meta.release(self.pinned.pop(which % len(self.pinned)))
+
+    @rule(limit=st.integers(0, LIMITED))
+    def move(self, limit: int) -> None:
+        self.border.set_limit(limit)
+
+    @rule(limit=st.integers(0, LIMITED), rows=ROWS, others=ROWS)
+    def move_while_a_batch_reads(self, limit: int, rows: list[int], others: list[int]) -> None:
+        def during() -> None:
+            self.source.during = lambda: None
+            self.border.set_limit(limit)
+            right(self.cache, "wide", others[:5])
+
+        self.source.during = during
+        right(self.cache, "wide", rows)
+        self.source.during = lambda: None
+
+    @rule(rows=ROWS)
+    def a_shard_fails(self, rows: list[int]) -> None:
+        def fail() -> None:
+            raise ShardError("table wide: failed on purpose")
+
+        self.source.during = fail
+        try:
+            right(self.cache, "wide", rows)  # all of them may be there
+        except ShardError:
+            pass
+        self.source.during = lambda: None
+
+    @rule()
+    def refill(self) -> None:
+        self.cache.refill()
+
+    @rule()
+    def lose(self) -> None:
+        POOL.lose(POOL.epoch, RuntimeError("lost on purpose"))
+        self.meta.renew(POOL.epoch)
+
+    @rule()
+    def retry(self) -> None:
+        self.border.retry()
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        self.border.check()
+        self.meta.check()
+        used = self.meta.used("user") + self.meta.used("item")
+        assert self.pages.free + self.border.rows.owned + used == PAGES
+        owners = [
+            set(np.flatnonzero(self.cache.pages._table != -2).tolist()),
+            *(set(self.pages._classes[kind].used) for kind in ("user", "item")),
+            set(self.pages._free),
+        ]
+        assert set.union(*owners) == set(range(PAGES)) and sum(map(len, owners)) == PAGES
+        assert not self.cache.pages._pins.any(), "a batch that ended has pins"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "border"):
+            return
+        for entry in self.pinned:
+            self.meta.release(entry)
+        self.border.retry()
+        assert self.border.delayed == 0
+        self.border.close()
+        self.meta.close()
+        assert self.pages.free == PAGES
+
+
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_whatever_moves_every_score_is_that_of_an_engine_without_a_cache = Pool.TestCase
 
 
 def test_a_row_crosses_once_however_often_it_is_asked_for() -> None:
@@ -181,10 +268,10 @@ def test_new_pages_are_filled_with_the_hottest_rows_that_are_missing_by_what_mis
         for _ in range(times):
             right(cache, "wide", [row])
     border.set_limit(2)
-    assert cache.refill() == 0  # misses took all of the link a moment ago
+    assert cache.refill() == (0, False)  # misses took all of the link a moment ago
     NOW[0] += 3_000_000_000
     right(cache, "half", [0])
-    assert cache.refill() > 0
+    assert cache.refill().copied > 0
     found = [row for row in range(150) if cache.pages._cell_of[0][row] >= 0]
     assert set(found) <= {40, 41, 42} and 40 in found  # 43 came once
 
@@ -197,6 +284,8 @@ def test_the_refill_has_what_misses_leave_of_the_link() -> None:
     assert budget.take(10_000, 10**9 + 100_000_000) == 0  # a burst has it all
     assert budget.take(10_000, 5 * 10**9) == 50
     assert RefillBudget(0).take(7, 0) == 7
+    # A miss waits for one copy of the refill at most: a millisecond of the link, or a megabyte.
+    assert [RefillBudget(speed).step for speed in (0.0, 10e6, 16e9)] == [1 << 20, 10_000, 1 << 20]
 
 
 def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures() -> None:
@@ -207,3 +296,17 @@ def test_a_border_without_room_for_a_batch_or_a_user_is_refused_with_the_figures
         border.set_limit(13)
     with pytest.raises(ValueError, match="rows of 2048 bytes in pages of 1024"):
         EmbeddingCache(POOL, {"x": Table(4, 512, np.dtype(np.float32))}, Source())
+
+
+def test_the_refill_goes_by_heat_over_all_tables_and_on_at_once_where_the_budget_is_left() -> None:
+    cache, border, *_ = make(embeddings=0)
+    for times, table, row in ((4, "half", 7), (3, "wide", 40), (2, "half", 8)):
+        for _ in range(times):
+            right(cache, table, [row])
+    assert [each.tolist() for each in cache.pages.hottest_missing(3000)] == [[1, 0, 1], [7, 40, 8]]
+    assert [each.tolist() for each in cache.pages.hottest_missing(300)] == [[1, 0], [7, 40]]
+    border.set_limit(4)
+    assert cache.refill() == (3, True)  # nothing is throttled
+    assert cache.refill() == (0, False)  # nobody asked for others twice
+    right(cache, "half", [7, 8])
+    assert cache.counts("half")["hits"] == 2

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jgr.catalog.catalog
+import jgr.catalog.id_lookup
 from jgr.catalog import text_table
-from jgr.catalog.catalog import FEW_IDS, Catalog, CatalogError, load_catalog, load_columns, save_catalog
+from jgr.catalog.catalog import Catalog, CatalogError, load_catalog, load_columns, save_catalog
 from jgr.catalog.columns import MANIFEST, _sha256
+from jgr.catalog.id_lookup import FEW_IDS
 from jgr.catalog.text_table import ItemIds, TextTable
 
 ENTRIES = [
@@ -119,7 +120,7 @@ def test_ids_are_found_as_a_dictionary_finds_them(known: set[str], asked: list[s
 def test_few_ids_and_many_are_found_alike(
     few_items: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jgr.catalog.catalog, "FEW_ITEMS", few_items)
+    monkeypatch.setattr(jgr.catalog.id_lookup, "FEW_ITEMS", few_items)
     plain = build([(f"item {n}", [n % 7, n], {}) for n in range(500)])
     arrays = Catalog.of_arrays(
         TextTable.of([item_id.encode() for item_id in plain.item_ids]), np.array(plain.codes), plain.symbols

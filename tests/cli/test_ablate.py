@@ -176,7 +176,7 @@ def test_the_list_of_one_system(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "name what to take apart: jgr ablate bat|xgr|flame|rcllm"),
+        ([], "name what to take apart: jgr ablate bat|xgr|flame|rcllm|hlem"),
         (["bta"], "no system 'bta' to take apart; the nearest is 'bat'"),
         (["bat", "xgr"], "unexpected argument 'xgr'"),
         (["bat", "--only=user-first"], "bat has no mechanism 'user-first'; the nearest is 'users-first'"),

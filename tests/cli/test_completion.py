@@ -90,7 +90,7 @@ def test_commands_and_their_meanings() -> None:
         (["serve", "--help=config.se"], ["--help=config.server"]),
         (["config", "--format", ""], ["json", "toml", "yaml"]),
         (["bench", ""], ["ops", "serve"]),
-        (["ablate", ""], ["bat", "xgr", "flame", "rcllm"]),
+        (["ablate", ""], ["bat", "xgr", "flame", "rcllm", "hlem"]),
         (["ablate", "--li"], ["--list"]),
         (["ablate", "--list", "x"], ["xgr"]),
         (["bench", "--rate", "10", "s"], ["serve"]),

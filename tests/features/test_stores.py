@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import redis
 
+from jgr import extras
 from jgr.config import FeaturesConfig
 from jgr.features.addresses import open_store
 from jgr.features.cache import FeatureCache
@@ -21,6 +22,7 @@ from jgr.features.memory import FRESH, MISSING, STALE
 from jgr.features.redis_store import PREFIX
 from jgr.features.schema import Schema
 from jgr.features.stores import FeatureStore, StoreError
+from jgr.fields import UserError
 from tests.features.redis_process import Proxy, RedisProcess
 
 SCHEMA = Schema.parse("x:int32")
@@ -258,3 +260,11 @@ def test_a_cache_that_is_too_small_costs_round_trips_and_no_features(
     assert 2 * 301 - counts.entries <= counts.fetched <= 2 * 301
     assert (counts.held, counts.late) == (0, 0)
     assert cache.close(PATIENCE_S)
+
+
+def test_a_store_in_redis_without_its_client_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^features\.store in a Redis server needs redis: pip install 'jgr\[redis\]'$"
+    ):
+        open_store("redis://127.0.0.1:1/0", PATIENCE_S)

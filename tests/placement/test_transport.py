@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgr.placement import transport
+from jgr import extras
+from jgr.fields import UserError
+from jgr.placement.landing import SHARED, SharedLanding, TransportError
 from jgr.placement.shared_items import Block, block_of
 from jgr.placement.transport import (
     MAGIC,
-    SHARED,
     Bucket,
     ItemServer,
     Peer,
     SocketTransport,
-    TransportError,
     machine,
 )
 
@@ -203,19 +204,27 @@ def test_a_slow_owner_is_given_up_at_the_time_that_was_given() -> None:
 def test_bytes_are_put_nowhere_but_into_a_readers_own_file(tmp_path: Path, server: ItemServer) -> None:
     for name in ("/dev/shm/../../etc/passwd", str(tmp_path / "jgr-items-x"), "/dev/shm/other"):
         with pytest.raises(TransportError, match="under /dev/shm"):
-            transport._Landing.of_peer(name)
+            SharedLanding.of_peer(name)
     small = SHARED / f"jgr-items-{tmp_path.name}-small"
     small.write_bytes(b"1")
     try:
         with pytest.raises(TransportError, match="another size"):
-            transport._Landing.of_peer(str(small))
+            SharedLanding.of_peer(str(small))
         link = SHARED / f"jgr-items-{tmp_path.name}-link"
         link.symlink_to(small)
         with pytest.raises(OSError, match="symbolic"):
-            transport._Landing.of_peer(str(link))
+            SharedLanding.of_peer(str(link))
         link.unlink()
     finally:
         small.unlink()
+
+
+def test_bytes_by_nixl_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=re.escape("fleet.transport=nixl needs nixl_cu12: pip install 'jgr[nixl]'")
+    ):
+        SocketTransport(SECRET, MODEL, WORDS, nixl=True)
 
 
 def test_a_frame_that_was_changed_on_its_way_is_refused(owner: Owner, server: ItemServer) -> None:

@@ -33,6 +33,7 @@ from jgr.data.sources.records import (
     csv_rows,
     find_all,
     find_optional,
+    nothing_found,
 )
 from jgr.data.sources.tables import MICROSECONDS, BadCell, Block, Table, open_table
 
@@ -44,8 +45,7 @@ def _open(folder: Path) -> Tabular:
     plain = find_all(folder, *(f"interactions.{form}" for form in FORMS))
     atomic = find_all(folder, "*.inter")
     if not plain and not atomic:
-        wanted = " or ".join(f"interactions.{form}" for form in FORMS)
-        raise DataError(f"{folder}: has no {wanted} or *.inter (each may be gzipped)")
+        raise nothing_found(folder, *(f"interactions.{form}" for form in FORMS), "*.inter")
     parts = {_split_of(path): path for path in atomic}
     whole = len(atomic) == 1 or (set(parts) == set(SPLIT_OF) and len(atomic) == len(parts))
     if len(plain) + bool(atomic) > 1 or not (plain or whole):

@@ -28,6 +28,8 @@ from jgr.files import read_lines
 SplitName = Literal["leave_one_out", "time", "given"]
 T = TypeVar("T")
 MAX_TIME = 2**62
+TOLD_FILES = 8
+"""Files of a folder that an error names."""
 
 
 class Event(NamedTuple):
@@ -150,8 +152,19 @@ def find(folder: Path, *names: str) -> Path:
     """The first of `names` that exists in the folder, plain or with .gz. Raises DataError if none does."""
     path = find_optional(folder, *names)
     if path is None:
-        raise DataError(f"{folder}: has no {' or '.join(names)} (each may be gzipped)")
+        raise nothing_found(folder, *names)
     return path
+
+
+def nothing_found(folder: Path, *names: str) -> DataError:
+    """The error for a folder without any of the files, which tells what is there instead."""
+    if not folder.is_dir():
+        what = "is a file: name the folder that it is in" if folder.exists() else "there is no such folder"
+        return DataError(f"{folder}: {what}")
+    there = sorted(path.name for path in folder.iterdir())
+    told = ", ".join(there[:TOLD_FILES]) + (", ..." if len(there) > TOLD_FILES else "")
+    wanted = f"has no {' or '.join(names)} (each may be gzipped)"
+    return DataError(f"{folder}: {wanted}; {f'there are {told}' if told else 'it is empty'}")
 
 
 def find_optional(folder: Path, *names: str) -> Path | None:
@@ -193,7 +206,8 @@ def csv_rows(
         header = next(reader, [])
         absent = [column for column in columns if column not in header]
         if absent or len(set(header)) != len(header):
-            raise ValueError(f"the header must name each column once, {', '.join(columns)} among them")
+            named = f"the header must name each column once, {', '.join(columns)} among them"
+            raise ValueError(f"{named}; there are {', '.join(header) or 'none'}")
         for row in reader:
             if len(row) != len(header):
                 raise ValueError(f"has {len(row)} fields, the header {len(header)}")

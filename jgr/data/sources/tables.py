@@ -79,7 +79,7 @@ class Table:
         if missing is not None:
             raise DataError(
                 f"{self.path}:1: the header must name each column once, {', '.join(columns)} among them; "
-                f"{missing} is missing, there are {', '.join(block.columns) or 'none'}"
+                f"{missing} is missing, there are {', '.join(block.columns) or 'none'}: rename the one that it is"
             )
 
 

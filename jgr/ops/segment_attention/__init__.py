@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jgr.ops import split
-from jgr.ops.dispatch import Implementation, dispatch, kernel
-from jgr.ops.segment_attention import pallas_triton, reference, xla
+from jgr.ops.dispatch import Implementation, dispatch, kernel, on_cpu
+from jgr.ops.segment_attention import native, pallas_triton, reference, xla
 from jgr.ops.segment_attention.visibility import Arguments, Causal, Context
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
@@ -18,6 +18,7 @@ __all__ = ["IMPLEMENTATIONS", "Arguments", "Causal", "Context", "segment_attenti
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.segment_attention, pallas_triton.interpreted, pallas_triton.supports),
+    on_cpu(native.segment_attention, native.supports),
     Implementation("xla", xla.segment_attention),
     Implementation("reference", reference.segment_attention),
 )

@@ -249,4 +249,6 @@ def _seen(prompt: Prompt, bits: npt.NDArray[np.int32], cached: int) -> float:
     return float(own.sum() + new @ (table @ lengths))
 
 
-OP = OpCases("segment_attention", flat, CASES, _shapes, _integers, _work, _options)
+OP = OpCases(
+    "segment_attention", flat, CASES, _shapes, _integers, _work, _options, timed=("pallas", "native", "xla")
+)

@@ -37,6 +37,9 @@ from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
+READY = ("/health/ready", "/v2/health/ready")
+READY_S = 0.5
+"""So long replicas have to say that they are ready: who asks waits for a second alone, such as Kubernetes."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -60,7 +63,7 @@ class Front:
     ) -> None:
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
-        self._replicas, self._rollouts = Replicas(replicas), rollouts
+        self._replicas, self._rollouts = Replicas(replicas, lambda: SERIES.names), rollouts
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._default_ms = config.server.default_deadline_ms
@@ -109,20 +112,21 @@ class Front:
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
+        if asked.method in ("GET", "HEAD") and path in READY:
+            fleet = self._config.fleet
+            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
+            found = await self._replicas.each(asked, READY_S)
+            return readiness(found, wanted if path == READY[0] else None)
         first = await self._ask_one(path, asked, arrival_s, tenant)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             return metrics(first, await self._replicas.metrics(), await fronts_series())
         if asked.method == "GET" and path == "/v1/models":
-            return models(first, await self._replicas.about_all())
-        if asked.method in ("GET", "HEAD") and path == "/health/ready":
-            fleet = self._config.fleet
-            wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
-            return readiness(first, await self._replicas.about_all(), wanted)
+            return models(first, await self._replicas.seen())
         return first
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent."""
-        hint = glance(path, asked.body, tenant)
+        hint = glance(path, asked.body, tenant, profiled=self._config.fleet.routing == "hlem")
         left_ms = hint.left_ms or self._default_ms
         arrival_ns = round(arrival_s * 1e9)
         until_ns = None if left_ms is None else arrival_ns + round((left_ms / 1e3 + GRACE_S) * 1e9)

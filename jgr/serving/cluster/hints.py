@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from jgr.serving.cluster.protocol import sent
 from jgr.serving.known_items import user_entry
+from jgr.serving.policies.shards import profile
 
 WORK = ("/v1/recommend", "/v1/rank", "/v1/rerank", "/v1/score", "/v1/explain/recommend", "/v1/explain/rank")
 USERS, PREFILL = "/v1/users/", "/prefill"
@@ -21,7 +22,8 @@ class Hint(NamedTuple):
     left_ms: the deadline, from the arrival at the fleet; None: there is none. waited_ms: how long ago that was. to: the
     replica that is meant; "": any. sender: the router's name. tried: replicas that come last, since they have failed
     the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`. model, layout:
-    that the request names; "": none.
+    that the request names; "": none. shards: those of the embedding rows that the history reads most, see
+    `shards.profile`.
     """
 
     user: str = ""
@@ -35,6 +37,7 @@ class Hint(NamedTuple):
     attempt: str = ""
     model: str = ""
     layout: str = ""
+    shards: tuple[str, ...] = ()
 
     def __reduce__(self) -> Any:
         return sent(self)
@@ -55,8 +58,9 @@ class _Glance(Struct):
 _decode = msgspec.json.Decoder(_Glance).decode
 
 
-def glance(path: str, body: bytes, tenant: str = "") -> Hint:
-    """The hint of a request for a model's work; of one that cannot be read, and of others, an empty one."""
+def glance(path: str, body: bytes, tenant: str = "", profiled: bool = False) -> Hint:
+    """The hint of a request for a model's work; of one that cannot be read, and of others, an empty one. profiled:
+    whether it has the shards that the history reads."""
     hinted = path.startswith(USERS) and path.endswith(PREFILL)
     if path not in WORK and not hinted:
         return Hint()
@@ -75,4 +79,5 @@ def glance(path: str, body: bytes, tenant: str = "") -> Hint:
         left_ms=float(deadline) if isinstance(deadline, int | float) and deadline > 0 else None,
         model=seen.model if isinstance(seen.model, str) else "",
         layout=seen.layout if isinstance(seen.layout, str) else "",
+        shards=profile(seen.history) if profiled else (),
     )

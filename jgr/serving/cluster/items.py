@@ -28,13 +28,14 @@ from jgr.cache.entries import Entry
 from jgr.config import Config, ConfigError, UserError
 from jgr.models.words import WORD
 from jgr.placement.kv_folder import KvFolder
+from jgr.placement.landing import TransportError
+from jgr.placement.nixl import nixl_reader
 from jgr.placement.shared_items import Block, SharedItems
 from jgr.placement.transport import (
     Bucket,
     ItemServer,
     Peer,
     SocketTransport,
-    TransportError,
     machine,
 )
 from jgr.placement.worker import item_name
@@ -91,6 +92,8 @@ class ItemShare:
                 f"{field}: no model keeps items: it takes rank.method=item_token or item_probe, and cache.policy="
                 f"{' or '.join(KEEP_ITEMS)}"
             )
+        if config.fleet.transport == "nixl":
+            nixl_reader()  # it takes a while, and is told at the start where it is not installed
 
     # What the coordinator asks.
 
@@ -126,9 +129,9 @@ class ItemShare:
         name = identity(engine.info.version.rpartition("@")[2], caching.kv)
         loop = asyncio.get_running_loop()
         source = partial(lend, loop, caching.items)
-        server = ItemServer(source, secret, name, self._host, self._bucket)
-        shares = self._fleet.transport == "auto"
-        transport = SocketTransport(secret, name, caching.kv.cells.words, shares)
+        by = self._fleet.transport
+        server = ItemServer(source, secret, name, self._host, self._bucket, nixl=by == "nixl")
+        transport = SocketTransport(secret, name, caching.kv.cells.words, by == "auto", nixl=by == "nixl")
         self._node = Node(number, server, transport, engine.catalog.n_items)
         return Peer(self._host, server.port, machine())
 

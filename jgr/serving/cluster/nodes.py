@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jgr.placement.kv_folder import KvFolder
+from jgr.placement.landing import TransportError
 from jgr.placement.shared_items import Block, SharedItems
-from jgr.placement.transport import ItemServer, Peer, Transport, TransportError
+from jgr.placement.transport import ItemServer, Peer, Transport
 
 STEP_S = 60.0
 """How long a node may take to give the items of a step."""

@@ -28,6 +28,8 @@ from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies.digests import digest
+from jgr.serving.scorers.paging import Paging
+from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.versions.deployment import Beginning, Deployment
 from jgr.serving.versions.served_models import Models
 from jgr.serving.versions.served_state import begin_as, state_of
@@ -39,6 +41,8 @@ RATE = 1 / 16
 """The weight of one request in the means."""
 MOST = 512
 """A request counts as one of so many events and candidates at most."""
+NOBODY = Hint()
+"""Of a call that is meant for whoever gets it."""
 FILL = 8
 """A digest names at most one entry for so many bits: the entries that were used last."""
 
@@ -160,8 +164,7 @@ class Replica:
     async def answer(self, hint: Hint, asked: Asked) -> Answered:
         """The answer of the HTTP application."""
         hint, asked = received(Hint, hint), received(Asked, asked)
-        if hint.to not in ("", self.name):  # that one is gone
-            raise RequestError("unavailable", f"replica {hint.to} is gone")
+        self._require_meant(hint)
         wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
         tokens = wanted.tokens
         if hint.events:
@@ -198,8 +201,9 @@ class Replica:
         ready = what != "about" or self.models.status == "ready"
         return self.name, asked[what](*arguments) if ready else None
 
-    async def about(self) -> dict[str, Any]:
+    async def about(self, hint: Hint = NOBODY) -> dict[str, Any]:
         """Name, status and versions: what a rollout and the whole view ask for. info: as /v1/models tells it."""
+        self._require_meant(hint)
         return {
             "info": msgspec.to_builtins(self._info()),
             "name": self.name,
@@ -233,8 +237,9 @@ class Replica:
         """What the fleet serves, as far as it was told."""
         return self._record
 
-    async def metrics(self) -> tuple[str, str]:
+    async def metrics(self, hint: Hint = NOBODY) -> tuple[str, str]:
         """Name, and the series of all models as text."""
+        self._require_meant(hint)
         return self.name, self.models.render_metrics().decode()
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -247,6 +252,8 @@ class Replica:
             "items": digest(islice(self._held("item"), most), bits),
             "sent": self._work.mean(self._now_ns()),
             "ns_per_token": self._ns_per_token(),
+            "shards": digest(chain.from_iterable(of.shards(ids) for of, ids in self._paged()), bits),
+            "rows_ns": sum(of.missing_ns(self._mean_events + self._mean_items) for of, _ in self._paged()),
             **self._shape,
         }
 
@@ -280,6 +287,12 @@ class Replica:
             if self._app.traces is not None:
                 await asyncio.to_thread(self._app.traces.close)
 
+    def _require_meant(self, hint: Hint) -> None:
+        """Raises RequestError where another replica is meant, which is gone."""
+        to = received(Hint, hint).to
+        if to not in ("", self.name):
+            raise RequestError("unavailable", f"replica {to} is gone")
+
     def _info(self) -> ReplicaInfo:
         of = ("id", "version", "catalog_version", "state", "reload", "reload_error")
         served = [ServedVersion(**{name: getattr(info, name) for name in of}) for info in self.models.infos]
@@ -297,6 +310,13 @@ class Replica:
             below = meta.below.names(kind) if meta.below is not None else ()
             for name in chain(meta.names(kind), below):
                 yield catalog.item_ids[name.id] if kind == "item" else str(name.id)
+
+    def _paged(self) -> Iterator[tuple[Paging, Sequence[str]]]:
+        """The rows of each model that has them in pages, and its items."""
+        for deployment in self.models.deployments:
+            of = deployment.engine.served
+            if isinstance(of, ServedScorer) and of.paging is not None:
+                yield of.paging, of.catalog.item_ids
 
     def _ns_per_token(self) -> float:
         return ns_per_token(self.models, round(self._mean_events), round(self._mean_items))

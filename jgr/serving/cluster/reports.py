@@ -26,6 +26,7 @@ def ask_of(hint: Hint, shape: Shape, request_id: str = "") -> Ask:
         left_ns=None if hint.left_ms is None else round((hint.left_ms - hint.waited_ms) * 1e6),
         tried=hint.tried,
         both=bool(shape.get("both", 0.0)),
+        shards=hint.shards,
     )
 
 
@@ -36,6 +37,8 @@ def report(stats: Mapping[str, Any]) -> Report:
         items=stats.get("items", b""),
         ns_per_token=stats.get("ns_per_token", 0.0),
         sent=stats.get("sent", {}),
+        shards=stats.get("shards", b""),
+        rows_ns=stats.get("rows_ns", 0.0),
     )
 
 

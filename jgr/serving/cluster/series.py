@@ -78,6 +78,12 @@ class Series:
         """An attempt has ended as one of ENDS."""
         self._attempts[outcome].inc()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The replicas that are there, as far as this process was told; empty before its first request."""
+        with self._lock:
+            return tuple(self._heard_s)
+
     def ages(self) -> dict[str, float]:
         """Seconds since each replica's last report."""
         with self._lock:

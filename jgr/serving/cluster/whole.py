@@ -68,16 +68,20 @@ def metrics(first: Answered, texts: Mapping[str, str], fronts: Sequence[str] = (
     return Answered(200, _headers(first, body, CONTENT_TYPE), body)
 
 
-def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) -> Answered:
-    """/health/ready of the fleet, which serves where one replica does. Raises RequestError where none does."""
-    if first.status in (401, 403):
-        return first
-    ready = sum(each["status"] == "ready" for each in about)
-    if not ready:
-        waiting = next((each["waiting"] for each in about if each["waiting"]), "starting")
-        raise RequestError("unavailable", f"the server is {waiting}")
-    body = msgspec.json.encode({"status": "ready", "replicas": ready, "of": wanted})
-    return Answered(200, _headers(first, body, "application/json"), body)
+def readiness(found: Sequence[Answered], wanted: int | None) -> Answered:
+    """The health of the fleet, which serves where one replica does; what one says of itself where none does. Raises
+    RequestError where none says anything.
+
+    found: what those have said that answer soon, which may not be all that serve. wanted: how many there should be, for
+    /health/ready; None: one's answer stands for all.
+    """
+    if not found:
+        raise RequestError("unavailable", "no replica answers")
+    ready = [each for each in found if each.status == 200]
+    if not ready or wanted is None:
+        return (*ready, *found)[0]
+    body = msgspec.json.encode({"status": "ready", "replicas": len(ready), "of": wanted})
+    return Answered(200, _headers(ready[0], body, "application/json"), body)
 
 
 def models(first: Answered, about: Sequence[Mapping[str, Any]]) -> Answered:

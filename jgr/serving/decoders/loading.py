@@ -29,6 +29,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.devices import Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, laid_out
 from jgr.models.model_files import ModelFiles
+from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
 from jgr.serving.decoders.caching import kv_cells, make_caching, rank_profiles, recommend_profiles
@@ -122,7 +123,7 @@ def make_engine(
     else:
         executor = _make_executors(model, config, tables, segment_rows, fitted.prompts, memory)
     _log.info(
-        "model %s@%s: %s, %d layers, hidden %d, on %d x %s; catalog %s: %d items; %d shapes",
+        "model %s@%s: %s, %d layers, hidden %d, on %d x %s by %s; catalog %s: %d items; %d shapes",
         config.model.name,
         model.revision,
         model.cfg.family,
@@ -130,6 +131,7 @@ def make_engine(
         model.cfg.hidden,
         devices.count,
         jax.devices()[0].device_kind,
+        native.describe(),
         catalog.version,
         catalog.n_items,
         len(executor.profiles),

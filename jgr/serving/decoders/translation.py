@@ -26,6 +26,7 @@ from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import NO_FILTER, ItemFilter, ItemFilters, catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config, ConfigError
+from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.layouts import CAUSAL, LAYOUTS, Kind
 from jgr.prompt.segments import Content, Part, Prompt, arrange, count_tokens, make_prompt
@@ -171,6 +172,7 @@ class Translator:
             beam_width=config.beam.width,
             max_beam_width=max_beam_width,
             max_candidates=min(config.server.max_candidates, max_candidates),
+            kernels=native.describe(),
             max_history=config.server.max_history,
             max_filter_items=config.server.max_filter_items,
             segments=list(self._filters.segments),
@@ -237,6 +239,8 @@ class Translator:
 
     def _recommend(self, request: RecommendRequest, tenant: str, read: Read | None) -> Task:
         info = self.info
+        if request.rerank is not None:  # the server takes it away, where it can
+            raise invalid("rerank", "rerank: only /v1/recommend of a server takes it")
         width = request.beam_width or info.beam_width
         if width > info.max_beam_width:
             raise invalid("beam_width", f"beam_width is {width}; the largest served is {info.max_beam_width}")

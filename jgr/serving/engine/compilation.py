@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jgr.config import UserError
-from jgr.ops import split
+from jgr.ops import native, split
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ def compiled(
         tuple(sorted(static.items())),
         tree,
         shapes,
+        native.in_use(),
     )
     program = _programs.get(whole)
     if program is None:

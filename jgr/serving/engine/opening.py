@@ -16,6 +16,7 @@ from jgr.catalog.catalog import Catalog, load_catalog
 from jgr.config import Config, ConfigError
 from jgr.models import manifest
 from jgr.models.model_files import ModelFiles, check_folder
+from jgr.ops import native
 from jgr.serving.engine.compilation import CompilationCounter, use_compilation_cache
 from jgr.serving.engine.metrics import Metrics
 
@@ -63,6 +64,8 @@ def open_folder(config: Config) -> Path:
         jax.devices()
     except RuntimeError as error:  # the backend that JAX_PLATFORMS names is not there
         raise ConfigError(f"there is no device to serve on: {error}") from None
+    if not config.model.native:
+        native.use(False)
     if config.model.compilation_cache:
         use_compilation_cache(Path(os.path.expanduser(config.model.compilation_cache)))
     return Path(config.model.path).resolve()  # a link that is switched from here on does not mix two models

@@ -105,12 +105,17 @@ class Cold:
                 Route("/health/ready", self._ready),
                 Route("/metrics", self._render_metrics),
                 Route("/openapi.json", self._openapi),
+                Route("/", self._lead_to_the_page),
                 *docs_page.ROUTES,
                 *ui_page.ROUTES,
             ],
             exception_handlers={HTTPException: refuse, RequestError: refuse, Exception: refuse},
         )
         self.application.router.redirect_slashes = False
+
+    async def _lead_to_the_page(self, request: HttpRequest) -> Response:
+        """Who opens the address that the start printed in a browser is shown the page."""
+        return Response(status_code=302, headers={"Location": f"{self._base_path}/ui"})
 
     async def _list_models(self, request: HttpRequest) -> Response:
         return _json(ModelList(data=self._models.infos))

@@ -25,7 +25,7 @@ from jgr.serving.errors import RETRY_AFTER_S, STATUS, RequestError
 from jgr.serving.http.cold import UPLOAD_PATH
 from jgr.serving.http.front import own_path
 from jgr.serving.http.refusals import error_body
-from jgr.serving.http.server import Departure, Headers
+from jgr.serving.http.server import Departure, Headers, Visit
 
 READ_TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
@@ -103,6 +103,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = self._received_bytes = self._body_bytes = self._unread_bytes = 0
         self._running: RequestResponseCycle | None = None
+        self._visit = Visit()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,6 +141,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._visit.end()
         running = self._running
         if running is not None and not running.response_complete:
             running.disconnected = True
@@ -194,6 +196,7 @@ class Protocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             raise _head_too_large()
         self.scope["jgr.departure"] = Departure()  # type: ignore[typeddict-unknown-key]
+        self.scope["jgr.visit"] = self._visit  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
         path = self.scope["path"]
         uploads = self.scope["method"] == "POST" and path.endswith(UPLOAD_PATH)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,11 +28,12 @@ from jgr.fields import require
 from jgr.files import reading
 from jgr.serving.errors import RequestError
 from jgr.serving.http.decoding import UNREADABLE, refusal
-from jgr.serving.policies.quotas import NS_PER_S, Bucket, Share
+from jgr.serving.policies.quotas import NS_PER_S, Bucket, Places, Share
 
 MIN_KEY_CHARS = 16
 MAX_KEYS = 10_000
 MAX_RATE = 1e6
+MAX_CONNECTIONS = 1_000_000
 MAX_FILE_BYTES = 1 << 22
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -50,6 +51,7 @@ class KeyEntry(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     rate: Annotated[float, Meta(ge=1e-3, le=MAX_RATE)] | None = None
     burst: Annotated[int, Meta(ge=1, le=int(MAX_RATE))] | None = None
     share: Annotated[float, Meta(gt=0, le=1)] | None = None
+    connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)] | None = None
 
 
 class KeysFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -58,26 +60,40 @@ class KeysFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     keys: Annotated[list[KeyEntry], Meta(max_length=MAX_KEYS)]
 
 
+class Limits(NamedTuple):
+    """What a key may ask for, see KeyEntry; None: there is no limit."""
+
+    rate: float | None = None
+    burst: int | None = None
+    share: float | None = None
+    connections: int | None = None
+
+
+NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True, eq=False)
 class Caller:
-    """Who asks. tenant: whose the users' cache entries are, see `tenant`; "" on an open server. limits: rate, burst and
-    share.
+    """Who asks. tenant: whose the users' cache entries are, see `tenant`; "" on an open server.
 
-    bucket, share: what is left of them; None: there is no limit.
+    bucket, share, places: what is left of them; None: there is no limit.
     """
 
     name: str = ""
     tenant: str = ""
     role: Role = "client"
-    limits: tuple[float | None, int | None, float | None] = (None, None, None)
+    limits: Limits = NO_LIMITS
     bucket: Bucket | None = None
     share: Share | None = None
+    places: Places | None = None
 
     def charge(self, now_ns: int) -> None:
         """Take a token for a call. Raises RequestError where the key's rate is used up."""
         wait_ns = 0 if self.bucket is None else self.bucket.take(now_ns)
         if wait_ns:
-            message = f"the key {self.name!r} may make {self.limits[0]:g} requests a second; try again later"
+            message = (
+                f"the key {self.name!r} may make {self.limits.rate:g} requests a second; try again later"
+            )
             raise RequestError("quota_exceeded", message, retry_after_s=-(-wait_ns // NS_PER_S))
 
 
@@ -170,7 +186,7 @@ class Keys:
         before = {(caller.name, caller.limits): caller for caller in self._callers.values()}
         callers = {}
         for entry in entries:
-            limits = (entry.rate, entry.burst, entry.share)
+            limits = Limits(entry.rate, entry.burst, entry.share, entry.connections)
             old = before.get((entry.name, limits), ANYBODY)  # what it has used up stays used up
             burst = entry.burst or max(1, round(entry.rate or 1))
             callers[self._digest(entry.key.encode())] = Caller(
@@ -181,6 +197,7 @@ class Keys:
                 old.bucket
                 or (Bucket(entry.rate / self._parts, -(-burst // self._parts)) if entry.rate else None),
                 old.share or (Share(entry.share) if entry.share else None),
+                old.places or (Places(entry.connections) if entry.connections else None),
             )
         self._callers = callers
 

@@ -428,5 +428,5 @@ def open_paths(config: ServerConfig) -> Collection[str]:
     """The paths that are answered without a key."""
     groups = opened(config)
     paths = {operation.path for operation in OPERATIONS if operation.group in groups}
-    pages: dict[Group, Collection[str]] = {"docs": docs_page.PATHS, "ui": ui_page.PATHS}
+    pages: dict[Group, Collection[str]] = {"docs": docs_page.PATHS, "ui": (*ui_page.PATHS, "/")}
     return paths.union(*(pages.get(group, ()) for group in groups))

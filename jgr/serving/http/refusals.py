@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -19,6 +19,7 @@ TRY_AGAIN: tuple[ErrorType, ...] = ("overloaded", "quota_exceeded")
 """Errors after which a client is told when to ask again."""
 
 _encode = msgspec.json.Encoder().encode
+B = TypeVar("B", "KServeError", ErrorBody)
 
 
 class KServeError(Struct, kw_only=True):
@@ -30,6 +31,10 @@ class KServeError(Struct, kw_only=True):
     field: Annotated[
         str | UnsetType, Meta(description="Tensor or field at fault; absent if there is none.")
     ] = UNSET
+    predicted_ms: Annotated[
+        float | UnsetType,
+        Meta(description="Milliseconds that the answer would have taken, where that is why it was refused."),
+    ] = UNSET
 
 
 def is_kserve(path: str) -> bool:
@@ -39,14 +44,19 @@ def is_kserve(path: str) -> bool:
 def error_body(error: RequestError, request_id: str, path: str = "") -> bytes:
     """Encode an error as JSON. path: of the request, which decides the shape."""
     if is_kserve(path):
-        field = UNSET if error.field is None else error.field
-        return _encode(KServeError(error=error.message, type=error.type, request_id=request_id, field=field))
+        told = KServeError(error=error.message, type=error.type, request_id=request_id)
+        return _encode(_with_details(told, error))
     body = ErrorBody(type=error.type, message=error.message, request_id=request_id)
+    return _encode(ErrorAnswer(error=_with_details(body, error)))
+
+
+def _with_details(body: B, error: RequestError) -> B:
+    """The body with what only some errors have."""
     if error.field is not None:
         body.field = error.field
     if error.predicted_ms is not None:
         body.predicted_ms = error.predicted_ms
-    return _encode(ErrorAnswer(error=body))
+    return body
 
 
 async def refuse(request: HttpRequest, error: Exception) -> Response:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from random import getrandbits
 from typing import Any, NamedTuple, TypeVar
@@ -27,10 +27,10 @@ from prometheus_client import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from jgr.config import ServerConfig
-from jgr.serving.api import RankRequest, RecommendRequest
+from jgr.serving.api import Answer, RankRequest, RecommendRequest
 from jgr.serving.engine.engine import AnyEngine, ClientGone
 from jgr.serving.engine.tracing import Trace, Tracing, tracing
-from jgr.serving.errors import STATUS, ErrorType, RequestError, quoted
+from jgr.serving.errors import STATUS, ErrorType, RequestError, invalid, quoted
 from jgr.serving.explanations import ExplainRank, ExplainRecommend
 from jgr.serving.http.access import log_access
 from jgr.serving.http.cold import ADMIN_PATHS, EXPLAIN_RANK, EXPLAIN_RECOMMEND, USERS_PATH, Cold
@@ -39,7 +39,9 @@ from jgr.serving.http.keys import ANYBODY, Caller, Keys
 from jgr.serving.http.operations import open_paths
 from jgr.serving.http.refusals import KSERVE, TRY_AGAIN, error_body
 from jgr.serving.http.rerank import Translate, rerank, score
+from jgr.serving.http.reranked import Ask, reranked
 from jgr.serving.policies.jobs import Kind
+from jgr.serving.policies.quotas import Places
 from jgr.serving.prefill import Asked
 from jgr.serving.versions.served_models import Models
 
@@ -90,6 +92,29 @@ class Departure:
             self._cancel()
 
 
+class Visit:
+    """One connection, and the places of keys that it holds: one of each key that it has asked with."""
+
+    def __init__(self) -> None:
+        self._held: set[Places] = set()
+        self._ended = False
+
+    def admits(self, places: Places) -> bool:
+        """Whether the connection has one of these places from now on, or needs none, since it is lost."""
+        if self._ended or places in self._held:
+            return True
+        if not places.enter():
+            return False
+        self._held.add(places)
+        return True
+
+    def end(self) -> None:
+        """The connection is lost."""
+        self._ended = True
+        while self._held:
+            self._held.pop().leave()
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """One call for a model's work. trace: None: it is not traced."""
@@ -103,7 +128,8 @@ class Call:
 
 class App:
     """The ASGI application that serves `models`. `jgr.serving.http.listener` runs it. Another ASGI server could, but
-    work goes on for a client that leaves unless the scope has its Departure as "jgr.departure".
+    work goes on for a client that leaves unless the scope has its Departure as "jgr.departure", and a key may have any
+    number of connections unless the scope has each one's Visit as "jgr.visit".
 
     place: attributes of traces that tell which replica of a fleet this is. Raises ConfigError for keys that cannot be
     used.
@@ -148,6 +174,8 @@ class App:
             trace = reply.trace = self.traces.begin(arrival_ns, scope["headers"], name)
         try:
             caller = None if path in self._open else self._admit(scope, key, arrival_ns)
+            if caller is not None and caller.places is not None and "jgr.visit" in scope:
+                self._let_in(scope["jgr.visit"], caller, reply)
             if hot is None or caller is None:
                 if "\n" in path:  # the end of a route's pattern matches before a newline
                     raise RequestError("not_found", f"there is no {quoted(path)}")
@@ -201,6 +229,17 @@ class App:
             return ANYBODY
         return self.admit(find, key, None if "jgr.charged" in scope else now_ns)
 
+    def _let_in(self, visit: Visit, caller: Caller, reply: _Reply) -> None:
+        """Raise RequestError, and close the connection, where its caller has as many as it may."""
+        assert caller.places is not None
+        if not visit.admits(caller.places):
+            reply.closes = True
+            self._refused["connections"].inc()
+            most = caller.limits.connections
+            raise RequestError(
+                "quota_exceeded", f"the key {caller.name!r} may have {most} connections at a time; close one"
+            )
+
     def admit(self, find: Callable[[bytes], Caller], key: bytes, now_ns: int | None) -> Caller:
         """Who asks, as `find` tells by the key. now_ns: None: another process has charged the key. Raises RequestError
         for a key that may not, or that may not ask so often."""
@@ -225,12 +264,31 @@ class App:
         except UNREADABLE as error:
             raise refusal(error, body, decoder.type) from None
         models = self.models
-        return await self.answer(
-            models.chosen.get((request.model, kind)) or models.engine(request.model, kind),
-            request,
-            call,
-            _encode,
-        )
+        engine = models.chosen.get((request.model, kind)) or models.engine(request.model, kind)
+        try:
+            if isinstance(request, RecommendRequest) and request.rerank is not None:
+                return _encode(
+                    await reranked(self._asks(call), engine, self._ranker(request.rerank), request)
+                )
+            return await self.answer(engine, request, call, _encode)
+        finally:
+            del engine  # see _computed
+
+    def _asks(self, call: Call) -> Ask:
+        """Both requests of a call that reranks; a trace tells of the first."""
+
+        def ask(engine: AnyEngine, request: RecommendRequest | RankRequest) -> Awaitable[Answer]:
+            of = call if isinstance(request, RecommendRequest) else replace(call, trace=None)
+            return self.answer(engine, request, of, lambda answer: answer)
+
+        return ask
+
+    def _ranker(self, name: str) -> AnyEngine:
+        """The engine of a request's `rerank`. Raises RequestError, which names the field."""
+        try:
+            return self.models.engine(name, "rank")
+        except RequestError as error:
+            raise invalid("rerank", f"rerank: {error.message}") from None
 
     async def _translated(self, kind: Kind, translate: Translate, body: bytes, call: Call) -> bytes:
         """The answer to a body of another shape, in that shape; errors name its fields."""
@@ -329,11 +387,12 @@ class App:
 
 class _Reply:
     """Sends one response, with the headers that every response has. status: its HTTP status, 0 until it is sent. size:
-    bytes of its body so far."""
+    bytes of its body so far. closes: whether the connection is closed after it."""
 
     def __init__(self, send: Send, request_id: str, models: Models, path: str) -> None:
         self.request_id = request_id
         self.status = self.size = 0
+        self.closes = False
         self.trace: Trace | None = None
         self._send = send
         self._models = models
@@ -364,7 +423,7 @@ class _Reply:
             headers.append((b"x-request-id", self.request_id.encode()))
             if self.trace is not None:
                 headers.append((b"traceresponse", self.trace.header()))
-            if self._models.draining:
+            if self.closes or self._models.draining:
                 headers.append((b"connection", b"close"))
         else:
             self.size += len(message.get("body", b""))

@@ -9,7 +9,8 @@ began to grow, at most so many count.
 A long job is refused sooner than a short one, because it needs more of what is left until its deadline; so under
 overload only short ones would be served. Therefore a class of jobs that is refused less often than the others gets a
 handicap, a share of the time until its deadline that it must leave unused besides. It grows until the class is refused
-nearly as often, and shrinks where nobody is refused.
+nearly as often, and shrinks where nobody is refused. What all classes have of it counts for none: it would only refuse
+more of all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ AT_ONCE = 10
 """Late jobs that count of those that were accepted before the first of them was late."""
 RATE = 1 / 64
 """The weight of one job in the shares of refused jobs."""
-GAIN = 1 / 2
+GAIN = 4
 """How fast a handicap follows from a difference of these shares."""
 ALIKE = 0.95
 """A class that is refused less often than this share of the mean gets a handicap."""
@@ -47,6 +48,7 @@ class Admission:
     def __init__(self) -> None:
         self._classes: dict[Hashable, _Class] = {}
         self._refused = 0.0
+        self._least = 0.0  # of all handicaps
         self._margin_ns = LEAST_NS
         self._grows_ns, self._late = -1, 0
 
@@ -54,17 +56,22 @@ class Admission:
         """What a job of a class must leave unused of the time until its deadline."""
         found = self._classes.get(of)
         margin_ns = min(self._margin_ns, left_ns // 2)
-        return margin_ns + (round(found.handicap * (left_ns - margin_ns)) if found else 0)
+        return margin_ns + (round((found.handicap - self._least) * (left_ns - margin_ns)) if found else 0)
 
     def decided(self, of: Hashable, refused: bool) -> None:
         """A job of the class was refused, or accepted."""
-        if of not in self._classes and len(self._classes) >= MOST_CLASSES:
-            return
-        each = self._classes.setdefault(of, _Class())
+        each = self._classes.get(of)
+        if each is None:
+            if len(self._classes) >= MOST_CLASSES:
+                return
+            each = self._classes[of] = _Class()
+            self._least = 0.0
         self._refused += RATE * (refused - self._refused)
         each.refused += RATE * (refused - each.refused)
         more = GAIN * RATE * (ALIKE * self._refused - each.refused) - RATE**3
-        each.handicap = min(MOST, max(0.0, each.handicap + more))
+        before, each.handicap = each.handicap, min(MOST, max(0.0, each.handicap + more))
+        if each.handicap != before:
+            self._least = min(other.handicap for other in self._classes.values())
 
     def in_time(self) -> None:
         """An accepted job was in time."""

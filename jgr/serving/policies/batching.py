@@ -99,8 +99,8 @@ class Grouping(Protocol):
     def size_class(self, job: Job) -> Hashable:
         """Jobs of one class take the same shapes."""
 
-    def load(self) -> Load:
-        """Nothing that waits yet."""
+    def load(self, full: bool = False) -> Load:
+        """Nothing that waits yet. full: until the device begins with the first of it, others will fill its batch."""
 
     def renew(self, epoch: int) -> None:
         """The pool is of this epoch: forget what was cached before."""
@@ -216,8 +216,8 @@ class FixedShapes:
     def spread_ns(self, job: Job) -> int:
         return self.costs.spread_ns(self._alone(job))
 
-    def load(self) -> Load:
-        return _ClassLoad(self)
+    def load(self, full: bool = False) -> Load:
+        return _ClassLoad(self, full)
 
     def size_class(self, job: Job) -> tuple[int, int]:
         """The least tokens and width of profiles that take the job; jobs of a class fit the same profiles."""
@@ -286,8 +286,8 @@ class _ClassLoad:
     """Jobs that wait, as if each class had batches of its own. A job's own batch is full when it runs: who comes later
     will fill it."""
 
-    def __init__(self, shapes: FixedShapes) -> None:
-        self._shapes = shapes
+    def __init__(self, shapes: FixedShapes, full: bool) -> None:
+        self._shapes, self._full = shapes, full
         self._numbers: dict[tuple[int, int], int] = {}
         self._total_ns = 0
 
@@ -295,7 +295,7 @@ class _ClassLoad:
         of = self._shapes.size_class(job)
         number, cover = self._numbers.get(of, 0), self._shapes.cover(of)
         before_ns, after_ns = cover.ns(number), cover.ns(number + 1)
-        own_ns = cover.full_ns(number + 1) if self._total_ns else after_ns
+        own_ns = cover.full_ns(number + 1) if self._total_ns or self._full else after_ns
         end_ns = self._total_ns - before_ns + own_ns
         if most_ns is None or end_ns <= most_ns:
             self._numbers[of] = number + 1
@@ -425,8 +425,8 @@ class Batcher(Policy[Live]):
     def _class_of(self, job: Job) -> Hashable:
         return job.kind, self._groupings[job.kind].size_class(job)
 
-    def _load(self) -> Load:
-        return _KindsLoad({kind: grouping.load() for kind, grouping in self._groupings.items()})
+    def _load(self, full: bool = False) -> Load:
+        return _KindsLoad({kind: grouping.load(full) for kind, grouping in self._groupings.items()})
 
     def _begins_ns(self, now_ns: int) -> int:
         ends = self._lane_ends_ns(now_ns)

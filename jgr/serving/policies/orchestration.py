@@ -285,7 +285,7 @@ class Orchestrator(Policy[_Live]):
     def _class_of(self, job: Job) -> Hashable:
         return self.parts(job.width, job.user is not None)
 
-    def _load(self) -> Load:
+    def _load(self, full: bool = False) -> Load:
         return _StreamsLoad(self)
 
     def _begins_ns(self, now_ns: int) -> int:

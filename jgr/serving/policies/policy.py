@@ -329,8 +329,8 @@ class Policy(ABC, Generic[L]):
         """The class of the job's size: classes are refused alike under overload."""
 
     @abstractmethod
-    def _load(self) -> Load:
-        """Nothing that waits yet."""
+    def _load(self, full: bool = False) -> Load:
+        """Nothing that waits yet. full: until the device begins with the first of it, others will fill its batch."""
 
     @abstractmethod
     def _begins_ns(self, now_ns: int) -> int:
@@ -403,7 +403,7 @@ class Policy(ABC, Generic[L]):
         if not self._latest:
             return 0
         last_ns = self._deadlines[-1][0] if self._deadlines else 0
-        load, lost, ids = self._load(), 0, set(done)
+        load, lost, ids = self._load(full=True), 0, set(done)
         for _, job_id in self._queue:
             if job_id in ids:
                 continue

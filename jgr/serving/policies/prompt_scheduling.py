@@ -205,7 +205,7 @@ class PromptScheduler:
         """See Grouping."""
         return self._alone(job)
 
-    def load(self) -> Load:
+    def load(self, full: bool = False) -> Load:
         """See Grouping."""
         return _TokenLoad(self)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much one caller may ask for: a token bucket for the rate, and a share of each queue.
+"""How much one caller may ask for: a token bucket for the rate, a share of each queue, and a number of connections.
 
-Both are pure and of bounded size. A bucket is one number, the time at which it is full again: a token that is taken
+All are pure and of bounded size. A bucket is one number, the time at which it is full again: a token that is taken
 moves it on by the time that one token needs, and it is never in the past.
 """
 
@@ -50,3 +50,22 @@ class Share:
         """Give a place back that was entered."""
         assert self._held[queue] > 0, "nothing is held"
         self._held[queue] -= 1
+
+
+class Places:
+    """At most so many of something at a time, such as connections. most: at least 1."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, 0
+
+    def enter(self) -> bool:
+        """Hold one more; False where all are held."""
+        if self._held >= self._most:
+            return False
+        self._held += 1
+        return True
+
+    def leave(self) -> None:
+        """Give one back that was entered."""
+        assert self._held > 0, "nothing is held"
+        self._held -= 1

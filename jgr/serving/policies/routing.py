@@ -51,6 +51,7 @@ class Ask:
     user: the name of the user's cache entries, "" for nobody; items: names of the candidates; item_tokens: of each;
     other_tokens: those that no cache holds, and what a request costs besides. left_ns: until its deadline; None: it has
     none. tried: nodes that refused or failed it, which come last whatever the rule. both: nodes reuse user and items.
+    shards: those of the embedding rows that the user's history reads most.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Ask:
     left_ns: int | None = None
     tried: Collection[str] = ()
     both: bool = False
+    shards: Sequence[str] = ()
 
     @property
     def tokens(self) -> float:
@@ -74,16 +76,21 @@ class Report:
     """What a node says of itself. ValueError for numbers that are negative or not finite.
 
     users, items: see `digests.digest`; b"" where it holds none. ns_per_token: what a computed token takes, 0 where that
-    is not known. sent: tokens in flight since the last report, in the mean, by the router that sent them.
+    is not known. sent: tokens in flight since the last report, in the mean, by the router that sent them. shards: a
+    digest of the shards of embedding rows that are on the device. rows_ns: what a request waits for its rows where none
+    is, 0 where that is not known.
     """
 
     users: bytes = b""
     items: bytes = b""
     ns_per_token: float = 0.0
     sent: Mapping[str, float] = field(default_factory=dict)
+    shards: bytes = b""
+    rows_ns: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in (("ns_per_token", self.ns_per_token), *self.sent.items()):
+        numbers = ("ns_per_token", self.ns_per_token), ("rows_ns", self.rows_ns)
+        for name, value in (*numbers, *self.sent.items()):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}: must be finite and not negative, got {value}")
 
@@ -111,13 +118,14 @@ class Router:
         self._names: list[str] = []  # by slot
         self._slots: dict[str, int] = {}
         self._hashes: Keys = keys(())
-        self._users, self._items = Digests(bits), Digests(bits)
+        self._users, self._items, self._shards = Digests(bits), Digests(bits), Digests(bits)
         self._bookings = Bookings()
         self._others: Float64 = np.zeros(0)  # [slots] tokens in flight that other routers have sent
         self._elsewhere: Float64 = np.zeros(0)  # [slots] what of it counts
         self._heard_ns: Float64 = np.zeros(0)  # [slots] when that was reported
         self._ns: Float64 = np.zeros(0)  # [slots] of a token
         self._pace: Float64 = np.zeros(0)  # [slots] see View
+        self._rows_ns: Float64 = np.zeros(0)  # [slots]
         # Each user's node, and when it was sent there, the longest ago first.
         self._last: OrderedDict[str, tuple[str, int]] = OrderedDict()
         self._unsent: OrderedDict[str, Float64] = OrderedDict()  # [slots] tokens to compute, by request
@@ -156,8 +164,11 @@ class Router:
         if slot is None:
             return
         users, items = self._users.parse(report.users), self._items.parse(report.items)
+        shards = self._shards.parse(report.shards)
         self._users.replace(slot, users)
         self._items.replace(slot, items)
+        self._shards.replace(slot, shards)
+        self._rows_ns[slot] = report.rows_ns
         self._others[slot] = sum(work for sender, work in report.sent.items() if sender != self._name)
         self._heard_ns[slot] = self._now_ns
         self._ns[slot] = report.ns_per_token
@@ -240,6 +251,8 @@ class Router:
             expected,
             ask.tokens,
             math.inf if ask.left_ns is None else ask.left_ns,
+            self._shards.count(keys(ask.shards)) / len(ask.shards) if ask.shards else None,
+            float(self._rows_ns.max(initial=0.0)),
         )
 
     def check(self) -> None:
@@ -253,25 +266,28 @@ class Router:
             self._heard_ns,
             self._ns,
             self._pace,
+            self._rows_ns,
             self._bookings.work,
         )
         assert [len(array) for array in arrays] == [slots] * len(arrays), (
             "there are not as many slots as nodes"
         )
-        assert len(self._users) == len(self._items) == slots, "there are not as many filters as nodes"
+        filters = self._users, self._items, self._shards
+        assert [len(each) for each in filters] == [slots] * 3, "there are not as many filters as nodes"
         assert len(self._last) <= REMEMBERED_USERS and len(self._unsent) <= UNSENT, "too much is remembered"
         assert {name for name, _ in self._last.values()} <= self._slots.keys(), (
             "a node that has left is remembered"
         )
         self._bookings.check()
-        self._users.check()
-        self._items.check()
+        for each in filters:
+            each.check()
 
     def _add(self, name: str) -> None:
         self._slots[name] = len(self._names)
         self._names.append(name)
-        for each in (self._bookings, self._users, self._items):
+        for each in (self._bookings, self._users, self._items, self._shards):
             each.add()
+        self._rows_ns = np.append(self._rows_ns, 0.0)
         self._others, self._ns = np.append(self._others, 0.0), np.append(self._ns, 0.0)
         self._heard_ns = np.append(self._heard_ns, 0.0)
 
@@ -279,8 +295,9 @@ class Router:
         slot, last = self._slots.pop(name), self._names.pop()
         if last != name:
             self._names[slot], self._slots[last] = last, slot
-        for each in (self._bookings, self._users, self._items):
+        for each in (self._bookings, self._users, self._items, self._shards):
             each.remove(slot)
+        self._rows_ns = without(self._rows_ns, slot)
         self._others, self._ns = without(self._others, slot), without(self._ns, slot)
         self._heard_ns = without(self._heard_ns, slot)
 

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
-Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm"]
+Rule = Literal["joint", "hit", "load", "least", "round_robin", "random", "hash", "matched", "rcllm", "hlem"]
 """joint: reuse, load, affinity and lateness; hit: reuse and affinity alone; load: tokens in flight alone; least:
 requests in flight alone; hash: the user's node by a rendezvous hash, unless it has too many requests; matched, rcllm:
-candidates held and load, in the two forms of `Matched`."""
+candidates held and load, in the two forms of `Matched`; hlem: users, embedding rows and load by what they cost
+(`Residency`)."""
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 LOAD = 0.7
@@ -29,7 +30,11 @@ BELIEF = 0.7
 LATE = 1e6
 """What a node's score lacks that would be late: more than any sum of other terms."""
 SLO_NS = 1_000_000_000
-"""Under the rule `rcllm` a node is full with the work of so long."""
+"""Under the rules `rcllm` and `hlem` a node is full with the work of so long."""
+FULL = 0.85
+"""Under the rule `hlem` the node with the least load is taken where the best one has more than so much."""
+USER_OVER_ROWS = 12.5
+"""What a user who is not kept costs over rows that are not on the device, where no report tells: HLEM's on A100."""
 
 
 class View(NamedTuple):
@@ -39,7 +44,9 @@ class View(NamedTuple):
     candidates that it holds, 0 where there are none. load: tokens in flight; running: requests in flight; recent:
     tokens sent of late, in flight or not. pace: times the median time of a token, 1 where it is near it; ns: of a
     token, 0 where that is not known. last: where the user was last; expected: tokens of the user that should be kept
-    there, 0 where a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf.
+    there, 0 where a report must have told. tokens: of the whole prompt. left_ns: until the deadline, or inf. rows: the
+    share of the shards of embedding rows of the user's profile that a node holds; None: there is no profile. rows_ns:
+    what it costs that none of them is held, 0 where that is not known.
     """
 
     user: Float64
@@ -54,6 +61,8 @@ class View(NamedTuple):
     expected: float
     tokens: float
     left_ns: float
+    rows: Float64 | None = None
+    rows_ns: float = 0.0
 
     @property
     def computed(self) -> Float64:
@@ -119,6 +128,38 @@ class Matched:
 
 
 @dataclass(frozen=True)
+class Residency:
+    """Whether a node keeps the user, how much of the user's embedding rows it holds, and its load, each by what it
+    costs (HLEM-13): the weights are the costs of a user who is not kept, of rows that are not held, and of a node that
+    is full, as shares of their sum. A node that was sent the user last gets `affinity` more. Where the best node has
+    more than `full` of the load that it can have, the least loaded one is best.
+    """
+
+    affinity: float = AFFINITY
+    full: float = FULL
+    slo_ns: float = SLO_NS
+
+    def __call__(self, view: View) -> Float64:
+        load = np.minimum(1.0, view.load * view.ns / self.slo_ns)
+        users, rows, full = self.weights(view)
+        held = np.zeros(len(load)) if view.rows is None else view.rows
+        score: Float64 = users * (view.user > 0) + rows * held + full * (1 - load)
+        if view.last is not None:
+            score[view.last] += self.affinity
+        return score if load[score.argmax()] <= self.full else 1 - load
+
+    def weights(self, view: View) -> tuple[float, float, float]:
+        """The weights of a kept user, of rows that are held, and of a node without work."""
+        known = view.ns[view.ns > 0]
+        if not len(known):
+            return USER_OVER_ROWS / (USER_OVER_ROWS + 2), 1 / (USER_OVER_ROWS + 2), 1 / (USER_OVER_ROWS + 2)
+        user_ns = view.tokens * float(np.median(known))
+        costs = user_ns, view.rows_ns or user_ns / USER_OVER_ROWS, self.slo_ns
+        every = sum(costs)
+        return costs[0] / every, costs[1] / every, costs[2] / every
+
+
+@dataclass(frozen=True)
 class Share:
     """How much less work than the mean node a node was sent of late, ended or not, by the time that it takes there: a
     share of that mean."""
@@ -180,5 +221,6 @@ def terms_of(
         "matched": (Matched(beta=load), Late()),
         "rcllm": (Matched(beta=load, slo_ns=SLO_NS), Late()),
         "least": (Running(),),
+        "hlem": (Residency(affinity), Late()),
     }
     return by_rule.get(rule, ())

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from jgr import extras
 from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
 from jgr.cache.memory import Lease, Memory
@@ -15,7 +19,6 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Room
 from jgr.cache.refill import RefillBudget
 from jgr.config import Config, ConfigError
-from jgr.embeddings.redis_shard import RedisShard
 from jgr.embeddings.shards import LocalShard, Shard, Shards
 from jgr.models import item_tables, scorers
 from jgr.models.model_files import ModelFiles
@@ -24,7 +27,11 @@ from jgr.models.table_file import TableFile
 from jgr.serving.engine.memory_controller import make_controller
 from jgr.serving.engine.paging_metrics import PagingCounts
 from jgr.serving.policies.memory_signals import Limits, require_room
+from jgr.serving.policies.shards import held, shard_of
 from jgr.serving.scorers.border_control import BorderControl
+
+BATCHES = 64
+"""After so many batches it is looked anew which shards are here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +40,8 @@ class Paging:
 
     lease: Lease[Border]
     rows: EmbeddingCache
-    shards: Shards
+    source: Shards
+    _here: dict[str, Any] = field(default_factory=dict)
 
     @property
     def border(self) -> Border:
@@ -42,13 +50,30 @@ class Paging:
     def close(self) -> None:
         self.lease.close()
 
+    def shards(self, item_ids: Sequence[str]) -> Sequence[str]:
+        """The names of the shards whose rows in use are on the device, see `policies.shards`."""
+        pages, here = self.rows.pages, self._here
+        if here.get("until", -1) < pages.batches:
+            if "of" not in here:
+                here["of"] = np.array([shard_of(item) for item in item_ids], np.int16)
+            here["until"] = pages.batches + BATCHES
+            here["held"] = held(here["of"], *pages.used_and_there(item_tables.NAME))
+        found: Sequence[str] = here["held"]
+        return found
+
+    def missing_ns(self, rows: float) -> float:
+        """What it takes to read so many missing rows, by what it took so far; 0 where none was missing yet."""
+        counts = self.rows.counts(item_tables.NAME)
+        read = counts.get("bytes", 0) / self.rows.tables[item_tables.NAME].row_bytes
+        return counts.get("read_ns", 0) / read * rows if read else 0.0
+
     def counts(self) -> PagingCounts:
         """For /metrics."""
         rows, border = self.rows, self.border
         tables = {
             name: {
                 **rows.counts(name),
-                **self.shards.counts[name],
+                **self.source.counts[name],
                 "resident": rows.pages.resident(name),
             }
             for name in rows.tables
@@ -68,6 +93,9 @@ def shards_of(table: TableFile, config: Config) -> list[Shard]:
     found: list[Shard] = [LocalShard(table)]
     of, settings = table.header, config.embeddings
     if settings.remote:
+        extras.require("redis", "embeddings.remote")
+        from jgr.embeddings.redis_shard import RedisShard
+
         found.append(RedisShard(settings.remote, of.name, of.model, settings.timeout_ms / 1e3))
     return found
 

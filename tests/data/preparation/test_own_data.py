@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ BAD = [
     ),
     ("interactions.csv", HEAD + "u,a,1960-01-01,1\n", ":2: timestamp: a time must be from 1970 on"),
     ("interactions.csv", HEAD + '"u\nv",a,5,1\nu,,5,1\n', ":4: item_id: an id has 1 to 512 characters"),
-    ("interactions.csv", "user_id,item\nu,a\n", ":1: .*item_id is missing, there are user_id, item"),
+    ("interactions.csv", "user_id,item\nu,a\n", ":1: .*item_id is missing, there are user_id, item: rename"),
     ("interactions.csv", HEAD + "u,a,5,1\nu,b,5\n", ":3: has 3 fields, the header 4"),
     ("interactions.tsv", "user_id\titem_id\nu\ta\tb\n", ":2: has 3 fields, the header 2"),
     ("interactions.jsonl", '{"user_id": "u"}\n', ":1: item_id: is missing"),
@@ -408,6 +408,33 @@ def test_one_log_a_folder(tmp_path: Path) -> None:
     csv(tmp_path, "user_id:token\n", "x.inter")
     with pytest.raises(DataError, match=r"expected one file of interactions.*interactions\.csv, x\.inter"):
         SOURCES["generic"].open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "names", "message"),
+    [
+        ("raw", ("x.csv", "y.csv"), r"raw: has no interactions\.jsonl .*; there are x\.csv, y\.csv$"),
+        ("raw", [f"{n}.x" for n in range(9)], r"; there are 0\.x, .*7\.x, \.\.\.$"),
+        ("raw", (), "; it is empty$"),
+        ("raw/ratings.csv", ("ratings.csv",), r"ratings\.csv: is a file: name the folder that it is in$"),
+        ("rwa", (), "rwa: there is no such folder$"),
+    ],
+)  # fmt: skip
+def test_a_folder_without_a_log_is_told_with_what_it_has(
+    tmp_path: Path, raw: str, names: Sequence[str], message: str
+) -> None:
+    (tmp_path / "raw").mkdir()
+    for name in names:
+        (tmp_path / "raw" / name).touch()
+    with pytest.raises(DataError, match=message):
+        SOURCES["generic"].open(tmp_path / raw)
+
+
+def test_a_header_without_item_ids_is_told_with_what_it_has(tmp_path: Path) -> None:
+    csv(tmp_path, HEAD + "u,a,5,1\n")
+    csv(tmp_path, "movieId,title\na,A\n", "items.csv")
+    with pytest.raises(DataError, match=r"items\.csv:1: .* item_id among them; there are movieId, title$"):
+        prepare(Options("generic", tmp_path, tmp_path / "out"))
 
 
 def calls(work: Callable[[], object]) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,14 @@ def test_a_ranking_names_its_user_candidates_events_and_deadline() -> None:
     }
     found = glance("/v1/rank", json.dumps(body).encode(), tenant="shop/")
     assert found == Hint(user=user_entry("ada", "shop/"), events=3, items=("x", "12"), left_ms=80.0)
+
+
+def test_a_profile_is_the_shards_that_the_history_reads_most() -> None:
+    body = json.dumps({"history": ["a", 7, "b", "a", {}]}).encode()
+    assert glance("/v1/rank", body).shards == ()
+    shards = glance("/v1/rank", body, profiled=True).shards
+    of = [f"shard {zlib.crc32(item) % 4096}" for item in (b"a", b"7", b"b")]
+    assert (shards[0], sorted(shards)) == (of[0], sorted(of))
 
 
 def test_the_documents_of_a_rerank_are_its_candidates() -> None:

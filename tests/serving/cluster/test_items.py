@@ -27,8 +27,9 @@ from jgr.models import manifest
 from jgr.models.manifest import folder_config
 from jgr.placement.items import ItemPlacement, expected_bytes
 from jgr.placement.kv_folder import KvFolder
+from jgr.placement.landing import TransportError
 from jgr.placement.shared_items import Block, block_of
-from jgr.placement.transport import Peer, TransportError
+from jgr.placement.transport import Peer
 from jgr.placement.worker import item_name
 from tests.serving.cluster.local import LocalFleet
 from tests.serving.decoders.test_cached_server import N_ITEMS, make_config
@@ -143,8 +144,9 @@ def share(fleet: LocalFleet, name: str) -> Any:
     return fleet.replicas[name]._items
 
 
+@pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=pytest.mark.nixl)])
 def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
-    folder: Path, alone: Reference
+    folder: Path, alone: Reference, transport: str
 ) -> None:
     asked = [list(range(0, 6)), list(range(6, 12)), [20, 3, 25, 8]]
 
@@ -169,7 +171,7 @@ def test_items_of_another_replica_are_fetched_and_answers_are_the_same(
         fleet.replicas["a"].models.deployments[0].engine.check()
         share(fleet, "a")._items().check()
 
-    served(folder, ["fleet.items=hash", "fleet.transport=auto"], run)
+    served(folder, ["fleet.items=hash", f"fleet.transport={transport}"], run)
 
 
 def test_what_is_not_kept_goes_with_its_request(folder: Path, alone: Reference) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Generator
 from functools import wraps
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from jgr.serving.cluster.attempts import ATTEMPTS, Attempt
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.protocol import PROTOCOL
+from jgr.serving.errors import RequestError
 from jgr.serving.policies.digests import digest
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -137,3 +138,50 @@ def test_each_process_routes_under_a_name_of_its_own() -> None:
     from jgr.serving.cluster.router import FleetRouter
 
     assert RequestRouterConfig(request_router_class=ROUTER).get_request_router_class() is FleetRouter
+
+
+class Silent:
+    """A handle of replicas, of which some never answer, and of one that is gone another answers."""
+
+    def __init__(self, *, silent: Collection[str], gone: Collection[str] = ()) -> None:
+        self._silent, self._gone = silent, gone
+        self.cancelled: list[str] = []
+
+    @property
+    def about(self) -> Silent:
+        return self
+
+    def remote(self, hint: Hint) -> Answer:
+        return Answer(self, hint.to)
+
+
+class Answer:
+    def __init__(self, of: Silent, to: str) -> None:
+        self._of, self._to = of, to
+
+    def __await__(self) -> Generator[Any, None, dict[str, str]]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> dict[str, str]:
+        if self._to in self._of._silent:
+            await asyncio.Event().wait()
+        if self._to in self._of._gone:
+            raise RequestError("unavailable", f"replica {self._to} is gone")
+        return {"name": self._to}
+
+    def cancel(self) -> None:
+        self._of.cancelled.append(self._to)
+
+
+@runs
+async def test_what_is_shown_waits_for_nobody_who_hangs() -> None:
+    """One has all the time there is: the other two are silent at once, or gone."""
+    from jgr.serving.cluster.replicas import Replicas
+
+    handle = Silent(silent="b", gone="c")
+    replicas = Replicas(handle, lambda: "cab")  # type: ignore[arg-type]
+    assert await replicas.seen(within_s=0.1) == [{"name": "a"}]
+    assert handle.cancelled == ["b"]
+    handle = Silent(silent="")
+    assert await Replicas(handle, lambda: "ba").seen(within_s=60) == [{"name": "a"}, {"name": "b"}]  # type: ignore[arg-type]
+    assert handle.cancelled == []

@@ -115,12 +115,14 @@ def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
 
 
 def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
-    well = Answered(200, [], b"")
-    about = [{"status": "ready", "waiting": ""}, {"status": "starting", "waiting": "starting: 1 of 2"}]
-    assert json.loads(readiness(well, about, 2).body) == {"status": "ready", "replicas": 1, "of": 2}
-    with pytest.raises(RequestError, match="starting: 1 of 2"):
-        readiness(well, about[1:], 2)
-    assert readiness(Answered(401, [], b""), about, 2).status == 401
+    well, starting = Answered(200, [], b""), Answered(503, [], b"starting")
+    for found, count in (([well, starting], 1), ([starting, well, well], 2)):
+        assert json.loads(readiness(found, 3).body) == {"status": "ready", "replicas": count, "of": 3}
+    assert readiness([starting], 2) == starting
+    assert readiness([starting, well], None) == well
+    assert readiness([Answered(401, [], b"")], 2).status == 401
+    with pytest.raises(RequestError, match="no replica answers"):
+        readiness([], 2)
 
 
 def test_a_refusal_goes_whole_from_one_process_to_another() -> None:

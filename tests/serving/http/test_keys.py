@@ -7,7 +7,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 from jgr.config import ConfigError, ServerConfig
 from jgr.serving.errors import RequestError
 from jgr.serving.http.keys import KeyEntry, Keys, read_keys
+from jgr.serving.http.server import Visit
+from jgr.serving.policies.quotas import Places
 from tests.serving.fakes import PATIENCE_S, LiveServer, Pending, Reply, make_config
 from tests.serving.http.test_overload import process
 
@@ -171,9 +174,41 @@ def test_a_key_holds_its_share_of_the_queue_and_leaves_the_rest_to_others(tmp_pa
         assert server.call("/v1/recommend", BODY, **bearer(ADA)).status == 200
 
 
+def test_a_key_holds_no_more_connections_than_it_may(tmp_path: Path) -> None:
+    keys = write(tmp_path / "keys", entry("ada", ADA, connections=2), entry("bob", BOB))
+    with LiveServer(keys) as server, ExitStack() as stack:
+        links = [stack.enter_context(closing(HTTPConnection("127.0.0.1", server.port))) for _ in range(4)]
+
+        def ask(link: HTTPConnection, key: str) -> tuple[int, str | None, bytes]:
+            link.request("POST", "/v1/recommend", json.dumps(BODY), bearer(key))
+            response = link.getresponse()
+            return response.status, response.headers["connection"], response.read()
+
+        for _ in range(3):  # a connection has one place, however often it asks, of each key that it asks with
+            assert [ask(link, ADA)[0] for link in links[:2]] == [200, 200]
+        status, connection, body = ask(links[2], ADA)
+        error = json.loads(body)["error"]
+        assert (status, connection, error["type"]) == (429, "close", "quota_exceeded")
+        assert "the key 'ada' may have 2 connections at a time" in error["message"]
+        assert links[2].sock is None  # as a client sees it that was told to close
+        assert ask(links[3], BOB)[0] == 200 and ask(links[3], ADA)[0] == 429
+        assert refused(server, "connections", **bearer(BOB)) == 2
+        assert refused(server, "unauthorized", **bearer(BOB)) == 0
+        links[0].close()
+        wait_until(lambda: ask(links[3], ADA)[0] == 200)  # the server has seen that one has gone
+
+
+def test_a_connection_that_is_lost_before_its_call_is_read_holds_no_place() -> None:
+    visit, places = Visit(), Places(1)
+    assert visit.admits(places) and visit.admits(places) and not Visit().admits(places)
+    visit.end()
+    assert visit.admits(places) and Visit().admits(places)
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
+        ([entry("ada", ADA, connections=0)], "keys[0].connections: expected `int` >= 1"),
         ([entry("ada", ADA), entry("ada", BOB)], "keys[1].name is that of keys[0]"),
         ([entry("ada", ADA), entry("bob", ADA)], "keys[1].key is that of keys[0]"),
         ([entry("ada", "the-api-key-of-all")], "keys[0].key is that of server.api_key"),

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jgr import __version__
-from tests.serving.fakes import LiveServer, Reply
+from jgr.serving.http.kserve import INPUTS
+from jgr.serving.policies.batching import make_profiles
+from tests.serving.fakes import LiveServer, Reply, make_config
 
 HEADER = "inference-header-content-length"
 INFER = "/v2/models/rank/infer"
@@ -52,6 +56,16 @@ def told(reply: Reply) -> tuple[int, str, str | None]:
     assert {"error", "type", "request_id"} <= body.keys() <= {"error", "type", "request_id", "field"}
     assert isinstance(body["error"], str) and body["request_id"] == reply.headers["x-request-id"]
     return reply.status, body["type"], body.get("field")
+
+
+def test_a_refusal_for_a_deadline_says_when_the_answer_would_have_come() -> None:
+    costs = dict.fromkeys(make_profiles(make_config().profiles), 50.0)
+    with LiveServer(costs=costs) as server:
+        soon = {**RANK, "parameters": {"timeout": 1_000_000}}
+        assert server.call(INFER, soon).status == 200, "an idle server tries what it predicts to be late"
+        refused = server.call(INFER, soon)
+        assert (refused.status, refused.json["type"]) == (429, "overloaded")
+        assert 10_000 < refused.json["predicted_ms"] < 51_000
 
 
 def test_the_server_and_its_models_describe_themselves(server: LiveServer) -> None:
@@ -367,3 +381,11 @@ def test_whatever_bytes_come_no_tensor_breaks_the_server(
         seen.add(reply.status)
     assert seen == {200, 400, 422}
     assert not caplog.records
+
+
+def test_the_docs_have_every_input_with_its_type() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    rows = re.findall(r"^\| (`\w+`.*?) \| (\w+ \[-?1\]).*\|$", page, re.MULTILINE)
+    documented = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
+    given = {each.name: each for inputs in INPUTS.values() for each in inputs.values()}
+    assert documented == {name: f"{of.datatype} [{1 if of.one else -1}]" for name, of in given.items()}

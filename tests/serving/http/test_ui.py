@@ -87,12 +87,17 @@ def test_nothing_else_is_served(server: LiveServer, path: str) -> None:
 
 def test_the_page_is_only_read(server: LiveServer) -> None:
     assert server.call("/ui", b"", method="POST").status == 405
+    assert server.call("/", b"", method="POST").status == 405
+    assert server.call("/").headers["location"] == "/ui"
     head = server.call("/ui/app.js", method="HEAD")
     assert (head.status, head.body) == (200, b"")
 
 
 def test_the_page_may_be_open_while_the_api_is_not_below_any_path() -> None:
     with LiveServer("server.api_key=s3cret", "server.open_ui=true", "server.base_path=/shop/jgr") as server:
+        for path in ("/", "/shop/jgr", "/shop/jgr/"):
+            reply = server.call(path)
+            assert (reply.status, reply.headers["location"], reply.body) == (302, "/shop/jgr/ui", b"")
         for path in PATHS:
             assert server.call(f"/shop/jgr{path}").status == server.call(path).status == 200
         for path in ("/v1/models", "/v1/items", "/metrics", "/docs", "/ui/../v1/models", "/ui/nothing.js"):

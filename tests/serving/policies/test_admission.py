@@ -6,8 +6,18 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from jgr.serving.policies.admission import AT_ONCE, LEAST_NS, MOST_NS, PROMISES, STEP_NS, Admission
+from jgr.serving.policies.admission import (
+    AT_ONCE,
+    LEAST_NS,
+    MOST,
+    MOST_NS,
+    PROMISES,
+    STEP_NS,
+    Admission,
+)
 from jgr.serving.policies.run_costs import COMMON, RunCosts
 
 S = 1_000_000_000
@@ -31,6 +41,31 @@ def test_the_margin_shrinks_with_jobs_in_time_and_has_bounds() -> None:
     for _ in range(PROMISES * (MOST_NS // STEP_NS)):
         admission.in_time()
     assert admission.room_ns("any", S) == LEAST_NS
+
+
+def test_a_class_that_is_refused_less_leaves_room_and_what_all_leave_counts_for_none() -> None:
+    admission = Admission()
+    plain_ns = admission.room_ns("short", S)
+    for _ in range(200):
+        admission.decided("short", False)
+        admission.decided("long", True)
+    assert plain_ns < admission.room_ns("short", S) <= plain_ns + MOST * S
+    assert admission.room_ns("long", S) == plain_ns
+    for _ in range(3000):  # now it is the long ones that are served
+        admission.decided("short", True)
+        admission.decided("long", False)
+    assert admission.room_ns("short", S) == plain_ns < admission.room_ns("long", S)
+    admission.decided("new", False)
+    assert admission.room_ns("new", S) >= plain_ns, "less than none is never left"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=400))
+def test_some_class_has_no_handicap_and_none_has_less(decisions: list[tuple[int, bool]]) -> None:
+    admission = Admission()
+    for of, refused in decisions:
+        admission.decided(of, refused)
+    rooms = [admission.room_ns(of, S) for of in {of for of, _ in decisions}]
+    assert min(rooms, default=LEAST_NS) == LEAST_NS
 
 
 def test_a_shape_that_is_not_run_follows_the_machine_and_does_not_drift_from_it() -> None:

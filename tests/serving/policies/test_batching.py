@@ -540,3 +540,15 @@ class Machine(RuleBasedStateMachine):
 
 TestAgainstNaive = Machine.TestCase
 TestAgainstNaive.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_who_would_be_late_in_a_batch_that_others_fill_goes_first() -> None:
+    """After four short jobs the long one could end in time alone, but then no other long one is with it."""
+    short, ms = Profile("recommend", 4, 8, 8), 1_000_000
+    alone, long = Profile("recommend", 1, 32, 4), Profile("recommend", 4, 32, 4)
+    costs = RunCosts({short: 0.018, alone: 0.024, long: 0.036})
+    for deadline_ms, first in ((48, alone), (55, short)):
+        b = batcher((short, alone, long), ordering=Ordering(), costs=costs)
+        others = [job(n, width=8, deadline=100 * ms) for n in range(1, 5)]
+        (start,) = fill(b, job(0, tokens=32, deadline=deadline_ms * ms), *others).plan(0).starts
+        assert start.shape == first

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.serving.policies.quotas import NS_PER_S, Bucket, Share
+from jgr.serving.policies.quotas import NS_PER_S, Bucket, Places, Share
 
 
 @given(
@@ -53,3 +53,10 @@ def test_a_share_is_of_each_queue(share: float, size: int, most: int) -> None:
         held.leave("a")
     with pytest.raises(AssertionError, match="nothing is held"):
         held.leave("a")
+
+
+def test_places_are_held_and_given_back() -> None:
+    places = Places(2)
+    assert [places.enter() for _ in range(3)] == [True, True, False]
+    places.leave()
+    assert [places.enter() for _ in range(2)] == [True, False]

@@ -22,6 +22,7 @@ from jgr.serving.policies.routing_terms import (
     Late,
     Load,
     Matched,
+    Residency,
     Rule,
     Running,
     Share,
@@ -176,6 +177,41 @@ def test_where_a_request_goes_by_each_rule() -> None:
         first[rule] = of.rank(ASK, 0)[0]
     # a holds the user but has 9000 tokens to do, b the items and 1500 tokens in three requests, c nothing and 8000.
     assert first == {"joint": "b", "hit": "a", "load": "b", "least": "a"}
+
+
+def test_a_node_with_the_user_wins_over_one_with_the_rows_until_its_load_costs_more() -> None:
+    """HLEM-13, HLEM-18: 2000 tokens of 10 ns for the user, 4 us for the rows, a node is full after 36 us."""
+    term = Residency(affinity=0.05, slo_ns=36_000)
+    view = VIEW._replace(
+        load=np.zeros(3), ns=np.full(3, 10.0), rows=np.array([0.0, 1.0, 0.5]), rows_ns=4_000.0
+    )
+    assert term.weights(view) == pytest.approx((20 / 60, 4 / 60, 36 / 60))
+    np.testing.assert_allclose(term(view), [56 / 60, 40 / 60, 38 / 60 + 0.05])
+    # The user saves 16 us more than the rows: as much as 1600 tokens in flight.
+    for tokens, best in ((1500, 0), (1700, 1)):
+        assert term(view._replace(load=np.array([tokens, 0, 0]), last=None)).argmax() == best
+    full = view._replace(load=np.array([3200.0, 3300.0, 3100.0]), last=None)
+    np.testing.assert_allclose(
+        term(full), 1 - full.load * 10 / 36_000
+    )  # all have more than .85: the least loaded
+    unknown = view._replace(ns=np.zeros(3), rows=None)
+    assert term.weights(unknown) == pytest.approx((12.5 / 14.5, 1 / 14.5, 1 / 14.5))
+    assert term(unknown).argmax() == 0
+
+
+def test_rows_are_known_from_reports() -> None:
+    of = router("hlem")
+    ask = replace(ASK, user="", shards=("shard 1", "shard 2", "shard 3", "shard 4"))
+    assert of.view(ASK).rows is None
+    of.heard("b", Report(shards=digest(("shard 1", "shard 3", "shard 4"), BITS), rows_ns=5.0))
+    view = of.view(ask)
+    assert view.rows is not None and view.rows.tolist() == [0, 0.75, 0] and view.rows_ns == 5.0
+    assert of.rank(ask, 0)[0] == "b"
+    of.become(("b", "c"))
+    of.check()
+    assert of.rank(ask, 0)[0] == "b"
+    with pytest.raises(ValueError, match="rows_ns: must be finite"):
+        Report(rows_ns=-1.0)
 
 
 def test_a_full_node_loses_what_its_cache_is_worth_and_no_other_does() -> None:

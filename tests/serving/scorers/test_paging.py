@@ -5,6 +5,7 @@ whatever the pages hold and wherever the border stands (HLEM-1, HLEM-10)."""
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
@@ -103,6 +104,23 @@ def test_paged_scores_are_those_of_resident_embeddings(tmp_path: Path, name: str
     assert none["hits"] == 0 and counts["hits"] > counts["misses"] > 0 and counts["past"] == 0
     assert counts["misses"] == counts["resident"] <= len(ITEMS)  # each row crossed once
     assert counts["pages"] == 16
+
+
+def test_a_node_tells_the_shards_whose_rows_in_use_it_holds(tmp_path: Path) -> None:
+    """HLEM-14: by the rows that were asked for twice; the first look may be before them."""
+    engine: Any = load_any(settings(folder_of(tmp_path / "m", SASREC), *PAGED))
+    paging = engine.served.paging
+    table = np.arange(8, dtype=np.int32)
+    paging.rows.compile("items", 8)
+    assert paging.missing_ns(100.0) == 0.0
+    assert paging.shards(CATALOG.item_ids) == []
+    for _ in range(70):
+        paging.rows.rows("items", table)
+    wanted = {f"shard {zlib.crc32(CATALOG.item_ids[row].encode()) % 4096}" for row in range(8)}
+    assert set(paging.shards(CATALOG.item_ids)) == wanted
+    counts = paging.rows.counts("items")
+    assert paging.missing_ns(100.0) == pytest.approx(100 * counts["read_ns"] / 8)
+    engine.served.close(True)
 
 
 def test_scores_are_exact_while_the_border_moves_beside_kept_users(tmp_path: Path) -> None:

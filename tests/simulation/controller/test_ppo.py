@@ -112,6 +112,17 @@ def test_the_environment_gives_the_state_and_the_reward_of_the_policies() -> Non
     assert float(ppo.reward(world, found)) == pytest.approx(reward(told, limits), rel=1e-4)
 
 
+def test_what_a_split_that_stays_gets_is_what_a_policy_that_does_nothing_gets() -> None:
+    random = np.random.default_rng(1)
+    world, traffic = workload.random_world(random), workload.traffic("burst", random, 12)
+    key = jax.random.key(0)
+    env, got = ppo.reset(world, traffic, np.float32(0.5), key), []
+    for _ in range(12):
+        env, reward = ppo.act(world, traffic, env, np.int32(ACTIONS.index(0.0)), key)
+        got.append(float(reward))
+    np.testing.assert_allclose(ppo.fixed(world, traffic, np.float32(0.5)), got, rtol=1e-5, atol=1e-6)
+
+
 def test_trees_in_numpy_are_those_of_scikit_learn() -> None:
     from sklearn.ensemble import GradientBoostingRegressor
 

@@ -196,7 +196,7 @@ function levelTable(levels, placed) {
     const cells = [
       depth + 1, beams.length, kept.length, shown(below, 9), best ? path(best) : "–", score(best?.score),
     ];
-    return make("tr", {}, cells.map((text) => make("td", { class: "number" }, String(text))));
+    return make("tr", {}, cells.map((text, at) => make("td", { class: heads[at] === "Best" ? "" : "number" }, String(text))));
   });
   return make(
     "div",

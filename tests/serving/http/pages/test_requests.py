@@ -266,6 +266,10 @@ def test_two_models_stand_side_by_side(visit: Visit) -> None:
     ranked = visit.server.call("/v1/rank", body, **BEARER).json
     assert rows(page.get_by_role("region", name="First")) == told(ranked)
 
+    # On a phone the sides stand below each other, and nothing of the page beside the screen.
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
 
 def walked(width: int, seed: int = 7) -> list[dict[str, Any]]:
     """Levels as /v1/explain/recommend tells them: 16, width and width beams of random scores and parents."""
@@ -467,6 +471,11 @@ def test_the_docs_page_authorizes_and_executes(visit: Visit) -> None:
     answer = json.loads(live.locator(".response-col_description pre").first.inner_text())
     expected = visit.server.call("/v1/recommend", body, **BEARER).json
     assert answer["items"] == expected["items"] and answer["model"] == "jgr"
+
+    dark = page.locator("html.dark-mode")
+    expect(dark).to_have_count(0)
+    page.emulate_media(color_scheme="dark")
+    expect(dark).to_have_count(1)
 
 
 def test_only_the_last_question_is_asked_and_shown(visit: Visit) -> None:

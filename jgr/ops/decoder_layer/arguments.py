@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of the two ops, as all their forms take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+
+class InputWeights(NamedTuple):
+    """What stands in front of an attention. Stacks of L layers; None where the family has none."""
+
+    norm: jax.Array  # [L, D]: scale of the norm
+    wq: jax.Array  # [L, D, H * d]
+    wk: jax.Array  # [L, D, K * d]
+    wv: jax.Array  # [L, D, K * d]
+    bq: jax.Array | None = None  # [L, H * d]
+    bk: jax.Array | None = None  # [L, K * d]
+    bv: jax.Array | None = None  # [L, K * d]
+    q_norm: jax.Array | None = None  # [L, d]: scale of the norm of each head
+    k_norm: jax.Array | None = None  # [L, d]
+
+
+class OutputWeights(NamedTuple):
+    """What follows an attention. Stacks of L layers."""
+
+    wo: jax.Array  # [L, H * d, D]
+    norm: jax.Array  # [L, D]: scale of the norm before the MLP
+    gate: jax.Array  # [L, D, F]
+    up: jax.Array  # [L, D, F]
+    down: jax.Array  # [L, F, D]
+
+
+class Inputs(NamedTuple):
+    """A call of attention_inputs. head: d. wants_queries: whether there are queries among the results."""
+
+    h: jax.Array
+    weights: InputWeights
+    number: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    eps: float
+    head: int
+    wants_queries: bool = True
+
+
+class Output(NamedTuple):
+    """A call of layer_output."""
+
+    h: jax.Array
+    attended: jax.Array
+    weights: OutputWeights
+    number: jax.Array
+    eps: float

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both ops by the library jgr-native: ranges of some 96 rows, whose activations stay in a core's cache from the norm to
+the last product. Weights are packed into panels first, once a call. No gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jgr.ops import native
+from jgr.ops.decoder_layer.arguments import Inputs, Output
+
+LEAST_ROWS = 64
+"""With fewer rows packing costs more than it gains."""
+
+
+def supports(call: Inputs | Output) -> str | None:
+    """Why the form cannot run, or None."""
+    if math.prod(call.h.shape[:2]) < LEAST_ROWS:
+        return f"fewer than {LEAST_ROWS} rows"
+    return native.unusable(call.h, *jax.tree.leaves(call.weights))
+
+
+def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """See jgr.ops.decoder_layer."""
+    w, (batch, tokens, hidden) = call.weights, call.h.shape
+    layers = w.norm.shape[0]
+    none = jnp.zeros((layers, 0), jnp.float32)
+    wq, bq, q_norm = w.wq, w.bq, w.q_norm
+    if not call.wants_queries:
+        wq, bq, q_norm = jnp.zeros((layers, hidden, 0), jnp.float32), None, None
+    heads, kv_heads = wq.shape[2] // call.head, w.wk.shape[2] // call.head
+    kv = batch, kv_heads, tokens, call.head
+    room = native.packed_size(*((hidden, matrix.shape[2]) for matrix in (wq, w.wk, w.wv)))
+    q, k, v, _ = native.call(
+        "inputs",
+        [(batch, tokens, heads, call.head), kv, kv, (room,)],
+        call.h,
+        jnp.reshape(call.number, (1,)).astype(jnp.int32),
+        call.cos,
+        call.sin,
+        w.norm,
+        wq,
+        w.wk,
+        w.wv,
+        *(none if x is None else x for x in (bq, w.bk, w.bv, q_norm, w.k_norm)),
+        eps=call.eps,
+    )
+    return (q if call.wants_queries else None), k, v
+
+
+def layer_output(call: Output) -> jax.Array:
+    """See jgr.ops.decoder_layer."""
+    w = call.weights
+    (inner, hidden), mlp = w.wo.shape[1:], w.gate.shape[2]
+    room = native.packed_size((inner, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
+    number = jnp.reshape(call.number, (1,)).astype(jnp.int32)
+    out, _ = native.call(
+        "output", [call.h.shape, (room,)], call.h, call.attended, number, *w, eps=call.eps
+    )  # fmt: skip
+    return out

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+// The calls that XLA makes. Each checks every shape against the others before a kernel runs; what does not fit is an
+// error of the program, never a read or write elsewhere.
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jgr {
+namespace {
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Ints = ffi::Buffer<ffi::S32>;
+using Made = ffi::ResultBuffer<ffi::F32>;
+using Shape = std::vector<int64_t>;
+
+// The tables that this processor can run, the best one first.
+const std::vector<const Kernels*>& runnable() {
+  static const std::vector<const Kernels*> found = [] {
+    std::vector<const Kernels*> there;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+      there.push_back(&kAvx512);
+    if (avx2) there.push_back(&kAvx2);
+#endif
+    there.push_back(&kGeneric);
+    return there;
+  }();
+  return found;
+}
+
+std::atomic<const Kernels*> chosen{nullptr};
+
+// The table in use. A call asks once and keeps it, since packed weights are of one table.
+const Kernels& best() {
+  const Kernels* const found = chosen.load();
+  return found != nullptr ? *found : *runnable().front();
+}
+
+std::string text(const Shape& shape) {
+  std::string made = "[";
+  for (size_t i = 0; i < shape.size(); ++i) made += (i ? ", " : "") + std::to_string(shape[i]);
+  return made + "]";
+}
+
+// Collects the first shape that is not what it must be.
+class Check {
+ public:
+  template <class Buffer>
+  Check& is(const char* name, Buffer&& buffer, const Shape& wanted) {
+    const auto dims = buffer.dimensions();
+    const Shape found(dims.begin(), dims.end());
+    if (problem_.empty() && found != wanted)
+      problem_ = std::string(name) + " is " + text(found) + ", and must be " + text(wanted);
+    return *this;
+  }
+  Check& that(bool holds, const char* problem) {
+    if (problem_.empty() && !holds) problem_ = problem;
+    return *this;
+  }
+  bool failed() const { return !problem_.empty(); }
+  ffi::Error error() const { return ffi::Error::InvalidArgument("jgr_native: " + problem_); }
+
+ private:
+  std::string problem_;
+};
+
+int64_t panels(const Kernels& kernels, int64_t columns) { return (columns + kernels.panel - 1) / kernels.panel; }
+
+// ---- attention -------------------------------------------------------------------------------------------------
+
+std::vector<Bounds> bounds_of_keys(const Attention& call, int64_t size) {
+  constexpr int32_t most = 0x7fffffff;
+  std::vector<Bounds> made;
+  for (int64_t row = 0; row < call.batch; ++row)
+    for (int64_t first = 0; first < call.keys; first += size) {
+      Bounds bounds{{most, -most}, {most, -most}, {most, -most}, 0, -1, 0, -1, {0, 0}, false, true};
+      for (int64_t i = row * call.keys + first, end = row * call.keys + std::min(first + size, call.keys); i < end; ++i) {
+        if (call.k_request[i] < 0) {
+          bounds.all_real = false;
+          continue;
+        }
+        bounds.real = true;
+        const auto widen = [](int32_t(&range)[2], int32_t x) {
+          range[0] = std::min(range[0], x);
+          range[1] = std::max(range[1], x);
+        };
+        widen(bounds.request, call.k_request[i]);
+        widen(bounds.segment, call.k_segment[i]);
+        widen(bounds.order, call.k_order[i]);
+        bounds.any |= call.k_kind[i];
+        bounds.common &= call.k_kind[i];
+      }
+      made.push_back(bounds);
+    }
+  return made;
+}
+
+// queries [6, B, T]: request, segment, order, sees, earlier, lowest. described [4, B, S]: of keys, the kind last.
+ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints queries, Ints described, Made out) {
+  Check check;
+  check.that(q.dimensions().size() == 4 && k.dimensions().size() == 4, "q and k must have four dimensions");
+  if (check.failed()) return check.error();
+  const auto of_q = q.dimensions(), of_k = k.dimensions();
+  Attention call{};
+  call.batch = of_q[0], call.queries = of_q[1], call.heads = of_q[2], call.dim = of_q[3];
+  call.kv_heads = of_k[1], call.keys = of_k[2];
+  check.is("k", k, {call.batch, call.kv_heads, call.keys, call.dim})
+      .is("v", v, {call.batch, call.kv_heads, call.keys, call.dim})
+      .is("queries", queries, {6, call.batch, call.queries})
+      .is("keys", described, {4, call.batch, call.keys})
+      .is("out", *out, {call.batch, call.queries, call.heads, call.dim})
+      .that(call.kv_heads > 0 && call.heads % call.kv_heads == 0, "heads must be a multiple of kv_heads");
+  if (check.failed()) return check.error();
+  call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data(), call.out = out->typed_data();
+  const int32_t* at = queries.typed_data();
+  const int64_t tokens = call.batch * call.queries;
+  call.q_request = at, call.q_segment = at + tokens, call.q_order = at + 2 * tokens;
+  call.q_sees = at + 3 * tokens, call.q_earlier = at + 4 * tokens, call.q_lowest = at + 5 * tokens;
+  at = described.typed_data();
+  const int64_t keys = call.batch * call.keys;
+  call.k_request = at, call.k_segment = at + keys, call.k_order = at + 2 * keys, call.k_kind = at + 3 * keys;
+
+  const Kernels& kernels = best();
+  const std::vector<Bounds> bounds = bounds_of_keys(call, kernels.key_block);
+  call.key_bounds = bounds.data();
+  const int64_t blocks = panels(kernels, call.queries * (call.heads / call.kv_heads));
+  const int64_t heads = call.batch * call.kv_heads;
+  // The last blocks of a prompt see most; those first, so that the threads end together.
+  parallel(pool, heads * blocks, [call, blocks, &kernels](int64_t item) {
+    const int64_t head = item % (call.batch * call.kv_heads), block = blocks - 1 - item / (call.batch * call.kv_heads);
+    kernels.attend(call, head / call.kv_heads, head % call.kv_heads, block, room(kernels.attention_room(call)));
+  });
+  return ffi::Error::Success();
+}
+
+// ---- matmuls ---------------------------------------------------------------------------------------------------
+
+// A stack of matrices [layers, rows, columns], of which one is packed into panels.
+struct Matrix {
+  const float* from;
+  int64_t rows, columns;
+  float* to;
+
+  int64_t size(const Kernels& kernels) const { return panels(kernels, columns) * kernels.panel * rows; }
+};
+
+void pack(ffi::ThreadPool& pool, const Kernels& kernels, const std::vector<Matrix>& matrices) {
+  struct Item {
+    const Matrix* matrix;
+    int64_t panel;
+  };
+  std::vector<Item> items;
+  for (const Matrix& matrix : matrices)
+    for (int64_t panel = 0; panel < panels(kernels, matrix.columns); ++panel) items.push_back({&matrix, panel});
+  parallel(pool, static_cast<int64_t>(items.size()), [&items, &kernels](int64_t i) {
+    const auto& [matrix, panel] = items[i];
+    kernels.pack(matrix->from, matrix->rows, matrix->columns, panel, matrix->to);
+  });
+}
+
+constexpr int64_t kRows = 96;  // about as many rows as a core's cache holds with a layer's activations
+
+// run(first, rows) for ranges of all rows, as many for each thread.
+template <class Run>
+void over_rows(ffi::ThreadPool& pool, int64_t rows, Run run) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t ranges = ((rows + kRows - 1) / kRows + threads - 1) / threads * threads;
+  const int64_t size = ((rows + ranges - 1) / ranges + kRowTile - 1) / kRowTile * kRowTile;
+  parallel(pool, (rows + size - 1) / size, [=](int64_t i) { run(i * size, std::min(size, rows - i * size)); });
+}
+
+const float* layer_of(const Floats& stack, int64_t layer) {
+  return stack.typed_data() + layer * (stack.element_count() / stack.dimensions()[0]);
+}
+
+const float* if_there(const Floats& stack, int64_t layer) {
+  return stack.dimensions()[1] == 0 ? nullptr : layer_of(stack, layer);
+}
+
+// h [B, T, D]; weights are stacks [L, ...], of which the one of `number` is meant; biases and the norms of heads have a
+// size of 0 where there are none. queries = false: q [B, T, 0, d] is not computed. packed: working memory.
+ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Floats sin, Floats norm, Floats wq, Floats wk,
+                  Floats wv, Floats bq, Floats bk, Floats bv, Floats q_norm, Floats k_norm, Made q, Made k, Made v,
+                  Made packed, float eps) {
+  Check check;
+  check.that(h.dimensions().size() == 3 && q->dimensions().size() == 4 && k->dimensions().size() == 4 &&
+                 norm.dimensions().size() == 2 && number.element_count() == 1,
+             "h, q, k, norm or number has another number of dimensions");
+  for (const Floats* each : {&bq, &bk, &bv, &q_norm, &k_norm})
+    check.that(each->dimensions().size() == 2, "biases and norms must have two dimensions");
+  if (check.failed()) return check.error();
+  const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
+  const int64_t heads = q->dimensions()[2], kv_heads = k->dimensions()[1], dim = k->dimensions()[3];
+  const int64_t layers = norm.dimensions()[0], layer = number.typed_data()[0];
+  const auto optional = [&](const char* name, const Floats& x, int64_t size) {
+    check.is(name, x, {layers, x.dimensions()[1] == 0 ? 0 : size});
+  };
+  check.is("norm", norm, {layers, hidden})
+      .is("wq", wq, {layers, hidden, heads * dim})
+      .is("wk", wk, {layers, hidden, kv_heads * dim})
+      .is("wv", wv, {layers, hidden, kv_heads * dim})
+      .is("cos", cos, {batch, tokens, 1, dim / 2})
+      .is("sin", sin, {batch, tokens, 1, dim / 2})
+      .is("q", *q, {batch, tokens, heads, dim})
+      .is("k", *k, {batch, kv_heads, tokens, dim})
+      .is("v", *v, {batch, kv_heads, tokens, dim})
+      .that(layer >= 0 && layer < layers, "number must be that of a layer")
+      .that(dim > 0 && dim % 2 == 0, "the size of a head must be even");
+  optional("bq", bq, heads * dim), optional("bk", bk, kv_heads * dim), optional("bv", bv, kv_heads * dim);
+  optional("q_norm", q_norm, dim), optional("k_norm", k_norm, dim);
+  if (check.failed()) return check.error();
+
+  const Kernels& kernels = best();
+  float* memory = packed->typed_data();
+  Matrix of_q{layer_of(wq, layer), hidden, heads * dim, memory};
+  Matrix of_k{layer_of(wk, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
+  Matrix of_v{layer_of(wv, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
+  check.that(of_v.to + of_v.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()), "packed is too small");
+  if (check.failed()) return check.error();
+  pack(pool, kernels, {of_q, of_k, of_v});
+
+  Inputs call{};
+  call.h = h.typed_data(), call.norm = layer_of(norm, layer), call.cos = cos.typed_data(), call.sin = sin.typed_data();
+  call.packed_q = of_q.to, call.packed_k = of_k.to, call.packed_v = of_v.to;
+  call.bias_q = if_there(bq, layer), call.bias_k = if_there(bk, layer), call.bias_v = if_there(bv, layer);
+  call.norm_q = if_there(q_norm, layer), call.norm_k = if_there(k_norm, layer);
+  call.q = heads > 0 ? q->typed_data() : nullptr, call.k = k->typed_data(), call.v = v->typed_data();
+  call.tokens = tokens, call.hidden = hidden, call.heads = heads, call.kv_heads = kv_heads, call.dim = dim;
+  call.eps = eps;
+  over_rows(pool, batch * tokens, [call, &kernels](int64_t first, int64_t rows) {
+    kernels.inputs(call, first, rows, room(kernels.inputs_room(call, rows)));
+  });
+  return ffi::Error::Success();
+}
+
+// h [B, T, D], attended [B, T, H * d]; weights are stacks [L, ...]. packed: working memory.
+ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, Floats wo, Floats norm, Floats gate,
+                  Floats up, Floats down, Made out, Made packed, float eps) {
+  Check check;
+  check.that(h.dimensions().size() == 3 && wo.dimensions().size() == 3 && gate.dimensions().size() == 3 &&
+                 number.element_count() == 1,
+             "h, wo, gate or number has another number of dimensions");
+  if (check.failed()) return check.error();
+  const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
+  const int64_t layers = wo.dimensions()[0], inner = wo.dimensions()[1], mlp = gate.dimensions()[2];
+  const int64_t layer = number.typed_data()[0];
+  check.is("attended", attended, {batch, tokens, inner})
+      .is("wo", wo, {layers, inner, hidden})
+      .is("norm", norm, {layers, hidden})
+      .is("gate", gate, {layers, hidden, mlp})
+      .is("up", up, {layers, hidden, mlp})
+      .is("down", down, {layers, mlp, hidden})
+      .is("out", *out, {batch, tokens, hidden})
+      .that(layer >= 0 && layer < layers, "number must be that of a layer");
+  if (check.failed()) return check.error();
+
+  const Kernels& kernels = best();
+  float* memory = packed->typed_data();
+  Matrix of_o{layer_of(wo, layer), inner, hidden, memory};
+  Matrix of_gate{layer_of(gate, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
+  Matrix of_up{layer_of(up, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
+  Matrix of_down{layer_of(down, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
+  check.that(of_down.to + of_down.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()),
+             "packed is too small");
+  if (check.failed()) return check.error();
+  pack(pool, kernels, {of_o, of_gate, of_up, of_down});
+
+  Output call{};
+  call.h = h.typed_data(), call.attended = attended.typed_data(), call.norm = layer_of(norm, layer);
+  call.packed_o = of_o.to, call.packed_gate = of_gate.to, call.packed_up = of_up.to, call.packed_down = of_down.to;
+  call.out = out->typed_data(), call.inner = inner, call.hidden = hidden, call.mlp = mlp, call.eps = eps;
+  over_rows(pool, batch * tokens, [call, &kernels](int64_t first, int64_t rows) {
+    kernels.output(call, first, rows, room(kernels.output_room(call, rows)));
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jgr
+
+#define JGR_EXPORT extern "C" __attribute__((visibility("default")))
+
+JGR_EXPORT XLA_FFI_Error* jgr_native_attention(XLA_FFI_CallFrame*);
+JGR_EXPORT XLA_FFI_Error* jgr_native_inputs(XLA_FFI_CallFrame*);
+JGR_EXPORT XLA_FFI_Error* jgr_native_output(XLA_FFI_CallFrame*);
+JGR_EXPORT const char* jgr_native_kernels();
+JGR_EXPORT int jgr_native_choose(const char* name);
+
+// The name of the instruction set in use.
+const char* jgr_native_kernels() { return jgr::best().name; }
+
+// For tests: use the instruction set of this name; 0 where this processor has it not, and nothing is changed.
+int jgr_native_choose(const char* name) {
+  for (const jgr::Kernels* each : jgr::runnable())
+    if (std::strcmp(each->name, name) == 0) {
+      jgr::chosen = each;
+      return 1;
+    }
+  return 0;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgr_native_attention, jgr::attention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>()
+        .Arg<jgr::Ints>().Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgr_native_inputs, jgr::inputs,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Floats>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jgr_native_output, jgr::output,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels for CPUs, of every instruction set that this processor has: against loops in float64 and the references;
+calls that do not fit are errors; padding has no effect; a library that cannot be used is left alone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jgr.models import decoder, params
+from jgr.ops import decoder_layer, native
+from jgr.ops.decoder_layer.cases import OF_INPUTS, OF_OUTPUT
+from jgr.ops.segment_attention import Arguments, Causal, segment_attention
+from jgr.ops.segment_attention import native as attention_form
+from jgr.ops.segment_attention.cases import OP
+from jgr.ops.testing import Case, OpCases
+from jgr.prompt.layouts import Tokens
+from tests.native import installed
+from tests.ops.test_segment_attention import CHEAP, anything, loop, rule, values
+
+pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native_library")]
+Array = np.ndarray[Any, Any]
+SETS = ("generic", "avx2", "avx512")
+OPS = (OP, OF_INPUTS, OF_OUTPUT)
+CASES = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.tagged("ci")]
+
+
+@pytest.fixture(params=SETS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The instruction set in use; a test of one that this processor lacks is left out."""
+    import jgr_native  # type: ignore[import-not-found]
+
+    native.library()
+    choose = jgr_native.library().jgr_native_choose
+    if not choose(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    for name in SETS:  # the best again
+        choose(name.encode())
+
+
+def run(op: OpCases, case: Case, implementation: str) -> list[Array]:
+    made = op.call(**op.draw(case, jnp.float32), **op.options(case), implementation=implementation)
+    return [np.asarray(x) for x in jax.tree.leaves(made)]
+
+
+@functools.cache
+def both(name: str, case: str) -> tuple[Any, Any]:
+    """A case's arrays, and the program of both forms; it is compiled once, for the library chooses when it runs."""
+    op = next(op for op in OPS if op.name == name)
+    chosen = next(found for found in op.cases if found.name == case)
+
+    def call(given: Any) -> Any:
+        return [
+            op.call(**given, **op.options(chosen), implementation=form) for form in ("native", "reference")
+        ]
+
+    return op.draw(chosen, jnp.float32), jax.jit(call, compiler_options=CHEAP)
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_cases_equal_the_reference(kernels: str, op: OpCases, case: Case) -> None:
+    arrays, program = both(op.name, case.name)
+    got, want = program(arrays)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-5)
+
+
+@jax.jit
+def attend(call: Arguments) -> jax.Array:
+    return attention_form.segment_attention(call)
+
+
+@jax.jit
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+    return segment_attention(q, k, v, Causal(lengths), implementation="native")
+
+
+@settings(max_examples=40, deadline=None)
+@given(anything())
+def test_any_vectors(drawn: tuple[Tokens, Tokens, Array, Array]) -> None:
+    queries, keys, sees, window = drawn
+    arrays = values(queries)
+    got = attend(Arguments(*arrays, queries, np.asarray(sees, np.int32), keys=keys, window=window))
+    np.testing.assert_allclose(got, loop(*arrays, rule(*drawn)), atol=3e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 16), (5, 1, 40), (4, 4, 8)])
+def test_long_prompts_over_many_blocks(kernels: str, heads: int, kv_heads: int, dim: int) -> None:
+    """Heads of a group share blocks of queries, which need not end with a block."""
+    rng, lengths = np.random.default_rng(1), np.array([389, 200], np.int32)
+    shapes = ((2, 389, heads, dim), *[(2, kv_heads, 389, dim)] * 2)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    got = causal(q, k, v, lengths)
+    place = np.arange(389)
+    mask = (
+        (place[:, None] >= place)
+        & (place < lengths[:, None, None])
+        & (place[:, None] < lengths[:, None, None])
+    )
+    np.testing.assert_allclose(got, loop(q, k, v, mask), atol=3e-6)
+
+
+def test_what_stands_in_padding_has_no_effect(kernels: str) -> None:
+    rng, lengths = np.random.default_rng(2), np.array([130, 3], np.int32)
+    q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((2, 200, 2, 8), *[(2, 1, 200, 8)] * 2))
+    want = np.asarray(causal(q, k, v, lengths))
+    for row, length in enumerate(lengths):
+        q[row, length:] = k[row, :, length:] = v[row, :, length:] = np.nan
+    got = np.asarray(causal(q, k, v, lengths))
+    np.testing.assert_array_equal(got, want)
+    assert not got[0, 130:].any() and not got[1, 3:].any()
+
+
+FAMILIES = {
+    "qwen2": dict(kv_heads=2, head_dim=16, hidden=48),
+    "qwen3": dict(kv_heads=4, head_dim=32, hidden=64),
+    "llama": dict(kv_heads=1, head_dim=10, hidden=72),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_decoders_equal_those_by_xla(family: Any) -> None:
+    """Hidden states, keys and values; of a middle layer too, and where only some places are read."""
+    sizes: dict[str, Any] = dict(vocab_size=300, layers=3, heads=4, mlp=100, rope_theta=1e4, norm_eps=1e-6)
+    cfg = decoder.DecoderConfig(family=family, tied=True, max_position=512, **sizes, **FAMILIES[family])
+    weights = params.initialize(decoder.spec(cfg), jax.random.key(0))
+    weights = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), weights)
+    tokens = jax.random.randint(jax.random.key(2), (3, 130), 0, 300)
+    lengths = jnp.array([130, 77, 1])
+    real = np.arange(130) < np.asarray(lengths)[:, None]
+
+    def prompts(**given: Any) -> list[Array]:
+        program = jax.jit(
+            lambda *arrays: decoder.prefill(*arrays, **given), static_argnums=1, compiler_options=CHEAP
+        )
+        out = program(weights, cfg, tokens, lengths)
+        kept = np.where(real[None, :, None, :, None], np.asarray(out.context), 0)
+        hidden = np.asarray(out.hidden)
+        return [np.where(real[..., None], hidden, 0) if hidden.shape[1] == 130 else hidden, kept]
+
+    options: list[dict[str, Any]] = [{}, {"read": lengths[:, None] - 1}, {"layers": slice(1, 2)}]
+    for given_options in options:
+        for got, want in zip(
+            prompts(**given_options), prompts(attention="xla", **given_options), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, np.abs(want).max()))
+
+
+def test_auto_takes_the_kernels_unless_they_are_switched_off() -> None:
+    q, kv = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 2, 4, 8))
+
+    def calls(x: jax.Array = q) -> bool:
+        given = x, kv.astype(x.dtype), kv.astype(x.dtype), Causal(jnp.array([4]))
+        return "jgr_native_attention" in jax.jit(lambda *a: segment_attention(*a)).lower(*given).as_text()
+
+    assert calls() and not calls(q.astype(jnp.bfloat16))
+    assert native.describe() == f"native-{native.library().kernels}"
+    native.use(False)
+    try:
+        assert not calls() and native.describe() == "xla"
+    finally:
+        native.use(True)
+
+
+def test_many_threads_at_once() -> None:
+    """Loops on XLA's pool wait for nothing that has not begun, so calls from many threads cannot block each other."""
+    case = OF_OUTPUT.tagged("ci")[2]
+    (want,) = run(OF_OUTPUT, case, "native")
+    given, options = OF_OUTPUT.draw(case, jnp.float32), OF_OUTPUT.options(case)
+    program = jax.jit(lambda given: OF_OUTPUT.call(**given, **options, implementation="native"))
+    with ThreadPoolExecutor(8) as threads:
+        for got in threads.map(lambda _: np.asarray(program(given)), range(64)):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_shapes_that_do_not_fit_are_errors() -> None:
+    q, kv, six, four = (np.zeros(s, np.float32) for s in ((1, 4, 2, 8), (1, 2, 4, 8), (6, 1, 4), (4, 1, 4)))
+    good = q, kv, kv, six.astype(np.int32), four.astype(np.int32)
+    wrong: list[tuple[int, Any, str]] = [
+        (1, np.zeros((1, 3, 4, 8), np.float32), r"v is \[1, 2, 4, 8\], and must be \[1, 3, 4, 8\]"),
+        (2, np.zeros((1, 2, 5, 8), np.float32), r"v is \[1, 2, 5, 8\], and must be \[1, 2, 4, 8\]"),
+        (3, np.zeros((5, 1, 4), np.int32), r"queries is \[5, 1, 4\], and must be \[6, 1, 4\]"),
+        (4, np.zeros((4, 1, 9), np.int32), r"keys is \[4, 1, 9\], and must be \[4, 1, 4\]"),
+        (4, np.zeros((4, 1, 4), np.float32), "S32|dtype"),
+        (0, np.zeros((4, 2, 8), np.float32), "four dimensions"),
+    ]
+    assert native.call("attention", [q.shape], *good)[0].shape == q.shape
+    for at, array, message in wrong:
+        given_arrays = [*good[:at], array, *good[at + 1 :]]
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(native.call("attention", [q.shape], *given_arrays))
+
+
+@pytest.mark.parametrize("number", [-1, 3, 2**31 - 1])
+def test_a_layer_that_is_not_there_is_an_error(number: int) -> None:
+    case = OF_OUTPUT.tagged("ci")[0]
+    given_arrays = OF_OUTPUT.draw(case, jnp.float32)
+    h, attended = given_arrays.pop("h"), given_arrays.pop("attended")
+    weights = decoder_layer.OutputWeights(**given_arrays)
+    with pytest.raises(Exception, match="number must be that of a layer"):
+        call = decoder_layer.layer_output(
+            h, attended, weights, jnp.int32(number), eps=1e-6, implementation="native"
+        )
+        jax.block_until_ready(call)
+
+
+def test_a_library_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = types.ModuleType("jgr_native")
+    other.INTERFACE = native.INTERFACE + 1  # type: ignore[attr-defined]
+    other.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    with installed():
+        monkeypatch.setitem(sys.modules, "jgr_native", other)
+        native.library.cache_clear()
+        assert native.describe() == "xla"
+        assert "jgr-native has interface" in caplog.text
+        with pytest.raises(ValueError, match="'native' cannot run: jgr-native cannot be used"):
+            run(OP, OP.tagged("ci")[0], "native")
+        np.testing.assert_array_equal(*(run(OP, OP.tagged("ci")[0], form)[0] for form in ("auto", "xla")))
+    native.library.cache_clear()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`rerank` of /v1/recommend: what one model finds comes in another one's order, as two calls would give it.
+
+The first model of this server finds and ranks items by minus their leaf (fakes.py); the second by the leaf itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+
+import jgr
+from jgr.serving.decoders.work import Outcome, Work
+from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Profile
+from jgr.serving.versions.deployment import Deployment
+from tests.serving.fakes import FakeExecutor, LiveServer, Reply, make_config, make_engine
+
+HISTORY = ["a", "b"]
+
+
+class Reversed(FakeExecutor):
+    """Scores of the other sign."""
+
+    def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
+        return [dataclasses.replace(found, scores=-found.scores) for found in super().run(profile, works)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[LiveServer]:
+    config = make_config("model.name=other")
+    other = make_engine(config, Reversed(make_profiles(config.profiles)))
+    with LiveServer(more=[Deployment(other, config.catalog, None)]) as server:
+        yield server
+
+
+def told(reply: Reply) -> tuple[int, str, str | None]:
+    return reply.status, reply.error["type"], reply.error.get("field")
+
+
+def found(reply: Reply) -> list[tuple[str, float, int]]:
+    return [(item["item_id"], item["score"], item["rank"]) for item in reply.json["items"]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"exclude_history": True}, {"beam_width": 3}, {"filters": {"deny": ["d"]}}]
+)
+def test_it_is_what_two_calls_give(pair: LiveServer, fields: dict[str, object]) -> None:
+    body = {"history": HISTORY, "top_k": 3, **fields}
+    width = int(str(fields.get("beam_width", 5)))
+    most = min(width, pair.call("/v1/models/other").json["max_candidates"])
+    first = pair.call("/v1/recommend", {**body, "top_k": most}).json
+    ids = [item["item_id"] for item in first["items"]]
+    ranked = pair.call("/v1/rank", {"history": HISTORY, "candidates": ids, "top_k": 3, "model": "other"})
+    reply = pair.call(
+        "/v1/recommend", {**body, "rerank": "other", "include_metadata": True}, x_request_id="mine"
+    )
+    assert found(reply) == found(ranked)
+    assert found(reply) != found(pair.call("/v1/recommend", body))
+    answer = reply.json
+    assert (answer["id"], answer["model"], answer["reranked_by"]) == (
+        "mine",
+        first["model"],
+        ranked.json["model"],
+    )
+    assert "normalize" not in answer
+    assert answer["items"][0]["metadata"] == {"title": f"title of {answer['items'][0]['item_id']}"}
+    assert answer["usage"]["candidates"] == len(ids)
+    assert answer["usage"]["beam_width"] == width
+    timing = answer["timing_ms"]
+    assert timing["total"] + 1e-6 >= timing["queue"] + timing["prepare"] + timing["device"]
+
+
+def test_nothing_found_is_nothing_to_order(pair: LiveServer) -> None:
+    body = {"history": HISTORY, "top_k": 1, "filters": {"allow": []}, "rerank": "other"}
+    reply = pair.call("/v1/recommend", body)
+    plain = pair.call("/v1/recommend", {**body, "rerank": None})
+    assert (reply.status, reply.json.get("items")) == (plain.status, plain.json.get("items"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rerank": "none"}, (422, "invalid_request", "rerank")),
+        ({"rerank": "other", "top_k": 3, "beam_width": 2}, (422, "invalid_request", "top_k")),
+        ({"rerank": "other", "top_k": 5}, (422, "invalid_request", "rerank")),
+        ({"rerank": 3}, (422, "invalid_request", "rerank")),
+        ({"rerank": "x" * 257}, (422, "invalid_request", "rerank")),
+        ({"rerank": "other", "history": 3}, (422, "invalid_request", "history")),
+    ],
+)
+def test_what_is_refused_names_its_field(
+    pair: LiveServer, fields: dict[str, object], expected: tuple[int, str, str]
+) -> None:
+    assert told(pair.call("/v1/recommend", {"history": HISTORY, "top_k": 1, **fields})) == expected
+
+
+def test_a_deadline_holds_for_both_runs_together(pair: LiveServer) -> None:
+    reply = pair.call(
+        "/v1/recommend", {"history": HISTORY, "top_k": 1, "rerank": "other", "deadline_ms": 1e-3}
+    )
+    assert reply.status in (429, 504)
+
+
+def test_a_client_asks_so_and_an_engine_alone_refuses(pair: LiveServer) -> None:
+    with jgr.Client(f"http://127.0.0.1:{pair.port}") as client:
+        answer = client.recommend(HISTORY, top_k=2, rerank="other")
+        assert answer.reranked_by == "other"
+        assert [item.score for item in answer.items] == sorted(
+            (item.score for item in answer.items), reverse=True
+        )
+    refused = pair.call("/v1/explain/recommend", {"history": HISTORY, "top_k": 1, "rerank": "other"})
+    assert refused.status in (400, 404)
+    assert msgspec.json.decode(refused.body)["error"]["type"] in ("invalid_request", "not_found")

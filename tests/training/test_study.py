@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for hyper-parameters: ranges, trials that are kept, pruned and gone on with, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from jgr.cli.main import run
+from jgr.config import Config, TrainConfig, UserError, load_config
+from jgr.training.study import BEFORE_PRUNING, Range, Report, Study, check, told
+
+pytest.importorskip("optuna", reason="needs jgr[tune]")
+
+CONFIG = Config(train=TrainConfig(model="hstu", evaluate_every=5, steps=10, heads=2, kv_heads=2))
+RATE = Range.parse("train.learning_rate=1e-4:1e-2:log")
+
+
+class Killed(Exception):
+    """What ends a process."""
+
+
+def no_progress(done: int, total: int, status: str) -> None:
+    del done, total, status
+
+
+def train(config: Config, report: Report, scale: float = 1.0) -> None:
+    """A training whose second validation is better, the better the nearer the rate is to .003."""
+    for step in (0.5, 1.0):
+        value = step * scale / (1 + abs(config.train.learning_rate / 0.003 - 1))
+        folder = Path(config.train.out)
+        folder.mkdir(exist_ok=True)
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 1, "recall@10": value}) + "\n")
+        report(value)
+
+
+def test_what_a_range_may_be() -> None:
+    assert RATE == Range("train.learning_rate", (), 1e-4, 1e-2, log=True)
+    assert Range.parse("train.layers=1:4") == Range("train.layers", (), 1, 4, whole=True)
+    assert Range.parse("train.hidden=64, 128,64") == Range("train.hidden", ("64", "128"))
+    for wrong in ("train.layers", "train.layers=", "train.layers=1:2:lin", "train.layers=a:b", "=1:2"):
+        with pytest.raises(UserError, match=r"write section\.field=a,b,c"):
+            Range.parse(wrong)
+    with pytest.raises(UserError, match="the first number must be below the second"):
+        Range.parse("train.layers=2:2")
+    with pytest.raises(UserError, match="logarithms need numbers above 0"):
+        Range.parse("train.dropout=0:1:log")
+
+
+@pytest.mark.parametrize(
+    ("config", "ranges", "words"),
+    [
+        (CONFIG, [], "name a field and what to try"),
+        (CONFIG, [RATE, RATE], "train.learning_rate is given twice"),
+        (CONFIG, [Range.parse("model.name=a,b")], "model.name cannot be varied"),
+        (CONFIG, [Range.parse("train.droput=0:1")], "train.droput"),
+        (CONFIG, [Range.parse("train.dropout=0.5:1.5")], "train.dropout"),
+        (replace(CONFIG, train=replace(CONFIG.train, evaluate_every=0)), [RATE], "train.evaluate_every is 0"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(config: Config, ranges: list[Range], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check(config, ranges)
+
+
+def test_a_study_finds_the_best_keeps_its_folder_alone_and_draws(tmp_path: Path) -> None:
+    study = Study(tmp_path, CONFIG, [RATE])
+    study.run(6, train, no_progress)
+    best, value, number = study.best()
+    values = [row["value"] for row in study.rows() if row["state"] == "complete"]
+    assert study.finished == 6
+    assert value == max(values) == pytest.approx(1 / (1 + abs(best.train.learning_rate / 0.003 - 1)))
+    assert best.train.out == CONFIG.train.out
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [f"trial-{number}"]
+    with Image.open(tmp_path / "trials.png") as picture:
+        assert picture.width > picture.height
+    assert next(told(study.rows())).split()[1:3] == [str(number), f"{value:.4f}"]
+
+
+def test_a_study_goes_on_and_a_trial_that_was_cut_short_keeps_its_folder_and_its_draws(
+    tmp_path: Path,
+) -> None:
+    asked: list[Config] = []
+
+    def killed(config: Config, report: Report) -> None:
+        asked.append(config)
+        if len(asked) == 3:
+            raise Killed
+        train(config, report)
+
+    with pytest.raises(Killed):
+        Study(tmp_path, CONFIG, [RATE]).run(4, killed, no_progress)
+    again = Study(tmp_path, CONFIG, [RATE])
+    assert again.finished == 2
+    again.run(4, killed, no_progress)
+    assert again.finished == 4
+    assert len(asked) == 5
+    assert asked[3] == asked[2]
+    assert len({config.train.learning_rate for config in asked}) == 4
+    again.run(4, killed, no_progress)
+    assert len(asked) == 5
+    with pytest.raises(UserError, match="another configuration or other ranges"):
+        Study(tmp_path, CONFIG, [Range.parse("train.learning_rate=1e-4:1e-2")])
+
+
+def test_one_process_at_a_time_and_a_damaged_file_is_told(tmp_path: Path) -> None:
+    study = Study(tmp_path, CONFIG, [RATE])
+
+    def fit(config: Config, report: Report) -> None:
+        with pytest.raises(UserError, match="another process goes on with this study"):
+            Study(tmp_path, CONFIG, [RATE]).run(1, train, no_progress)
+        train(config, report)
+
+    study.run(1, fit, no_progress)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "study.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(UserError, match="is not a study that can be gone on with: DatabaseError"):
+        Study(tmp_path / "damaged", CONFIG, [RATE])
+
+
+def test_a_trial_below_the_median_is_ended_early(tmp_path: Path) -> None:
+    reported: list[list[float]] = []
+
+    def fit(config: Config, report: Report) -> None:
+        reported.append([])
+        scale = 1.0 if len(reported) <= BEFORE_PRUNING else 1e-3
+        train(config, lambda value: (reported[-1].append(value), report(value))[0], scale)
+
+    study = Study(tmp_path, CONFIG, [Range.parse("train.seed=1:1000")])
+    study.run(BEFORE_PRUNING + 2, fit, no_progress)
+    assert [len(values) for values in reported] == [2] * BEFORE_PRUNING + [1, 1]
+    assert [row["state"] for row in study.rows()][-2:] == ["pruned", "pruned"]
+
+
+def test_fields_that_do_not_go_together_are_no_trial(tmp_path: Path) -> None:
+    study = Study(tmp_path, CONFIG, [Range.parse("train.heads=2"), Range.parse("train.kv_heads=1,2,3")])
+    ran: list[int] = []
+
+    def fit(config: Config, report: Report) -> None:
+        ran.append(config.train.kv_heads)
+        train(config, report)
+
+    study.run(6, fit, no_progress)
+    assert 3 not in ran
+    assert study.finished == 6
+
+
+def test_the_command_trains_and_its_best_file_is_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = (
+        "steps=4",
+        "evaluate_every=2",
+        "batch=32",
+        "hidden=8",
+        "layers=1",
+        "heads=2",
+        "kv_heads=2",
+        "max_items=5",
+    )
+    command = [
+        "tune", "--set=train.model=sasrec", "--set=train.out=given", *(f"--set=train.{part}" for part in small),
+        "--set=train.validation_examples=50", "--vary=train.learning_rate=1e-3,1e-2", f"--out={tmp_path}",
+    ]  # fmt: skip
+    assert run([*command, "--trials=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"train it with --config={tmp_path}/best.toml"
+    found = load_config(tmp_path / "best.toml")
+    assert found.train.out == "given"
+    assert found.train.learning_rate in (1e-3, 1e-2)
+    assert found.train.hidden == 8
