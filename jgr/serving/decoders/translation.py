@@ -472,8 +472,7 @@ def _user_key(request: Asked, user: Content, tenant: str) -> str:
 
 
 def _check_positions(prompt: Prompt, limit: int, written: int) -> None:
-    """Candidates in causal order, and letters that are written after the prompt, take positions of their own, which
-    the check at start-up does not count."""
+    """Candidates in causal order, and letters after them, take positions that the check at start-up does not count."""
     needed = max(segment.offset + len(segment) for segment in arrange(prompt, CAUSAL)) + written
     if needed > limit:
         raise invalid(
