@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,16 +132,8 @@ class BeamKV(NamedTuple):
         """
         return jnp.stack([*self.k, k], axis=1), jnp.stack([*self.v, v], axis=1)
 
-    @property
-    def steps(self) -> int:
-        """How many steps these are."""
-        return len(self.k)
-
     def plus(self, k: jax.Array, v: jax.Array) -> BeamKV:
         return BeamKV((*self.k, k), (*self.v, v))
-
-
-Written = TypeVar("Written", BeamKV, Any)
 
 
 def spec(cfg: DecoderConfig) -> DecoderParams:
@@ -401,19 +393,19 @@ def decode(
     tokens: jax.Array,
     context: ContextKV,
     lengths: jax.Array,
-    beams: Written,
+    beams: BeamKV,
     ancestors: jax.Array,
     *,
     start: jax.Array | None = None,
     attention: str | Callable[..., jax.Array] = "auto",
-) -> tuple[jax.Array, Written]:
+) -> tuple[jax.Array, BeamKV]:
     """One token for every beam.
 
     Args:
         tokens: [B, W] int32, the s-th generated token of each beam; its position is start + s for every beam.
         lengths: [B] int32, prompt lengths.
         start: [B] int32, the position that follows the prompt; default lengths.
-        beams: the BeamKV of s steps, or another form of it.
+        beams: the BeamKV of s steps.
         ancestors: [B, s + 1, W] int32, which row of each slot a beam descends from; the last one is the beam itself.
         attention: an implementation of beam_attention, or another form of it with its arguments.
 
@@ -421,11 +413,11 @@ def decode(
         hidden [B, W, D] after the final norm, and the BeamKV of s + 1 steps.
     """
     start = lengths if start is None else start
-    positions = jnp.broadcast_to((start + beams.steps)[:, None], tokens.shape)
+    positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
     cos, sin = rotations(cfg, positions)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, ContextKV, Written]
+        h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         layer, shared, own = xs
         with jax.named_scope("attention"):

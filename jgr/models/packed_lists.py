@@ -11,13 +11,13 @@ Letters: R requests, M candidates, S tokens of the row, cached ones first, L lay
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from jgr.models import decoder
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
+from jgr.models.decoder import BeamKV, ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import Asked, ChosenBy, Decided, KVCells, Row, forward, read_layer
 from jgr.models.rope import rope
 from jgr.ops import split
@@ -33,10 +33,6 @@ class WrittenKV(NamedTuple):
     v: Any
     at: Any
 
-    @property
-    def steps(self) -> Any:
-        return self.at[0]
-
     def of_layer(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A layer's keys and values with one more; k, v: [R, 1, K, d]."""
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=self.at, axis=1)
@@ -44,7 +40,7 @@ class WrittenKV(NamedTuple):
 
     def plus(self, k: jax.Array, v: jax.Array) -> WrittenKV:
         """k, v: [L, R, 1, K, d]."""
-        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=self.steps, axis=2)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=self.at[0], axis=2)
         return WrittenKV(put(self.k, k), put(self.v, v), self.at + 1)
 
 
@@ -92,18 +88,18 @@ def rank(
             at = jnp.where(go_on, chosen, len(of))
             scores = scores.at[at].set(lengths - 1 - number + probability, mode="drop")
             left = left.at[jnp.arange(requests), at].set(False, mode="drop")
-            found, written = decoder.decode(
+            found, after = decoder.decode(
                 params,
                 cfg,
                 asked.columns[chosen][:, None],
                 context,
                 lengths,
-                written,
+                cast(BeamKV, written),  # which counts its steps by the length of k
                 number,
-                start=start,
+                start=start + number - cfg.layers,
                 attention=attend,
             )
-            return number + 1, found[:, 0], left, scores, written
+            return number + 1, found[:, 0], left, scores, after
 
         begin = jnp.int32(0), hidden[first], mine, jnp.zeros(len(of), jnp.float32), written
         scores = jax.lax.while_loop(lambda state: state[0] < lengths.max(), step, begin)[3]

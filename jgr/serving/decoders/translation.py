@@ -158,7 +158,6 @@ class Translator:
         self._tree = tree
         self._prompts, self._segments, self._cached, self._library = prompts, segments, cached, library
         self._repair, self._plain = Repair.of(config.cache), config.cache.policy == "blocks"
-        self._library_share = config.cache.library_share
         self._reject_unknown = config.server.unknown_items == "reject"
         self._items_per_id = config.beam.items_per_id
         self._filters = ItemFilters(tree, catalog_segments(catalog, config.catalog.segments))
@@ -348,8 +347,7 @@ class Translator:
             repair = self._repair_of(request)
             near = None
             if found is not None and self._library is not None and repair != ALL_ITEM_TOKENS:
-                own = self._library_share if request.reuse_budget is None else None
-                near = self._library.near(found, repair.share if own is None else own)
+                near = self._library.near(found, repair.share, request.reuse_budget)
             unplanned = UnplannedPrompt(prompt, request.layout, repair=repair, near=near)
             tokens = count_tokens(prompt)
         elif request.layout is not None or request.reuse_budget is not None:
