@@ -12,6 +12,13 @@ layers are wide and their heads narrow, so that besides attention a token costs 
 1,000 others costs; in Qwen3-0.6B it is seven times. The model of 28 layers is as deep as that one and far narrower:
 this benchmark must end in ten minutes on two cores. An answer with all tokens computed anew must be the whole prompt's.
 
+RcLLM is two programs: one that chooses, from the first layer's queries and keys, and reads no blocks, and one for the
+rest. choose_ms is the first alone. "from the host" is RcLLM with a device cache for little more than one request, so
+that most blocks travel from host memory, while tokens are chosen: copies_ms is what dispatching these copies took, and
+its time over that with all blocks on the device what is left exposed of them (RCLLM-13).
+
+Programs are kept in runs/xla_rcllm: sizes that a first call has no time for are measured by a second one.
+
 Under load, requests come at random times, at half and at four fifths of what the prefix cache can serve.
 
     python -m benchmarks.rcllm_ttft [--quick]
@@ -39,12 +46,14 @@ from jgr.catalog.catalog import Catalog
 from jgr.config import Config, TrainConfig, override
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.paged_executor import PagedExecutor
+from jgr.serving.decoders.work import SegmentsWork
 from jgr.serving.policies.jobs import Job
 
 ITEMS = 120
 HISTORY, CANDIDATES = 6, 20
 SHARES = (0.1, 0.3, 0.5, 1.0)
-AT, PREFIX = "rcllm .3", "prefix"
+AT, PREFIX, HOSTED = "rcllm .3", "prefix", "rcllm .3 from the host"
 PER_TURN = 2
 """Requests that a system serves in its turn."""
 OF_FLOOR = 0.8
@@ -57,27 +66,29 @@ NARROW = TrainConfig(hidden=192, heads=2, kv_heads=1, head_dim=32, mlp=640)
 
 
 class Size(NamedTuple):
-    """A model and its prompts. span: tokens of an item. rounds: turns of each system."""
+    """A model and its prompts. span: tokens of an item. rounds: turns of each system. hosted: whether blocks are read
+    from the host too."""
 
     model: TrainConfig
     layers: int
     span: int
     rounds: int
+    hosted: bool = False
 
 
 SIZES = (
-    Size(WIDE, 4, 78, 5),
+    Size(WIDE, 4, 78, 5, True),
     Size(WIDE, 4, 39, 5),
-    Size(WIDE, 4, 157, 4),
-    Size(WIDE, 8, 78, 5),
     Size(NARROW, 28, 78, 4),
+    Size(WIDE, 8, 78, 5, True),
+    Size(WIDE, 4, 157, 4),
     Size(WIDE, 8, 39, 5),
-    Size(NARROW, 28, 157, 3),
     Size(NARROW, 28, 39, 5),
+    Size(NARROW, 28, 157, 3),
     Size(WIDE, 8, 157, 3),
 )
 """In the order of what they tell; the first one is measured under load."""
-LAST_BEGIN_S = 130
+LAST_BEGIN_S = 150
 """Sizes that would begin later than so many seconds after the start are left out; a row says which."""
 
 
@@ -90,10 +101,11 @@ class Method(NamedTuple):
     budgets: dict[str, float | None]
     sizes: tuple[int, ...]
     repaired: int
+    hosted: bool = False
 
 
-def methods(span: int) -> dict[str, Method]:
-    """By name. span: tokens of an item."""
+def methods(span: int, hosted: bool = False) -> dict[str, Method]:
+    """By name. span: tokens of an item. hosted: with the one that reads blocks from the host."""
     blocks = ("cache.policy=blocks",)
     own, items = HISTORY * span + 2, CANDIDATES * span
 
@@ -105,6 +117,9 @@ def methods(span: int) -> dict[str, Method]:
 
     epic = 2 * CANDIDATES
     anew = [chosen(share, 1) for share in SHARES]
+    attention = ("cache.repair_tokens=1", "cache.repair_by=attention", "cache.repair_share=0.3")
+    at = chosen(0.3, 1)
+    last = {"hosted": Method((*blocks, *attention), {HOSTED: 0.3}, (own + at,), at, True)}
     return {
         "full": Method(("cache.policy=none",), {"full": None}, (own + items,), 0),
         "prefix": Method((*blocks, f"cache.repair_tokens={span}"), {PREFIX: None}, (own + items,), items),
@@ -117,11 +132,12 @@ def methods(span: int) -> dict[str, Method]:
             chosen(0.3, 0),
         ),
         "rcllm": Method(
-            (*blocks, "cache.repair_tokens=1", "cache.repair_by=attention", "cache.repair_share=0.3"),
+            (*blocks, *attention),
             {name(share): share for share in SHARES},
             tuple(own + tokens for tokens in anew),
             max(anew),
         ),
+        **(last if hosted else {}),
     }
 
 
@@ -149,6 +165,7 @@ class World:
         # What is missed is computed twice, and a server takes only what it could serve with nothing cached.
         sizes = sorted({-(-tokens // 32) * 32 for tokens in (*method.sizes, self.tokens + method.repaired)})
         pages_mb = 2 * (ITEMS + 16) * self.span * self.bytes_per_token / 2**20
+        device_mb = pages_mb * (2 * (CANDIDATES + HISTORY) / ITEMS if method.hosted else 1)
         return override(
             Config(),
             f"model.path={self.folder}",
@@ -164,7 +181,8 @@ class World:
             f"rank.context={most}",
             f"rank.candidates={CANDIDATES}",
             f"batching.max_tokens={sizes[-1]}",
-            f"cache.device_mb={pages_mb:.1f}",
+            f"cache.device_mb={device_mb:.1f}",
+            f"cache.host_mb={pages_mb if method.hosted else 0:.1f}",
             "cache.item_share=0.9",
             "cache.shadow=0",
             "beam.width=1",
@@ -226,6 +244,44 @@ class Running:
         answer = await self.engine.answer(_request(rows, budget))
         return Served((time.perf_counter() - due_s) * 1e3, answer)
 
+    def _paged(self) -> PagedExecutor:
+        executors: Any = self.engine.served.executors
+        paged: PagedExecutor = executors.paged
+        return paged
+
+    def choose_ms(self, rows: Sequence[str], budget: float | None) -> float:
+        """The time of the program that chooses tokens, alone."""
+        served = self.engine.served
+        paged, caching = self._paged(), served.caching
+        assert caching is not None
+        task, grouping = served.translator.prepare(_request(rows, budget)), caching.groupings["rank"]
+        job = Job(0, "rank", task.tokens, task.width, time.monotonic_ns(), None, task.prompt)
+        group = grouping.group([job], True, time.monotonic_ns())
+        assert group is not None and isinstance(task.work, SegmentsWork)
+        staged = paged._staged[group.profile].stage()
+        paged._pack(staged.arrays, group.profile, [replace(task.work, plan=group.prompts[0])])
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            jax.block_until_ready(staged.run(paged._deciding[group.profile], paged._params))
+            times.append(time.perf_counter() - begin)
+        staged.give_back()
+        grouping.finished(group.jobs, True)
+        return float(np.median(times)) * 1e3
+
+    def watch_copies(self) -> list[float]:
+        """Takes the milliseconds that the copies of each batch from now on take to be dispatched."""
+        paged, found = self._paged(), list[float]()
+        catch_up = paged.catch_up
+
+        def timed() -> None:
+            begin = time.perf_counter()
+            catch_up()
+            found.append((time.perf_counter() - begin) * 1e3)
+
+        setattr(paged, "catch_up", timed)  # noqa: B010
+        return found
+
     def turn(self, budget: float | None) -> list[Served]:
         """The next requests."""
         at = self._next.get(budget, 0)
@@ -277,7 +333,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
     sizes: Sequence[Size] = (Size(WIDE, 4, 16, 2),) if quick else SIZES
     rows: list[Row] = []
     loaded: list[Row] = []
-    start_s = time.perf_counter()
+    start_s, cache = time.perf_counter(), str(harness.ROOT / "runs" / "xla_rcllm")
     with tempfile.TemporaryDirectory(prefix="jgr-rcllm-") as folder, event_loop() as loop:
         for at, size in enumerate(sizes):
             if time.perf_counter() - start_s > LAST_BEGIN_S:
@@ -288,12 +344,13 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             world = World(Path(folder) / str(at), size)
             requests = [world.rows() for _ in range(max(UNDER_LOAD, PER_TURN * (size.rounds + 9)))]
             running = {
-                name: Running(world, method, loop, f"{folder}/xla", requests)
-                for name, method in methods(size.span).items()
+                name: Running(world, method, loop, cache, requests)
+                for name, method in methods(size.span, size.hosted).items()
             }
+            copies = running["hosted"].watch_copies() if size.hosted else []
             systems = {
                 system: (running[name], budget)
-                for name, method in methods(size.span).items()
+                for name, method in methods(size.span, size.hosted).items()
                 for system, budget in method.budgets.items()
             }
             turns = {name: partial(each.turn, budget) for name, (each, budget) in systems.items()}
@@ -304,6 +361,11 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 row(name, size, [one for turn in served for one in turn], found["full"])
                 for name, served in found.items()
             ]
+            row_of(rows, AT, size)["choose_ms"] = rounded(running["rcllm"].choose_ms(requests[0], 0.3))
+            if copies:
+                hosted, on_device = row_of(rows, HOSTED, size), row_of(rows, AT, size)
+                hosted["copies_ms"] = rounded(float(np.median(copies)))
+                hosted["exposed_ms"] = rounded(hosted["ms"]["median"] - on_device["ms"]["median"])
             rows[-1]["whole_when_all_is_computed"] = rounded(difference(anew, whole))
             if not loaded and not quick:
                 loaded = under_load(systems, found[PREFIX], size.layers, quiet)
@@ -364,6 +426,13 @@ def row(name: str, size: Size, served: Sequence[Served], full: Sequence[Sequence
         "interval": [rounded(float(low)), rounded(float(high))],
         "floor_allows": rounded(floor(name, size.layers, answer)),
     }
+
+
+def row_of(rows: Sequence[Row], method: str, size: Size) -> Row:
+    """The last one."""
+    return next(
+        row for row in reversed(rows) if (row.get("method"), row.get("layers")) == (method, size.layers)
+    )
 
 
 def claims(rows: Sequence[Row], loaded: Sequence[Row]) -> list[Claim]:

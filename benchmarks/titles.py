@@ -426,6 +426,24 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "Time to the first token over the fastest other engine's; {tokens} tokens, batch of {batch}",
     ),
+    # rcllm_accuracy
+    (
+        r"rcllm-prefix-cache-keeps-of-full-(?P<data>\w+)",
+        "NDCG@10 of ranking with a prefix cache as a share of that without, on {data}",
+    ),
+    (
+        r"rcllm-keeps-of-full-ndcg10-items-(?P<data>\w+)",
+        "NDCG@10 of RcLLM with .3 of the candidates' tokens computed, as a share of full recompute's, on {data}",
+    ),
+    (
+        r"rcllm-keeps-of-full-ndcg10-items-and-texts-(?P<data>\w+)",
+        "NDCG@10 of RcLLM with .3 of the candidates' and of the history's tokens computed, as a share of full "
+        "recompute's, on {data}",
+    ),
+    (
+        r"rcllm-ndcg10-less-(?P<method>epic|cacheblend)-(?P<data>\w+)",
+        "Lowest NDCG@10 of RcLLM less that of {method} at equal token-layers, within the interval, on {data}",
+    ),
     # rcllm_placement
     (
         r"rcllm-placement-cut-below-random-(?P<cutby>metis|numpy)",

@@ -127,8 +127,9 @@ class RankConfig:
 
     # What a candidate's score is. likelihood: that of its semantic id after the history's prompt; the others put all
     # candidates into the prompt, and read the score off its own token (item_token, for one-level catalogs), the answer
-    # to a question about it (item_probe), or the letter of its place in the list (list_letter).
-    method: Literal["likelihood", "item_token", "item_probe", "list_letter"] = "likelihood"
+    # to a question about it (item_probe), or the letter of its place in the list (list_letter). list_generation: the
+    # model writes the letters of all candidates one after the other, the best first, each read before the next.
+    method: Literal["likelihood", "item_token", "item_probe", "list_letter", "list_generation"] = "likelihood"
     item: str = "{title}{sid}"  # text of one candidate, as in prompt.item; item_token needs {sid} at its end
     # Text after the history and the candidates. {last} is the semantic id of the history's last item: recency-focused
     # prompting, which a small model needs (arXiv 2305.08845).
@@ -137,7 +138,7 @@ class RankConfig:
     # The token that says yes, for item_probe: the score is its logit minus that of rank.negative.
     positive: str = "<yes>"
     negative: str = "<no>"  # the token that says no, for item_probe
-    letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter
+    letters: str = "<l_{n}>"  # the token of the n-th candidate, for list_letter and list_generation
     item_span: int = 32  # most tokens of one candidate, and the positions that the candidates share
     requests: int = 8  # most requests in a batch of prompts with candidates
     tokens: tuple[int, ...] = (512, 2048)  # compiled shapes: tokens that a batch with candidates computes
@@ -218,20 +219,31 @@ class CacheConfig:
     # over the last 200 samples of cache.shadow. Beyond it the model computes all prompts whole, until the samples are
     # below half of it again. none: no limit.
     max_drift: float | None = None
+    # Folder of the items' keys and values that jgr kv build made: a server of its own reads candidates from it that it
+    # does not have, where that is cheaper than to compute them (fleet.fetch, fleet.fetch_ms). Empty: it computes them.
+    kv: str = ""
+    kv_mb: float = 256.0  # host memory for items that were read from it, in MiB; they go when room is needed
     # Folder of a library of prototypes, made by jgr kv library, for cache.policy=blocks: tokens of a request's
     # history_texts take the keys and values of the nearest prototype, by jgr[library]. Empty: they are computed.
     library: str = ""
     library_cosine: float = (
         0.9  # how near a prototype must be to a token that takes its keys and values, as a cosine
     )
+    # Share of the tokens of history_texts with a prototype that is computed all the same; none: as cache.repair_share.
+    library_share: float | None = None
 
     def __post_init__(self) -> None:
         check(self, device_mb=0, host_mb=0, page_kb=0, share=0, cell_tokens=1, new_tokens=1, window_s=1e-3)
-        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0, library_cosine=0.9)
+        check(self, hysteresis=0, shadow=0, repair_tokens=0, repair_share=0, library_cosine=0.9, kv_mb=0)
         require(
             self.library_cosine <= 1, f"cache.library_cosine must be at most 1, not {self.library_cosine}"
         )
         require(self.repair_share <= 1, f"cache.repair_share must be at most 1, not {self.repair_share}")
+        of_texts = self.library_share
+        require(
+            of_texts is None or 0 <= of_texts <= 1,
+            f"cache.library_share must be 0 to 1 or none, not {of_texts}",
+        )
         share = self.item_share
         require(share is None or 0 <= share <= 1, f"cache.item_share must be 0 to 1 or none, not {share}")
         require(self.shadow <= 1, f"cache.shadow must be at most 1, not {self.shadow}")

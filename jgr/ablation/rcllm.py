@@ -74,7 +74,7 @@ RCLLM = System(
         Fixed(
             ("RCLLM-13",),
             "what is reused travels to the device while the first layer is computed",
-            "not there yet: it travels before the run",
+            "with repair_by=attention always: benchmarks/rcllm_ttft.py says what is left exposed",
         ),
         Fixed(
             ("RCLLM-14",),

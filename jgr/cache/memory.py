@@ -67,9 +67,9 @@ class Lease(Generic[H]):
 
 
 class Memory:
-    """device_mb, host_mb: the sizes. items_mb: of the host memory beyond that, for items that the nodes of a fleet hold
-    for each other; the first model that can has all of it. page_kb: 0 for the default. shares: the weight of each
-    model, by name.
+    """device_mb, host_mb: the sizes. items_mb: of the host memory beyond that, for items that come from a folder, or
+    from nodes of a fleet that hold them for each other; the first model that can has all of it. page_kb: 0 for the
+    default. shares: the weight of each model, by name.
 
     devices: those that share each model; device_mb is of each, host_mb of all.
 
@@ -106,6 +106,8 @@ class Memory:
         """The memory of a server, of the sizes in its first configuration. Where no model caches it is one page."""
         first, fleet, devices = configs[0].cache, configs[0].fleet, configs[0].model.tensor_parallel
         items_mb = fleet.items_mb + fleet.fetched_mb if fleet.items != "none" else 0.0
+        if first.kv and not items_mb:
+            items_mb = first.kv_mb
         shares = {config.model.name: config.cache.share for config in configs if caches(config)}
         if not shares:
             return cls(1 / 16, page_kb=64, devices=devices)
@@ -130,7 +132,11 @@ class Memory:
     def pool(self) -> DevicePool:
         for name, mb, most in zip(("device", "host"), self._mb, (_device_bytes(), host_bytes()), strict=True):
             if mb * 2**20 > most:
-                field = "host_mb and fleet.items_mb" if name == "host" and self._item_count else f"{name}_mb"
+                field = (
+                    "host_mb, cache.kv_mb and fleet.items_mb"
+                    if name == "host" and self._item_count
+                    else f"{name}_mb"
+                )
                 raise ConfigError(f"cache.{field}: {mb:g} MB are more than all memory, {most / 2**20:.0f} MB")
         return DevicePool(self._count, self._page_bytes, self.devices)
 

@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 def serve(models: Sequence[Loaded]) -> int:
     """Serve until a signal, and return the exit code."""
+    from jgr.serving.cluster.own_items import read_kv
     from jgr.serving.http.listener import Listener
     from jgr.serving.versions.deployment import Deployment
 
@@ -92,6 +93,7 @@ def serve(models: Sequence[Loaded]) -> int:
         # A thread that launches runs needs the interpreter often, and each time waits so long for a busy event loop.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         listener = Listener(engine, config, load=load, more=more, on_progress=bar, on_ready=announce)
+        read_kv(listener.models, config)
         for deployment in listener.models.deployments:
             deployment.changed.append(_settle)
         for number in (signal.SIGTERM, signal.SIGINT):

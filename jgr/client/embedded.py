@@ -25,6 +25,7 @@ from jgr.client.recommender import Kind, Recommender
 from jgr.config import Config, ConfigError, override
 from jgr.models.manifest import folder_config
 from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest
+from jgr.serving.cluster.own_items import read_kv
 from jgr.serving.errors import RequestError
 from jgr.serving.http.decoding import decode
 from jgr.serving.prefill import Asked, Prefill, Prefilled
@@ -89,6 +90,7 @@ class _EngineThread:
 
     def __init__(self, config: Config) -> None:
         self.models = Models([Deployment(load_any(config), config.catalog)])
+        read_kv(self.models, config)
         self.started: Future[None] = Future()
         self._timeout_s = config.server.drain_timeout_s
         self._slots = asyncio.Semaphore(min(IN_FLIGHT, config.batching.max_queue))

@@ -2,7 +2,6 @@
 """Several prompts in one row, part of whose keys and values stand in a pool (BAT-4, BAT-5, BAT-14).
 
     rank:       new tokens and cached ones -> the score of every candidate, and the new tokens' KV
-    recommend:  the same -> each prompt's ContextKV, put together from both -> beam search
     write:      new tokens' KV into cells of the pool, in place
 
 The pool is one array [pages, words] uint32 that other models use too. An entry has any of its cells. A cell holds some
@@ -24,6 +23,7 @@ size, P parts of a cell.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -31,8 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgr.models import beam, decoder, words
-from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
+from jgr.models import decoder, words
 from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
 from jgr.models.params import layer_of
 from jgr.models.rope import rope
@@ -126,7 +125,7 @@ class KVCells:
         return page, word + (layer % self.layers * self.tokens + slot % self.tokens) * self.run
 
 
-def _read(
+def read_layer(
     pool: jax.Array, slots: jax.Array, real: jax.Array, layer: jax.Array, kv: KVCells, cfg: DecoderConfig
 ) -> jax.Array:
     """One layer [..., 2, K, d] of the tokens in slots [..., P]; 0 where a token is not real [...]: there may be
@@ -141,7 +140,16 @@ def _read(
     return jnp.where(real[..., None, None, None], found, 0)
 
 
-def _forward(
+class Forwarded(NamedTuple):
+    """hidden: [N, D], of the new tokens that were asked for. new: the KV [L, 1, K, T, d] of all new tokens. row: the
+    row as it was computed, with the repaired tokens in their places."""
+
+    hidden: jax.Array
+    new: ContextKV
+    row: Row
+
+
+def forward(
     params: DecoderParams,
     pool: jax.Array,
     row: Row,
@@ -149,13 +157,17 @@ def _forward(
     cfg: DecoderConfig,
     kv: KVCells,
     chosen_by: ChosenBy = "deviation",
-) -> tuple[jax.Array, ContextKV]:
-    """Hidden states [N, D] of the new tokens at places read [N], and the KV [L, 1, K, T, d] of all new tokens."""
+    decided: Decided | None = None,
+) -> Forwarded:
+    """Run a batch. read: [N] int32, the new tokens' places whose hidden states are wanted. decided: what `decide` gave
+    for the row, where tokens are chosen by attention; None: it is found here."""
+    if row.choice is not None and chosen_by == "attention":
+        found = decide(params, row, cfg=cfg) if decided is None else decided
+        return _forward_by_attention(params, pool, row, found, read, cfg, kv)
     if row.choice is not None:
-        forward = _forward_by_attention if chosen_by == "attention" else _forward_by_deviation
-        return forward(params, pool, row, row.choice, read, cfg, kv)
+        return _forward_by_deviation(params, pool, row, row.choice, read, cfg, kv)
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
-    return out.hidden[0], out.context
+    return Forwarded(out.hidden[0], out.context, row)
 
 
 def _prefill(
@@ -173,7 +185,7 @@ def _prefill(
     turn = None if row.shift is None else decoder.rotations(cfg, row.shift)
 
     def of_layer(layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        found = _read(pool, row.slots, row.cached.request >= 0, layer, kv, cfg)
+        found = read_layer(pool, row.slots, row.cached.request >= 0, layer, kv, cfg)
         keys, values = found[:, :, 0], found[:, :, 1]
         if turn is not None:
             keys = rope(keys, *turn)
@@ -223,29 +235,65 @@ def _chosen(row: Row, choice: RepairChoice, prompts: Tokens, worth: jax.Array) -
     return picked, chosen[jnp.maximum(jnp.cumsum(picked) - 1, 0)]
 
 
+class Decided(NamedTuple):
+    """Which item tokens are repaired: picked, [T], the rows that are filled; chosen, [T] int32, with which of the
+    prompts' tokens [C + T]."""
+
+    picked: Any
+    chosen: Any
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decide(params: DecoderParams, row: Row, *, cfg: DecoderConfig) -> Decided:
+    """What is repaired by attention (RCLLM-10). It reads no pool, so that what is reused may travel there meanwhile
+    (RCLLM-13).
+
+    What a token gets in the first layer follows from the embeddings alone, so that the others than the chosen ones go
+    through no layer, not even the first, where what is reused is exact (RCLLM-11).
+    """
+    assert row.choice is not None
+    choice, (tokens, prompts) = row.choice, _prompts(row, row.choice)
+    with jax.named_scope("choose"):
+        order = _in_order(prompts)
+
+        def gained(count: int) -> jax.Array:
+            """What all tokens [C + T] get of the first so many in order."""
+            which = order[:count]
+            described = Tokens(*(x[which][None] for x in prompts))
+            embedded = split.rows(params.embed, tokens[which][None])
+            q, k = decoder.queries_keys(cfg, layer_of(params.layers, 0), embedded, described.position)
+            mass = attention_mass(q, k.transpose(0, 2, 1, 3), described, choice.looks[which][None])[0]
+            return jnp.zeros(len(tokens), mass.dtype).at[which].set(mass)
+
+        worth = _of_few(gained, prompts, max(len(row.slots), len(row.tokens)))
+        return Decided(*_chosen(row, choice, prompts, worth))
+
+
+def _of_few(of: Callable[[int], jax.Array], prompts: Tokens, few: int) -> jax.Array:
+    """What `of` gives for the prompts' tokens [C + T]. Most batches have far fewer than cached and new ones together
+    may be; few: so many are computed for less."""
+    number = (prompts.request >= 0).sum()
+    total = len(prompts.request)
+    found: jax.Array = jax.lax.cond(number <= few, lambda: of(few), lambda: of(total))
+    return found
+
+
 def _forward_by_attention(
     params: DecoderParams,
     pool: jax.Array,
     row: Row,
-    choice: RepairChoice,
+    decided: Decided,
     read: jax.Array,
     cfg: DecoderConfig,
     kv: KVCells,
-) -> tuple[jax.Array, ContextKV]:
-    """RCLLM-10, 11. What a token gets in the first layer follows from the embeddings alone, so that the others than the
-    chosen ones go through no layer, not even the first, where what is reused is exact."""
-    tokens, prompts = _prompts(row, choice)
-    with jax.named_scope("choose"):
-        order = _in_order(prompts)
-        described = Tokens(*(x[order][None] for x in prompts))
-        embedded = split.rows(params.embed, tokens[order][None])
-        q, k = decoder.queries_keys(cfg, layer_of(params.layers, 0), embedded, described.position)
-        mass = attention_mass(q, k.transpose(0, 2, 1, 3), described, choice.looks[order][None])[0]
-        picked, chosen = _chosen(row, choice, prompts, jnp.zeros_like(mass).at[order].set(mass))
-    row = _with_repairs(row, prompts, choice.looks, picked, chosen)
+) -> Forwarded:
+    """The decided tokens in their rows."""
+    assert row.choice is not None
+    (tokens, prompts), (picked, chosen) = _prompts(row, row.choice), decided
+    row = _with_repairs(row, prompts, row.choice.looks, picked, chosen)
     row = row._replace(tokens=jnp.where(picked, tokens[chosen], row.tokens))
     out = _prefill(params, pool, row, cfg, kv, read=read[None])
-    return out.hidden[0], out.context
+    return Forwarded(out.hidden[0], out.context, row)
 
 
 def _forward_by_deviation(
@@ -256,7 +304,7 @@ def _forward_by_deviation(
     read: jax.Array,
     cfg: DecoderConfig,
     kv: KVCells,
-) -> tuple[jax.Array, ContextKV]:
+) -> Forwarded:
     """PIC-3 with one check layer: all tokens go through the first layer, the chosen ones through the others too.
 
     The first layer's keys and values depend on token and position only, so nothing is repaired in it.
@@ -275,19 +323,20 @@ def _forward_by_deviation(
     hidden = jnp.where(own[:, None], plain[cached:], alone)
     with jax.named_scope("choose"):
         check = layer_of(params.layers, 1)
-        kept = _read(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
+        kept = read_layer(pool, row.slots, row.cached.request >= 0, jnp.int32(1), kv, cfg)[:, 1]
         old = jnp.concatenate([kept.reshape(cached, -1), decoder.values(cfg, check, hidden)])
         change = (decoder.values(cfg, check, plain) - old).astype(jnp.float32)
         picked, chosen = _chosen(row, choice, prompts, jnp.square(change).sum(-1))
     hidden = jnp.where(picked[:, None], plain[chosen], hidden)[None]
-    begin = decoder.keys_values(
-        cfg, layer_of(params.layers, 0), split.rows(params.embed, row.tokens), row.described.position
-    )
     row = _with_repairs(row, prompts, choice.looks, picked, chosen)
+    own_tokens = jnp.where(picked, tokens[chosen], row.tokens)
+    begin = decoder.keys_values(
+        cfg, layer_of(params.layers, 0), split.rows(params.embed, own_tokens), row.described.position
+    )
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
     first = (x.swapaxes(0, 1)[None, None] for x in begin)
     both = zip(first, rest.context, strict=True)
-    return rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both))
+    return Forwarded(rest.hidden[0], ContextKV(*(jnp.concatenate(kv) for kv in both)), row)
 
 
 def _first_layer(out: Prefill) -> jax.Array:
@@ -299,10 +348,7 @@ def _first_layer(out: Prefill) -> jax.Array:
 def _first_layer_of_prompts(
     params: DecoderParams, tokens: jax.Array, prompts: Tokens, looks: jax.Array, cfg: DecoderConfig, few: int
 ) -> jax.Array:
-    """What the first layer gives for all tokens [C + T, D] of the prompts, 0 for others.
-
-    Most batches have far fewer tokens than cached and new ones together may be; few: so many are computed for less.
-    """
+    """What the first layer gives for all tokens [C + T, D] of the prompts, 0 for others. few: see `_of_few`."""
     order = _in_order(prompts)
 
     def of(count: int) -> jax.Array:
@@ -320,9 +366,7 @@ def _first_layer_of_prompts(
         found = _first_layer(out)
         return jnp.zeros((len(tokens), found.shape[1]), found.dtype).at[which].set(found)
 
-    number = (prompts.request >= 0).sum()
-    found: jax.Array = jax.lax.cond(number <= few, lambda: of(few), lambda: of(len(tokens)))
-    return found
+    return _of_few(of, prompts, few)
 
 
 def _with_repairs(row: Row, prompts: Tokens, looks: jax.Array, picked: jax.Array, chosen: jax.Array) -> Row:
@@ -345,89 +389,21 @@ def rank(
     pool: jax.Array,
     row: Row,
     asked: Asked,
+    decided: Decided | None = None,
     *,
     cfg: DecoderConfig,
     kv: KVCells,
     chosen_by: ChosenBy = "deviation",
 ) -> tuple[jax.Array, ContextKV]:
-    """Score every candidate: scores [M] float32, and the new tokens' KV, which `write` may keep."""
-    hidden, new = _forward(params, pool, row, asked.places, cfg, kv, chosen_by)
+    """Score every candidate: scores [M] float32, and the new tokens' KV, which `write` may keep. decided: see
+    `forward`."""
+    hidden, new, _ = forward(params, pool, row, asked.places, cfg, kv, chosen_by, decided)
     with jax.named_scope("score"):
         rows = params.output_rows
         direction = split.rows(rows, asked.columns).astype(jnp.float32)
         negative = split.rows(rows, jnp.maximum(asked.negative_columns, 0))
         direction -= jnp.where(asked.negative_columns[:, None] >= 0, negative, 0)
         return (hidden.astype(jnp.float32) * direction).sum(-1), new
-
-
-class WholePrompts(NamedTuple):
-    """Where each prompt's tokens stand in the packed row, so that its ContextKV can be gathered. int32.
-
-    tokens: [R, S], places in the row: below C a cached token, from C on a new one. lengths: [R], tokens of each prompt.
-    start: [R], the position that follows each prompt.
-    """
-
-    tokens: Any
-    lengths: Any
-    start: Any
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "kv", "width", "normalize", "approximate", "levels"))
-def recommend(
-    params: DecoderParams,
-    pool: jax.Array,
-    tables: CatalogTables,
-    row: Row,
-    prompts: WholePrompts,
-    widths: jax.Array,
-    filters: Filters | None = None,
-    *,
-    cfg: DecoderConfig,
-    kv: KVCells,
-    width: int,
-    normalize: Normalize = "valid",
-    approximate: int = 0,
-    levels: bool = False,
-) -> tuple[Beams, ContextKV]:
-    """Search the prompts' best items, see beam.recommend: the beams, and the new tokens' KV, which `write` may keep."""
-    last = prompts.tokens[jnp.arange(len(prompts.lengths)), jnp.maximum(prompts.lengths - 1, 0)]
-    last = last - len(row.slots)
-    hidden, new = _forward(params, pool, row, jnp.maximum(last, 0), cfg, kv)
-    with jax.named_scope("join"):
-        context = _join(pool, row, new, prompts, cfg, kv)
-    state = decoder.State(context, prompts.lengths, prompts.start)
-    beams = beam.search(
-        params,
-        tables,
-        hidden[:, None],
-        state,
-        widths,
-        filters,
-        cfg=cfg,
-        width=width,
-        normalize=normalize,
-        approximate=approximate,
-        levels=levels,
-    )
-    return beams, new
-
-
-def _join(
-    pool: jax.Array, row: Row, new: ContextKV, prompts: WholePrompts, cfg: DecoderConfig, kv: KVCells
-) -> ContextKV:
-    """Gather each prompt's keys and values [L, R, K, S, d], of its cached and its new tokens, into their order."""
-    cached = len(row.slots)
-    is_new = (prompts.tokens >= cached)[:, None, :, None]
-    at_old, at_new = jnp.minimum(prompts.tokens, cached - 1), jnp.maximum(prompts.tokens - cached, 0)
-    slots, real = row.slots[at_old], row.cached.request[at_old] >= 0
-
-    def of_layer(_: None, xs: tuple[jax.Array, ContextKV]) -> tuple[None, ContextKV]:
-        number, computed = xs
-        old = _read(pool, slots, real, number, kv, cfg).transpose(2, 0, 3, 1, 4)
-        fresh = (x[0][:, at_new].transpose(1, 0, 2, 3) for x in computed)
-        return None, ContextKV(*(jnp.where(is_new, x, y) for x, y in zip(fresh, old, strict=True)))
-
-    return jax.lax.scan(of_layer, None, (jnp.arange(cfg.layers), new))[1]
 
 
 @functools.partial(jax.jit, static_argnames=("kv", "cfg"), donate_argnames="pool")

@@ -30,11 +30,16 @@ LAST = -1
 """Stands in an instruction's tokens for one token of the semantic id of the history's last item."""
 
 
+LISTS = ("list_letter", "list_generation")
+"""Methods that know a candidate by the letter of its place in the list."""
+
+
 class SegmentPrompts:
     """The prompts of a catalog's candidates.
 
     instruction, probe: [t] int32; the instruction has LAST for {last}, the probe is empty where none is asked.
-    max_position: number of positions that the model was made for. Raises PromptError, which names the field that does
+    max_position: number of positions that the model was made for. writes_lists: whether the model writes the letters of
+    all candidates after the prompt. Raises PromptError, which names the field that does
     not fit the tokenizer or the catalog.
     """
 
@@ -48,6 +53,7 @@ class SegmentPrompts:
         self.max_position = max_position
         self._contents: dict[int, Content] = {}
         self._span, self._method = rank.item_span, rank.method
+        self.writes_lists = rank.method == "list_generation"
         if rank.method == "item_token" and catalog.depth != 1:
             raise PromptError(
                 f"rank.method: item_token needs a catalog whose semantic ids are one token, not {catalog.depth}; "
@@ -100,7 +106,7 @@ class SegmentPrompts:
         """The tokens whose logits score candidates, [c] int32, and those that count against them."""
         if self._method == "item_token":
             return self._columns[0][rows], None
-        if self._method == "list_letter":
+        if self._method in LISTS:
             return self._columns[0][: len(rows)], None
         positive, negative = (np.repeat(token, len(rows)) for token in self._columns)
         return positive, negative
@@ -127,7 +133,7 @@ class SegmentPrompts:
         if rank.method == "item_token":
             (tokens,) = level_tokens(catalog, tokenizer, np.iinfo(np.int32).max)
             return (tokens[catalog.codes[:, 0]],)
-        if rank.method == "list_letter":
+        if rank.method in LISTS:
             if "{n}" not in rank.letters:
                 raise PromptError("rank.letters: must have {n}, the candidate's number")
             names = [rank.letters.replace("{n}", str(n)) for n in range(rank.candidates)]

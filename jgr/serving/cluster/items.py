@@ -63,12 +63,19 @@ _log = logging.getLogger(__name__)
 
 class ItemShare:
     """models: those of the replica; one of them shares its items. host: the address to give items on. bucket: makes the
-    links as slow as others are, for measurements."""
+    links as slow as others are, for measurements. kv: the folder that was built ahead, and the field that names it.
+    Raises ConfigError where no model keeps items, and UserError where the folder is not of the model."""
 
     def __init__(
-        self, models: Models, config: Config, host: str = "127.0.0.1", bucket: Bucket | None = None
+        self,
+        models: Models,
+        config: Config,
+        host: str = "127.0.0.1",
+        bucket: Bucket | None = None,
+        kv: tuple[str, str] | None = None,
     ) -> None:
         self._models, self._fleet, self._host, self._bucket = models, config.fleet, host, bucket
+        self._kv, self._kv_field = (config.fleet.kv, "fleet.kv") if kv is None else kv
         self._threads = ThreadPoolExecutor(THREADS, "jgr-items")
         self._engine: Engine[ServedDecoder] | None = None
         self._node: Node | None = None
@@ -80,8 +87,9 @@ class ItemShare:
         self._worker = 0
         self._computing = asyncio.Lock()  # one request for items at a time
         if self._bind() is None:
+            field = "fleet.items" if kv is None else self._kv_field
             raise ConfigError(
-                "fleet.items: no model keeps items: it takes rank.method=item_token or item_probe, and cache.policy="
+                f"{field}: no model keeps items: it takes rank.method=item_token or item_probe, and cache.policy="
                 f"{' or '.join(KEEP_ITEMS)}"
             )
         if config.fleet.transport == "nixl":
@@ -244,7 +252,7 @@ class ItemShare:
             self._leave()
             self._engine, self._folder = engine, None
             self._worker += 1
-            if engine is not None and self._fleet.kv:
+            if engine is not None and self._kv:
                 self._open_folder(engine)
         return engine
 
@@ -252,11 +260,11 @@ class ItemShare:
         """Map what was built ahead. Raises UserError where it is not of the first model; of a later one it is left."""
         revision = engine.info.version.rpartition("@")[2]
         try:
-            self._folder = KvFolder(Path(self._fleet.kv), identity(revision, self._caching().kv))
+            self._folder = KvFolder(Path(self._kv), identity(revision, self._caching().kv))
         except UserError as error:
             if self._worker == 1:
                 raise
-            _log.warning("fleet.kv: items are computed: %s", error)
+            _log.warning("%s: items are computed: %s", self._kv_field, error)
 
     def _leave(self) -> None:
         if self._node is not None:

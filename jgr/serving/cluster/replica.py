@@ -14,16 +14,15 @@ import msgspec
 
 from jgr.config import Config, ConfigError, UserError
 from jgr.placement.transport import Bucket
-from jgr.serving.api import RankRequest, RecommendRequest, Request
 from jgr.serving.cluster.hints import Hint
 from jgr.serving.cluster.items import ItemShare
+from jgr.serving.cluster.own_items import read_kv
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
 from jgr.serving.cluster.reports import Shape, Work, ask_of
-from jgr.serving.decoders.serve import ServedDecoder
-from jgr.serving.engine.engine import AnyEngine
+from jgr.serving.cluster.shapes import ns_per_token, shape
 from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
@@ -32,7 +31,7 @@ from jgr.serving.policies.digests import digest
 from jgr.serving.scorers.paging import Paging
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.versions.deployment import Beginning, Deployment
-from jgr.serving.versions.served_models import Models, serves
+from jgr.serving.versions.served_models import Models
 from jgr.serving.versions.served_state import begin_as, state_of
 from jgr.serving.versions.sources import Loaded, configurations, load_all
 
@@ -149,6 +148,8 @@ class Replica:
             if self._config.fleet.items != "none" and not self._source.null:
                 host = self._host or _own_host(self._config)
                 self._items = ItemShare(self.models, self._config, host, self._bucket)
+            else:
+                read_kv(self.models, self._config)
             await self.models.start(lambda done, total, label: None)
             joined = await others.joins(self._source.key, self.name, self._states())
             if joined is not None:
@@ -313,59 +314,6 @@ class Replica:
 
     def _now_ns(self) -> int:
         return self.models.deployments[0].engine.clock()
-
-
-def shape(models: Models) -> Shape:
-    """Tokens of a prompt: of an event of the history, of a candidate, and of all else. Of the first model that ranks,
-    else of the first, by its first items, which stand for the others."""
-    engine = _typical(models)
-    some = min(8, len(engine.served.catalog.item_ids))
-    if some < 2:
-        return {}
-    try:
-        one, events, items = (
-            _tokens(_prepared(engine, *counts)) for counts in ((1, 1), (some, 1), (1, some))
-        )
-    except RequestError:  # it needs more of a request, such as times
-        return {}
-    event, item = (events - one) / (some - 1), (items - one) / (some - 1)
-    both = float(_blocks(engine))
-    return {
-        "event_tokens": event, "item_tokens": item, "other_tokens": max(0.0, one - event - item), "both": both,
-    }  # fmt: skip
-
-
-def _blocks(engine: AnyEngine) -> bool:
-    """Whether it reuses the user and the items of one prompt."""
-    return isinstance(engine.served, ServedDecoder) and engine.served.config.cache.policy == "blocks"
-
-
-def ns_per_token(models: Models, events: int, candidates: int) -> float:
-    """What a token of such a request takes now where many wait; 0 where that is not known. Of the same model as the
-    shape."""
-    engine = _typical(models)
-    try:
-        task = _prepared(engine, max(1, events), max(1, candidates))
-    except RequestError:
-        return 0.0
-    return float(engine.need_ns(task) / max(1, _tokens(task)))
-
-
-def _typical(models: Models) -> AnyEngine:
-    engines: list[AnyEngine] = [deployment.engine for deployment in models.deployments]
-    return next((one for one in engines if serves(one.info, "rank")), engines[0])
-
-
-def _prepared(engine: AnyEngine, events: int, candidates: int) -> Any:
-    ids = list(islice(engine.served.catalog.item_ids, max(events, candidates)))
-    request: Request = RecommendRequest(history=ids[:events], top_k=1)
-    if serves(engine.info, "rank"):
-        request = RankRequest(history=ids[:events], candidates=ids[:candidates])
-    return engine.served.prepare(request, "")
-
-
-def _tokens(task: Any) -> int:
-    return int(task.usage.prompt_tokens)
 
 
 def _own_host(config: Config) -> str:

@@ -229,11 +229,12 @@ def _with_items(config: Config, caching: Caching, owner: str) -> Caching:
     """The same with a place for the items that the nodes of a fleet hold for each other, where that is asked for."""
     fleet, segments, memory, kv = config.fleet, caching.segments, caching.memory, caching.kv
     can = segments is not None and config.cache.policy in KEEP_ITEMS
-    if fleet.items == "none" or not can or memory.host is None or not memory.holds_items(config.model.name):
+    wanted = fleet.items != "none" or config.cache.kv
+    if not wanted or not can or memory.host is None or not memory.holds_items(config.model.name):
         return caching
     if config.server.journal:
         raise ConfigError(
-            "server.journal: cannot be replayed with fleet.items, since plans depend on other nodes"
+            "server.journal: cannot be replayed with fleet.items or cache.kv, since plans depend on what came in time"
         )
     assert segments is not None
     beyond = memory.host.beyond

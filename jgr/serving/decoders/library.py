@@ -54,6 +54,7 @@ class Library:
         dtype = np.dtype(params.embed.dtype).name
         of = identity(revision, dtype, (cfg.layers, cfg.kv_heads, cfg.head_dim), prefix)
         self.folder, self._least = LibraryFolder(Path(cache.library), of), cache.library_cosine
+        self._share = cache.library_share
         if not len(self.folder):
             raise ConfigError(f"cache.library: {cache.library} has no prototypes")
         self.prototypes: Prototypes = self.folder.prototypes
@@ -69,12 +70,15 @@ class Library:
         numbers, cosines = self._finder.find(review)
         return Found(np.where(cosines >= self._least - 1e-6, numbers, -1), cosines)
 
-    def near(self, found: Found, share: float) -> Near:
+    def near(self, found: Found, share: float, budget: float | None = None) -> Near:
         """Which tokens of a history take a prototype's keys and values.
 
-        found: of all tokens of the history, -1 beside reviews. share: of those with a prototype, so many are computed
-        all the same, the farthest first (RCLLM-10 by the divergence alone, RCLLM-11).
+        found: of all tokens of the history, -1 beside reviews. share: of the items' tokens, which holds for those with
+        a prototype too unless cache.library_share is set; so many are computed all the same, the farthest first
+        (RCLLM-10 by the divergence alone, RCLLM-11). budget: the request's own share, which goes before both.
         """
+        own = share if self._share is None else self._share
+        share = own if budget is None else budget
         numbers = found.prototypes.copy()
         have = np.flatnonzero(numbers >= 0)
         selected = math.ceil(share * len(have))

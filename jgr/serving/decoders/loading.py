@@ -224,6 +224,7 @@ def _make_executors(
             repair=Repair.of(config.cache),
             chosen_by=config.cache.repair_by,
             moves=config.cache.policy == "blocks",
+            lists=config.rank.method == "list_generation",
             host=memory.host,
             library=loader,
             explains=config.server.explain,

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jgr.models.packed import Asked, RepairChoice, Row, WholePrompts
+from jgr.models.packed import Asked, RepairChoice, Row
+from jgr.models.packed_recommend import WholePrompts
 from jgr.prompt.layouts import ITEM_PREFIX, LAYOUTS, REPAIRED_ITEM, Kind, Tokens
 from jgr.prompt.segments import TOKEN_BYTES, segment_places
 from jgr.serving.decoders.work import SegmentsWork

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool, PoolLost
-from jgr.models import packed
+from jgr.models import packed, packed_lists, packed_recommend
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.packed import ChosenBy, KVCells
@@ -52,8 +52,9 @@ class PagedExecutor(ProfilePrograms):
 
     pool, kv: the cells for keys and values. longest: the most tokens of a prompt that generation goes on from. repair:
     which item tokens are repaired, chosen_by: how those that the program chooses, and moves: whether items are read at
-    other places than where they were computed, since these change the programs that rank. host: the tier below the
-    pool; None: there is none. library: fills the pool with prototypes;
+    other places than where they were computed, since these change the programs that rank. lists: whether candidates are
+    ranked by a list that the model writes. host: the tier below the pool; None: there is none. library: fills the pool
+    with prototypes;
     None: there are none. For the other arguments see RowExecutor.
     """
 
@@ -75,15 +76,18 @@ class PagedExecutor(ProfilePrograms):
         repair: Repair = NO_REPAIR,
         chosen_by: ChosenBy = "deviation",
         moves: bool = False,
+        lists: bool = False,
         host: HostTier | None = None,
         library: LibraryLoader | None = None,
     ) -> None:
         super().__init__(profiles, tables, listed, segment_rows, explains, pool.devices)
         self._cfg, self._params, self._repair = cfg, params, repair
-        self._chosen_by, self._moves = chosen_by, moves
+        self._chosen_by, self._moves, self._lists = chosen_by, moves, lists
         self.pool, self.kv, self._host, self.library = pool, kv, host, library
         self._longest, self._normalize, self._approximate = longest, normalize, approximate
         self._writes: dict[int, jax.stages.Compiled] = {}
+        self._decides = chosen_by == "attention" and repair.share > 0
+        self._deciding: dict[Profile, jax.stages.Compiled] = {}
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:
@@ -107,7 +111,7 @@ class PagedExecutor(ProfilePrograms):
                 check_scores(f"{label} explained", self.run(profile, [explained])[0].scores)
             if profile not in self.costs:
                 tokens = min(profile.tokens, self._longest or profile.tokens)
-                full = [_computed_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
+                full = [self._full_work(profile, tokens)] * min(profile.batch, profile.tokens // tokens)
                 self.costs[profile] = median_seconds(partial(self.run, profile, full))
             progress(done, len(self.profiles), label)
         if self._host is not None:
@@ -118,8 +122,21 @@ class PagedExecutor(ProfilePrograms):
         staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile), self._devices))
         given = staged.example, self._params, self.pool.example
         if profile.kind == "rank":
-            by = self._chosen_by
-            return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, kv=self.kv, chosen_by=by)
+            decided: tuple[Any, ...] = ()
+            of_lists = profile.batch if self._lists else 0
+            if self._decides:
+                deciding = compiled(_decide, *given[:2], inputs=staged.layout, cfg=self._cfg)
+                self._deciding[profile], decided = deciding, (self._decided(profile),)
+            return compiled(
+                _rank,
+                *given,
+                *decided,
+                inputs=staged.layout,
+                cfg=self._cfg,
+                kv=self.kv,
+                chosen_by=self._chosen_by,
+                requests=of_lists,
+            )
         return compiled(
             _recommend,
             *given,
@@ -132,6 +149,21 @@ class PagedExecutor(ProfilePrograms):
             approximate=self._approximate,
             levels=levels,
         )
+
+    def _decided(self, profile: Profile) -> packed.Decided:
+        """What `_decide` gives for a profile, for compiling."""
+        where = self._devices.everywhere if self._devices.count > 1 else None
+        kinds = np.dtype("bool"), np.dtype("int32")
+        return packed.Decided(
+            *(jax.ShapeDtypeStruct((profile.tokens,), kind, sharding=where) for kind in kinds)
+        )
+
+    def _full_work(self, profile: Profile, tokens: int) -> SegmentsWork:
+        """One that takes as long as its shape may. A list takes as long as it has candidates."""
+        work = _computed_work(profile, tokens)
+        if not self._lists or profile.kind != "rank":
+            return work
+        return replace(work, columns=np.repeat(_ANY_TOKEN, profile.width // profile.batch))
 
     def compile_write(self, tokens: int) -> jax.stages.Compiled:
         """The program that writes so many new tokens; its memory_analysis shows that the pool is written in place."""
@@ -157,10 +189,12 @@ class PagedExecutor(ProfilePrograms):
         """Dispatch a batch. PoolLost where it was planned for an earlier epoch of the pool."""
         own = [work for work in works if isinstance(work, SegmentsWork)]
         epoch = min([self.pool.epoch, *(work.epoch for work in own if work.epoch is not None)])
-        self.catch_up()
         program, staged = self._program(profile, own), self._staged[profile].stage()
         keep = self._pack(staged.arrays, profile, own)
-        others = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
+        others: tuple[Any, ...] = self._over_catalog(profile, own) if profile.kind == "recommend" else ()
+        if profile in self._deciding:  # it reads no pool, so that copies to that go on meanwhile (RCLLM-13)
+            others = (staged.run(self._deciding[profile], self._params),)
+        self.catch_up()
         outputs, new = self.pool.read(lambda array: staged.run(program, self._params, array, *others), epoch)
         if (keep.slots < self._slots).any():
             write, moved = self._writes[profile.tokens], self._moved(keep)
@@ -252,17 +286,35 @@ def _recommend(
 ) -> tuple[Beams, ContextKV]:
     given: Packed = inputs.unpack(words)
     over = tables, given.row, given.prompts, given.widths, filters
-    found, new = inspect.unwrap(packed.recommend)(params, pool, *over, **static)
+    found, new = inspect.unwrap(packed_recommend.recommend)(params, pool, *over, **static)
     return split.everywhere(found), split.divided(new, 2)
 
 
 def _rank(
-    words: jax.Array, params: DecoderParams, pool: jax.Array, *, inputs: TreeLayout, **static: Any
+    words: jax.Array,
+    params: DecoderParams,
+    pool: jax.Array,
+    *decided: packed.Decided,
+    inputs: TreeLayout,
+    requests: int,
+    **static: Any,
 ) -> tuple[jax.Array, ContextKV]:
+    """decided: what `_decide` gave, where it is asked. requests: of a batch whose lists the model writes; 0: none."""
     given: Packed = inputs.unpack(words)
-    over = given.row, given.asked
-    found, new = inspect.unwrap(packed.rank)(params, pool, *over, **static)
+    over = given.row, given.asked, *decided
+    if requests:
+        found, new = inspect.unwrap(packed_lists.rank)(params, pool, *over, requests=requests, **static)
+    else:
+        found, new = inspect.unwrap(packed.rank)(params, pool, *over, **static)
     return split.everywhere(found), split.divided(new, 2)
+
+
+def _decide(
+    words: jax.Array, params: DecoderParams, *, inputs: TreeLayout, cfg: DecoderConfig
+) -> packed.Decided:
+    given: Packed = inputs.unpack(words)
+    decided: packed.Decided = inspect.unwrap(packed.decide)(params, given.row, cfg=cfg)
+    return split.everywhere(decided)
 
 
 _ANY_TOKEN = np.zeros(1, np.int32)

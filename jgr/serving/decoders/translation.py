@@ -340,13 +340,14 @@ class Translator:
             user = Content.of(history)
             key = _user_key(request, user, tenant)
             prompt = self._segments.prompt(user, candidates, int(rows[-1]), key)
-            if request.layout == CAUSAL.name or (request.layout is None and self._plain):
-                _check_positions(prompt, self._segments.max_position)
+            written = len(candidates) if self._segments.writes_lists else 0
+            if written or request.layout == CAUSAL.name or (request.layout is None and self._plain):
+                _check_positions(prompt, self._segments.max_position, written)
             work = SegmentsWork(prompt, *self._segments.columns(candidates))
             repair = self._repair_of(request)
             near = None
             if found is not None and self._library is not None and repair != ALL_ITEM_TOKENS:
-                near = self._library.near(found, repair.share)
+                near = self._library.near(found, repair.share, request.reuse_budget)
             unplanned = UnplannedPrompt(prompt, request.layout, repair=repair, near=near)
             tokens = count_tokens(prompt)
         elif request.layout is not None or request.reuse_budget is not None:
@@ -468,9 +469,9 @@ def _user_key(request: Asked, user: Content, tenant: str) -> str:
     return user_entry(str(request.user_id), tenant) if given else f"{tenant}history:{user.digest.hex()}"
 
 
-def _check_positions(prompt: Prompt, limit: int) -> None:
-    """Candidates in causal order take positions of their own, which the check at start-up does not count."""
-    needed = max(segment.offset + len(segment) for segment in arrange(prompt, CAUSAL))
+def _check_positions(prompt: Prompt, limit: int, written: int) -> None:
+    """Candidates in causal order, and letters after them, take positions that the check at start-up does not count."""
+    needed = max(segment.offset + len(segment) for segment in arrange(prompt, CAUSAL)) + written
     if needed > limit:
         raise invalid(
             "layout",

@@ -20,7 +20,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, overload
@@ -74,8 +74,7 @@ class Engine(Generic[S]):
     """All methods but `join` are called on the event loop that `start` was called on.
 
     default_deadline_ms: of requests that name none; None: they have none. clock: nanoseconds that never go back.
-    rebuild: None where the catalog cannot be changed. journal: the file to which the policy's calls are
-    written; "": none.
+    rebuild: None where the catalog cannot be changed. journal: where the policy's calls are written; "": nowhere.
     """
 
     def __init__(
@@ -91,10 +90,10 @@ class Engine(Generic[S]):
         self.metrics: Metrics = served.metrics  # may be shared with the engines of other versions
         self.info: ModelInfo = served.info  # what is served, and the limits on its requests
         self.catalog: Catalog = served.catalog
-        self.meta: CacheMeta | None = served.meta
-        """The meta service of its cache; None where nothing is cached."""
-        self.memory: Mapping[str, int] = served.memory
-        """Bytes that its parts take, on the device and on the host, by their names."""
+        self.meta: CacheMeta | None = served.meta  # of its cache; None where nothing is cached
+        self.memory: Mapping[str, int] = served.memory  # bytes of its parts, on device and host
+        self.before: Callable[[Any], Awaitable[None]] | None = None
+        """What a request waits for before its turn; None: nothing."""
         self.status: Status = "starting"
         self._policy: Policy[Any] = served.policy()
         self._lanes, self._host = Lanes(served.executors, clock), Host(clock)
@@ -179,9 +178,10 @@ class Engine(Generic[S]):
     async def enter(self, request: Asked, arrival_ns: int) -> Any:
         """Wait for the request's turn on the loop; `submit` follows at once, with what this returns: what other threads
         read of its texts. RequestError for one that is known to be refused."""
-        read = (
-            await self.served.read(request) if getattr(request, "history_texts", None) is not None else None
-        )
+        texts = getattr(request, "history_texts", None)
+        read = None if texts is None else await self.served.read(request)
+        if self.before is not None:
+            await self.before(request)
         sort, turns = self._sort(request), self._host.turns
         if turns.waiting:
             self._refuse_early(request, arrival_ns, turns.ahead(sort), turns.wait_ns(sort))

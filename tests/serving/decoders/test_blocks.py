@@ -65,11 +65,18 @@ METHODS = {"naive": NAIVE, "epic": EPIC, "cacheblend": BLEND, "rcllm": RCLLM}
 
 
 class Request:
-    def __init__(self, user: str, history: Sequence[int], rows: Sequence[int], probe: bool = False) -> None:
+    def __init__(
+        self,
+        user: str,
+        history: Sequence[int],
+        rows: Sequence[int],
+        probe: bool = False,
+        instruction: npt.NDArray[np.int32] = INSTRUCTION,
+    ) -> None:
         self.rows = list(rows)
         known = Content.of(np.array(history, np.int32))
         items = [(row, Content.of(ITEMS[row])) for row in rows]
-        self.prompt = make_prompt(known, INSTRUCTION, items, PROBE if probe else None, key=user, room=SPAN)
+        self.prompt = make_prompt(known, instruction, items, PROBE if probe else None, key=user, room=SPAN)
         columns = np.array([30 + row for row in rows], np.int32)
         self.work = SegmentsWork(self.prompt, columns, columns * 0 + 12 if probe else None)
 
@@ -240,6 +247,26 @@ def test_methods_mix_in_a_batch_and_quotas_are_exact() -> None:
         assert isinstance(outcome, RankOutcome)
         np.testing.assert_allclose(outcome.scores, request.dense(Method(repair, "attention")), atol=5e-5)
     server.scheduler.finished(group.jobs, True)
+
+
+def test_tokens_are_chosen_while_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of RcLLM's two programs the first reads no pool, so it is dispatched before the copies to that (RCLLM-13)."""
+    server, order = Server(RCLLM), list[str]()
+    made = server.executor
+    catch_up, deciding, program = made.catch_up, made._deciding[PROFILE], made._programs[PROFILE]
+
+    def seen(name: str, call: Any) -> Any:
+        def record(*given: Any) -> Any:
+            order.append(name)
+            return call(*given)
+
+        return record
+
+    monkeypatch.setattr(made, "catch_up", seen("copies", catch_up))
+    monkeypatch.setitem(made._deciding, PROFILE, seen("choose", deciding))
+    monkeypatch.setitem(made._programs, PROFILE, seen("rest", program))
+    right(server.serve(A), RCLLM, A)
+    assert order == ["choose", "copies", "rest"]
 
 
 def test_blocks_are_the_items_alone_wherever_they_were_computed() -> None:

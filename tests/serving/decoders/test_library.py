@@ -92,7 +92,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "cache.new_tokens=64",
         "cache.policy=blocks",
         "cache.repair_tokens=2",  # items are computed whole, so that the library alone approximates
-        "cache.repair_share=0.25",
+        "cache.repair_share=0.5",
+        "cache.library_share=0.25",
         "cache.repair_by=attention",
         "cache.item_share=0.25",
     )

@@ -21,7 +21,7 @@ from jgr.cache.pages import Pages
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
-from jgr.models import beam, decoder, packed, params
+from jgr.models import beam, decoder, packed, packed_recommend, params
 from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.caching import kv_cells, kv_room
@@ -485,7 +485,7 @@ def lowered(server: Server, profile: Profile, pool: Any) -> Any:
         return packed.rank.lower(PARAMS, pool, arrays.row, arrays.asked, cfg=CFG, kv=server.kv)
     tables, filters = server.executor._over_catalog(profile, [])
     inputs = PARAMS, pool, tables, arrays.row, arrays.prompts, arrays.widths, filters
-    return packed.recommend.lower(*inputs, cfg=CFG, kv=server.kv, width=profile.width)
+    return packed_recommend.recommend.lower(*inputs, cfg=CFG, kv=server.kv, width=profile.width)
 
 
 def test_a_program_reads_one_layer_of_the_cached_tokens_at_a_time() -> None:

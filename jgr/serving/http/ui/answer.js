@@ -13,6 +13,8 @@ const KINDS = {
   instruction: "Instruction",
   preamble: "Preamble",
   context: "Context",
+  structure: "Structure",
+  review: "Text",
 };
 
 /** The items of an answer, best first. beside(item): what stands at the end of an item's line. */
@@ -73,6 +75,9 @@ function timeBar(timing) {
   );
 }
 
+/** Sources with a colour of their own beside the device's cache. */
+const PLACES = ["host", "library"];
+
 /** Where the tokens of the prompt came from. spans: as /v1/explain tells them, or those of `reused`. */
 export function reuseView(usage, spans) {
   const { cached_tokens: cached, prompt_tokens: all } = usage;
@@ -83,13 +88,14 @@ export function reuseView(usage, spans) {
   const parts = spans.flatMap((span) => {
     const title = `${called(span)}: ${span.cached_tokens} of ${counted(span.tokens, "token")} from the cache`;
     return [
-      { name: span.source === "host" ? "host" : "cached", size: span.cached_tokens, title },
+      { name: PLACES.includes(span.source) ? span.source : "cached", size: span.cached_tokens, title },
       { name: "computed", size: span.tokens - span.cached_tokens, title, ends: true },
     ];
   });
-  const names = parts.some(({ name }) => name === "host") ? ["cached", "host", "computed"] : ["cached", "computed"];
+  const seen = PLACES.filter((place) => parts.some(({ name, size }) => name === place && size > 0));
+  const names = ["cached", ...seen, "computed"];
   const text = `${shown(cached, 6)} of ${counted(all, "token")} came from the cache, ` +
-    `${shown(usage.computed_tokens, 6)} ${usage.computed_tokens === 1 ? "was" : "were"} computed. `;
+    `${shown(usage.computed_tokens, 6)} ${usage.computed_tokens === 1 ? "was" : "were"} computed. ${fidelity(usage)}`;
   return make(
     "section",
     { class: "card" },
@@ -98,6 +104,14 @@ export function reuseView(usage, spans) {
     make("p", {}, text, names.map((name) => key(name, ""))),
     spans.length ? spanTable(spans) : null,
   );
+}
+
+/** What of the prompt is not what the whole one would give, on servers that approximate. */
+function fidelity(usage) {
+  if (usage.full_recompute) return "All was computed whole, since answers drifted too far. ";
+  if (usage.approximate_tokens === undefined) return "";
+  return `Approximate: ${shown(usage.approximate_tokens, 6)}, computed in their place: ` +
+    `${shown(usage.repaired_tokens, 6)}, exact: ${shown(usage.exact_tokens, 6)}. `;
 }
 
 /** The spans that a plain answer tells of (its field `explain`). */

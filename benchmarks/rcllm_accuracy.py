@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reuse beyond the prefix costs in accuracy: full recompute, prefix cache, naive reuse, EPIC, CacheBlend, RcLLM.
+
+A retriever (LRURec) names 20 candidates for every test user; those whose target is among them are ranked by the engine
+that serves, in prompts of plain order: the titles of the history's items, the candidates, a question. The decoder was
+trained on such prompts (configs/rcllm_*.py says how, and for how many hours). All methods rank the same candidates in
+the retriever's order, and every difference is of the same users, with an interval of a paired bootstrap over them.
+
+- rcllm: r of the candidates' tokens is computed anew; with a second r the titles of the history come from a library
+  of prototypes of titles, but for that share. At r = .3 smaller libraries are measured too.
+- epic and cacheblend compute as many token-layers as rcllm does at r = .3.
+- counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
+  reuse loses at least 5 % of NDCG@10: a model that ignores its context keeps everything. Elsewhere no claim is made.
+
+The model and the retriever must be trained: the commands are at the head of the configs.
+
+    JGR_DATA=FOLDER python -m benchmarks.rcllm_accuracy [--quick]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
+from jgr.config import Config, load_config, override
+from jgr.data.datasets import Dataset, load_dataset
+from jgr.evaluation.bootstrap import interval, resampled_means
+from jgr.evaluation.candidates import Candidates, retrieve
+from jgr.evaluation.metrics import Hits, per_query
+from jgr.library.build import build
+from jgr.library.corpus import read_corpus
+from jgr.models import retrievers
+from jgr.serving.api import RankRequest
+from jgr.serving.decoders.library import library_model
+from jgr.serving.decoders.loading import load_engine
+from jgr.serving.decoders.serve import ServedDecoder
+from jgr.serving.engine.engine import Engine
+from jgr.serving.policies.fidelity import agreement
+
+Float64 = npt.NDArray[np.float64]
+Int32 = npt.NDArray[np.int32]
+
+METRICS = ("hr@1", "hr@3", "hr@5", "hr@10", "mrr@20", "ndcg@5", "ndcg@10", "ndcg@20")
+CANDIDATES = 20
+SHARES = (0.1, 0.3, 0.5)
+AT = 0.3
+CONCURRENCY = 4
+RESAMPLES = 2000
+KEEPS, LOSES = 0.96, 0.05
+"""RcLLM is to keep so much of full recompute's NDCG@10; naive reuse must lose so much of it for a dataset to count."""
+POOLS = (1_000, 10_000)
+"""Prototypes of smaller libraries."""
+TASKS = {"industrial": "rcllm_industrial", "ml1m": "rcllm_ml1m"}
+
+
+class Server(NamedTuple):
+    """An engine, and what is asked of it: by the name of each method its reuse_budget, None for the engine's own.
+
+    texts: whether requests carry the titles of their history, which the library has.
+    """
+
+    settings: tuple[str, ...]
+    budgets: dict[str, float | None]
+    texts: bool = False
+
+
+class Ranked(NamedTuple):
+    """best: [e, c], candidates, best first. scores: [e, c], in the retriever's order. approximate: the
+    share of the prompts' tokens that are."""
+
+    best: Int32
+    scores: Float64
+    approximate: float = 0.0
+
+
+def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, Server]:
+    """By name. EPIC and CacheBlend compute as many token-layers of the candidates as RcLLM at r = .3, which computes
+    the first token of each beside; CacheBlend computes the first layer whole. libraries: folders, by
+    the most prototypes that they have; 0: all."""
+    blocks = ("cache.policy=blocks", "cache.repair_tokens=0", "cache.repair_share=0")
+    anew = AT + 1 / span
+    blend = max(0.0, (layers * anew - 1) / (layers - 1))
+    attention = (
+        "cache.policy=blocks",
+        "cache.repair_tokens=1",
+        f"cache.repair_share={AT}",
+        "cache.repair_by=attention",
+    )
+    found = {
+        "full": Server(("cache.policy=none", *blocks[1:]), {"full": None}),
+        "prefix": Server((blocks[0], f"cache.repair_tokens={span}", blocks[2]), {"prefix": None}),
+        "epic": Server(
+            (blocks[0], f"cache.repair_tokens={math.ceil(anew * span)}", blocks[2]),
+            {f"epic {math.ceil(anew * span)}": None},
+        ),
+        "deviation": Server(
+            (*blocks[:2], f"cache.repair_share={blend:.3f}", "cache.repair_by=deviation"),
+            {"naive": 0.0, f"cacheblend {blend:.2f}": None},
+        ),
+        "rcllm": Server(attention, {f"rcllm {share:g}": share for share in SHARES}),
+    }
+    for most, folder in libraries.items():
+        of_texts = (*attention, f"cache.library={folder}", "prompt.item={review}{sid}")
+        shares, pool = ((AT,), f", {most} prototypes") if most else (SHARES, "")
+        asked: dict[str, float | None] = {f"rcllm {share:g}/{share:g}{pool}": share for share in shares}
+        found[f"library {most}"] = Server(of_texts, asked, True)
+    return found
+
+
+class Task(NamedTuple):
+    """A dataset with the candidates of its test users. eligible: whose target is among them."""
+
+    name: str
+    config: Config
+    dataset: Dataset
+    found: Candidates
+    eligible: npt.NDArray[np.int64]
+
+
+def prepared(name: str, quick: bool) -> Task:
+    config = load_config(harness.ROOT / "configs" / f"{TASKS[name]}.py")
+    at = {of: harness.ROOT / of for of in (config.data.path, config.train.retriever, config.train.out)}
+    for of, folder in at.items():
+        if not folder.is_dir():
+            raise Missing(
+                f"needs {of}: the commands that make it are at the head of configs/{TASKS[name]}.py"
+            )
+    config = override(config, f"data.path={at[config.data.path]}", f"model.path={at[config.train.out]}")
+    return task_of(name, config, at[config.train.retriever], 48 if quick else None)
+
+
+def task_of(name: str, config: Config, retriever: Path, most: int | None) -> Task:
+    """most: so many users at most."""
+    dataset = load_dataset(config.data)
+    cfg, params = retrievers.load_for(retriever, dataset.catalog.item_ids)
+    found = retrieve(params, cfg, dataset, dataset.interactions.test, CANDIDATES, exclude_seen=True)
+    return Task(name, config, dataset, found, np.flatnonzero(found.eligible)[:most])
+
+
+def titles_library(config: Config, dataset: Dataset, folder: Path, most: int) -> str:
+    """The folder of a library of the titles of all items, each as a text of its own. most: of prototypes; 0: all."""
+    texts = folder / "titles.jsonl"
+    lines = [json.dumps({"text": title}) for title in titles(dataset)]
+    texts.write_text("\n".join(lines) + "\n")
+    model = library_model(override(config, "prompt.item={review}{sid}"))
+    corpus = read_corpus(texts, model.tokenizer, config.prompt.review_tokens, 0.0)
+    out = folder / f"library{most}"
+    given = model.params, model.cfg, model.revision, model.prefix, corpus
+    build(out, *given, lambda *_: None, most=most or 1 << 30, model="titles")
+    return str(out)
+
+
+def titles(dataset: Dataset) -> list[str]:
+    return [str((meta or {}).get("title") or "") for meta in dataset.catalog.metadata]
+
+
+def rank_all(task: Task, server: Server) -> dict[str, Ranked]:
+    """What each method of a server makes of all users; it starts with an empty cache."""
+    config = override(task.config, *server.settings, "cache.shadow=0")
+
+    async def ask() -> dict[str, Ranked]:
+        engine = load_engine(config)
+        await engine.start()
+        try:
+            return {
+                name: await ranked(engine, task, budget, server.texts)
+                for name, budget in server.budgets.items()
+            }
+        finally:
+            await engine.drain(config.server.drain_timeout_s)
+
+    return asyncio.run(ask())
+
+
+async def ranked(engine: Engine[ServedDecoder], task: Task, budget: float | None, texts: bool) -> Ranked:
+    dataset, rows = task.dataset, task.found.rows[task.eligible]
+    examples = dataset.interactions.test.select(task.eligible)
+    users, ids, words = task.found.users[task.eligible], dataset.catalog.item_ids, titles(dataset)
+    longest = task.config.prompt.max_items
+    scores = np.zeros(rows.shape)
+    tokens = np.zeros(2, np.int64)
+    todo = iter(range(len(examples)))
+    given: Any = {} if budget is None else {"reuse_budget": budget}
+
+    async def worker() -> None:
+        for i in todo:
+            history = examples.histories[i][-longest:]
+            own: Any = {"history_texts": [words[row] for row in history]} if texts else {}
+            request = RankRequest(
+                history=[ids[row] for row in history],
+                candidates=[ids[row] for row in rows[i]],
+                user_id=str(users[i]),
+                layout="causal",
+                **given,
+                **own,
+            )
+            answer = await engine.answer(request)
+            by_id = {item.item_id: item.score for item in answer.items}
+            scores[i] = [by_id[ids[row]] for row in rows[i]]
+            usage = answer.usage
+            near = usage.approximate_tokens if isinstance(usage.approximate_tokens, int) else 0
+            tokens[:] += near, usage.prompt_tokens
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(worker())
+    order = np.argsort(-scores, axis=1, kind="stable")
+    return Ranked(np.take_along_axis(rows, order, axis=1), scores, float(tokens[0] / tokens[1]))
+
+
+def measure_one(task: Task, folder: Path, pools: Sequence[int] = POOLS) -> tuple[list[Claim], list[Row]]:
+    config, rows = task.config, task.found.rows[task.eligible]
+    targets = task.dataset.interactions.test.select(task.eligible).targets
+    whole = len(task.eligible)
+    if not whole:
+        raise Missing(f"{task.name}: the retriever finds no target")
+    layers = library_model(override(config, "prompt.item={review}{sid}")).cfg.layers
+    libraries = {most: titles_library(config, task.dataset, folder, most) for most in (0, *pools)}
+    found = {"retriever": Ranked(rows, np.zeros(rows.shape))}
+    for server in servers(config.rank.item_span, layers, libraries).values():
+        found |= rank_all(task, server)
+        harness.note(f"{task.name}: {', '.join(server.budgets)}")
+    values = {name: per_query(Hits.of_targets(of.best, targets), METRICS) for name, of in found.items()}
+    table = compare(task.name, values, found)
+    return claims(task.name, table), [about(task, whole), *table]
+
+
+def about(task: Task, measured: int) -> Row:
+    train = task.config.train
+    return {
+        "about": task.name,
+        "users": len(task.found.users),
+        "eligible": int(task.found.eligible.sum()),
+        "measured": measured,
+        "retriever_recall@20": rounded(task.found.recall(CANDIDATES)),
+        "candidates": CANDIDATES,
+        "items": task.dataset.catalog.n_items,
+        "model": f"{train.layers} layers, hidden {train.hidden}",
+        "training": {"steps": train.steps, "batch": train.batch, "negatives": train.negatives},
+        "item_span": task.config.rank.item_span,
+    }
+
+
+def compare(name: str, values: Mapping[str, Mapping[str, Float64]], found: Mapping[str, Ranked]) -> list[Row]:
+    """A row for each method: metrics, their differences from full recompute, and the ratio of NDCG@10, with intervals;
+    and how the scores agree with full recompute's."""
+    table: list[Row] = []
+    full = values["full"]
+    for method, of in values.items():
+        flat = np.stack([*of.values(), *(of[metric] - full[metric] for metric in METRICS)], axis=1)
+        drawn = resampled_means(flat, RESAMPLES, 0)
+        low, high = interval(drawn)
+        pair = resampled_means(np.stack([of["ndcg@10"], full["ndcg@10"]], axis=1), RESAMPLES, 0)
+        kept = np.percentile(pair[:, 0] / np.maximum(pair[:, 1], 1e-9), (2.5, 97.5))
+        row: Row = {
+            "of": name,
+            "method": method,
+            **{metric: rounded(float(of[metric].mean())) for metric in METRICS},
+            "interval_95": {
+                metric: [rounded(float(low[i])), rounded(float(high[i]))] for i, metric in enumerate(METRICS)
+            },
+            "less_than_full_interval_95": {
+                metric: [rounded(float(low[i])), rounded(float(high[i]))]
+                for i, metric in enumerate(METRICS, start=len(METRICS))
+            },
+            "of_full_ndcg@10": rounded(float(of["ndcg@10"].mean() / max(full["ndcg@10"].mean(), 1e-9))),
+            "of_full_interval": [rounded(float(x)) for x in kept],
+            "approximate_share": rounded(found[method].approximate),
+        }  # fmt: skip
+        if method != "retriever":
+            pairs = zip(found["full"].scores, found[method].scores, strict=True)
+            agreed = [one for both in pairs if (one := agreement(*both)) is not None]
+            row |= {
+                "kendall_tau": rounded(float(np.mean([one.tau for one in agreed]))),
+                "top10_overlap": rounded(float(np.mean([one.overlap for one in agreed]))),
+                "kl": rounded(float(np.mean([one.kl for one in agreed]))),
+            }
+        table.append(row)
+    better = difference(values, "retriever", "full")
+    table.append({
+        "of": name,
+        "counts": bool(better[0] > 0 and row_of(table, "naive")["of_full_ndcg@10"] <= 1 - LOSES),
+        "full_less_retriever_ndcg@10": [rounded(x) for x in better],
+        "naive_keeps": row_of(table, "naive")["of_full_ndcg@10"],
+        "rcllm_less": {
+            other: [rounded(x) for x in difference(values, other, f"rcllm {AT:g}")]
+            for other in values
+            if other.startswith(("epic", "cacheblend"))
+        },
+    })  # fmt: skip
+    return table
+
+
+def difference(values: Mapping[str, Mapping[str, Float64]], other: str, method: str) -> tuple[float, float]:
+    """The interval of NDCG@10 of a method less that of another."""
+    apart = values[method]["ndcg@10"] - values[other]["ndcg@10"]
+    low, high = interval(resampled_means(apart[:, None], RESAMPLES, 0))
+    return float(low[0]), float(high[0])
+
+
+def row_of(table: Sequence[Row], method: str) -> Row:
+    return next(row for row in table if row.get("method") == method)
+
+
+def claims(name: str, table: Sequence[Row]) -> list[Claim]:
+    """None where the dataset does not count."""
+    verdict = table[-1]
+    prefix = row_of(table, "prefix")
+    same = prefix["of_full_ndcg@10"]
+    found = [Claim(f"rcllm-prefix-cache-keeps-of-full-{name}", same, "", "higher", 0.999)]
+    if not verdict["counts"]:
+        return found
+    for row in table:
+        if row.get("method") in (f"rcllm {AT:g}", f"rcllm {AT:g}/{AT:g}"):
+            kind = "items-and-texts" if "/" in row["method"] else "items"
+            low, high = row["of_full_interval"]
+            found.append(
+                Claim(
+                    f"rcllm-keeps-of-full-ndcg10-{kind}-{name}",
+                    row["of_full_ndcg@10"],
+                    "",
+                    "higher",
+                    KEEPS,
+                    interval=(low, high),
+                )
+            )
+    for other, (low, high) in verdict["rcllm_less"].items():
+        kind = other.split()[0]
+        found.append(
+            Claim(f"rcllm-ndcg10-less-{kind}-{name}", rounded(low), "", "higher", 0.0, interval=(low, high))
+        )
+    return found
+
+
+def measure(quick: bool, quiet: Quiet) -> Measured:
+    """Measure the datasets whose models are there; nothing is timed."""
+    every: list[Claim] = []
+    rows: list[Row] = []
+    missing: list[str] = []
+    for name in TASKS:
+        try:
+            task = prepared(name, quick)
+        except Missing as error:
+            missing.append(str(error))
+            rows.append({"about": name, "left_out": str(error)})
+            continue
+        with tempfile.TemporaryDirectory(prefix="jgr-rcllm-") as folder:
+            claimed, table = measure_one(task, Path(folder))
+        every += claimed
+        rows += table
+    if len(missing) == len(TASKS):
+        raise Missing("; ".join(missing))
+    return Measured(every, rows)
+
+
+if __name__ == "__main__":
+    harness.main(
+        Benchmark(
+            name="rcllm_accuracy",
+            measure=measure,
+            packages=("numpy", "jax", "jaxlib", "faiss-cpu"),
+            sources=(
+                Path(__file__),
+                *(harness.ROOT / "configs" / f"{config}.py" for config in TASKS.values()),
+            ),
+        )
+    )
