@@ -10,6 +10,7 @@ of a given speed, which the refill uses too, and then what its runs take by meas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,10 +239,16 @@ class Live:
             numbers, values = np.full(size, np.iinfo(np.int32).max, np.int32), np.zeros((size, 1), np.uint32)
             numbers[: len(cells[some])] = cells[some]
             values[: len(cells[some]), 0] = stamps[some]
-            self.pool.write(lambda array, n=numbers, v=values: self._write(array, n, v, cells=self._cells), 0)
+            self.pool.write(partial(self._write_stamps, numbers=numbers, values=values), 0)
         for entry, grows, _ in entries:
             if grows:
                 self.users.written(entry)
+
+    def _write_stamps(self, array: Any, numbers: Any, values: Any) -> Any:
+        return self._write(array, numbers, values, cells=self._cells)
+
+    def _read_pages(self, array: Any, numbers: Any) -> Any:
+        return self._read(array, numbers, cells=self._cells)
 
     def _check(self, rows: npt.NDArray[np.int64], entries: list[tuple[Entry, bool, int]]) -> None:
         """Read rows and a user's pages back. AssertionError where they are not what they should be."""
@@ -252,7 +259,7 @@ class Live:
         for entry, _, _ in entries[:1]:
             numbers = np.full(WRITES[1], entry.cells[0], np.int32)
             numbers[: len(entry.cells)] = entry.cells
-            pages: Any = self.pool.read(lambda array, n=numbers: self._read(array, n, cells=self._cells), 0)
+            pages: Any = self.pool.read(partial(self._read_pages, numbers=numbers), 0)
             stamps = [_stamp(entry, place) for place in range(len(entry.cells))]
             assert (np.asarray(pages)[: len(stamps)] == np.array(stamps)[:, None]).all(), (
                 "a page is another's"
@@ -293,7 +300,8 @@ class Live:
 
 def _unique(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     ids.sort()  # np.unique hashes, which is slower here
-    return ids[np.concatenate([[True], ids[1:] != ids[:-1]])].astype(np.int64)
+    found: npt.NDArray[np.int64] = ids[np.concatenate([[True], ids[1:] != ids[:-1]])].astype(np.int64)
+    return found
 
 
 def _stamp(entry: Entry, place: int) -> int:

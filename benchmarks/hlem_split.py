@@ -235,18 +235,18 @@ def claims(found: dict[Task, Epochs], modelled: float) -> list[Claim]:
     at = {(task.link, task.regime, task.name): of for task, of in found.items()}
     made = list[Claim]()
     for link in LINKS:
-        static = {
+        means = {
             t.split: judged(of)
             for t, of in found.items()
             if (t.link, t.regime, t.controller) == (link, "steady", "static")
         }
-        best = min(static, key=lambda split: static[split])
-        ends = min(best - min(static), max(static) - best)
+        best = min(means, key=lambda split: means[split])
+        ends = min(best - min(means), max(means) - best)
         made += [
             Claim(f"hlem-split-from-the-ends-{link}", rounded(ends), "of the pool", "higher", 0.1),
             Claim(
                 f"hlem-split-wrong-over-best-{link}",
-                rounded(max(static.values()) / static[best]),
+                rounded(max(means.values()) / means[best]),
                 "x",
                 "higher",
                 1.2,

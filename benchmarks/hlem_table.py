@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -107,12 +108,11 @@ def reference(cfg: SasrecConfig, weights: Any) -> Any:
 
     @jax.jit
     def scores(weights: Any, embed: Any) -> Any:
-        one = np.zeros(1, np.int32)
-        history = np.arange(HISTORY, dtype=np.int32)[None]
-        users = Users(
-            history, np.zeros_like(history), np.zeros_like(history), one, np.zeros((1, 0), np.int32), one
-        )
-        asked = Candidates(HISTORY + np.arange(CANDIDATES, dtype=np.int32)[None], {})
+        one = jnp.zeros(1, np.int32)
+        history = jnp.arange(HISTORY, dtype=np.int32)[None]
+        same = jnp.zeros_like(history)
+        users = Users(history, same, same, one, jnp.zeros((1, 0), np.int32), one)
+        asked = Candidates(HISTORY + jnp.arange(CANDIDATES, dtype=np.int32)[None], {})
         given = item_tables.given(weights, embed)
         return scorers.rank(scorers.scorer(cfg), given, cfg, users, asked)[0, :, 0]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -106,8 +107,10 @@ def log() -> tuple[Float64, Int32, Int32]:
     except OSError as error:
         raise Missing(f"{path}: {error.strerror or error}") from None
     users, videos, times = zip(*seen, strict=True)
-    counts = (np.unique(each, return_counts=True)[1].astype(np.int32) for each in (users, videos))
-    return np.sort(np.array(times, np.float64)) / 1e3, *counts
+    of_users, of_videos = (
+        np.unique(each, return_counts=True)[1].astype(np.int32) for each in (users, videos)
+    )
+    return np.sort(np.array(times, np.float64)) / 1e3, of_users, of_videos
 
 
 def make_world(seed: int = 0) -> World:
@@ -129,8 +132,8 @@ def make_world(seed: int = 0) -> World:
             )
         return found
 
-    lengths = random.lognormal(np.log(MEAN_EVENTS) - SIGMA**2 / 2, SIGMA, USERS)
-    lengths = np.clip(lengths, SHORTEST, LONGEST - GROWTH).astype(np.int32)
+    drawn = random.lognormal(np.log(MEAN_EVENTS) - SIGMA**2 / 2, SIGMA, USERS)
+    lengths = np.clip(drawn, SHORTEST, LONGEST - GROWTH).astype(np.int32)
     ends = np.cumsum(lengths.astype(np.int64) + GROWTH)
     hot = round(HOT * USERS)
     ordered = np.sort(users)[::-1].astype(np.float64)
@@ -168,8 +171,9 @@ def _by_bins(random: np.random.Generator, reuse: Float64, rows: int, count: int)
 
 
 def _quantiles(values: Float64, count: int) -> Float64:
-    found = np.quantile(values, (np.arange(count) + 0.5) / count)[::-1]
-    return found / found.sum()
+    found: Float64 = np.quantile(values, (np.arange(count) + 0.5) / count)[::-1]
+    shares: Float64 = found / found.sum()
+    return shares
 
 
 def requests(world: World, regime: Regime, rate: float, epochs: int, seed: int) -> Requests:
@@ -229,7 +233,7 @@ def _times(size: int) -> tuple[float, float]:
         parameters.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(0)),
     )
     whole = np.arange(size, dtype=np.int32)[None] % 1000
-    asked = Candidates(np.arange(CANDIDATES + 2, dtype=np.int32)[None], {})
+    asked = Candidates(jnp.arange(CANDIDATES + 2, dtype=np.int32)[None], {})
 
     @jax.jit
     def read(weights: Any, users: Users) -> Any:
@@ -243,13 +247,11 @@ def _times(size: int) -> tuple[float, float]:
     users, before = _users(whole), _users(np.where(np.arange(size) < size - 1, whole, -1).astype(np.int32))
     kept = jax.block_until_ready(read(weights, before))
     jax.block_until_ready(grow(weights, kept, users))
-    found = [
-        harness.timed(lambda call=call, given=given: jax.block_until_ready(call(weights, *given)))[0] / 1e3
-        for call, given in ((read, (users,)), (grow, (kept, users)))
-    ]
-    return found[0], found[1]
+    whole_ms, _ = harness.timed(lambda: jax.block_until_ready(read(weights, users)))
+    grown_ms, _ = harness.timed(lambda: jax.block_until_ready(grow(weights, kept, users)))
+    return whole_ms / 1e3, grown_ms / 1e3
 
 
 def _users(rows: Int32) -> Users:
-    one = np.zeros(1, np.int32)
-    return Users(rows, np.zeros_like(rows), np.zeros_like(rows), one, np.zeros((1, 0), np.int32), one)
+    one, same = jnp.zeros(1, np.int32), jnp.zeros(rows.shape, np.int32)
+    return Users(jnp.asarray(rows), same, same, one, jnp.zeros((1, 0), np.int32), one)
