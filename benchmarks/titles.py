@@ -424,7 +424,8 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"first-tokens-that-differ-from-a-peer", "Prompts whose first output token differs from another engine's"),
     (
         r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
-        "Time to the first token over the fastest other engine's; {tokens} tokens, batch of {batch}",
+        "Time to the first token over the fastest other engine's, with the kernels of `make native`; {tokens} tokens, "
+        "batch of {batch}",
     ),
     # rcllm_accuracy
     (

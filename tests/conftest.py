@@ -9,7 +9,6 @@ the summary says how many ran: an absent check must not look like a passed one.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -29,8 +28,6 @@ from tests.debian import CHROMIUM, FISH, PROMETHEUS, ZSH
 
 hypothesis.settings.register_profile("jgr", deadline=None)  # the first example of a test may compile
 hypothesis.settings.load_profile("jgr")
-# Tracing makes many objects that stay; looking through them so often is a twentieth of the suite's time.
-gc.set_threshold(50_000, 20, 100)
 # Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A test's time is XLA's compiling. Values do not hang on optimization, and what one test has compiled, such as the

@@ -54,7 +54,7 @@ def test_it_prepares_then_finds_it_prepared(tmp_path: Path) -> None:
         ([], "--source is not set"),
         (["--source=generic", "--out=x"], "--raw is not set"),
         (["--source=nothing", "--raw=x", "--out=y"], "no 'nothing'; known: movielens-100k"),
-        (["--source=generic", "--raw=/no/such", "--out=y"], "/no/such: has no interactions.jsonl"),
+        (["--source=generic", "--raw=/no/such", "--out=y"], "/no/such: there is no such folder"),
         (["--split=random"], "leave_one_out|time|given"),
         (["--min_item=-1"], "min_item"),
         (["more"], "unexpected argument 'more'"),

@@ -56,7 +56,13 @@ def test_fields_count_alike_and_lists_are_texts_of_their_own() -> None:
     apart = [text_vectors(ITEMS, fields=[name], dims=len(ITEMS)) for name in ("tags", "title")]
     mean = (apart[0] @ apart[0].T + apart[1] @ apart[1].T) / 2
     np.testing.assert_allclose(both @ both.T, mean, atol=1e-4)
-    split = [{"a": ["x y", "z w"]}, {"a": ["x y", "z w"]}, {"a": "y z"}, {"a": "y z"}, {}, {}, {}]
+    split = [
+        {"a": ["x y", "z w"]},
+        {"a": ["x y", "z w"]},
+        {"a": "y z"},
+        {"a": "y z"},
+        *({} for _ in range(10)),
+    ]
     found = text_vectors(split, dims=4)
     # y and z are of both, "y z" of the latter alone: a bigram over the end of a text would make it of all.
     assert 0 < found[0] @ found[2] < 0.6

@@ -188,9 +188,11 @@ def test_requests_are_answered_below_the_base_path_and_without_it() -> None:
             assert server.call(path, BODY).status == 401
         assert server.call("/shop/jgr/health/live").status == 200
         assert server.call("/shop/jgr/v2", **key).json["name"] == "jgr"
-        for path in ("/shop/jgrv1/models", "/shop/v1/models", "/shop/jgr", "/shop/jgr/shop/jgr/v1/models"):
+        for path in ("/shop/jgrv1/models", "/shop/v1/models", "/shop/jgrs", "/shop/jgr/shop/jgr/v1/models"):
             assert server.call(path, **key).status == 404, path
         assert server.call("/shop/jgr/v1/models", **key).status == 200
+        page = server.call("/shop/jgr", **key)
+        assert (page.status, page.headers["location"]) == (302, "/shop/jgr/ui")
         # An admin's path is one, with whatever stands before it.
         assert server.call("/shop/jgr/v1/models/jgr/reload", b"", **key).status == 401
         admin = {"authorization": "Bearer 4dm1n-k3y"}

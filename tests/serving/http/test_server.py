@@ -148,6 +148,7 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
         "beam_width": 5,
         "max_beam_width": 5,
         "max_candidates": 4,
+        "kernels": "xla",
         "timed": False,
         "tasks": [],
         "scenarios": 1,
