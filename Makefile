@@ -20,7 +20,7 @@ GPU := build/gpu-compile-$(notdir $(VENV))
 DEBIAN := build/debian
 NATIVE := build/native-$(notdir $(VENV))
 
-.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest test-fleet fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -111,6 +111,13 @@ installed-lowest:
 
 test-lowest: installed-lowest
 	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(ON_LOWEST)
+
+# The tests that start Ray, which take minutes, in an environment of their own: `make test` leaves them out.
+WITH_RAY := .venv-ray
+test-fleet:
+	$(MAKE) VENV=$(WITH_RAY) $(WITH_RAY)/.installed
+	$(UV) pip install --quiet --python $(WITH_RAY)/bin/python --constraint requirements/py311.txt ".[cluster]"
+	$(WITH_RAY)/bin/python -m pytest -m ray tests/serving/cluster tests/test_fleet_install.py
 
 # As a user does: an environment of its own, the wheel with jgr[cluster] from the registry, and one command that starts two
 # replicas. tests/test_fleet_install.py does the same with the packages that are here.
