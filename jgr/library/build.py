@@ -140,7 +140,7 @@ def _fill(
 
 
 def _hash(settings: dict[str, Any], corpus: Corpus) -> str:
-    """Of all that a library's bytes follow from."""
+    """The digest of all that a library's bytes follow from."""
     found = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for reviews in corpus:
         lengths = np.array([len(reviews), *map(len, reviews)], np.int64)

@@ -293,7 +293,8 @@ def _remove(folder: Path) -> None:
 
 
 def _digest(config: Config, ranges: Sequence[Range]) -> str:
-    """Of all that trials depend on: the sections that training reads, apart from where it writes, and the ranges."""
+    """The digest of all that trials depend on: the ranges, and the sections that training reads, apart from where it
+    writes."""
     sections = ("train", "data", "prompt", "beam", "rank", "feedback", "features")
     read = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
     for name in ("out", "tensorboard"):

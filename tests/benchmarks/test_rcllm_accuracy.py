@@ -71,7 +71,6 @@ def test_a_dataset_counts_only_where_context_matters_and_the_retriever_is_beaten
 
 @pytest.mark.slow
 def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
-    pytest.importorskip("faiss")
     rng, n = np.random.default_rng(1), 40
     words = ["red", "blue", "shoe", "lamp", "old", "new", "long", "pipe"]
     names = [str(row) for row in range(n)]

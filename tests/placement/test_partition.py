@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,7 @@ from scipy.sparse import csr_matrix
 
 from jgr.placement.partition import By, cut, imbalance_of, partition, refine
 
-WAYS: list[Any] = [
-    "numpy",
-    pytest.param(
-        "metis", marks=pytest.mark.skipif(find_spec("pymetis") is None, reason="needs jgr[placement]")
-    ),
-]
+WAYS: list[By] = ["numpy", "metis"]
 
 
 def drawn(parts: int, size: int, inner: int, outer: int, seed: int = 0) -> tuple[Any, npt.NDArray[np.int32]]:

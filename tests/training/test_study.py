@@ -14,8 +14,6 @@ from jgr.cli.main import run
 from jgr.config import Config, TrainConfig, UserError, load_config
 from jgr.training.study import BEFORE_PRUNING, Range, Report, Study, check, told
 
-pytest.importorskip("optuna", reason="needs jgr[tune]")
-
 CONFIG = Config(train=TrainConfig(model="hstu", evaluate_every=5, steps=10, heads=2, kv_heads=2))
 RATE = Range.parse("train.learning_rate=1e-4:1e-2:log")
 

@@ -12,8 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-
 from jgr.config import ConfigError, TrainConfig
 from jgr.serving.engine.memory_controller import read_controller
 from jgr.serving.policies.memory_control import Ppo, Predictor
