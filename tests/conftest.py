@@ -91,13 +91,15 @@ def native_library() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def as_without_commands() -> Iterator[None]:
-    """A command that is run in this process defines its flags and sets the levels of its log; the next test finds
-    neither."""
+    """A command that is run in this process defines its flags, sets the levels of its log and writes that to what is
+    stderr then; the next test finds none of it."""
     loggers = [logging.getLogger(name) for name in ("", "jgr", "jgr.serving")]
-    before = [logger.level for logger in loggers]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
-    for logger, level in zip(loggers, before, strict=True):
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
+        logger.handlers[:] = handlers
+    logging.captureWarnings(False)
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
         for flag in list(defined) if module.startswith("jgr.cli.") else ():
             if flag.name in flags.FLAGS:
