@@ -20,6 +20,17 @@ from jgr.serving.policies.batching import make_profiles
 from jgr.serving.versions.deployment import Deployment
 from tests.serving.fakes import CATALOG, ITEMS, PATIENCE_S, FakeExecutor, LiveServer, make_config
 
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",  # for root
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+"""What makes a browser show a page, and ask nobody for anything of its own."""
 KEY, BASE = "s3cret-k3y", "/shop/jgr"
 BEARER = {"authorization": f"Bearer {KEY}"}
 OWNED = "document.title='owned'"

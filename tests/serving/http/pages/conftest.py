@@ -10,7 +10,7 @@ import pytest
 
 from tests.debian import CHROMIUM
 from tests.serving.fakes import PATIENCE_S, LiveServer
-from tests.serving.http.pages.browsing import BASE, KEY, Visit, other_model
+from tests.serving.http.pages.browsing import ARGUMENTS, BASE, KEY, Visit, other_model
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,6 @@ def server() -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     from playwright.sync_api import expect, sync_playwright
-
-    from tools.ui_pictures import ARGUMENTS
 
     expect.set_options(timeout=1000 * PATIENCE_S)
     with sync_playwright() as playwright:
