@@ -201,7 +201,7 @@ def engine() -> Iterator[Program]:
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
-    yield from _in_8_bits("qwen3-0.6b", layers=2)
+    yield _in_8_bits("qwen3-0.6b", layers=2)
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
@@ -220,18 +220,16 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
 
 
-def _in_8_bits(name: str, *, layers: int) -> Iterator[Program]:
+def _in_8_bits(name: str, *, layers: int) -> Program:
     """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
     layer that are for one place alone: queries, output, gate, up and down."""
     whole = shapes.named(name)
     assert isinstance(whole, DecoderConfig)
     cfg, (_, tables) = replace(whole, layers=layers), _model(name)
     call = functools.partial(beam.recommend, cfg=cfg, width=256)
-    kinds: tuple[quantize.Quantization, ...] = ("int8", "fp8")
-    for kind in kinds:
-        stacks = quantize.declared(generator(cfg).spec(cfg), kind, jnp.bfloat16)
-        arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1))
-        yield Program("recommend", f"{name}_{kind}_{layers}_layers", call, arguments, apart=5)
+    stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
+    arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
+    return Program("recommend", f"{name}_int8_{layers}_layers", call, arguments, apart=5)
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
