@@ -250,15 +250,22 @@ def load(
 
 
 def _require_memory(folder: Path, declared: DecoderParams, dtype: Any, kind: Quantization) -> None:
-    """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times."""
+    """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times; of matrices in 8
+    bits their stack is, and the floats of one."""
     specs = by_name(declared).values()
-    largest = max(math.prod(s.shape) for s in specs)
+    at_once = (
+        math.prod(s.shape) + 3 * 4 * math.prod(s.shape[1:])
+        if kind and is_matrix(s)
+        else 3 * 4 * math.prod(s.shape)
+        for s in specs
+    )
+    read = max(at_once)
     stored = sum((folder / name).stat().st_size for name in weight_files(folder))
     try:
         if dtype is None:
-            require_memory(stored, 3 * 4 * largest)
+            require_memory(stored, read)
         else:
-            require_memory(quantize.served_bytes(specs, dtype, kind), 3 * 4 * largest)
+            require_memory(quantize.served_bytes(specs, dtype, kind), read)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import tracemalloc
@@ -107,19 +108,19 @@ def test_a_product_is_that_of_the_dequantised_matrix(kind: Quantization, dtype: 
     assert error.max() < (2**-8 if dtype == jnp.bfloat16 else 1e-6) * np.abs(want / w.scale).max()
 
 
+@functools.partial(jax.jit, static_argnames="cfg")
+def both(params: Any, *, cfg: DecoderConfig) -> tuple[jax.Array, jax.Array]:
+    """The logits after two prompts, and of two beams after each."""
+    tokens, lengths = np.random.default_rng(0).integers(0, 60, (2, 9), np.int32), np.array([9, 6], np.int32)
+    last, state = decoder.begin(params, cfg, tokens, lengths)
+    hidden, _ = decoder.advance(
+        params, cfg, tokens[:, :2], state, jnp.zeros((2, 1, 2), jnp.int32) + jnp.arange(2)
+    )
+    return decoder.logits(params, last), decoder.logits(params, hidden)
+
+
 def logits(params: Any, cfg: DecoderConfig) -> Array:
-    """Of two prompts, and of two beams after each."""
-    tokens = np.random.default_rng(0).integers(0, 60, (2, 9), np.int32)
-    lengths = np.array([9, 6], np.int32)
-
-    def call(params: Any) -> tuple[jax.Array, jax.Array]:
-        last, state = decoder.begin(params, cfg, tokens, lengths)
-        hidden, _ = decoder.advance(
-            params, cfg, tokens[:, :2], state, jnp.zeros((2, 1, 2), jnp.int32) + jnp.arange(2)
-        )
-        return decoder.logits(params, last), decoder.logits(params, hidden)
-
-    return np.concatenate([np.asarray(x).ravel() for x in jax.jit(call)(params)])
+    return np.concatenate([np.asarray(x).ravel() for x in both(params, cfg=cfg)])
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3"])
@@ -150,10 +151,11 @@ def test_a_folder_is_rounded_as_numpy_rounds_its_arrays(
 
 
 def test_onerec_is_rounded_unless_it_has_experts(tmp_path: Path) -> None:
-    plain = LazyConfig(20, (3, 9), (6, 6), 4, 16, 2, 2, 2, 8, 24)
-    mixed = dataclasses.replace(plain, experts=2, experts_active=1, expert_mlp=8, dense_layers=1)
-    for name, cfg in (("plain", plain), ("mixed", mixed)):
-        checkpoint.save(tmp_path / name, cfg, initialize(lazy_decoder.spec(cfg), jax.random.key(0)))
+    plain = LazyConfig(20, (3, 9), (6, 6), 4, 16, 1, 2, 2, 8, 24)
+    checkpoint.save(tmp_path / "plain", plain, initialize(lazy_decoder.spec(plain), jax.random.key(0)))
+    mixed = dataclasses.replace(plain, layers=2, experts=2, experts_active=1, expert_mlp=8, dense_layers=1)
+    (tmp_path / "mixed" / "params").mkdir(parents=True)
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps(lazy_decoder.to_config(mixed)))
     with pytest.raises(ConfigError, match=r"model\.quantize: int8, but .* is a model with experts"):
         checkpoint.load(tmp_path / "mixed", kind="int8")
     _, found = checkpoint.load(tmp_path / "plain", kind="int8")
@@ -195,10 +197,9 @@ def test_a_load_holds_one_matrix_at_a_time_as_floats(tmp_path: Path) -> None:
     assert peak < sum(x.nbytes for x in jax.tree.leaves(params)) + 4 * one
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_programs_make_no_float_copies_of_more_than_a_layer(kind: Quantization) -> None:
-    specs = decoder.spec(SMALL)
-    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+@functools.cache
+def compiled(kind: Quantization) -> Any:
+    """What a prompt and two steps after it take in memory."""
 
     def call(params: DecoderParams, tokens: jax.Array) -> jax.Array:
         last, state = decoder.begin(params, SMALL, tokens, jnp.full(1, 16))
@@ -207,12 +208,14 @@ def test_programs_make_no_float_copies_of_more_than_a_layer(kind: Quantization) 
             last, state = decoder.advance(params, SMALL, tokens[:, :4], state, ancestors)
         return decoder.logits(params, last)
 
-    def compiled(kind: Quantization) -> Any:
-        program = jax.jit(call).lower(quantizing.declared(specs, kind), tokens).compile()
-        return program.memory_analysis()
+    given = quantizing.declared(decoder.spec(SMALL), kind), jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    return jax.jit(call).lower(*given).compile().memory_analysis()
 
-    whole, found = compiled(""), compiled(kind)
-    layer = 4 * sum(np.prod(getattr(specs.layers, name).shape[1:]) for name in MATRICES)
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_make_no_float_copies_of_more_than_a_layer(kind: Quantization) -> None:
+    whole, found, layers = compiled(""), compiled(kind), decoder.spec(SMALL).layers
+    layer = 4 * sum(np.prod(getattr(layers, name).shape[1:]) for name in MATRICES)
     assert found.argument_size_in_bytes < 0.35 * whole.argument_size_in_bytes
     assert found.temp_size_in_bytes <= whole.temp_size_in_bytes + layer
 

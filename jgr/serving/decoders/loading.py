@@ -104,6 +104,7 @@ def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
 
     def read() -> tuple[GeneratorConfig, GeneratorParams]:
         cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
+        files.revision()  # what was read is what was hashed
         return cfg, laid_out(params)
 
     weights = once(("generator", files.weights(), dtype, kind, devices), read)

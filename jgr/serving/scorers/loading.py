@@ -84,9 +84,13 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
         )
     files = ModelFiles(folder)
-    weights = once(
-        ("scorer", files.weights(), devices, paged), lambda: scorers.load(folder, files, devices, paged)
-    )
+
+    def read() -> tuple[ScorerConfig, PyTree]:
+        found = scorers.load(folder, files, devices, paged)
+        files.revision()  # what was read is what was hashed
+        return found
+
+    weights = once(("scorer", files.weights(), devices, paged), read)
     return ScorerModel(weights, files.revision(), folder, files)
 
 
