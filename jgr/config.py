@@ -53,10 +53,8 @@ class ModelConfig:
     path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # Hold the weights of matrices in 8 bits, with a factor for each output channel: int8 or fp8 (e4m3). They take a
-    # quarter of float32's memory, and answers change a little; embeddings, output rows, norms and activations stay in
-    # model.dtype. Empty: as the folder has them, which may be quantised already (docs/serving.md). Decoders and
-    # OneRec-V2 without experts only.
+    # In how many bits the layers' matrices of a generator are held: 8, as int8 or fp8, with a factor for each output
+    # channel. All else stays in model.dtype. Empty: as the folder has them.
     quantize: Literal["", "int8", "fp8"] = ""
     # Devices that share the model's weights and each of its batches, for a model too large for one of them: heads and
     # MLPs are divided over them. A decoder's heads and the MLP's width must be multiples of it.
