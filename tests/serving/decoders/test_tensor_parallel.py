@@ -102,8 +102,9 @@ def test_weights_in_8_bits_are_divided_as_others(ran: dict[str, dict[str, Any]])
     assert np.ptp(one["logits"]) > 1
     np.testing.assert_allclose(several["logits"], one["logits"], atol=1e-4, rtol=0)
     assert (one["share"], several["share"]) == (1, 0.25)
-    # Two for each copy of a layer's code, the last layer's and the others', and one for the table of tokens.
-    assert (one["sums"], several["sums"]) == (0, 5)
+    # Two for each copy of a layer's code, the last layer's and the others'; one for the table of tokens, and one that
+    # brings the logits together.
+    assert (one["sums"], several["sums"]) == (0, 6)
 
 
 def _devices(count: int) -> Any:
