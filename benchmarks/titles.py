@@ -86,6 +86,13 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "base": "FLAME's base workload (512 events, 128 candidates)",
         "long": "FLAME's long workload (1,024 events, 512 candidates)",
     },
+    "kind": {"int8": "8-bit integers", "fp8": "8-bit floats"},
+    "part": {
+        "weights": "Memory of the weights",
+        "load-peak": "Most memory while weights are read",
+        "prompt-time": "Time of a prompt of 512 tokens",
+        "step-time": "Time of a search's step with 128 beams",
+    },
     "chooser": {"tree": "a decision tree", "heuristic": "jgr's rule"},
     "selection": {
         "top_k": "XLA's top-k",
@@ -426,6 +433,19 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "Time to the first token over the fastest other engine's, with the kernels of `make native`; {tokens} tokens, "
         "batch of {batch}",
+    ),
+    # quantized_weights
+    (
+        r"overlap@10-of-(?P<kind>int8|fp8)-with-float32",
+        "Share of the ten best items with weights in {kind} that are float32's ten best; Amazon Industrial",
+    ),
+    (
+        r"ndcg@10-of-(?P<kind>int8|fp8)-over-float32",
+        "NDCG@10 with weights in {kind} over that with float32; Amazon Industrial",
+    ),
+    (
+        r"(?P<part>weights|load-peak|prompt-time|step-time)-of-(?P<kind>int8|fp8)-over-float32-(?P<size>\d+)m",
+        "{part}: weights in {kind} over float32, {size} M parameters",
     ),
     # rcllm_accuracy
     (

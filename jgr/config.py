@@ -53,6 +53,9 @@ class ModelConfig:
     path: str = ""
     # Type of weights and activations. Scores are float32 in either case; bfloat16 halves memory, on GPUs time too.
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # How a generator's layers hold their matrices: in 8 bits, as int8 or fp8 with a factor for each output channel, or
+    # as the folder has them where it is empty. All else stays in model.dtype.
+    quantize: Literal["", "int8", "fp8"] = ""
     # Devices that share the model's weights and each of its batches, for a model too large for one of them: heads and
     # MLPs are divided over them. A decoder's heads and the MLP's width must be multiples of it.
     tensor_parallel: int = 1

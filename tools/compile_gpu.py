@@ -17,7 +17,6 @@ Exit codes: 0 all compiled and all controls refused, 1 not so, 2 the plugin is m
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 import shutil
@@ -49,7 +48,7 @@ from jax.sharding import (
 from jgr.cache.memory import PAGE_BYTES
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
-from jgr.models import beam, climber, devices, packed, params, scorers, shapes
+from jgr.models import beam, climber, devices, packed, params, quantize, scorers, shapes
 from jgr.models.decoder import DecoderConfig
 from jgr.models.generators import generator, with_layers_apart
 from jgr.models.hstu import HstuConfig
@@ -61,13 +60,12 @@ from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
 from jgr.serving.decoders.caching import kv_cells
+from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
 
 SUMS = 5
 """Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
-LARGE_COPY = 10_000_000
-"""The bytes from which on a copy counts as large: copies of activations between kernels are smaller than that."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
 H200 = """
@@ -101,6 +99,8 @@ class Program(NamedTuple):
     is_op: bool = False
     sums: int = 0
     """Sums over devices in a program that two devices share, whose arguments are Spreads; 0: one has it to itself."""
+    apart: int = 0
+    """Matrices in 8 bits that are read by something else than the kernel of their product."""
 
 
 class Spread(NamedTuple):
@@ -112,7 +112,7 @@ class Spread(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of compiling a program. temp_bytes: its scratch memory. copies: those above LARGE_COPY.
+    """What came of compiling a program. temp_bytes: its scratch memory. copies: those above compiled_text.LARGE_COPY.
 
     error: empty where all is as it must be.
     """
@@ -201,6 +201,7 @@ def engine() -> Iterator[Program]:
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
+    yield _in_8_bits("qwen3-0.6b", layers=2)
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
@@ -217,6 +218,18 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     call = functools.partial(beam.recommend, cfg=shapes.named(name), width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+
+
+def _in_8_bits(name: str, *, layers: int) -> Program:
+    """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
+    layer that are for one place alone: queries, output, gate, up and down."""
+    whole = shapes.named(name)
+    assert isinstance(whole, DecoderConfig)
+    cfg, (_, tables) = replace(whole, layers=layers), _model(name)
+    call = functools.partial(beam.recommend, cfg=cfg, width=256)
+    stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
+    arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
+    return Program("recommend", f"{name}_int8_{layers}_layers", call, arguments, apart=5)
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
@@ -357,6 +370,11 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
         sums = len(re.findall(r" all-(?:reduce|gather|to-all)(?:-start)?\(", text))
         if sums != program.sums:
             error = f"{sums} sums over devices, there should be {program.sums}"
+        apart = matrices_apart(text)
+        if apart != program.apart:
+            error = (
+                f"{apart} matrices in 8 bits are read outside their products, there should be {program.apart}"
+            )
     except Exception as e:  # Triton, LLVM, ptxas and XLA each raise their own
         error = " ".join(str(e).split()) or type(e).__name__
     seconds = time.perf_counter() - start
@@ -365,49 +383,6 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
         error = "" if program.refused in error else f"must be refused with '{program.refused}', but: {found}"
     used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before)
     return Outcome(program.name, program.case, seconds, temp_bytes, len(copies), used, error)
-
-
-_BITS = {"pred": 8, "bf16": 16}  # of other types the name says it: f32, s8, u64
-_COPIES = {"copy", "slice", "dynamic-slice", "bitcast", "reshape"}
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-
-
-def large_copies(text: str) -> list[str]:
-    """Instructions of a compiled program that write more than LARGE_COPY of what they only read, each as "name type".
-
-    Such is a copy, a slice, or a fusion of nothing but these. A transposition is none: it changes what is read.
-    """
-    computations: dict[str, list[tuple[str, ...]]] = {}
-    for line in text.splitlines():
-        if line.endswith("{") and " = " not in line:
-            found = computations.setdefault(line.removeprefix("ENTRY ").lstrip("%").split(maxsplit=1)[0], [])
-        elif match := _INSTRUCTION.match(line):
-            found.append(match.groups())
-    fused = set(re.findall(r"calls=%?([\w.-]+)", text))
-    copies = []
-    for name, instructions in computations.items():
-        for instruction, made, opcode, rest in () if name in fused else instructions:
-            called = re.search(r"calls=%?([\w.-]+)", rest) if opcode == "fusion" else None
-            inside = (
-                computations[called[1]] if called else [(instruction, made, opcode.removesuffix("-start"))]
-            )
-            opcodes = {
-                x[2] for x in inside if not x[1].endswith("[]")
-            }  # numbers alone say where a slice begins
-            moved = opcodes - {"parameter", "constant", "tuple", "bitcast"}
-            if moved and moved <= _COPIES and _bytes(made) > LARGE_COPY:
-                copies.append(f"{instruction} {made}")
-    return copies
-
-
-def _bytes(made: str) -> int:
-    """The bytes of a type, such as bf16[28,8]{1,0}, or of a tuple of types."""
-    return sum(
-        math.prod(map(int, filter(None, sides.split(","))))
-        * (_BITS.get(kind) or int(kind.strip("abcdefgsu")))
-        // 8
-        for kind, sides in re.findall(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]", made)
-    )
 
 
 def _kernels(files: set[Path]) -> str:

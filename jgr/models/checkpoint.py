@@ -12,24 +12,28 @@ from __future__ import annotations
 
 import glob
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jgr.config import ConfigError
 from jgr.models import hf, lazy_decoder
 from jgr.models.decoder import DecoderConfig
 from jgr.models.devices import ON_ONE, ONE, Devices, Placement, of_generator
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.model_files import ModelFiles, write_digests
-from jgr.models.params import CheckpointError, PyTree, abstract, by_name, check_finite, count
+from jgr.models.params import CheckpointError, PyTree, Spec, abstract, by_name, check_finite, count
+from jgr.models.quantize import Quantization, is_matrix, of_array, served_bytes
 from jgr.models.room import require_memory
+
+if TYPE_CHECKING:
+    from jgr.models.stored import StoredArrays
 
 SPARE_BYTES = 1 << 20
 """Disk space that a checkpoint needs beside its arrays, with room to spare."""
@@ -47,20 +51,27 @@ def load(
     dtype: Any = jnp.float32,
     files: ModelFiles | None = None,
     devices: Devices = ONE,
+    kind: Quantization | None = None,
 ) -> tuple[GeneratorConfig, GeneratorParams]:
     """Read a model folder of any kind; the weights are cast to dtype. Raises CheckpointError.
 
     files: those of the folder, where the caller asks for their revision too, so that they are hashed once. devices:
-    where the weights go; ConfigError where the model cannot be divided over them.
+    where the weights go; ConfigError where the model cannot be divided over them. kind: how matrices are held; empty:
+    as the folder has them. None: as an empty one, but a quantised folder is refused. ConfigError where the model cannot
+    be held so.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such model folder (model.path)")
     (files or ModelFiles(folder)).check()
     if (folder / "params").is_dir():
         cfg = hf.parse_file(folder / "config.json", _parse)
+        if kind and isinstance(cfg, LazyConfig) and cfg.experts:
+            raise ConfigError(
+                f"model.quantize: {kind}, but {folder} is a model with experts, whose weights stay"
+            )
         served, placement = of_generator(cfg, devices)
-        return served, restore(folder, generator(cfg).spec(cfg), dtype, placement)
-    return hf.load(folder, dtype, devices)
+        return served, restore(folder, generator(cfg).spec(cfg), dtype, placement, kind or "")
+    return hf.load(folder, dtype, devices, kind)
 
 
 def _parse(raw: Mapping[str, Any]) -> GeneratorConfig:
@@ -170,9 +181,15 @@ def _aside(folder: Path) -> Path:
 
 
 def restore(
-    folder: Path, declared: PyTree, dtype: Any = jnp.float32, placement: Placement = ON_ONE
+    folder: Path,
+    declared: PyTree,
+    dtype: Any = jnp.float32,
+    placement: Placement = ON_ONE,
+    kind: Quantization = "",
 ) -> PyTree:
     """The parameters that `write` left in folder/params/, cast to dtype. declared: the pytree of their params.Spec.
+
+    kind: how matrices are held; then one stack of them at a time is on the host as it is stored.
 
     Raises CheckpointError for a damaged checkpoint, where there is no room for it, and naming every parameter that is
     missing or of another shape.
@@ -184,12 +201,23 @@ def restore(
     ModelFiles(folder).require_size(LARGEST_ITEM * count(declared) + SPARE_BYTES)
     try:
         stored = StoredArrays(path.absolute(), specs)
-        resident = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        require_memory(resident, 3 * stored.largest)
-        read = zip(specs.values(), stored.read(list(specs)), strict=True)
-        arrays = [placement.put(spec, array, dtype) for spec, array in read]
+        require_memory(served_bytes(specs.values(), dtype, kind), 3 * stored.largest)
+        if kind:
+            arrays = [_put(name, spec, stored, dtype, kind, placement) for name, spec in specs.items()]
+        else:
+            read = zip(specs.values(), stored.read(list(specs)), strict=True)
+            arrays = [placement.put(spec, array, dtype) for spec, array in read]
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     params = jax.tree.unflatten(jax.tree.structure(tree), arrays)
     check_finite(path, params)
     return params
+
+
+def _put(
+    name: str, spec: Spec, stored: StoredArrays, dtype: Any, kind: Quantization, placement: Placement
+) -> Any:
+    array = next(stored.read([name]))
+    if is_matrix(spec):
+        return of_array(name, spec, array, kind, placement)
+    return placement.put(spec, array, dtype)

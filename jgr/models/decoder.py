@@ -429,7 +429,7 @@ def decode(
                 out = beam_attention(*call, implementation=attention)
             else:
                 out = attention(*call)
-            h = h + out.reshape(*h.shape[:-1], -1) @ layer.wo
+            h = h + dense(out.reshape(*h.shape[:-1], -1), layer.wo)
         with jax.named_scope("mlp"):
             return h + _mlp(cfg, layer, h), (k, v)
 

@@ -26,8 +26,8 @@ class Decoder(Protocol):
     def mlp(self) -> int: ...
 
 
-def cost(cfg: Decoder, work: Work, itemsize: int = 4) -> Cost:
-    """The cost of one work. itemsize: bytes of a number."""
+def cost(cfg: Decoder, work: Work, itemsize: int = 4, weight_size: int | None = None) -> Cost:
+    """The cost of one work. itemsize: bytes of a number. weight_size: those of a matrix's number, if others."""
     if isinstance(work, BeamStep):
         return beam_step(cfg.hidden, work, itemsize)
     layers, queries, kv = cfg.layers, cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
@@ -43,4 +43,5 @@ def cost(cfg: Decoder, work: Work, itemsize: int = 4) -> Cost:
         pairs = (layers - 1) * work.pairs + work.read_pairs
         products = layers * work.new * keys_values + ((layers - 1) * work.new + work.read) * rest
         moved = layers * kv * (work.new + work.cached)
-    return Cost(2 * products, 4 * queries * pairs, itemsize * (weights + moved), dispatches=layers)
+    size = (itemsize if weight_size is None else weight_size) * weights + itemsize * moved
+    return Cost(2 * products, 4 * queries * pairs, size, dispatches=layers)

@@ -16,21 +16,25 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jgr.config import ConfigError
 from jgr.fields import one_line
+from jgr.models import compressed, quantize
+from jgr.models.compressed import STORED, SUFFIX, read_fp8
 from jgr.models.config_file import LARGEST, LARGEST_DEPTH, read_object
 from jgr.models.decoder import DecoderConfig, DecoderParams, Family, LayerParams, spec
 from jgr.models.devices import ONE, Devices, of_generator
 from jgr.models.model_files import weight_files
-from jgr.models.params import CheckpointError, Spec, by_name, check_finite, count
+from jgr.models.params import CheckpointError, Spec, by_name, check_finite
+from jgr.models.quantize import Quantization, is_matrix
 from jgr.models.room import require_memory
 from jgr.models.rope import RopeScaling
+from jgr.ops.quantized import Quantized
 
 Array = npt.NDArray[Any]
 LARGEST_NUMBER = 1e15
@@ -83,6 +87,12 @@ def parse_file(path: Path, parse: Callable[[Mapping[str, Any]], Config]) -> Conf
         return parse(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
+
+
+def _parse_quantized(raw: Mapping[str, Any]) -> tuple[DecoderConfig, Quantization]:
+    """The architecture, and how the checkpoint's matrices are quantised."""
+    rest = {name: value for name, value in raw.items() if name != "quantization_config"}
+    return parse_config(rest), compressed.parse(raw.get("quantization_config"))
 
 
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -188,26 +198,39 @@ def to_config(cfg: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def load(folder: Path, dtype: Any = None, devices: Devices = ONE) -> tuple[DecoderConfig, DecoderParams]:
-    """Read config and weights of a Hugging Face folder; dtype None keeps the files' own. devices: where they go.
+def load(
+    folder: Path, dtype: Any = None, devices: Devices = ONE, kind: Quantization | None = None
+) -> tuple[DecoderConfig, DecoderParams]:
+    """Read config and weights of a Hugging Face folder; dtype None keeps the files' own. devices: where they go. kind:
+    how matrices are held, see jgr.models.checkpoint.load.
 
     Raises CheckpointError naming each missing, unexpected or mis-shaped tensor.
     """
-    cfg = read_config(folder / "config.json")
+    cfg, stored = parse_file(folder / "config.json", _parse_quantized)
+    if stored and kind is None:
+        raise CheckpointError(
+            f"{folder}: its weights are quantised ({stored}), which can be served and nothing else"
+        )
+    if stored and kind not in ("", stored):
+        raise ConfigError(f"model.quantize: {kind}, but the weights of {folder} are {stored} already")
+    kind = stored or kind or ""
     with ExitStack() as stack:
-        read, names = _open(folder, stack)
-        _check_names(folder, cfg, names, lambda name: read(name, True))
+        read, names = _open(folder, stack, stored)
+        _check_names(folder, cfg, names, lambda name: read(name, True), stored)
         declared = spec(cfg)
         served, placement = of_generator(cfg, devices)
-        _require_memory(folder, declared, dtype)
+        _require_memory(folder, declared, dtype, kind)
 
         def put(declared: Spec, name: str) -> Any:
             return placement.put(declared, read(name, False), dtype)
 
+        def put_layers(declared: Spec, key: str, transposed: bool) -> Any:
+            if kind and is_matrix(declared):
+                return quantize.put(declared, _matrices(folder, cfg, read, key, stored, kind), placement)
+            return placement.put(declared, _stack_layers(cfg, read, key, transposed), dtype)
+
         layers = {
-            name: placement.put(
-                getattr(declared.layers, name), _stack_layers(cfg, read, key, transposed), dtype
-            )
+            name: put_layers(getattr(declared.layers, name), key, transposed)
             for name, key, transposed in _layer_keys(declared)
         }
         params = DecoderParams(
@@ -226,13 +249,23 @@ def load(folder: Path, dtype: Any = None, devices: Devices = ONE) -> tuple[Decod
     return served, params
 
 
-def _require_memory(folder: Path, declared: DecoderParams, dtype: Any) -> None:
-    """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times."""
-    largest = max(math.prod(s.shape) for s in by_name(declared).values())
+def _require_memory(folder: Path, declared: DecoderParams, dtype: Any, kind: Quantization) -> None:
+    """Each kind of a layer's tensors is stacked and then cast, so its largest is there three times; of matrices in 8
+    bits their stack is, and the floats of one."""
+    specs = by_name(declared).values()
+    at_once = (
+        math.prod(s.shape) + 3 * 4 * math.prod(s.shape[1:])
+        if kind and is_matrix(s)
+        else 3 * 4 * math.prod(s.shape)
+        for s in specs
+    )
+    read = max(at_once)
     stored = sum((folder / name).stat().st_size for name in weight_files(folder))
-    item = stored / count(declared) if dtype is None else jnp.dtype(dtype).itemsize
     try:
-        require_memory(int(item * count(declared)), 3 * 4 * largest)
+        if dtype is None:
+            require_memory(stored, read)
+        else:
+            require_memory(quantize.served_bytes(specs, dtype, kind), read)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
 
@@ -264,7 +297,8 @@ def _layer_keys(declared: DecoderParams) -> Iterator[tuple[str, str, bool]]:
 Reader = Callable[[str, bool], Any]  # (tensor name, shape only) -> array or shape
 
 
-def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
+def _open(folder: Path, stack: ExitStack, stored: Quantization) -> tuple[Reader, set[str]]:
+    """stored: how the matrices are quantised."""
     where: dict[str, str] = {}
     files: dict[str, Any] = {}
     for shard in weight_files(folder):
@@ -283,10 +317,13 @@ def _open(folder: Path, stack: ExitStack) -> tuple[Reader, set[str]]:
 
     def read(name: str, shape_only: bool) -> Any:
         try:
+            if not shape_only and stored == "fp8" and f"{name}{SUFFIX}" in where:
+                return read_fp8(folder / where[name], name)
             if not shape_only:
                 return _native(files[where[name]].get_tensor(name))
             view = files[where[name]].get_slice(name)
-            if view.get_dtype() not in _DTYPES:
+            wanted = {STORED[stored]} if stored and f"{name}{SUFFIX}" in where else _DTYPES
+            if view.get_dtype() not in wanted:
                 raise CheckpointError(f"{folder}: {name} is of dtype {view.get_dtype()}")
             return tuple(view.get_shape())
         except SafetensorError as error:
@@ -301,8 +338,13 @@ def _native(array: Array) -> Array:
 
 
 def _check_names(
-    folder: Path, cfg: DecoderConfig, names: set[str], shape_of: Callable[[str], tuple[int, ...]]
+    folder: Path,
+    cfg: DecoderConfig,
+    names: set[str],
+    shape_of: Callable[[str], tuple[int, ...]],
+    stored: Quantization = "",
 ) -> None:
+    """stored: how the file's matrices are quantised."""
     wanted = {"model.embed_tokens.weight": (cfg.vocab_size, cfg.hidden), "model.norm.weight": (cfg.hidden,)}
     if not cfg.tied:
         wanted["lm_head.weight"] = (cfg.vocab_size, cfg.hidden)
@@ -311,6 +353,8 @@ def _check_names(
         layer_spec: Spec = getattr(declared.layers, name)
         shape = layer_spec.shape[:0:-1] if transposed else layer_spec.shape[1:]
         wanted.update({f"model.layers.{i}.{key}": shape for i in range(cfg.layers)})
+        if stored and is_matrix(layer_spec):
+            wanted.update({f"model.layers.{i}.{key}{SUFFIX}": (shape[0], 1) for i in range(cfg.layers)})
     if cfg.tied and "lm_head.weight" in names:  # some tied files repeat the embedding under this name
         wanted["lm_head.weight"] = wanted["model.embed_tokens.weight"]
     problems = [f"missing {name}" for name in sorted(wanted.keys() - names)]
@@ -321,6 +365,22 @@ def _check_names(
     if problems:
         shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
         raise CheckpointError(f"{folder}: weights do not fit config.json: {one_line(shown, 900)}")
+
+
+def _matrices(
+    folder: Path, cfg: DecoderConfig, read: Reader, key: str, stored: Quantization, kind: Quantization
+) -> Iterator[Quantized]:
+    """The matrices of all layers in 8 bits, [in, out] each; of a file where they are not yet, each is rounded."""
+    for i in range(cfg.layers):
+        name = f"model.layers.{i}.{key}"
+        if stored:
+            scale = np.asarray(read(f"{name}{SUFFIX}", False), np.float32)
+            yield Quantized(read(name, False).T, scale[:, 0])
+        else:
+            try:
+                yield quantize.rounded(read(name, False).T, kind)
+            except CheckpointError as error:
+                raise CheckpointError(f"{folder}: damaged checkpoint: {name}: {error}") from None
 
 
 def _stack_layers(cfg: DecoderConfig, read: Reader, key: str, transposed: bool) -> Array:

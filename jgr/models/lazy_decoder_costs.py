@@ -44,29 +44,32 @@ class Lazy(Protocol):
     def expert_mlp(self) -> int: ...
 
 
-def cost(cfg: Lazy, work: Work, itemsize: int = 4) -> Cost:
-    """The cost of one work. itemsize: bytes of a number. Every expert is computed for every place, as the model does.
+def cost(cfg: Lazy, work: Work, itemsize: int = 4, weight_size: int | None = None) -> Cost:
+    """The cost of one work. itemsize: bytes of a number. weight_size: those of a matrix's numbers, where they
+    differ. Every expert is computed for every place, as the model does.
 
     Raises ValueError for a prompt with cached tokens, which this model cannot have.
     """
     if isinstance(work, BeamStep):
         return beam_step(cfg.hidden, work, itemsize)
+    weight_size = itemsize if weight_size is None else weight_size
     queries, kv = cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
     item = cfg.context_layers * cfg.context_parts * cfg.context_heads * cfg.head_dim
     weights = _weights(cfg)
     if isinstance(work, Decode):
         beams, items = work.requests * work.width, work.context // cfg.depth
         pairs = cfg.layers * beams * (items + work.step + 2)  # the start token, those before, and itself
-        moved = weights + work.requests * items * item + cfg.layers * kv * beams * (work.step + 1)
-        return Cost(2 * beams * weights, 4 * queries * pairs, itemsize * moved, dispatches=cfg.layers)
+        moved = work.requests * items * item + cfg.layers * kv * beams * (work.step + 1)
+        size = weight_size * weights + itemsize * moved
+        return Cost(2 * beams * weights, 4 * queries * pairs, size, dispatches=cfg.layers)
     if work.cached:
         raise ValueError(f"{work.cached} cached tokens: a lazy decoder has no cached prompts")
     items = work.new // cfg.depth
     start = weights - cfg.layers * cfg.hidden * queries  # one key needs no query
     products = items * cfg.hidden * item + work.read * start
-    moved = cfg.hidden * item + items * item + start
+    size = weight_size * (cfg.hidden * item + start) + itemsize * items * item
     # Each start token sees the items of its own prompt: together all of them.
-    return Cost(2 * products, 4 * queries * cfg.layers * items, itemsize * moved, dispatches=cfg.layers + 1)
+    return Cost(2 * products, 4 * queries * cfg.layers * items, size, dispatches=cfg.layers + 1)
 
 
 def _weights(cfg: Lazy) -> int:

@@ -36,6 +36,7 @@ from jgr.models.params import CheckpointError
 
 REVISION_DIGITS = 8
 DIGESTS = "digests.json"
+TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 HASHED_AT_ONCE = 4
 MOST_REMEMBERED = 4096
@@ -74,6 +75,7 @@ class ModelFiles:
         self._folder = folder.absolute()
         self._found = _stamps(self._folder)
         self._digests: Mapping[str, bytes] | None = None
+        self._checked = False
 
     @property
     def unchanged(self) -> bool:
@@ -86,8 +88,11 @@ class ModelFiles:
     def check(self) -> None:
         """Raise CheckpointError, which names the file, where one is not as digests.json says.
 
-        A checkpoint of ours without digests.json is an older one: that is logged.
+        A checkpoint of ours without digests.json is an older one: that is logged. Further calls do nothing.
         """
+        if self._checked:
+            return
+        self._checked = True
         path = self._folder / DIGESTS
         if not os.path.lexists(path):
             if (self._folder / "params").is_dir():
@@ -157,6 +162,15 @@ class ModelFiles:
                 whole.update(len(name).to_bytes(4) + name.encode() + digest)
         return whole.hexdigest()[:16]
 
+    def weights(self) -> str:
+        """The SHA-256 of all files that parameters are read from, config.json with them. Raises as `check` does."""
+        self.check()
+        whole = hashlib.sha256()
+        for name, digest in self._hashed().items():
+            if name != TOKENIZER:
+                whole.update(len(name).to_bytes(4) + name.encode() + digest)
+        return whole.hexdigest()
+
     def _compare(self, stamp: Stamp, digest: bytes) -> None:
         with _lock:
             known = _remembered.pop((self._folder, stamp), digest)
@@ -224,7 +238,7 @@ def check_folder(folder: str) -> None:
 
 def _stamps(folder: Path) -> list[Stamp]:
     """The stamp of each file that the model is read from, by name. Raises CheckpointError for pipes and devices."""
-    paths = [folder / "config.json", folder / "tokenizer.json", folder / DIGESTS]
+    paths = [folder / "config.json", folder / TOKENIZER, folder / DIGESTS]
     if (folder / "params").is_dir():
         paths += [*(folder / "params").rglob("*"), *(folder / "embeddings").glob("*.table")]
     else:

@@ -17,5 +17,5 @@ def native_weights(layers: Any, tokens: jax.Array) -> tuple[InputWeights, Output
         return None
     x = layers
     weights = InputWeights(x.attention_norm, x.wq, x.wk, x.wv, x.bq, x.bk, x.bv, x.q_norm, x.k_norm)
-    is_taken = is_native((*tokens.shape, x.wo.shape[2]), weights)
+    is_taken = is_native((*tokens.shape, x.attention_norm.shape[1]), weights)
     return (weights, OutputWeights(x.wo, x.mlp_norm, x.gate, x.up, x.down)) if is_taken else None

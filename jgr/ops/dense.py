@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x @ w with a gradient that XLA:CPU computes well.
+"""x @ w with a gradient that XLA:CPU computes well; and products with quantised matrices, which have no gradient.
 
 JAX's own rule makes the gradient of w as (g^T x)^T. XLA:CPU then recomputes g, often a chain of elementwise functions,
 in transposed order: strided reads that cost more than the matmul. x^T g needs no such copy.
@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import jax
 
+from jgr.ops.quantized import Quantized, product
+
+
+def dense(x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+    """The product of x [..., D] and w [D, F]: [..., F], in the dtype of x, which an array w has too."""
+    return product(x, w) if isinstance(w, Quantized) else _dense(x, w)
+
 
 @jax.custom_vjp
-def dense(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The product of x [..., D] and w [D, F]: [..., F], in the dtype that both have."""
+def _dense(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
@@ -26,4 +32,4 @@ def _backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Arr
     return g @ w.T, jax.lax.dot_general(rows, gradient, (((0,), (0,)), ((), ())))
 
 
-dense.defvjp(_forward, _backward)
+_dense.defvjp(_forward, _backward)

@@ -440,6 +440,10 @@ class ModelInfo(Struct, kw_only=True, frozen=True):
             "instruction set, as in native-avx512, or xla."
         ),
     ] = "xla"
+    quantize: Annotated[
+        Literal["", "int8", "fp8"],
+        Meta(description="How the weights of matrices are held, see model.quantize. Empty: in model.dtype."),
+    ] = ""
     timed: Annotated[bool, Meta(description="Whether the model reads times: it needs history_times.")] = False
     tasks: Annotated[
         list[str], Meta(description="Names of the tasks that are scored; empty: there is one score.")

@@ -17,6 +17,7 @@ namespace jgr {
 namespace {
 
 using Floats = ffi::Buffer<ffi::F32>;
+using Weights = ffi::AnyBuffer;
 using Ints = ffi::Buffer<ffi::S32>;
 using Made = ffi::ResultBuffer<ffi::F32>;
 using Shape = std::vector<int64_t>;
@@ -148,7 +149,7 @@ ffi::Error attention(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Ints qu
 
 // A stack of matrices [layers, rows, columns], of which one is packed into panels.
 struct Matrix {
-  const float* from;
+  Stored from;
   int64_t rows, columns;
   float* to;
 
@@ -184,15 +185,35 @@ const float* layer_of(const Floats& stack, int64_t layer) {
   return stack.typed_data() + layer * (stack.element_count() / stack.dimensions()[0]);
 }
 
+// The type of a stack of matrices, or kFloat for what `check_matrix` refuses.
+Number type_of(const Weights& stack) {
+  return stack.element_type() == ffi::S8 ? Number::kInt8 : stack.element_type() == ffi::U8 ? Number::kFp8 : Number::kFloat;
+}
+
+// A layer's matrix of a stack [L, rows, columns]: floats; or int8, or the bits of fp8 as uint8, with scale [L, columns].
+Stored matrix_of(const Weights& stack, const Floats& scale, int64_t layer) {
+  const Number type = type_of(stack);
+  const int64_t size = stack.element_count() / stack.dimensions()[0] * (type == Number::kFloat ? sizeof(float) : 1);
+  const char* const numbers = static_cast<const char*>(stack.untyped_data()) + layer * size;
+  return {numbers, type, type == Number::kFloat ? nullptr : layer_of(scale, layer)};
+}
+
+void check_matrix(Check& check, const char* name, const Weights& stack, const Floats& scale, const Shape& shape) {
+  const auto type = stack.element_type();
+  check.is(name, stack, shape)
+      .that(type == ffi::F32 || type == ffi::S8 || type == ffi::U8, "matrices must be of F32, S8 or U8")
+      .is("the scale of a matrix", scale, {shape[0], type == ffi::F32 ? 0 : shape[2]});
+}
+
 const float* if_there(const Floats& stack, int64_t layer) {
   return stack.dimensions()[1] == 0 ? nullptr : layer_of(stack, layer);
 }
 
 // h [B, T, D]; weights are stacks [L, ...], of which the one of `number` is meant; biases and the norms of heads have a
 // size of 0 where there are none. queries = false: q [B, T, 0, d] is not computed. packed: working memory.
-ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Floats sin, Floats norm, Floats wq, Floats wk,
-                  Floats wv, Floats bq, Floats bk, Floats bv, Floats q_norm, Floats k_norm, Made q, Made k, Made v,
-                  Made packed, float eps) {
+ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Floats sin, Floats norm, Weights wq, Weights wk,
+                  Weights wv, Floats q_scale, Floats k_scale, Floats v_scale, Floats bq, Floats bk, Floats bv,
+                  Floats q_norm, Floats k_norm, Made q, Made k, Made v, Made packed, float eps) {
   Check check;
   check.that(h.dimensions().size() == 3 && q->dimensions().size() == 4 && k->dimensions().size() == 4 &&
                  norm.dimensions().size() == 2 && number.element_count() == 1,
@@ -206,10 +227,10 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Float
   const auto optional = [&](const char* name, const Floats& x, int64_t size) {
     check.is(name, x, {layers, x.dimensions()[1] == 0 ? 0 : size});
   };
+  check_matrix(check, "wq", wq, q_scale, {layers, hidden, heads * dim});
+  check_matrix(check, "wk", wk, k_scale, {layers, hidden, kv_heads * dim});
+  check_matrix(check, "wv", wv, v_scale, {layers, hidden, kv_heads * dim});
   check.is("norm", norm, {layers, hidden})
-      .is("wq", wq, {layers, hidden, heads * dim})
-      .is("wk", wk, {layers, hidden, kv_heads * dim})
-      .is("wv", wv, {layers, hidden, kv_heads * dim})
       .is("cos", cos, {batch, tokens, 1, dim / 2})
       .is("sin", sin, {batch, tokens, 1, dim / 2})
       .is("q", *q, {batch, tokens, heads, dim})
@@ -223,9 +244,9 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Float
 
   const Kernels& kernels = best();
   float* memory = packed->typed_data();
-  Matrix of_q{layer_of(wq, layer), hidden, heads * dim, memory};
-  Matrix of_k{layer_of(wk, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
-  Matrix of_v{layer_of(wv, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
+  Matrix of_q{matrix_of(wq, q_scale, layer), hidden, heads * dim, memory};
+  Matrix of_k{matrix_of(wk, k_scale, layer), hidden, kv_heads * dim, of_q.to + of_q.size(kernels)};
+  Matrix of_v{matrix_of(wv, v_scale, layer), hidden, kv_heads * dim, of_k.to + of_k.size(kernels)};
   check.that(of_v.to + of_v.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()), "packed is too small");
   if (check.failed()) return check.error();
   pack(pool, kernels, {of_q, of_k, of_v});
@@ -245,8 +266,9 @@ ffi::Error inputs(ffi::ThreadPool pool, Floats h, Ints number, Floats cos, Float
 }
 
 // h [B, T, D], attended [B, T, H * d]; weights are stacks [L, ...]. packed: working memory.
-ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, Floats wo, Floats norm, Floats gate,
-                  Floats up, Floats down, Made out, Made packed, float eps) {
+ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, Weights wo, Floats norm, Weights gate,
+                  Weights up, Weights down, Floats o_scale, Floats gate_scale, Floats up_scale, Floats down_scale,
+                  Made out, Made packed, float eps) {
   Check check;
   check.that(h.dimensions().size() == 3 && wo.dimensions().size() == 3 && gate.dimensions().size() == 3 &&
                  number.element_count() == 1,
@@ -255,22 +277,22 @@ ffi::Error output(ffi::ThreadPool pool, Floats h, Floats attended, Ints number, 
   const int64_t batch = h.dimensions()[0], tokens = h.dimensions()[1], hidden = h.dimensions()[2];
   const int64_t layers = wo.dimensions()[0], inner = wo.dimensions()[1], mlp = gate.dimensions()[2];
   const int64_t layer = number.typed_data()[0];
+  check_matrix(check, "wo", wo, o_scale, {layers, inner, hidden});
+  check_matrix(check, "gate", gate, gate_scale, {layers, hidden, mlp});
+  check_matrix(check, "up", up, up_scale, {layers, hidden, mlp});
+  check_matrix(check, "down", down, down_scale, {layers, mlp, hidden});
   check.is("attended", attended, {batch, tokens, inner})
-      .is("wo", wo, {layers, inner, hidden})
       .is("norm", norm, {layers, hidden})
-      .is("gate", gate, {layers, hidden, mlp})
-      .is("up", up, {layers, hidden, mlp})
-      .is("down", down, {layers, mlp, hidden})
       .is("out", *out, {batch, tokens, hidden})
       .that(layer >= 0 && layer < layers, "number must be that of a layer");
   if (check.failed()) return check.error();
 
   const Kernels& kernels = best();
   float* memory = packed->typed_data();
-  Matrix of_o{layer_of(wo, layer), inner, hidden, memory};
-  Matrix of_gate{layer_of(gate, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
-  Matrix of_up{layer_of(up, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
-  Matrix of_down{layer_of(down, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
+  Matrix of_o{matrix_of(wo, o_scale, layer), inner, hidden, memory};
+  Matrix of_gate{matrix_of(gate, gate_scale, layer), hidden, mlp, of_o.to + of_o.size(kernels)};
+  Matrix of_up{matrix_of(up, up_scale, layer), hidden, mlp, of_gate.to + of_gate.size(kernels)};
+  Matrix of_down{matrix_of(down, down_scale, layer), mlp, hidden, of_up.to + of_up.size(kernels)};
   check.that(of_down.to + of_down.size(kernels) - memory <= static_cast<int64_t>(packed->element_count()),
              "packed is too small");
   if (check.failed()) return check.error();
@@ -318,12 +340,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_inputs, jgr::inputs,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Floats>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
         .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
-        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>()
+        .Ret<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jgr_native_output, jgr::output,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Floats>()
-        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Ints>().Arg<jgr::Weights>()
+        .Arg<jgr::Floats>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Weights>().Arg<jgr::Floats>()
+        .Arg<jgr::Floats>().Arg<jgr::Floats>().Arg<jgr::Floats>().Ret<ffi::Buffer<ffi::F32>>()
         .Ret<ffi::Buffer<ffi::F32>>().Attr<float>("eps"));

@@ -48,11 +48,20 @@ struct Output {
   float eps;
 };
 
+// The numbers of a matrix [rows, columns] as they lie in memory. Those of 8 bits are times the factor of their column.
+enum class Number { kFloat, kInt8, kFp8 };
+
+struct Stored {
+  const void* numbers;
+  Number type;
+  const float* scale;  // [columns]; null for floats
+};
+
 struct Kernels {
   const char* name;
   int panel;      // columns of a panel, and rows (queries times heads of a group) of a block of attention
   int key_block;  // keys of a block of attention
-  void (*pack)(const float* matrix, int64_t rows, int64_t columns, int64_t panel, float* packed);
+  void (*pack)(const Stored&, int64_t rows, int64_t columns, int64_t panel, float* packed);
   int64_t (*attention_room)(const Attention&);  // floats of working memory for a block, and for a range of rows
   void (*attend)(const Attention&, int64_t row, int64_t kv_head, int64_t block, float* room);
   int64_t (*inputs_room)(const Inputs&, int64_t rows);

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from hypothesis import given, settings
 from jgr.models import decoder, params
 from jgr.ops import decoder_layer, native
 from jgr.ops.decoder_layer.cases import OF_INPUTS, OF_OUTPUT
+from jgr.ops.quantized import Quantized
 from jgr.ops.segment_attention import Arguments, Causal, segment_attention
 from jgr.ops.segment_attention import native as attention_form
 from jgr.ops.segment_attention.cases import OP
@@ -80,6 +82,51 @@ def test_cases_equal_the_reference(kernels: str, op: OpCases, case: Case) -> Non
     got, want = program(arrays)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-5)
+
+
+@functools.cache
+def small(kind: Any) -> tuple[list[Array], Any]:
+    """Both ops of a layer with matrices in 8 bits: what they give for numpy's floats of these, and their program."""
+    rng, rows, hidden, heads, kv_heads, dim, mlp = np.random.default_rng(0), (2, 45), 90, 6, 2, 10, 70
+    sizes = {
+        "wq": (hidden, heads * dim), "wk": (hidden, kv_heads * dim), "wv": (hidden, kv_heads * dim),
+        "wo": (heads * dim, hidden), "gate": (hidden, mlp), "up": (hidden, mlp), "down": (mlp, hidden),
+    }  # fmt: skip
+    matrices, floats = {}, {}
+    for name, shape in sizes.items():
+        values = rng.integers(0, 256, (3, *shape)).astype(np.uint8)
+        values[values & 127 == 127] = 5  # of fp8 these are no numbers
+        numbers = values.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        if kind == "int8":
+            values = values.view(np.int8)
+            numbers = values.astype(np.float32)
+        scale = rng.uniform(0.5, 1.5, (3, shape[1])).astype(np.float32) / (
+            np.abs(numbers).std() * np.sqrt(shape[0])
+        )
+        matrices[name] = Quantized(jnp.asarray(values), jnp.asarray(scale.astype(np.float32)))
+        floats[name] = jnp.asarray(numbers * scale[:, None].astype(np.float32))
+    ones = jnp.ones((3, hidden))
+    h, attended = (jnp.asarray(rng.standard_normal((*rows, n), np.float32)) for n in (hidden, heads * dim))
+    angles = jnp.asarray(rng.standard_normal((*rows, 1, dim // 2), np.float32))
+
+    def call(w: Any, form: str) -> list[Any]:
+        given = h, decoder_layer.InputWeights(ones, w["wq"], w["wk"], w["wv"]), jnp.int32(1), jnp.cos(angles)
+        of = {"eps": 1e-6, "implementation": form}
+        made = decoder_layer.attention_inputs(*given, jnp.sin(angles), head=dim, **of)
+        alone = decoder_layer.attention_inputs(*given, jnp.sin(angles), head=dim, queries=False, **of)
+        after = decoder_layer.OutputWeights(w["wo"], ones, w["gate"], w["up"], w["down"])
+        return [*made, *alone[1:], decoder_layer.layer_output(h, attended, after, jnp.int32(1), **of)]
+
+    want = [np.asarray(x) for x in call(floats, "reference")]
+    return want, functools.partial(jax.jit(call, static_argnums=1, compiler_options=CHEAP), matrices)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_matrices_in_8_bits_give_what_their_floats_give(kernels: str, kind: str) -> None:
+    """All numbers of a byte, subnormal ones too, in panels that are full and one that is not."""
+    want, program = small(kind)
+    for ours, theirs in zip(program("native"), want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5)
 
 
 @jax.jit

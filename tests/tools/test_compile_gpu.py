@@ -17,6 +17,7 @@ from jgr.ops.beam_attention.cases import OP, REORDER
 from jgr.ops.testing import all_ops
 from tools import compile_gpu
 from tools.compile_gpu import Outcome, Program
+from tools.compiled_text import large_copies, matrices_apart
 
 # jax 0.11 says at each lowering that the dialect is deprecated; it is the one that both lines compile.
 TRITON = pytest.mark.filterwarnings("ignore:.*Triton:DeprecationWarning")
@@ -102,16 +103,37 @@ class _Compiled(NamedTuple):
 def _compile(program: Program) -> _Compiled:
     if program.arguments[0] == "too large":
         raise ValueError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded:\n  requested 589824")
-    return _Compiled({"stacked": STACKED, "apart": APART}.get(program.arguments[0], ""))
+    return _Compiled({"stacked": STACKED, "apart": APART, "small": SMALL}.get(program.arguments[0], ""))
 
 
 def test_a_large_copy_is_found_by_what_the_compiled_program_moves() -> None:
     """In loops too, in fusions of copies alone; neither small ones nor a transposition nor a fusion's inside count."""
-    assert compile_gpu.large_copies(STACKED) == [
+    assert large_copies(STACKED) == [
         "fusion bf16[1,2048,6144]{2,1,0}",
         "copy-start (bf16[2500000]{0}, bf16[2500000]{0}, u32[])",
     ]
-    assert compile_gpu.large_copies(APART) == []
+    assert large_copies(APART) == []
+
+
+SMALL = """HloModule jit_rank
+
+%gemm_fusion_dot.1_computation (parameter_0: bf16[8,1024], parameter_1: s8[1024,3072]) -> bf16[8,3072] {
+  ROOT %dot = bf16[8,3072]{1,0} dot(%parameter_0, %parameter_1)
+}
+
+%fused_convert (param_0: s8[1024,3072]) -> bf16[1024,3072] {
+  ROOT %convert = bf16[1024,3072]{1,0} convert(%param_0)
+}
+
+ENTRY %main (p: s8[1024,3072], q: u8[3072,1024]) -> bf16[8,3072] {
+  ROOT %dot = bf16[8,3072]{1,0} fusion(%p), kind=kCustom, calls=%gemm_fusion_dot.1_computation
+}
+"""
+
+
+def test_a_matrix_in_8_bits_that_is_made_floats_apart_from_its_product_is_found() -> None:
+    assert matrices_apart(SMALL) == 1
+    assert matrices_apart(APART) == matrices_apart(SMALL.replace("%fused_convert", "%gemm_fusion_dot.2")) == 0
 
 
 @pytest.mark.parametrize(
@@ -125,6 +147,7 @@ def test_a_large_copy_is_found_by_what_the_compiled_program_moves() -> None:
         ("stacked", "", "2 copies above 10 MB: fusion bf16[1,2048,6144]"),
         ("stacked", "above 10 MB", ""),
         ("apart", "", ""),
+        ("small", "", "1 matrices in 8 bits are read outside their products, there should be 0"),
     ],
 )
 def test_a_refusal_is_reported_and_a_control_must_be_refused(
@@ -147,9 +170,9 @@ def test_the_engine_holds_layers_apart_and_a_control_in_a_stack() -> None:
     *_, control = compile_gpu.controls()
     assert [type(x).__name__ for x in layers(control)] == ["LayerParams", "NoneType"]
     generating = [p for p in compile_gpu.engine() if p.name in ("recommend", "rank", "packed_rank")]
-    assert len(generating) == 4 and not any(program.is_op for program in generating)
+    assert len(generating) == 5 and not any(program.is_op for program in generating)
     for program in generating:
-        assert any(isinstance(x, tuple) and len(x) in (12, 28) for x in layers(program)), program.case
+        assert any(isinstance(x, tuple) and len(x) in (2, 12, 28) for x in layers(program)), program.case
 
 
 def test_the_controls_are_the_real_kernel_with_impossible_tiles() -> None:

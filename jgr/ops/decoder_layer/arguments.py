@@ -7,14 +7,19 @@ from typing import NamedTuple
 
 import jax
 
+from jgr.ops.quantized import Quantized
+
+Matrices = jax.Array | Quantized
+"""A stack of matrices [L, D, F], of the dtype of everything else or in 8 bits."""
+
 
 class InputWeights(NamedTuple):
     """What stands in front of an attention. Stacks of L layers; None where the family has none."""
 
     norm: jax.Array  # [L, D]: scale of the norm
-    wq: jax.Array  # [L, D, H * d]
-    wk: jax.Array  # [L, D, K * d]
-    wv: jax.Array  # [L, D, K * d]
+    wq: Matrices  # [L, D, H * d]
+    wk: Matrices  # [L, D, K * d]
+    wv: Matrices  # [L, D, K * d]
     bq: jax.Array | None = None  # [L, H * d]
     bk: jax.Array | None = None  # [L, K * d]
     bv: jax.Array | None = None  # [L, K * d]
@@ -25,11 +30,11 @@ class InputWeights(NamedTuple):
 class OutputWeights(NamedTuple):
     """What follows an attention. Stacks of L layers."""
 
-    wo: jax.Array  # [L, H * d, D]
+    wo: Matrices  # [L, H * d, D]
     norm: jax.Array  # [L, D]: scale of the norm before the MLP
-    gate: jax.Array  # [L, D, F]
-    up: jax.Array  # [L, D, F]
-    down: jax.Array  # [L, F, D]
+    gate: Matrices  # [L, D, F]
+    up: Matrices  # [L, D, F]
+    down: Matrices  # [L, F, D]
 
 
 class Inputs(NamedTuple):

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jgr.ops import native
-from jgr.ops.decoder_layer.arguments import Inputs, Output
+from jgr.ops.decoder_layer.arguments import Inputs, Matrices, Output
+from jgr.ops.quantized import Quantized
 
 LEAST_ROWS = 64
 """With fewer rows packing costs more than it gains."""
@@ -21,7 +22,24 @@ def supports(call: Inputs | Output) -> str | None:
     """Why the form cannot run, or None."""
     if math.prod(call.h.shape[:2]) < LEAST_ROWS:
         return f"fewer than {LEAST_ROWS} rows"
-    return native.unusable(call.h, *jax.tree.leaves(call.weights))
+    whole = jax.tree.map(
+        lambda w: None if isinstance(w, Quantized) else w, call.weights, is_leaf=_is_quantized
+    )
+    return native.unusable(call.h, *jax.tree.leaves(whole))
+
+
+def _is_quantized(w: object) -> bool:
+    return isinstance(w, Quantized)
+
+
+def _stored(*stacks: Matrices) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The numbers of stacks of matrices, and their factors, of no columns where there are none.
+
+    The library applies factors when it packs a matrix, whose floats are there then in any case.
+    """
+    numbers = [w.values if isinstance(w, Quantized) else w for w in stacks]
+    none = jnp.zeros((stacks[0].shape[0], 0), jnp.float32)
+    return numbers, [w.scale if isinstance(w, Quantized) else none for w in stacks]
 
 
 def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Array]:
@@ -35,6 +53,7 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
     heads, kv_heads = wq.shape[2] // call.head, w.wk.shape[2] // call.head
     kv = batch, kv_heads, tokens, call.head
     room = native.packed_size(*((hidden, matrix.shape[2]) for matrix in (wq, w.wk, w.wv)))
+    numbers, scales = _stored(wq, w.wk, w.wv)
     q, k, v, _ = native.call(
         "inputs",
         [(batch, tokens, heads, call.head), kv, kv, (room,)],
@@ -43,9 +62,8 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
         call.cos,
         call.sin,
         w.norm,
-        wq,
-        w.wk,
-        w.wv,
+        *numbers,
+        *scales,
         *(none if x is None else x for x in (bq, w.bk, w.bv, q_norm, w.k_norm)),
         eps=call.eps,
     )
@@ -58,7 +76,9 @@ def layer_output(call: Output) -> jax.Array:
     (inner, hidden), mlp = w.wo.shape[1:], w.gate.shape[2]
     room = native.packed_size((inner, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
     number = jnp.reshape(call.number, (1,)).astype(jnp.int32)
+    (wo, *mlp_numbers), scales = _stored(w.wo, w.gate, w.up, w.down)
     out, _ = native.call(
-        "output", [call.h.shape, (room,)], call.h, call.attended, number, *w, eps=call.eps
+        "output", [call.h.shape, (room,)], call.h, call.attended, number, wo, w.norm, *mlp_numbers, *scales,
+        eps=call.eps,
     )  # fmt: skip
     return out

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgr.ops.decoder_layer.arguments import Inputs, Output
+from jgr.ops.decoder_layer.arguments import Inputs, Matrices, Output
+from jgr.ops.dense import dense
 
 
 def _norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -28,8 +29,8 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
     w: Any = jax.tree.map(lambda stack: stack[call.number], call.weights)
     x = _norm(call.h, w.norm, call.eps)
 
-    def heads(weight: jax.Array, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
-        y = x @ weight if bias is None else x @ weight + bias
+    def heads(weight: Matrices, bias: jax.Array | None, scale: jax.Array | None) -> jax.Array:
+        y = dense(x, weight) if bias is None else dense(x, weight) + bias
         y = y.reshape(*y.shape[:2], -1, call.head)
         return y if scale is None else _norm(y, scale, call.eps)
 
@@ -41,8 +42,8 @@ def attention_inputs(call: Inputs) -> tuple[jax.Array | None, jax.Array, jax.Arr
 def layer_output(call: Output) -> jax.Array:
     """See jgr.ops.decoder_layer."""
     w: Any = jax.tree.map(lambda stack: stack[call.number], call.weights)
-    h = call.h + call.attended @ w.wo
+    h = call.h + dense(call.attended, w.wo)
     x = _norm(h, w.norm, call.eps)
-    gate = x @ w.gate
-    out: jax.Array = h + (gate * jax.nn.sigmoid(gate) * (x @ w.up)) @ w.down
+    gate = dense(x, w.gate)
+    out: jax.Array = h + dense(gate * jax.nn.sigmoid(gate) * dense(x, w.up), w.down)
     return out

@@ -40,14 +40,14 @@ LEAST_TOKENS = 16
 """The shortest prompts, or packed rows, where the configured ones are not shorter."""
 
 
-def cost(cfg: GeneratorConfig, works: Sequence[Work], itemsize: int) -> Cost:
-    """What a generator's works cost together."""
+def cost(cfg: GeneratorConfig, works: Sequence[Work], itemsize: int, weight_size: int | None = None) -> Cost:
+    """What a generator's works cost together. weight_size: see jgr.models.decoder_costs.cost."""
     total = Cost()
     for work in works:
         if isinstance(cfg, DecoderConfig):
-            total = total.plus(decoder_costs.cost(cfg, work, itemsize))
+            total = total.plus(decoder_costs.cost(cfg, work, itemsize, weight_size))
         else:
-            total = total.plus(lazy_decoder_costs.cost(cfg, work, itemsize))
+            total = total.plus(lazy_decoder_costs.cost(cfg, work, itemsize, weight_size))
     return total
 
 
@@ -153,7 +153,7 @@ def _trial(
 ) -> Trial:
     cfg, tables, _ = plain.model
     kind = f"{profile.kind}_packed" if profile.packed else profile.kind
-    found = cost(cfg, counted, int(tables.head[0].dtype.itemsize))
+    found = cost(cfg, counted, int(tables.head[0].dtype.itemsize), plain.weight_size)
     return Trial(
         kind,
         label,

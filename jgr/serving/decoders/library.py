@@ -24,6 +24,7 @@ from jgr.models import checkpoint
 from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
 from jgr.models.model_files import ModelFiles
 from jgr.models.packed import KVCells
+from jgr.models.quantize import versioned
 from jgr.prompt.tokens import Tokenizer, template_prefix
 from jgr.serving.engine.opening import open_folder
 from jgr.serving.policies.prototypes import Placed
@@ -156,8 +157,14 @@ def library_model(config: Config) -> LibraryModel:
     """The model of a configuration. UserError where there is none, or none that takes a library."""
     folder = open_folder(config)
     files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype, files)
+    cfg, params = checkpoint.load(folder, config.model.dtype, files, kind=config.model.quantize)
     if not isinstance(cfg, DecoderConfig) or not isinstance(params, DecoderParams):
         raise ConfigError(f"{folder}: a model of family {cfg.family} takes no library")
     tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
-    return LibraryModel(params, cfg, tokenizer, files.revision(), template_prefix(config.prompt, tokenizer))
+    return LibraryModel(
+        params,
+        cfg,
+        tokenizer,
+        versioned(files.revision(), config.model.quantize),
+        template_prefix(config.prompt, tokenizer),
+    )

@@ -29,6 +29,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams
 from jgr.models.devices import Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams, generator, laid_out
 from jgr.models.model_files import ModelFiles
+from jgr.models.quantize import kind_of, versioned
 from jgr.ops import native
 from jgr.prompt.candidates import SegmentPrompts
 from jgr.prompt.tokens import PromptBuilder, Tokenizer, level_tokens
@@ -42,6 +43,7 @@ from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again, counting_metrics, open_folder, read_catalog
+from jgr.serving.engine.weights import Weights, once
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
 from jgr.serving.policies.sources import Repair
@@ -53,13 +55,20 @@ _log = logging.getLogger(__name__)
 class Model:
     """A model in memory, and what it was loaded for."""
 
-    cfg: GeneratorConfig
-    params: GeneratorParams
+    weights: Weights[GeneratorConfig, GeneratorParams]
     tokenizer: Tokenizer | None
     revision: str
     folder: Path
     profiles: tuple[Profile, ...]
     files: ModelFiles | None = None
+
+    @property
+    def cfg(self) -> GeneratorConfig:
+        return self.weights.cfg
+
+    @property
+    def params(self) -> GeneratorParams:
+        return self.weights.params
 
 
 class Fitted(NamedTuple):
@@ -91,12 +100,19 @@ def load_engine(
 
 
 def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
-    files = ModelFiles(folder)
-    cfg, params = checkpoint.load(folder, config.model.dtype, files, devices)
+    files, dtype, kind = ModelFiles(folder), config.model.dtype, config.model.quantize
+
+    def read() -> tuple[GeneratorConfig, GeneratorParams]:
+        cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
+        files.revision()  # what was read is what was hashed
+        return cfg, laid_out(params)
+
+    weights = once(("generator", files.weights(), dtype, kind, devices), read)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
     profiles = make_profiles(config.profiles)
-    return Model(cfg, laid_out(params), tokenizer, files.revision(), folder, profiles, files)
+    revision = versioned(files.revision(), kind)
+    return Model(weights, tokenizer, revision, folder, profiles, files)
 
 
 @preparing()
@@ -123,12 +139,13 @@ def make_engine(
     else:
         executor = _make_executors(model, config, tables, segment_rows, fitted.prompts, memory)
     _log.info(
-        "model %s@%s: %s, %d layers, hidden %d, on %d x %s by %s; catalog %s: %d items; %d shapes",
+        "model %s@%s: %s, %d layers, hidden %d, in %s, on %d x %s by %s; catalog %s: %d items; %d shapes",
         config.model.name,
         model.revision,
         model.cfg.family,
         model.cfg.layers,
         model.cfg.hidden,
+        kind_of(model.params) or config.model.dtype,
         devices.count,
         jax.devices()[0].device_kind,
         native.describe(),
@@ -152,6 +169,7 @@ def make_engine(
             config,
             metrics=metrics,
             revision=model.revision,
+            quantize=kind_of(model.params),
             rebuild=Rebuild(
                 partial(_fit, model, config),
                 partial(make_engine, model, config, metrics=metrics, memory=memory, like=executor),

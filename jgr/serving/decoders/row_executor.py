@@ -28,6 +28,7 @@ from jgr.models import beam
 from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.devices import ONE, Devices
 from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.quantize import kind_of
 from jgr.models.words import WORD
 from jgr.ops import split
 from jgr.serving.decoders.device_filters import DeviceFilters
@@ -217,6 +218,11 @@ class RowExecutor(ProfilePrograms):
     def model(self) -> tuple[GeneratorConfig, CatalogTables, Normalize]:
         """What the programs are of, besides the weights."""
         return self._cfg, self._tables, self._normalize
+
+    @property
+    def weight_size(self) -> int | None:
+        """Bytes of a number of a matrix; None: as many as of any other number."""
+        return 1 if kind_of(self._params) else None
 
     @preparing()
     def warm_up(self, progress: Progress) -> None:

@@ -19,6 +19,7 @@ from jgr.cache.pool import DevicePool
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import Config
+from jgr.models.quantize import Quantization
 from jgr.serving.api import Answer, Item, ModelInfo, Request, Reuse
 from jgr.serving.decoders import translation
 from jgr.serving.decoders.caching import Caching, planned
@@ -255,11 +256,13 @@ def decoder_engine(
     caching: Caching | None = None,
     memory: Mapping[str, int] | None = None,
     reader: TextReader | None = None,
+    quantize: Quantization = "",
 ) -> Engine[ServedDecoder]:
     """The engine of one decoder over one catalog, not started.
 
-    metrics: may be shared with the engines of other versions. revision: what tells the model's versions apart. Others
-    as of Engine and ServedDecoder. ConfigError where profiles, batching and beam width do not fit.
+    metrics: may be shared with the engines of other versions. revision: what tells the model's versions apart.
+    quantize: how its weights are held. Others as of Engine and ServedDecoder. ConfigError where profiles, batching and
+    beam width do not fit.
     """
     batcher = make_batcher(executors, config, caching, executors.costs)
     translator = Translator(
@@ -275,6 +278,7 @@ def decoder_engine(
         cached=caching is not None and "recommend" in caching.groupings,
         library=None if reader is None else reader.library,
     )
+    translator.info = msgspec.structs.replace(translator.info, quantize=quantize)
     served = ServedDecoder(executors, translator, config, metrics or Metrics(), caching, memory or {}, reader)
     timed = {} if clock is None else {"clock": clock}
     return Engine(

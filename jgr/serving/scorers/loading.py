@@ -35,6 +35,7 @@ from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.engine import Engine, Rebuild
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again, counting_metrics, open_folder, read_catalog
+from jgr.serving.engine.weights import Weights, once
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.policies.user_cache import UserCache
 from jgr.serving.scorers.executors import Programs, ScorerExecutors
@@ -50,11 +51,18 @@ _log = logging.getLogger(__name__)
 class ScorerModel:
     """A scorer in memory."""
 
-    cfg: ScorerConfig
-    params: PyTree
+    weights: Weights[ScorerConfig, PyTree]
     revision: str
     folder: Path
     files: ModelFiles | None = None
+
+    @property
+    def cfg(self) -> ScorerConfig:
+        return self.weights.cfg
+
+    @property
+    def params(self) -> PyTree:
+        return self.weights.params
 
 
 @preparing()
@@ -62,6 +70,8 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
     """Read a scorer's folder. Raises CheckpointError where it is damaged, ConfigError for what scorers cannot do."""
     if config.model.dtype != "float32":
         raise ConfigError("model.dtype: scorers are served in float32")
+    if config.model.quantize:
+        raise ConfigError("model.quantize: scorers are served in float32, only generators in 8 bits")
     paged = config.embeddings.tables == "paged"
     if paged and devices.count > 1:
         raise ConfigError("embeddings.tables: paged rows are for one device, not model.tensor_parallel")
@@ -74,8 +84,14 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
         )
     files = ModelFiles(folder)
-    cfg, params = scorers.load(folder, files, devices, paged)
-    return ScorerModel(cfg, params, files.revision(), folder, files)
+
+    def read() -> tuple[ScorerConfig, PyTree]:
+        found = scorers.load(folder, files, devices, paged)
+        files.revision()  # what was read is what was hashed
+        return found
+
+    weights = once(("scorer", files.weights(), devices, paged), read)
+    return ScorerModel(weights, files.revision(), folder, files)
 
 
 @preparing()

@@ -8,7 +8,8 @@ batch, an answer's version is the one that computed it, and what nobody holds an
 A change, of the model or of its catalog, makes the next engine in a thread of its own, compiles it in the engine's own
 worker thread, sets the variable, and drains the old engine without a limit of time. Until the variable is set nothing
 has happened: what fails before, out-of-memory included, is reported and leaves the old engine serving. The device holds
-two models meanwhile, or two catalogs of one. One change runs at a time. All state here belongs to the event loop.
+two models meanwhile, or one where the weights did not change, or two catalogs of one. One change runs at a time. All
+state here belongs to the event loop.
 
 A catalog that was activated stays active over reloads, as long as it fits the model.
 `jgr.serving.versions.served_models` has the deployments of one server.

@@ -19,12 +19,15 @@ import numpy as np  # noqa: E402
 import jgr  # noqa: E402
 from jgr.catalog.catalog import Catalog, save_catalog  # noqa: E402
 from jgr.config import Config, override  # noqa: E402
-from jgr.models import checkpoint, hf, params, retrievers  # noqa: E402
+from jgr.models import checkpoint, decoder, hf, params, retrievers  # noqa: E402
 from jgr.models.decoder import DecoderConfig  # noqa: E402
+from jgr.models.devices import Devices  # noqa: E402
 from jgr.models.generators import GeneratorConfig, generator  # noqa: E402
 from jgr.models.hstu import HstuConfig  # noqa: E402
 from jgr.models.lazy_decoder import LazyConfig  # noqa: E402
+from jgr.ops import split  # noqa: E402
 from jgr.prompt.tokens import level_tokens, semantic_id_tokenizer  # noqa: E402
+from jgr.serving.engine.compilation import compiled  # noqa: E402
 
 PLAIN = (
     "model.compilation_cache=", "profiles.tokens=64", "beam.width=8", "prompt.max_items=12", "profiles.batch=4",
@@ -157,6 +160,27 @@ def scorer(path: Path, catalog: Catalog) -> None:
     retrievers.save(path, cfg, drawn, lambda path: save_catalog(catalog, path / "catalog.jsonl"))
 
 
+def in_8_bits(path: Path, count: int) -> dict[str, Any]:
+    """The logits after a prompt with weights in 8 bits, the number of sums, and the first device's part of weights."""
+    devices, tokens = Devices.of(count), np.arange(3, 19, dtype=np.int32)[None]
+    cfg, weights = checkpoint.load(path, devices=devices, kind="int8")
+
+    def call(weights: Any, tokens: Any, lengths: Any) -> jax.Array:
+        last, _ = decoder.begin(weights, cfg, tokens, lengths)
+        return split.everywhere(decoder.logits(weights, last))
+
+    given = weights, devices.place(tokens), devices.place(np.array([16], np.int32))
+    program = compiled(call, *given, key=("in 8 bits", count))
+    found = [SUMS.search(line) for line in program.as_text().splitlines()]
+    matrices = [x for x in jax.tree.leaves(weights.layers) if x.dtype == np.int8]
+    part = sum(x.addressable_shards[0].data.nbytes for x in matrices) / sum(x.nbytes for x in matrices)
+    return {
+        "logits": np.asarray(program(*given)).ravel().tolist(),
+        "sums": sum(bool(one) for one in found),
+        "share": part,
+    }
+
+
 if __name__ == "__main__":
     place, flat, deep = Path(sys.argv[1]), items(1), items(2)
     folder(place / "ranker", decoder_of(flat, "qwen3"), flat, exported=False)
@@ -177,5 +201,6 @@ if __name__ == "__main__":
                 for name, (counts, settings) in runs.items()
                 if name in chosen
             }
+            | {"in 8 bits": {count: in_8_bits(place / "llama", count) for count in (1, 4)}}
         )
     )

@@ -96,6 +96,17 @@ def test_a_device_has_its_part_of_the_weights(ran: dict[str, dict[str, Any]], mo
     assert 1 <= whole < 1.2
 
 
+def test_weights_in_8_bits_are_divided_as_others(ran: dict[str, dict[str, Any]]) -> None:
+    """Factors of a matrix that is divided by rows are on every device, and are applied to the devices' sum."""
+    one, several = ran["in 8 bits"]["1"], ran["in 8 bits"]["4"]
+    assert np.ptp(one["logits"]) > 1
+    np.testing.assert_allclose(several["logits"], one["logits"], atol=1e-4, rtol=0)
+    assert (one["share"], several["share"]) == (1, 0.25)
+    # Two for each copy of a layer's code, the last layer's and the others'; one for the table of tokens, and one that
+    # brings the logits together.
+    assert (one["sums"], several["sums"]) == (0, 6)
+
+
 def _devices(count: int) -> Any:
     return Devices(AbstractMesh((count,), (split.AXIS,)))  # type: ignore[arg-type]
 

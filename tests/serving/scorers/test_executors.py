@@ -25,6 +25,7 @@ from jgr.models import scorers
 from jgr.models.retrievers import items_digest
 from jgr.models.scorers import Candidates, Needs, Users
 from jgr.serving.engine.metrics import Metrics
+from jgr.serving.engine.weights import Weights
 from jgr.serving.policies.orchestration import USER_PART
 from jgr.serving.scorers import executors
 from jgr.serving.scorers.executors import Executor, PartWork, Programs, ReadWork, Share, fastest, rising
@@ -169,7 +170,7 @@ def engine(store: str, *settings: str) -> Any:
         f"features.store={store}",
     )  # fmt: skip
     return config, make_scorer_engine(
-        ScorerModel(cfg, jnp.float32(1.0), "r", Path()), config, CATALOG, Metrics()
+        ScorerModel(Weights(cfg, jnp.float32(1.0)), "r", Path()), config, CATALOG, Metrics()
     )
 
 

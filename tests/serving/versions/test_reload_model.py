@@ -250,6 +250,10 @@ def test_a_model_and_its_catalog_change_under_load_of_another(server: Switchable
     assert {answer["catalog_version"] for answer in changed} == {catalog.version}
     assert np.abs(scores(changed[0]) - scores(alone[0])).max() > 0.1, "the catalogs can be told apart"
     server.reload()  # an engine over another catalog shares arrays of the engine before it
+    weights = server._listener.models.deployments[0].engine.memory["weights"]
+    assert settles(server, resident - weights), "both models are of folder b, whose weights are there once"
+    server.point_to("a")
+    server.reload()
     assert settles(server, resident)
 
 
