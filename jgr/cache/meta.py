@@ -187,10 +187,15 @@ class CacheMeta:
             self.drop(entry.name)
 
     def failed(self, entry: Entry) -> None:
-        """The content was not written. What was valid before still is; cells beyond it stay for the next writer."""
+        """The content was not written. What was valid before still is; cells beyond it are given back."""
         entry.growing = None
-        if not entry.tokens and entry.named:
-            self.drop(entry.name)
+        if not entry.tokens:
+            if entry.named:
+                self.drop(entry.name)
+            return
+        kept = self.cells(entry.name.kind, entry.tokens)
+        entry.cells, beyond = entry.cells[:kept], entry.cells[kept:]
+        self.pages.give_back(self._classes[entry.name.kind], beyond)
 
     def drop(self, name: Name) -> bool:
         """Forget an entry, wherever it is; False where there is none. Its cells are free once nobody has it pinned."""

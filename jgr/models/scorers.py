@@ -107,7 +107,14 @@ class Scorer(Protocol):
 
 
 class Keeping(Protocol):
-    """How a family keeps users: what does not depend on `now`, and how a state is made of it."""
+    """How a family keeps users: what does not depend on `now`, and how a state is made of it.
+
+    What is kept is valid for a history's first tokens, which are its slots and events; what is behind them is not read,
+    but for integers, which are -1 there.
+    """
+
+    along: Any
+    """For each leaf of what is kept, or for all below one place of it, the axis of the tokens."""
 
     def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
         """What is kept of users whose events are all new."""
@@ -167,6 +174,8 @@ class _Retriever:
 class _GrowingHstu:
     """Kept: keys and values. The newest event's are computed again each time, for its bias (MODEL-12)."""
 
+    along = hstu.History(-2, -2, -1, -1)  # type: ignore[arg-type]
+
     def begin(self, params: Any, cfg: HstuConfig, users: Users) -> hstu.History:
         return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1]
 
@@ -209,26 +218,31 @@ class _Stu:
         return found
 
 
-class _GrowingStu:
-    """Kept: keys and values, and how many there are. `now` is for the candidates alone."""
+class _KeptStu:
+    """Kept: keys, values, and for each row 0. `now` is for the candidates alone, where events have no times."""
 
-    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[Any, jax.Array]:
-        user = _Stu().read(params, cfg, users)
-        return user.past, user.ends
+    along = (-2, -2, -1)
+
+    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[jax.Array, ...]:
+        return self._kept(_Stu().read(params, cfg, users))
 
     def grow(
-        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users, most: int
-    ) -> tuple[Any, jax.Array]:
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users, most: int
+    ) -> tuple[jax.Array, ...]:
         user = self.state(params, cfg, kept, users)
         given = (users.rows, -1), (users.actions, 0), (users.times, 0)
         events = stu_scorer.Events(*(_latest(x, user.ends, most, fill) for x, fill in given))
-        grown: stu_scorer.User = stu_scorer.append(params, user, events, users.now, cfg=cfg)
-        return grown.past, grown.ends
+        return self._kept(stu_scorer.append(params, user, events, users.now, cfg=cfg))
 
     def state(
-        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users
     ) -> stu_scorer.User:
-        return stu_scorer.User(*kept, users.now)
+        k, v, there = kept
+        return stu_scorer.kept_user(cfg, k, v, (there >= 0).sum(axis=1), users.now)
+
+    @staticmethod
+    def _kept(user: stu_scorer.User) -> tuple[jax.Array, ...]:
+        return user.past.k, user.past.v, user.past.tokens.request
 
 
 @dataclass(frozen=True)
@@ -260,9 +274,11 @@ class _Climber:
 
 @dataclass(frozen=True)
 class _KeptClimber:
-    """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias."""
+    """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias. A token
+    is one event of each sub-sequence."""
 
     build: Build
+    along = (-2, -2)
 
     def begin(self, params: Any, cfg: ClimberConfig, users: Users) -> tuple[Any, Any]:
         user = climber.read(params, cfg, _climber_events(users), build=self.build)
@@ -322,15 +338,15 @@ def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candida
 
 
 def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
-    """How a scorer's users are kept where a part of their state depends on `now`.
+    """How a scorer's users are kept where their state has as many tokens as they, or a part of it depends on `now`.
 
-    None: what `read` gives is kept as it is: none of it depends on `now`, or all that is worth keeping (`Needs.dated`).
+    None: what `read` gives is kept as it is, which is of one size and does not depend on `now`.
     """
     if isinstance(cfg, HstuConfig) and cfg.timed:
         return _GrowingHstu()
-    if isinstance(cfg, StuScorerConfig) and not cfg.time_rows:
-        return _GrowingStu()
-    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) and cfg.timed else None
+    if isinstance(cfg, StuScorerConfig):
+        return _KeptStu()
+    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) else None
 
 
 def growing(cfg: ScorerConfig) -> Growing:
@@ -339,7 +355,7 @@ def growing(cfg: ScorerConfig) -> Growing:
         return _GrowingHstu()
     if isinstance(cfg, StuScorerConfig):
         stu_scorer.refuse_growth(cfg)
-        return _GrowingStu()
+        return _KeptStu()
     raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this scorer's are computed whole")
 
 

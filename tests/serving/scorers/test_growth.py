@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from jgr.cache import entries
+from jgr.cache.entries import Entry, Name
 from jgr.config import Config, ConfigError, override
 from jgr.models import climber, scorers
 from jgr.models.hstu import HstuConfig
@@ -22,7 +24,7 @@ from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.engine.engine import Engine
 from jgr.serving.scorers.serve import ServedScorer
-from jgr.serving.scorers.user_block import grown_by, new_block, user_layout
+from jgr.serving.scorers.user_block import UserContent, new_block, user_layout
 from jgr.serving.versions.loading import load_any
 from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, draw, make_folder
 from tests.serving.scorers.test_server import directly
@@ -88,31 +90,34 @@ def test_growth_is_refused_at_the_start_where_it_cannot_be(tmp_path: Path) -> No
         override(Config(), "executors.growth=2", "executors.share_user=request")
 
 
-def test_which_blocks_grew_from_which() -> None:
-    layout = user_layout(scorers.Needs(5, timed=True, actions=2, slots=(3,), scenarios=2))
+@pytest.mark.parametrize("grows", [True, False])
+def test_which_blocks_a_kept_user_serves(grows: bool) -> None:
+    needs = scorers.Needs(5, timed=True, actions=2, slots=(3,), scenarios=2)
+    layout = user_layout(needs)
 
-    def block(rows: list[int], **given: Any) -> Any:
+    def content(rows: list[int], **given: Any) -> UserContent:
         made, views = new_block(layout)
         views["rows"][: len(rows)] = rows
         views["times"][: len(rows)] = np.arange(len(rows)) + 1
         for name, value in given.items():
             views[name][0] = value
-        return made
+        return UserContent(layout, 0, 4, grows, made.tobytes())
 
-    def grew(new: Any, most: int = 2) -> int | None:
-        return grown_by(layout, most, block([4, 5, 6]), new)
+    def serves(known: list[int], other: UserContent) -> bool:
+        valid = content(known)
+        return entries.serves(Entry(Name("user", "u", ""), len(valid), valid.digest, ()), other)
 
-    assert [grew(block([4, 5, 6])), grew(block([4, 5, 6], now=9)), grew(block([4, 5, 6, 4, 4], now=1))] == [
-        0,
-        0,
-        2,
-    ]
-    assert grew(block([4, 5, 6, 4, 4]), most=1) is None
+    assert [len(content(rows)) for rows in ([], [4], [4, 5, 6, 7, 8])] == [0, 1, 4]
+    assert len(UserContent(layout, 1, 9, grows, new_block(layout)[0].tobytes())) == 1
+    assert serves([4, 5, 6], content([4, 5, 6]))
+    for more in ([4, 5, 6, 4], [4, 5, 6, 9]):
+        assert serves([4, 5, 6], content(more)) == grows
+    assert content([4, 5, 6, 7]).prefix(3) == (content([4, 5, 6]).digest if grows else b"")
     for rows in ([4, 5], [5, 6, 7], [4, 6, 6, 1], []):
-        assert grew(block(rows)) is None
-    for given in ({"actions": 1}, {"times": 0}, {"context": 1}, {"scenario": 1}):
-        assert grew(block([4, 5, 6, 7], **given)) is None
-    assert grown_by(layout, 2, block([]), block([1, 2])) == 2
+        assert not serves([4, 5, 6], content(rows))
+    for given in ({"actions": 1}, {"times": 0}, {"context": 1}, {"scenario": 1}, {"now": 1}):
+        assert not serves([4, 5, 6], content([4, 5, 6, 7], **given))
+        assert not serves([4, 5, 6], content([4, 5, 6], **given))
 
 
 def run(
@@ -169,12 +174,15 @@ def test_the_server_computes_what_is_new_and_scores_as_if_all_were(tmp_path: Pat
             engine.check()
             return answer.usage.cached_tokens, answer.usage.computed_tokens
 
-        # Grown by one, by two, asked again later, one event too many, a shorter one, and again; a window that slides.
-        visits = [(1, 0), (2, 0), (4, 0), (4, 9), (3, 0), (6, 0), (6, 0), (7, 0)]
+        # One event, three more, which is one too many; grown by two; asked again later; fewer than are kept; a window
+        # that slides.
+        visits = [(1, 0), (4, 0), (6, 0), (6, 9), (3, 0), (5, 0), (6, 0), (7, 0), (2, 0), (3, 0)]
         found = [await reused(*visit) for visit in visits]
-        assert found == [(0, 1), (1, 1), (2, 2), (4, 0), (0, 3), (0, 6), (6, 0), (0, 6)]
+        grown = [(0, 1), (0, 4), (4, 2), (6, 0), (3, 0), (5, 0), (6, 0), (0, 6), (0, 2), (2, 1)]
+        assert found == grown
         meta = engine.meta
         assert meta is not None and meta.number("user") == 1 and meta.pinned == 0
+        assert meta.counts["user_stale"] == 2  # of the window that slid, and of what came before that
 
     run(tmp_path / "model", cfg, scenario)
 
