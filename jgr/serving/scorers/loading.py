@@ -248,7 +248,9 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: UserView)
         )
 
     def make() -> CacheMeta:
-        meta = CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        owner = f"{name}@{model.revision}/{room.bytes}"
+        moving = config.embeddings.tables == "paged"  # by the border to the embeddings' rows
+        meta = CacheMeta(memory.pages, {"user": room}, owner=owner, moving=moving)
         meta.set_limit("user", pages)
         return meta
 

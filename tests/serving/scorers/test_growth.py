@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.engine.engine import Engine
+from jgr.serving.errors import RequestError
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.user_block import UserContent, new_block, user_layout
 from jgr.serving.versions.loading import load_any
-from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, draw, make_folder
+from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, ScorerServer, draw, make_folder
 from tests.serving.scorers.test_server import directly
 
 UNTIMED = dataclasses.replace(HSTU, bias="positions")
@@ -187,19 +189,38 @@ def test_the_server_computes_what_is_new_and_scores_as_if_all_were(tmp_path: Pat
     run(tmp_path / "model", cfg, scenario)
 
 
-def test_users_grow_at_once_in_any_order_and_company(tmp_path: Path) -> None:
-    """Also where there is no room for both, the old one and the new."""
+def test_users_grow_at_once_in_any_order_and_company_and_some_runs_fail(tmp_path: Path) -> None:
+    """Also where there is no room for all users, where a run fails once it has written, and where the pool is lost."""
 
     async def scenario(engine: Engine[ServedScorer]) -> None:
-        rng = np.random.default_rng(0)
-        for _ in range(12):
+        rng, failed, cached = np.random.default_rng(0), 0, 0
+        executors, pool = engine.served.executors, engine.served.pool
+        assert pool is not None
+        collect, calls = executors.collect, itertools.count(1)
+
+        def failing(start: Any, pending: Any) -> Any:
+            found = collect(start, pending)
+            if next(calls) % 41 == 0:
+                raise ArithmeticError("failed on purpose")
+            return found
+
+        executors.collect = failing  # type: ignore[method-assign]
+        for turn in range(16):
             requests = [asked(int(rng.integers(1, 8)), str(rng.choice(list("abc")))) for _ in range(6)]
-            for answer, request in zip(
-                await asyncio.gather(*map(engine.answer, requests)), requests, strict=True
-            ):
-                compare(answer, HSTU, request)
+            answers = await asyncio.gather(*map(engine.answer, requests), return_exceptions=True)
+            for answer, request in zip(answers, requests, strict=True):
+                if isinstance(answer, BaseException):
+                    assert isinstance(answer, RequestError) and answer.type == "internal"
+                    failed += 1
+                else:
+                    compare(answer, HSTU, request)
+                    cached += answer.usage.cached_tokens
+            if turn == 9:
+                pool.lose(pool.epoch, ArithmeticError("lost on purpose"))
             engine.check()
-        assert engine.meta is not None and engine.meta.counts["user_evicted"] > 0
+            check_lengths(engine)
+        assert engine.meta is not None and engine.meta.counts["user_evicted"] > 0 and engine.meta.pinned == 0
+        assert 0 < failed < 48 and cached > 0
 
     run(
         tmp_path / "model",
@@ -207,5 +228,49 @@ def test_users_grow_at_once_in_any_order_and_company(tmp_path: Path) -> None:
         scenario,
         "executors.streams=4",
         "executors.number=3",
-        "cache.device_mb=0.003",
+        "cache.device_mb=0.002",  # two pages, each of seven events
     )
+
+
+def check_lengths(engine: Engine[ServedScorer]) -> None:
+    """No entry has more cells than its user has events, one to a cell here."""
+    assert engine.meta is not None
+    assert [len(entry.cells) for entry in engine.meta._all("user")] == [
+        entry.tokens for entry in engine.meta._all("user")
+    ]
+
+
+def test_kept_users_take_pages_by_their_length_over_http(tmp_path: Path) -> None:
+    """Records of 136 bytes, seven in a page of 1 KB; a window is six."""
+    config = make_folder(
+        tmp_path / "model", HSTU, "executors.share_user=cache", "executors.growth=2", "executors.sizes=8",
+        "executors.number=1", "cache.device_mb=0.02", "cache.page_kb=1",
+    )  # fmt: skip
+    users = "abcdef"
+    with ScorerServer(config) as server:
+
+        def visit(events: int) -> tuple[int, int, float, float]:
+            used = [0, 0]
+            for user in users:
+                given = asked(events, user)
+                body = {"history": given.history, "history_times": given.history_times, "time": given.time}
+                answer = server.rank(candidates=ITEMS, user_id=user, **body)
+                usage = answer["usage"]
+                used = [used[0] + usage["cached_tokens"], used[1] + usage["computed_tokens"]]
+                expected = directly(HSTU, body)
+                for item in answer["items"]:
+                    wanted = expected[ITEMS.index(item["item_id"]), 0]
+                    assert item["score"] == pytest.approx(wanted, abs=1e-4)
+            pages = server.metric('jgr_cache_pages{holder="user"}')
+            return used[0], used[1], pages, server.metric('jgr_cache_entries{kind="user"}')
+
+        assert visit(1) == (0, 6, 1, 6)
+        assert visit(3) == (6, 12, 3, 6)  # 18 records
+        assert visit(5) == (18, 12, 5, 6)  # 30
+        assert visit(2) == (12, 0, 5, 6)
+        for user in users[1:]:
+            assert server.call(f"/v1/users/{user}/cache", method="DELETE") == (200, {"entries": 1})
+        assert server.metric('jgr_cache_entries{kind="user"}') == 1
+        assert (
+            1 <= server.metric('jgr_cache_pages{holder="user"}') <= 3
+        )  # five records, written in three visits

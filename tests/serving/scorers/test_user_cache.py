@@ -241,7 +241,9 @@ class Machine:
 
 
 @given(
-    st.lists(EVENTS, min_size=30, max_size=50), st.integers(1, 9), st.sampled_from([Room(8, 1, 1), Room(8, 1, 3), Room(8, 2, 1)]),
+    st.lists(EVENTS, min_size=30, max_size=50),
+    st.integers(1, 9),
+    st.sampled_from([Room(8, 1, 1), Room(8, 1, 3), Room(8, 2, 1)]),
     st.integers(0, 3),
 )  # fmt: skip
 @settings(max_examples=250, deadline=None)
