@@ -4,8 +4,8 @@
 The one idea: what is kept of a user is one record for each token of the history, and records are written one by one.
 So a user takes cells for the tokens that there are, and one who grew is written to the same cells, behind what stands
 there already: nobody who reads the first tokens meanwhile sees anything change. Programs have one shape: they read as
-many records as the longest history has. What is behind a user's last token is filled with what models take for
-nothing, 0 in floating numbers and -1 in integers, whatever stands in the cells that were read for it.
+many records as the longest history has. What is behind a user's last token is 0, whatever stands in the cells that were
+read for it.
 
 The last token that was there before is written again with the new ones. An HSTU computes it anew with the event that
 follows (`jgr.models.hstu`), and so does whoever reads it as the last one, so that nobody reads what changes.
@@ -49,7 +49,8 @@ class HistoryView(UserView):
     """The cells of users' histories.
 
     kept: shapes and dtypes of what is kept of one user. along: for each leaf, or for all below one place of the tree,
-    the axis of the tokens, of which every leaf has as many. cell_tokens: see `room_of`. growth: the most new tokens of
+    the axis of the tokens, of which every leaf has as many; "number" for one that is their number, which is not
+    written, since an entry knows it. cell_tokens: see `room_of`. growth: the most new tokens of
     a user who grew; 0: users do not grow. like: a view of such histories, whose compiled programs are used. catch_up:
     see `UserView`.
     """
@@ -67,9 +68,12 @@ class HistoryView(UserView):
         super().__init__(pool, catch_up)
         leaves, self._tree = jax.tree.flatten(kept)
         axes = jax.tree.leaves(jax.tree.broadcast(along, kept))
-        self._tokens: int = leaves[0].shape[axes[0]]
-        fields, first = [], 0
+        self._tokens: int = next(x.shape[at] for x, at in zip(leaves, axes, strict=True) if at != "number")
+        fields, first = list[_Field | None](), 0
         for leaf, axis in zip(leaves, axes, strict=True):
+            if axis == "number":
+                fields.append(None)
+                continue
             size, rest = divmod(math.prod(leaf.shape) * leaf.dtype.itemsize, self._tokens * words.WORD)
             if leaf.shape[axis] != self._tokens or rest:
                 raise ValueError(
@@ -77,7 +81,8 @@ class HistoryView(UserView):
                 )
             fields.append(_Field(leaf.shape, np.dtype(leaf.dtype), axis % len(leaf.shape), first, size))
             first += size
-        self._fields, self._words = tuple(fields), first
+        self._leaves, self._words = tuple(fields), first  # None: the number of tokens
+        self._fields = [field for field in fields if field is not None]
         self.room = room_of(first * words.WORD, pool.page_bytes, self._tokens, cell_tokens)
         self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
         self._writes = sorted({min(growth + 1, self._tokens), self._tokens} if growth else {self._tokens})
@@ -87,7 +92,7 @@ class HistoryView(UserView):
 
     @property
     def _made_of(self) -> tuple[object, ...]:
-        return self.pool, self._fields, self._tree, self.room, self._writes
+        return self.pool, self._leaves, self._tree, self.room, self._writes
 
     @property
     def longest(self) -> int:
@@ -111,6 +116,7 @@ class HistoryView(UserView):
         first = max(place.first - 1, 0)
         which = next(at for at, most in enumerate(self._writes) if place.tokens - first <= most)
         write, leaves = self.compile()[1 + which], jax.tree.leaves(kept)
+        leaves = [leaf for leaf, field in zip(leaves, self._leaves, strict=True) if field is not None]
         given = self._numbers(place), np.int32(first), np.int32(place.tokens)
         return self._put(lambda array: write(array, leaves, *given), place.epoch)
 
@@ -134,10 +140,12 @@ class HistoryView(UserView):
         records = groups.reshape(-1, self._words)[: self._tokens]
         valid = (jnp.arange(self._tokens) < tokens)[:, None]
         found = []
-        for field in self._fields:
+        for field in self._leaves:
+            if field is None:
+                found.append(tokens.reshape(1))
+                continue
             numbers = words.seen_as(records[:, field.first : field.first + field.words], field.dtype)
-            nothing = -1 if jnp.issubdtype(field.dtype, jnp.integer) else 0
-            numbers = jnp.where(valid, numbers, jnp.array(nothing, field.dtype))
+            numbers = jnp.where(valid, numbers, jnp.zeros((), field.dtype))
             found.append(jnp.moveaxis(numbers.reshape(self._tokens, *_others(field)), 0, field.axis))
         return found
 

@@ -91,8 +91,9 @@ class CacheMeta:
         self._aside: OrderedDict[Name, _Aside] = OrderedDict()
         self._unnamed: set[Entry] = set()
         self._moves: list[Move] = []
+        shares = [kind for kind, of in self._classes.items() if moving and pages.cells(of) > 1]
         # The entries with a cell of a page, by kind; the values say nothing.
-        self._sharing: dict[str, dict[int, dict[Entry, None]]] = {kind: {} for kind in rooms if moving}
+        self._sharing: dict[str, dict[int, dict[Entry, None]]] = {kind: {} for kind in shares}
         self.counts: Counter[str] = Counter()
         """Events by name: {kind}_evicted, {kind}_stale, {kind}_refused and {kind}_collateral for each kind (the last of
         those that were evicted for no more than sharing a page with another); to_host and to_device."""

@@ -109,12 +109,12 @@ class Scorer(Protocol):
 class Keeping(Protocol):
     """How a family keeps users: what does not depend on `now`, and how a state is made of it.
 
-    What is kept is valid for a history's first tokens, which are its slots and events; what is behind them is not read,
-    but for integers, which are -1 there.
+    What is kept is valid for a history's first tokens, which are its slots and events; what is behind them is not read.
     """
 
     along: Any
-    """For each leaf of what is kept, or for all below one place of it, the axis of the tokens."""
+    """For each leaf of what is kept, or for all below one place of it, the axis of the tokens; "number" for a leaf [B]
+    int32 that is their number."""
 
     def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
         """What is kept of users whose events are all new."""
@@ -137,6 +137,11 @@ def _times(users: Users) -> jax.Array:
     """The events' times, with `now` after the last one, [B, S + 1]."""
     places, lengths = jnp.arange(users.rows.shape[1] + 1)[None], (users.rows >= 0).sum(axis=1)
     return jnp.where(places < lengths[:, None], jnp.pad(users.times, ((0, 0), (0, 1))), users.now[:, None])
+
+
+def _number(rows: jax.Array) -> jax.Array:
+    """How many rows [B, S] there are, [B]."""
+    return (rows >= 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _latest(x: jax.Array, known: jax.Array, count: int, fill: int) -> jax.Array:
@@ -174,25 +179,33 @@ class _Retriever:
 class _GrowingHstu:
     """Kept: keys and values. The newest event's are computed again each time, for its bias (MODEL-12)."""
 
-    along = hstu.History(-2, -2, -1, -1)  # type: ignore[arg-type]
+    along = (-2, -2, "number")
 
-    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> hstu.History:
-        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1]
+    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> tuple[jax.Array, ...]:
+        return self._kept(hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1])
 
-    def grow(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int) -> hstu.History:
-        return self._append(params, cfg, kept, users, most)[1]
+    def grow(
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users, most: int
+    ) -> tuple[jax.Array, ...]:
+        return self._kept(self._append(params, cfg, kept, users, most)[1])
 
-    def state(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users) -> jax.Array:
+    def state(self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users) -> jax.Array:
         return self._append(params, cfg, kept, users, 0)[0]
 
     def _append(
-        self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users, most: int
     ) -> tuple[jax.Array, hstu.History]:
-        known = (kept.rows >= 0).sum(axis=1)
+        k, v, known = kept
+        there = jnp.arange(users.rows.shape[1])[None] < known[:, None]
+        history = hstu.History(k, v, jnp.where(there, users.rows, -1), users.times)
         times = _latest(_times(users), known, most + 1, 0)
         rows = _latest(users.rows, known, most, -1)
-        found: tuple[jax.Array, hstu.History] = hstu.append(params, kept, rows, times, cfg=cfg)
+        found: tuple[jax.Array, hstu.History] = hstu.append(params, history, rows, times, cfg=cfg)
         return found
+
+    @staticmethod
+    def _kept(history: hstu.History) -> tuple[jax.Array, ...]:
+        return history.k, history.v, _number(history.rows)
 
 
 class _Stu:
@@ -219,9 +232,9 @@ class _Stu:
 
 
 class _KeptStu:
-    """Kept: keys, values, and for each row 0. `now` is for the candidates alone, where events have no times."""
+    """Kept: keys and values. `now` is for the candidates alone, where events have no times."""
 
-    along = (-2, -2, -1)
+    along = (-2, -2, "number")
 
     def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[jax.Array, ...]:
         return self._kept(_Stu().read(params, cfg, users))
@@ -237,12 +250,11 @@ class _KeptStu:
     def state(
         self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users
     ) -> stu_scorer.User:
-        k, v, there = kept
-        return stu_scorer.kept_user(cfg, k, v, (there >= 0).sum(axis=1), users.now)
+        return stu_scorer.kept_user(cfg, *kept, users.now)
 
     @staticmethod
     def _kept(user: stu_scorer.User) -> tuple[jax.Array, ...]:
-        return user.past.k, user.past.v, user.past.tokens.request
+        return user.past.k, user.past.v, user.ends.astype(jnp.int32)
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,9 @@ LIMITED = PAGES - 2  # of the border; the other two are for items alone
 WINDOW, GROWTH = 6, 2
 KEPT = {
     "k": jax.ShapeDtypeStruct((1, WINDOW, 64), np.float32),
-    "rows": jax.ShapeDtypeStruct((1, WINDOW), np.int32),
+    "number": jax.ShapeDtypeStruct((1,), np.int32),
 }
-VIEW = HistoryView(POOL, KEPT, {"k": -2, "rows": -1}, 1, GROWTH)  # three events in a page
+VIEW = HistoryView(POOL, KEPT, {"k": -2, "number": "number"}, 1, GROWTH)  # four events in a page
 VIEW.compile()
 History = tuple[int, ...]
 """A user's events, which are what the user's state depends on."""
@@ -95,26 +95,27 @@ History = tuple[int, ...]
 
 def computed(history: History) -> dict[str, npt.NDArray[Any]]:
     """What is kept of a history; behind its end there is anything."""
-    k, rows = np.full((1, WINDOW, 64), np.nan, np.float32), np.full((1, WINDOW), 77, np.int32)
+    k = np.full((1, WINDOW, 64), np.nan, np.float32)
     for place, event in enumerate(history):
         k[0, place] = np.random.default_rng((event, place)).standard_normal(64, np.float32)
-        rows[0, place] = event
-    return {"k": k, "rows": rows}
+    return {"k": k, "number": np.array([len(history)], np.int32)}
 
 
 def state_of(kept: Any) -> npt.NDArray[np.float32]:
     """What candidates are scored with: of the events that there are."""
-    k, rows = np.asarray(kept["k"]), np.asarray(kept["rows"])
-    return np.where((rows >= 0)[..., None], k, 0).sum(axis=(0, 1), dtype=np.float32)
+    there = np.arange(WINDOW) < np.asarray(kept["number"])
+    found: npt.NDArray[np.float32] = np.where(there[:, None], np.asarray(kept["k"]), 0).sum(
+        (0, 1), np.float32
+    )
+    return found
+
+
+def whole(history: History) -> npt.NDArray[np.float32]:
+    return state_of(computed(history))
 
 
 def content_of(key: bytes) -> Content:
     return Content.of(np.frombuffer(key, np.int32))
-
-
-def whole(history: History) -> npt.NDArray[np.float32]:
-    kept = computed(history)
-    return state_of({"k": kept["k"][:, : len(history)], "rows": kept["rows"][:, : len(history)]})
 
 
 class Pool(RuleBasedStateMachine):
@@ -158,16 +159,11 @@ class Pool(RuleBasedStateMachine):
             kept, own = None if before is None else VIEW.load(before), computed(history)
             if kept is not None and before is not None:  # what is new, behind what was kept
                 new = np.arange(WINDOW) >= before.tokens
-                kept = {
-                    "k": np.where(new[:, None], own["k"], kept["k"]),
-                    "rows": np.where(new, own["rows"], kept["rows"]),
-                }
-            else:
-                kept = own
+                own["k"] = np.where(new[:, None], own["k"], kept["k"])
+            kept = own
             if place is not None:
                 stored = VIEW.store(jax.tree.map(jnp.asarray, kept), place)
                 assert stored or place.epoch != POOL.epoch
-            kept = {"k": kept["k"][:, : len(history)], "rows": kept["rows"][:, : len(history)]}
         self.users.end(found, well=kept is not None and not fails)
         return whole(history) if kept is None else state_of(kept)  # an engine computes it anew
 

@@ -228,7 +228,8 @@ def test_users_grow_at_once_in_any_order_and_company_and_some_runs_fail(tmp_path
         scenario,
         "executors.streams=4",
         "executors.number=3",
-        "cache.device_mb=0.002",  # two pages, each of seven events
+        "cache.cell_tokens=1",
+        "cache.device_mb=0.002",  # two pages, each of eight events
     )
 
 
@@ -241,10 +242,10 @@ def check_lengths(engine: Engine[ServedScorer]) -> None:
 
 
 def test_kept_users_take_pages_by_their_length_over_http(tmp_path: Path) -> None:
-    """Records of 136 bytes, seven in a page of 1 KB; a window is six."""
+    """Records of 128 bytes, eight in a page of 1 KB; a window is six."""
     config = make_folder(
         tmp_path / "model", HSTU, "executors.share_user=cache", "executors.growth=2", "executors.sizes=8",
-        "executors.number=1", "cache.device_mb=0.02", "cache.page_kb=1",
+        "executors.number=1", "cache.device_mb=0.02", "cache.page_kb=1", "cache.cell_tokens=1",
     )  # fmt: skip
     users = "abcdef"
     with ScorerServer(config) as server:
@@ -266,8 +267,8 @@ def test_kept_users_take_pages_by_their_length_over_http(tmp_path: Path) -> None
 
         assert visit(1) == (0, 6, 1, 6)
         assert visit(3) == (6, 12, 3, 6)  # 18 records
-        assert visit(5) == (18, 12, 5, 6)  # 30
-        assert visit(2) == (12, 0, 5, 6)
+        assert visit(5) == (18, 12, 4, 6)  # 30
+        assert visit(2) == (12, 0, 4, 6)
         for user in users[1:]:
             assert server.call(f"/v1/users/{user}/cache", method="DELETE") == (200, {"entries": 1})
         assert server.metric('jgr_cache_entries{kind="user"}') == 1

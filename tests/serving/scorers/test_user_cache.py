@@ -119,8 +119,8 @@ def test_a_pool_without_a_page_is_refused() -> None:
 RNG = np.random.default_rng(5)
 WINDOW, GROWTH = 7, 2
 HISTORIES = {
-    "pages share records": {"k": (2, 1, WINDOW, 3), "rows": (1, WINDOW)},  # 28 bytes
-    "a record has pages": {"k": (2, 1, WINDOW, 300), "rows": (1, WINDOW)},  # 2404 bytes
+    "pages share records": {"k": (2, 1, WINDOW, 3), "rows": (1, WINDOW), "number": (1,)},  # 28 bytes
+    "a record has pages": {"k": (2, 1, WINDOW, 300), "rows": (1, WINDOW), "number": (1,)},  # 2404 bytes
 }
 
 
@@ -129,7 +129,7 @@ def histories(of: str, growth: int = GROWTH, pages: int = 80) -> HistoryView:
         name: jax.ShapeDtypeStruct(shape, np.float32 if name == "k" else np.int32)
         for name, shape in HISTORIES[of].items()
     }
-    return HistoryView(DevicePool(pages, 768), kept, {"k": -2, "rows": -1}, 2, growth)
+    return HistoryView(DevicePool(pages, 768), kept, {"k": -2, "rows": -1, "number": "number"}, 2, growth)
 
 
 @pytest.mark.parametrize("of", HISTORIES)
@@ -144,11 +144,12 @@ def test_a_history_is_read_as_long_as_it_is_wherever_its_cells_are_and_grows_in_
         new = {
             "k": RNG.normal(size=HISTORIES[of]["k"]).astype(np.float32),  # behind the last token is anything
             "rows": RNG.integers(0, 99, HISTORIES[of]["rows"]).astype(np.int32),
+            "number": np.array([99], np.int32),  # which is not written
         }
         first = max(before - 1, 0)
         if kept:
             new["k"][:, :, :first], new["rows"][:, :first] = kept["k"][:, :, :first], kept["rows"][:, :first]
-            given = {"k": new["k"].copy(), "rows": new["rows"].copy()}
+            given = {name: value.copy() for name, value in new.items()}
             given["k"][:, :, :first], given["rows"][:, :first] = np.nan, 77  # what is there is not written
         else:
             given = new
@@ -160,7 +161,8 @@ def test_a_history_is_read_as_long_as_it_is_wherever_its_cells_are_and_grows_in_
                 assert found is not None
                 valid = np.arange(WINDOW) < some
                 np.testing.assert_array_equal(found["k"], np.where(valid[:, None], wanted["k"], 0))
-                np.testing.assert_array_equal(found["rows"], np.where(valid, wanted["rows"], -1))
+                np.testing.assert_array_equal(found["rows"], np.where(valid, wanted["rows"], 0))
+                assert found["number"].tolist() == [some]
 
 
 def test_a_history_is_written_in_place_by_as_many_tokens_as_are_new() -> None:
