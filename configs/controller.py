@@ -4,9 +4,7 @@
 jgr train --config=controller
 cp runs/controller/controller.npz jgr/serving/engine/memory_controller.npz
 
-The file that is shipped was made by this command two changes earlier: PPO learnt from the whole reward, not from what
-is beyond that of a split that stays, and its best round was chosen by episodes with actions by chance and from any
-split, not by those of the policy as it is served.
+The file that is shipped was made by this command.
 """
 
 from jgr.config import Config, TrainConfig

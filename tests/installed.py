@@ -8,6 +8,7 @@ installs from the registry.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -38,13 +39,10 @@ class Environment:
         place = next(folder.glob("lib/python*/site-packages"))
         for dist in packages.values():
             for inside, path in files(dist):
-                (place / inside).parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.link(path, place / inside)
-                except FileExistsError:  # two packages have the same file of a namespace
-                    pass
-                except OSError:  # another file system
-                    shutil.copy2(path, place / inside)
+                _link(path, place / inside)
+                compiled = _compiled(path)  # installers need not list it
+                if compiled.is_file():
+                    _link(compiled, _compiled(place / inside))
         pip = [
             sys.executable,
             "-m",
@@ -82,6 +80,21 @@ class Environment:
                 assert server.wait(PATIENCE_S) == 0
             finally:
                 server.kill()
+
+
+def _compiled(path: Path) -> Path:
+    """Where Python keeps what it has compiled of a module; a folder for what is none."""
+    return Path(importlib.util.cache_from_source(str(path))) if path.suffix == ".py" else path.parent
+
+
+def _link(path: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, place)
+    except FileExistsError:  # two packages have the same file of a namespace
+        pass
+    except OSError:  # another file system
+        shutil.copy2(path, place)
 
 
 def build_wheel(source: Path, out: Path) -> Path:

@@ -34,6 +34,8 @@ MOST_DENSE = 3000
 """The eigenvectors of larger graphs are not computed: the matrix is whole in memory, and the time goes as its cube."""
 PAIRS = 96
 """So many vertices of two parts are compared to change places."""
+EMPTIEST = 8
+"""So many parts are asked to change one for one of a part that is too full."""
 
 
 def partition(
@@ -108,14 +110,19 @@ class _State:
 
     def balance(self) -> bool:
         """Move vertices out of parts that are too full, for as little as possible, and then exchange; whether any."""
-        changed = False
+        changed, stuck = False, set[int]()
         for _ in range(4 * self._parts):
             over = (self._of - self._most).max(1)
-            full = [int(part) for part in np.argsort(-over, kind="stable") if over[part] > 1e-9]
-            # One that a single vertex overfills stays so, and the others are balanced all the same.
-            if not any(self._shed(part) or self._exchange(part) for part in full):
+            over[list(stuck)] = (
+                0.0  # one that a single vertex overfills; the others are balanced all the same
+            )
+            full = int(over.argmax())
+            if over[full] <= 1e-9:
                 break
-            changed = True
+            if self._shed(full) or self._exchange(full):
+                changed = True
+            else:
+                stuck.add(full)
         return changed
 
     def _shed(self, full: int) -> bool:
@@ -141,10 +148,11 @@ class _State:
         return moved > 0
 
     def _exchange(self, full: int) -> bool:
-        """The exchange of two vertices that takes the most from what exceeds the bounds. Whether there is one."""
+        """The exchange of two vertices, with an emptiest part, that takes the most from what exceeds the bounds.
+        Whether there is one."""
         best, found = 1e-9, None
         mine = self._heaviest(full, int((self._of[full] - self._most).argmax()))
-        for other in np.argsort(self._of.max(1), kind="stable"):
+        for other in np.argsort(self._of.max(1), kind="stable")[:EMPTIEST]:
             if other == full:
                 continue
             theirs = np.concatenate([self._heaviest(other, at) for at in range(self._loads.shape[1])])
