@@ -250,7 +250,8 @@ class _KeptStu:
     def state(
         self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users
     ) -> stu_scorer.User:
-        return stu_scorer.kept_user(cfg, *kept, users.now)
+        k, v, ends = kept
+        return stu_scorer.kept_user(cfg, k, v, ends, users.now)
 
     @staticmethod
     def _kept(user: stu_scorer.User) -> tuple[jax.Array, ...]:
