@@ -30,8 +30,7 @@ class Stack(Protocol):
 class Work(NamedTuple):
     """The amount of work.
 
-    new: rows to compute. cached: rows whose keys and values are read. pairs: pairs of rows, those that are visible or
-    those that a program computes.
+    new: rows to compute. cached: rows whose keys and values are read. pairs: visible pairs of rows.
     """
 
     new: int
@@ -39,11 +38,9 @@ class Work(NamedTuple):
     pairs: int
 
 
-def of_history(events: int, cached: int = 0, block: int = 1) -> Work:
-    """The work for a user's new events after cached ones; each sees itself and the events before it. block: a program
-    computes what new events see of each other for so many by as many at a time, masked or not."""
-    blocks = -(-events // block)
-    return Work(events, cached, events * cached + block**2 * (blocks * (blocks + 1) // 2))
+def of_history(events: int, cached: int = 0) -> Work:
+    """The work for a user's new events after cached ones; each sees itself and the events before it."""
+    return Work(events, cached, events * cached + events * (events + 1) // 2)
 
 
 def of_candidates(candidates: int, history: int, micro_batch: int) -> Work:

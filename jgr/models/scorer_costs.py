@@ -99,11 +99,9 @@ def lru_rec(cfg: LruRec, work: Work) -> Cost:
     return _with_rows(hidden, Cost(2 * cfg.layers * events * weights, 0, moved, dispatches=cfg.layers), work)
 
 
-def hstu(cfg: Hstu, work: Work, block: int = 1) -> Cost:
-    """HSTU as a retriever: its layers over the history, and a product with each candidate's row. block: as in
-    `hstu_costs.of_history`."""
-    read = hstu_costs.cost(cfg, hstu_costs.of_history(cfg.max_items, block=block))
-    return _with_rows(cfg.hidden, read, work)
+def hstu(cfg: Hstu, work: Work) -> Cost:
+    """HSTU as a retriever: its layers over the history, and a product with each candidate's row."""
+    return _with_rows(cfg.hidden, hstu_costs.cost(cfg, hstu_costs.of_history(cfg.max_items)), work)
 
 
 def stu(cfg: StuScorer, work: Work) -> Cost:

@@ -185,17 +185,6 @@ def test_hstus_part_is_its_layers_and_a_row_for_each_candidate() -> None:
     assert scorer_costs.hstu(HSTU, Work(True, M)) == layers.plus(Cost(2 * M * 24, 0, 4 * M * 24))
 
 
-@pytest.mark.parametrize(("events", "block"), [(EVENTS, 1), (EVENTS, EVENTS), (7, 3), (8, 4), (1, 5)])
-def test_hstus_pairs_are_those_in_blocks_that_hold_a_visible_one(events: int, block: int) -> None:
-    """Counted in a drawn triangle."""
-    side = -(-events // block) * block
-    seen = np.tril(np.ones((side, side), bool)).reshape(side // block, block, side // block, block)
-    computed = seen.any(axis=(1, 3)).sum() * block**2
-    assert hstu_costs.of_history(events, block=block) == hstu_costs.Work(events, 0, computed)
-    apart = hstu_costs.of_history(events, 5, block).pairs
-    assert apart == computed + 5 * events
-
-
 def test_the_stu_scorers_products_are_those_of_the_program() -> None:
     drawn = weights(stu_scorer, STU)
     events = stu_scorer.Events(*[jnp.zeros((1, EVENTS), jnp.int32)] * 3)

@@ -7,25 +7,17 @@ import jax
 
 from jgr.ops.biased_attention import pallas_triton, reference, xla
 from jgr.ops.biased_attention.bias import Activation, Arguments, Bias, Places, Targets, prepare, spread
-from jgr.ops.dispatch import Implementation, dispatch, kernel, target_platform
+from jgr.ops.dispatch import Implementation, dispatch, kernel
 from jgr.ops.segment_attention.visibility import Causal, Context
 from jgr.prompt.layouts import SINGLE_USER_MULTI_ITEM, Layout, Tokens
 
-__all__ = [
-    "IMPLEMENTATIONS", "Bias", "Causal", "Context", "Places", "Targets", "biased_attention", "causal_block", "spread",
-]  # fmt: skip
+__all__ = ["IMPLEMENTATIONS", "Bias", "Causal", "Context", "Places", "Targets", "biased_attention", "spread"]
 
 IMPLEMENTATIONS = (
     *kernel(pallas_triton.biased_attention, pallas_triton.interpreted, pallas_triton.supports),
     Implementation("xla", xla.biased_attention),
     Implementation("reference", reference.biased_attention),
 )
-
-
-def causal_block(heads: int, tokens: int) -> int:
-    """How many queries and keys of a Causal row "auto" computes at a time: every pair in a block that holds a visible
-    one. 1 where that is a kernel's matter, whose blocks are small."""
-    return xla.choose_blocks(1, heads, tokens, tokens).queries if target_platform() == "cpu" else 1
 
 
 def biased_attention(

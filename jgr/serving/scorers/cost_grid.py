@@ -29,7 +29,6 @@ from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorer_costs import Work
 from jgr.models.scorers import ScorerConfig, scorer
 from jgr.models.stu_scorer import StuScorerConfig
-from jgr.ops.biased_attention import causal_block
 from jgr.serving.engine.compilation import preparing
 from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.cost_profile import Trial, choose, spaced
@@ -41,15 +40,10 @@ MOST_PROGRAMS = 18
 """The most programs that compute candidates of a user that is there; there are as many again that compute both."""
 HISTORIES, SIZES = 7, 6
 
-
-def _hstu(cfg: HstuConfig, work: Work) -> Cost:
-    return scorer_costs.hstu(cfg, work, causal_block(cfg.heads, cfg.max_items))
-
-
 _COSTS: Mapping[type, Callable[[Any, Work], Cost]] = {
     SasrecConfig: scorer_costs.sasrec,
     LruRecConfig: scorer_costs.lru_rec,
-    HstuConfig: _hstu,
+    HstuConfig: scorer_costs.hstu,
     StuScorerConfig: scorer_costs.stu,
     ClimberConfig: scorer_costs.climber,
 }
@@ -62,7 +56,7 @@ def cost(cfg: ScorerConfig, work: Work) -> Cost:
 
 def family(cfg: ScorerConfig) -> str:
     """The name of a config's family."""
-    return _COSTS[type(cfg)].__name__.removeprefix("_")
+    return _COSTS[type(cfg)].__name__
 
 
 def with_history(cfg: ScorerConfig, params: PyTree, events: int) -> tuple[ScorerConfig, PyTree]:
