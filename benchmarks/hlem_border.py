@@ -87,7 +87,7 @@ def moves(number: int) -> Row:
     table = Table(2 * PAGES * (PAGE_BYTES // ROW_BYTES), ROW_BYTES // 2, np.dtype(np.float16))
     rows = EmbeddingCache(pool, {"rows": table}, Values())
     rows.compile("rows", 1)
-    meta = CacheMeta(pages, {"user": Room(PAGE_BYTES, USER_PAGES)})
+    meta = CacheMeta(pages, {"user": Room(PAGE_BYTES, USER_PAGES)}, moving=True)
     border = Border(rows, meta, pages, "rows", PAGES, PAGES // 2)
     part, users, first = round(PART * PAGES), 0, 0
     random = np.random.default_rng(0)

@@ -124,7 +124,7 @@ class Live:
             clock=self._clock,
         )
         self.rows.compile("rows", CHECKED)
-        self.users = CacheMeta(pages, {"user": Room(PAGE_BYTES, 1, STEP)})
+        self.users = CacheMeta(pages, {"user": Room(PAGE_BYTES, 1, STEP)}, moving=True)
         least_users = -(-LONGEST // STEP)
         self.border = Border(
             self.rows, self.users, pages, "rows", pages.count, round(split * pages.count), BATCH, least_users

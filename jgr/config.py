@@ -167,8 +167,8 @@ class ExecutorsConfig:
     # How often the user's history is encoded. part: in each part of a request; request: once a request; cache: once for
     # all requests of the same user with the same history, whose state is kept in the pool of cache.device_mb.
     share_user: Literal["part", "request", "cache"] = "request"
-    # Most new events that are computed on top of a cached user, whose state takes more memory for it; 0: a history that
-    # grew is computed whole. Only for models whose events do not depend on later ones.
+    # Most new events that are computed on top of a cached user and written behind it; 0: a history that grew is
+    # computed whole. Only for models whose events do not depend on later ones.
     growth: int = 0
     # How Climber is computed, with the same scores (FLAME-7). op_by_op: each operation is a program, dispatched by the
     # host; xla: one program; fused: one program with the fused ops, as all other models have it.
@@ -201,7 +201,7 @@ class CacheConfig:
     # Share of the model's pages that items may take; users get the others. none: what all items need, but at most 0.8,
     # where the policy caches both.
     item_share: float | None = None
-    cell_tokens: int = 2  # tokens in a cell, by which entries grow
+    cell_tokens: int = 2  # tokens in a cell, by which entries grow, kept users of scorers too
     # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
     new_tokens: int = 16
     # With hotness, which user goes first. priced: as BAT-10, but a user is admitted, or read from the cache, only where

@@ -24,12 +24,14 @@ HLEM = System(
         "embeddings.tables=paged",
         "embeddings.link_mb_s=64",
         "executors.share_user=cache",
+        "executors.growth=4",
         "memory.controller=full",
     ),
     off=(
         "embeddings.tables=resident",
         "embeddings.link_mb_s=0",
         "executors.share_user=part",
+        "executors.growth=0",
         "memory.controller=static",
     ),
     mechanisms=(
@@ -44,7 +46,14 @@ HLEM = System(
             "kept-users",
             ("HLEM-2", "MODEL-13"),
             "what is computed of a user is kept for the next request; without it once a request",
-            ("executors.share_user=request", "memory.controller=static"),
+            ("executors.share_user=request", "executors.growth=0", "memory.controller=static"),
+        ),
+        Mechanism(
+            "growing-users",
+            ("MODEL-14",),
+            "a kept user takes the events that are new; without it whoever has new ones is computed whole, and one "
+            "vector is kept in place of keys and values",
+            ("executors.growth=0",),
         ),
         Mechanism(
             "controller",
@@ -94,4 +103,5 @@ HLEM = System(
     ),
     concurrency=4,
     candidates=(20, 250),
+    grows=1,
 )  # fmt: skip

@@ -54,7 +54,7 @@ class System:
     put a prompt's parts in another order, and so give other scores; answers are then compared within an order. differs:
     why answers with all mechanisms may differ from those without any.
     concurrency: requests that are asked together, and candidates: the least and the most of one to rank, both unless
-    told otherwise.
+    told otherwise. grows: how many events more a user has at each visit than at the one before.
     """
 
     name: str
@@ -71,6 +71,7 @@ class System:
     differs: str = SAME
     concurrency: int = 8
     candidates: tuple[int, int] = (0, 0)
+    grows: int = 0
 
 
 @dataclass(frozen=True)

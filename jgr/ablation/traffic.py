@@ -8,6 +8,7 @@ and so do candidates. Without that no cache would have anything to do.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from jgr.data.datasets import Dataset
 
 ZIPF = 1.0
 TOP_K = 10
+FIRST_EVENTS = 4
+"""A user who grows had so many events, or all, at the first visits."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,18 @@ def draw(
     items = rng.permutation(len(ids))
     names = dataset.interactions.user_ids
     found = []
-    for at in users[_zipf(rng, len(users), amount.requests)].tolist():
-        history = examples.histories[at][-amount.longest :]
+    visits = users[_zipf(rng, len(users), amount.requests)].tolist()
+    left = Counter(visits)
+    for at in visits:
+        left[at] -= 1
+        whole = examples.histories[at][-amount.longest :]
+        count = max(len(whole) - left[at] * system.grows, min(len(whole), FIRST_EVENTS))
+        history = whole[:count]
         candidates: list[str] = []
         if system.kind == "rank":
             rows = _distinct(rng, items, int(rng.integers(least, most + 1)))
             candidates = [ids[row] for row in rows]
-        times = examples.histories.times_of(at)[-amount.longest :].tolist() if timed else None
+        times = examples.histories.times_of(at)[-amount.longest :][:count].tolist() if timed else None
         name, items_of = names[int(examples.users[at])], [ids[row] for row in history]
         found.append(Request(name, items_of, candidates, times, min(amount.top_k, len(ids))))
     return found

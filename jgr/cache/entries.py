@@ -73,12 +73,15 @@ class Stored(msgspec.Struct, frozen=True):
     """Where a user's state is in the pool, or where a new one is to be put.
 
     cells: their numbers in the pool. epoch: the pool's epoch when they were given out; they mean nothing in another.
-    new: whether the state is still to be written.
+    new: whether the state is still to be written. tokens: how many of the state are valid, or will be. first: how many
+    of a new one are there already.
     """
 
     cells: tuple[int, ...]
     epoch: int
     new: bool
+    tokens: int = 1
+    first: int = 0
 
 
 class Move(msgspec.Struct, frozen=True):

@@ -65,7 +65,8 @@ class CacheMeta:
 
     rooms: the room of entries, by kind. hotness: decides which users go first; None: the least recently used ones.
     owner: a name that keeps its classes of pages apart from those of other services over the same pages. frequencies:
-    counts how often items are asked for; None: nobody wants to know.
+    counts how often items are asked for; None: nobody wants to know. moving: whether limits move while entries are
+    there, for which it is remembered who shares a page.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class CacheMeta:
         host: Pages | None = None,
         owner: str = "",
         frequencies: ItemFrequencies | None = None,
+        moving: bool = False,
     ) -> None:
         self.pages, self.hotness, self.host, self._rooms = pages, hotness, host, dict(rooms)
         self.frequencies = frequencies
@@ -89,8 +91,12 @@ class CacheMeta:
         self._aside: OrderedDict[Name, _Aside] = OrderedDict()
         self._unnamed: set[Entry] = set()
         self._moves: list[Move] = []
+        shares = [kind for kind, of in self._classes.items() if moving and pages.cells(of) > 1]
+        # The entries with a cell of a page, by kind; the values say nothing.
+        self._sharing: dict[str, dict[int, dict[Entry, None]]] = {kind: {} for kind in shares}
         self.counts: Counter[str] = Counter()
-        """Events by name: {kind}_evicted, {kind}_stale and {kind}_refused for each kind; to_host and to_device."""
+        """Events by name: {kind}_evicted, {kind}_stale, {kind}_refused and {kind}_collateral for each kind (the last of
+        those that were evicted for no more than sharing a page with another); to_host and to_device."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -187,10 +193,18 @@ class CacheMeta:
             self.drop(entry.name)
 
     def failed(self, entry: Entry) -> None:
-        """The content was not written. What was valid before still is; cells beyond it stay for the next writer."""
+        """The content was not written. What was valid before still is; cells beyond it are given back."""
         entry.growing = None
-        if not entry.tokens and entry.named:
-            self.drop(entry.name)
+        if not entry.tokens:
+            if entry.named:
+                self.drop(entry.name)
+            return
+        kept = self.cells(entry.name.kind, entry.tokens)
+        beyond = entry.cells[kept:]
+        self._share(entry, -1)
+        entry.cells = entry.cells[:kept]
+        self._share(entry)
+        self.pages.give_back(self._classes[entry.name.kind], beyond)
 
     def drop(self, name: Name) -> bool:
         """Forget an entry, wherever it is; False where there is none. Its cells are free once nobody has it pinned."""
@@ -223,10 +237,21 @@ class CacheMeta:
         self._moves.clear()
 
     def set_limit(self, kind: str, pages: int) -> None:
-        """Move the boundary: entries that are beyond the new limit go, but for pinned ones. No page is moved."""
+        """Move the boundary: entries that are beyond the new limit go, but for pinned ones. No page is moved.
+
+        A page is free once nobody has a cell of it. So that not most of the entries go before a first page is empty,
+        those that share a page with one that goes go with it, where limits move (HLEM-10 b).
+        """
         self.pages.set_limit(self._classes[kind], pages)
         while self.used(kind) > pages and (victim := self._victim(kind)) is not None:
+            shared = self._sharers(victim)
             self._evict(victim)
+            for others in shared:
+                if self.used(kind) > pages and not any(other.pins for other in others):
+                    for other in others:
+                        if other.named:  # else it went with another page
+                            self._evict(other)
+                            self.counts[f"{kind}_collateral"] += 1
 
     def valid_tokens(self, name: Name, content: Valued, lane: object = None) -> int:
         """The number of valid tokens of the entry that `find` would return, 0 for none. Changes nothing."""
@@ -305,6 +330,12 @@ class CacheMeta:
                 assert self.cells(kind, entry.tokens) <= len(entry.cells) or not entry.tokens, (
                     "an entry has more tokens than room"
                 )
+            if kind in self._sharing:
+                found: dict[int, dict[Entry, None]] = {}
+                for entry in self._all(kind):
+                    for page in self._pages_of(entry):
+                        found.setdefault(page, {})[entry] = None
+                assert found == self._sharing[kind], f"{kind} entries share other pages"
         if self.hotness is not None:
             self.hotness.check()
         if self.host is not None:
@@ -337,6 +368,7 @@ class CacheMeta:
                 return False
             self._evict(victim)
         entry.cells += cells
+        self._share(entry)
         return True
 
     def _victim(self, kind: str) -> Entry | None:
@@ -401,5 +433,32 @@ class CacheMeta:
         assert self.host is not None
         self.host.give_back(self._classes[name.kind], self._aside.pop(name).cells)
 
+    def _share(self, entry: Entry, by: int = 1) -> None:
+        """Remember in which pages an entry has cells; forget it where `by` is -1."""
+        sharing = self._sharing.get(entry.name.kind)
+        if sharing is None:
+            return
+        for page in self._pages_of(entry):
+            here = sharing.setdefault(page, {})
+            if by > 0:
+                here[entry] = None
+                continue
+            del here[entry]
+            if not here:
+                del sharing[page]
+
+    def _pages_of(self, entry: Entry) -> list[int]:
+        per_page = self.pages.cells(self._classes[entry.name.kind])
+        return list(dict.fromkeys(cell // per_page for cell in entry.cells))
+
+    def _sharers(self, entry: Entry) -> list[list[Entry]]:
+        """For each of an entry's pages the others that have cells there, the fewest first."""
+        sharing = self._sharing.get(entry.name.kind)
+        if sharing is None:
+            return []
+        found = ([other for other in sharing[page] if other is not entry] for page in self._pages_of(entry))
+        return sorted(found, key=len)
+
     def _free(self, entry: Entry) -> None:
+        self._share(entry, -1)
         self.pages.give_back(self._classes[entry.name.kind], entry.cells)

@@ -10,15 +10,16 @@ A program that fails may have consumed the array. The pool is then empty and of 
 an earlier epoch is refused (`PoolLost`), since what it wants to read is gone; its planner forgets its entries
 (`CacheMeta.renew`) and plans again.
 
-`StateView` sees cells as a user's state (MODEL-13); a decoder's keys and values are seen by `jgr.models.packed`.
+`StateView` sees cells as a user's state (MODEL-13), `jgr.cache.histories` as what is kept of a user's history; a
+decoder's keys and values are seen by `jgr.models.packed`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -108,34 +109,84 @@ class DevicePool:
         return jnp.zeros(shape, jnp.uint32, device=self.sharding)
 
 
-class StateView:
-    """Cells of the pool as users' states, which have the same shapes for every user.
+class UserView(ABC):
+    """Cells of the pool as what is kept of users. room: that of an entry.
 
-    state: their shapes and dtypes. like: a view of such states over the same pool, whose compiled programs are used.
     catch_up: called before each write, since its cells may be of a page that another model gave up, whose copy to the
     host is planned and not made yet (`HostTier.catch_up`).
     """
+
+    room: Room
+
+    def __init__(self, pool: DevicePool, catch_up: Callable[[], None]) -> None:
+        self.pool, self._catch_up = pool, catch_up
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """The length of the longest entry, as `Room.of` takes it."""
+
+    @abstractmethod
+    def compile(self) -> Sequence[jax.stages.Compiled]:
+        """The programs; memory_analysis shows that those which write the pool do so in place."""
+
+    @abstractmethod
+    def store(self, kept: PyTree, place: Stored) -> bool:
+        """Write what is kept of a user to its cells. False: they are not of this epoch, or it failed and the pool is
+        empty."""
+
+    @abstractmethod
+    def load(self, place: Stored) -> PyTree | None:
+        """What is kept in some cells, once it is there. None: as for `store`."""
+
+    def _put(self, program: Callable[[jax.Array], jax.Array], epoch: int) -> bool:
+        try:
+            self._catch_up()
+            self.pool.write(program, epoch)
+        except Exception:  # the pool has told the log; what is kept is as good as ever
+            return False
+        return True
+
+    def _get(self, program: Callable[[jax.Array], T], epoch: int) -> T | None:
+        try:
+            found: T = jax.block_until_ready(self.pool.read(program, epoch))
+            return found
+        except PoolLost:
+            return None
+        except Exception as error:  # also of the program that wrote it
+            self.pool.lose(epoch, error)
+            return None
+
+
+class StateView(UserView):
+    """Cells of the pool as users' states, which have the same shapes for every user.
+
+    state: their shapes and dtypes. like: a view of such states over the same pool, whose compiled programs are used.
+    catch_up: see `UserView`.
+    """
+
+    longest = 1
 
     def __init__(
         self,
         pool: DevicePool,
         state: PyTree,
-        like: StateView | None = None,
+        like: UserView | None = None,
         catch_up: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(pool, catch_up)
         leaves, self._tree = jax.tree.flatten(state)
         self._layout = BufferLayout.of({str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)})
         grains = -(-self._layout.size // ALIGNMENT)
         cells, each = pieces(grains, ALIGNMENT, pool.page_bytes)
         self.room = Room(each * ALIGNMENT, cells)
-        self.pool, self._catch_up = pool, catch_up
         self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
         self._programs: tuple[jax.stages.Compiled, jax.stages.Compiled] | None = None
-        if like is not None and (like.pool, like._layout) == (pool, self._layout):
+        if isinstance(like, StateView) and (like.pool, like._layout) == (pool, self._layout):
             self._programs = like._programs
 
     def compile(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-        """The programs that write and read a user's state; memory_analysis shows that the pool is written in place."""
+        """The programs that write and read a user's state."""
         if self._programs is None:
             cells = jax.ShapeDtypeStruct((self.room.cells,), np.int32)
             state = [jax.ShapeDtypeStruct(field.shape, field.dtype) for field in self._layout.fields]
@@ -143,29 +194,18 @@ class StateView:
             self._programs = write, jax.jit(self._read).lower(self.pool.example, cells).compile()
         return self._programs
 
-    def store(self, state: PyTree, place: Stored) -> bool:
-        """Write a state to its cells. False: they are not of this epoch, or it failed and the pool is empty."""
+    def store(self, kept: PyTree, place: Stored) -> bool:
+        """See UserView."""
         write, _ = self.compile()
-        cells = np.array(place.cells, np.int32)
-        try:
-            self._catch_up()
-            self.pool.write(lambda array: write(array, jax.tree.leaves(state), cells), place.epoch)
-        except Exception:  # the pool has told the log; the state itself is as good as ever
-            return False
-        return True
+        leaves, cells = jax.tree.leaves(kept), np.array(place.cells, np.int32)
+        return self._put(lambda array: write(array, leaves, cells), place.epoch)
 
     def load(self, place: Stored) -> PyTree | None:
-        """The state in some cells, once it is there. None: as for `store`."""
+        """See UserView."""
         _, read = self.compile()
         cells = np.array(place.cells, np.int32)
-        try:
-            found = self.pool.read(partial(_swapped, read, cells), place.epoch)
-            return jax.block_until_ready(jax.tree.unflatten(self._tree, found))
-        except PoolLost:
-            return None
-        except Exception as error:  # also of the program that wrote it
-            self.pool.lose(place.epoch, error)
-            return None
+        found = self._get(lambda array: read(array, cells), place.epoch)
+        return None if found is None else jax.tree.unflatten(self._tree, found)
 
     def _write(self, array: jax.Array, leaves: list[jax.Array], cells: jax.Array) -> jax.Array:
         parts = []
@@ -180,7 +220,3 @@ class StateView:
     def _read(self, array: jax.Array, cells: jax.Array) -> list[jax.Array]:
         found = words.read(array, *self._cells.place(cells), self._cells.words)
         return list(self._layout.unpack(found.reshape(-1)).values())
-
-
-def _swapped(program: Callable[..., T], cells: object, array: jax.Array) -> T:
-    return program(array, cells)

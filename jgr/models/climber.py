@@ -407,6 +407,8 @@ def renew(
     given = prepare(
         params, cfg, events
     )  # its bias is not used, so a program that is jitted does not compute any of it
+    if not cfg.timed:
+        return User(k, v, lengths, given.of_candidates, given.scale, given.question)
     last = jnp.maximum(lengths - 1, 0)[:, None]  # 0 in an empty group, where nothing sees it
     happened, _, asked = _places(cfg, parts, lengths, events.now)
     own = Places(*(jnp.take_along_axis(x, last, axis=1) for x in happened))  # type: ignore[arg-type]

@@ -107,7 +107,14 @@ class Scorer(Protocol):
 
 
 class Keeping(Protocol):
-    """How a family keeps users: what does not depend on `now`, and how a state is made of it."""
+    """How a family keeps users: what does not depend on `now`, and how a state is made of it.
+
+    What is kept is valid for a history's first tokens, which are its slots and events; what is behind them is not read.
+    """
+
+    along: Any
+    """For each leaf of what is kept, or for all below one place of it, the axis of the tokens; "number" for a leaf [B]
+    int32 that is their number."""
 
     def begin(self, params: Any, cfg: Any, users: Users) -> PyTree:
         """What is kept of users whose events are all new."""
@@ -130,6 +137,11 @@ def _times(users: Users) -> jax.Array:
     """The events' times, with `now` after the last one, [B, S + 1]."""
     places, lengths = jnp.arange(users.rows.shape[1] + 1)[None], (users.rows >= 0).sum(axis=1)
     return jnp.where(places < lengths[:, None], jnp.pad(users.times, ((0, 0), (0, 1))), users.now[:, None])
+
+
+def _number(rows: jax.Array) -> jax.Array:
+    """How many rows [B, S] there are, [B]."""
+    return (rows >= 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _latest(x: jax.Array, known: jax.Array, count: int, fill: int) -> jax.Array:
@@ -167,23 +179,33 @@ class _Retriever:
 class _GrowingHstu:
     """Kept: keys and values. The newest event's are computed again each time, for its bias (MODEL-12)."""
 
-    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> hstu.History:
-        return hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1]
+    along = (-2, -2, "number")
 
-    def grow(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int) -> hstu.History:
-        return self._append(params, cfg, kept, users, most)[1]
+    def begin(self, params: Any, cfg: HstuConfig, users: Users) -> tuple[jax.Array, ...]:
+        return self._kept(hstu.begin(params, cfg, users.rows, _times(users) if cfg.timed else None)[1])
 
-    def state(self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users) -> jax.Array:
+    def grow(
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users, most: int
+    ) -> tuple[jax.Array, ...]:
+        return self._kept(self._append(params, cfg, kept, users, most)[1])
+
+    def state(self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users) -> jax.Array:
         return self._append(params, cfg, kept, users, 0)[0]
 
     def _append(
-        self, params: Any, cfg: HstuConfig, kept: hstu.History, users: Users, most: int
+        self, params: Any, cfg: HstuConfig, kept: tuple[jax.Array, ...], users: Users, most: int
     ) -> tuple[jax.Array, hstu.History]:
-        known = (kept.rows >= 0).sum(axis=1)
+        k, v, known = kept
+        there = jnp.arange(users.rows.shape[1])[None] < known[:, None]
+        history = hstu.History(k, v, jnp.where(there, users.rows, -1), users.times)
         times = _latest(_times(users), known, most + 1, 0)
         rows = _latest(users.rows, known, most, -1)
-        found: tuple[jax.Array, hstu.History] = hstu.append(params, kept, rows, times, cfg=cfg)
+        found: tuple[jax.Array, hstu.History] = hstu.append(params, history, rows, times, cfg=cfg)
         return found
+
+    @staticmethod
+    def _kept(history: hstu.History) -> tuple[jax.Array, ...]:
+        return history.k, history.v, _number(history.rows)
 
 
 class _Stu:
@@ -209,26 +231,31 @@ class _Stu:
         return found
 
 
-class _GrowingStu:
-    """Kept: keys and values, and how many there are. `now` is for the candidates alone."""
+class _KeptStu:
+    """Kept: keys and values. `now` is for the candidates alone, where events have no times."""
 
-    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[Any, jax.Array]:
-        user = _Stu().read(params, cfg, users)
-        return user.past, user.ends
+    along = (-2, -2, "number")
+
+    def begin(self, params: Any, cfg: StuScorerConfig, users: Users) -> tuple[jax.Array, ...]:
+        return self._kept(_Stu().read(params, cfg, users))
 
     def grow(
-        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users, most: int
-    ) -> tuple[Any, jax.Array]:
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users, most: int
+    ) -> tuple[jax.Array, ...]:
         user = self.state(params, cfg, kept, users)
         given = (users.rows, -1), (users.actions, 0), (users.times, 0)
         events = stu_scorer.Events(*(_latest(x, user.ends, most, fill) for x, fill in given))
-        grown: stu_scorer.User = stu_scorer.append(params, user, events, users.now, cfg=cfg)
-        return grown.past, grown.ends
+        return self._kept(stu_scorer.append(params, user, events, users.now, cfg=cfg))
 
     def state(
-        self, params: Any, cfg: StuScorerConfig, kept: tuple[Any, jax.Array], users: Users
+        self, params: Any, cfg: StuScorerConfig, kept: tuple[jax.Array, ...], users: Users
     ) -> stu_scorer.User:
-        return stu_scorer.User(*kept, users.now)
+        k, v, ends = kept
+        return stu_scorer.kept_user(cfg, k, v, ends, users.now)
+
+    @staticmethod
+    def _kept(user: stu_scorer.User) -> tuple[jax.Array, ...]:
+        return user.past.k, user.past.v, user.ends.astype(jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -260,9 +287,11 @@ class _Climber:
 
 @dataclass(frozen=True)
 class _KeptClimber:
-    """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias."""
+    """Kept: keys and values. The last event's of each sub-sequence are computed again each time, for its bias. A token
+    is one event of each sub-sequence."""
 
     build: Build
+    along = (-2, -2)
 
     def begin(self, params: Any, cfg: ClimberConfig, users: Users) -> tuple[Any, Any]:
         user = climber.read(params, cfg, _climber_events(users), build=self.build)
@@ -322,15 +351,15 @@ def rank(model: Scorer, params: Any, cfg: Any, users: Users, candidates: Candida
 
 
 def keeping(cfg: ScorerConfig, build: Build = "fused") -> Keeping | None:
-    """How a scorer's users are kept where a part of their state depends on `now`.
+    """How a scorer's users are kept where their state has as many tokens as they, or a part of it depends on `now`.
 
-    None: what `read` gives is kept as it is: none of it depends on `now`, or all that is worth keeping (`Needs.dated`).
+    None: what `read` gives is kept as it is, which is of one size and does not depend on `now`.
     """
     if isinstance(cfg, HstuConfig) and cfg.timed:
         return _GrowingHstu()
-    if isinstance(cfg, StuScorerConfig) and not cfg.time_rows:
-        return _GrowingStu()
-    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) and cfg.timed else None
+    if isinstance(cfg, StuScorerConfig):
+        return _KeptStu()
+    return _KeptClimber(build) if isinstance(cfg, ClimberConfig) else None
 
 
 def growing(cfg: ScorerConfig) -> Growing:
@@ -339,7 +368,7 @@ def growing(cfg: ScorerConfig) -> Growing:
         return _GrowingHstu()
     if isinstance(cfg, StuScorerConfig):
         stu_scorer.refuse_growth(cfg)
-        return _GrowingStu()
+        return _KeptStu()
     raise HistoryIsWhole("only histories of HSTU and of the STU can grow; this scorer's are computed whole")
 
 

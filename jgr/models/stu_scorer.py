@@ -330,5 +330,9 @@ def append(
     def store(old: jax.Array, fresh: jax.Array) -> jax.Array:  # [L, B, H, S, width]
         return old.at[:, users, :, slots].set(fresh.transpose(1, 3, 0, 2, 4), mode="drop")
 
-    described = stu.describe(cfg.stack, ends, ends, 0, cfg.max_items)
-    return User(Past(store(user.past.k, new.k), store(user.past.v, new.v), described), ends, now)
+    return kept_user(cfg, store(user.past.k, new.k), store(user.past.v, new.v), ends, now)
+
+
+def kept_user(cfg: StuScorerConfig, k: jax.Array, v: jax.Array, ends: jax.Array, now: jax.Array) -> User:
+    """The users' state, of keys and values of C + S rows that `prefill` or `append` gave."""
+    return User(Past(k, v, stu.describe(cfg.stack, ends, ends, 0, k.shape[3])), ends, now)

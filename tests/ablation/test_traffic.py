@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jgr.ablation.bat import BAT
+from jgr.ablation.hlem import HLEM
 from jgr.ablation.traffic import Amount, Request, draw, waves
 from jgr.ablation.xgr import XGR
 from jgr.config import UserError
@@ -36,6 +37,18 @@ def test_requests_are_of_the_datasets_users_and_equal_seeds_give_equal_ones() ->
         assert len(set(request.candidates)) == len(request.candidates)
         assert set(request.candidates) <= set(ids)
     assert {len(request.candidates) for request in requests} == {3, 4, 5, 6}
+
+
+def test_users_who_grow_have_more_events_at_each_visit_and_all_at_the_last() -> None:
+    last = dict[str, list[str]]()
+    for request in draw(HLEM, DATASET, replace(AMOUNT, requests=60)):
+        before = last.get(request.user, [])
+        assert request.history[: len(before)] == before
+        assert len(request.history) - len(before) in (0, 1) or not before
+        last[request.user] = request.history
+    assert last == {
+        request.user: request.history for request in draw(BAT, DATASET, replace(AMOUNT, requests=60))
+    }
 
 
 def test_users_and_items_come_as_zipfs_law_has_it() -> None:

@@ -4,7 +4,6 @@ rows, free and used pages are all pages, and no page has two owners (HLEM-10, HL
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -18,14 +17,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
-from jgr.cache.entries import Entry, Name, Stored
+from jgr.cache.entries import Content, Entry, Name
+from jgr.cache.histories import HistoryView
 from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
-from jgr.cache.pool import DevicePool, StateView
+from jgr.cache.pool import DevicePool
 from jgr.cache.refill import RefillBudget
 from jgr.config import ConfigError
 from jgr.embeddings.shards import ShardError
-from jgr.serving.policies.user_cache import WholeContent
+from jgr.serving.policies.jobs import UserPart
+from jgr.serving.policies.user_cache import LAYOUT, Found, UserCache, WholeContent
 
 PAGES, PAGE_BYTES, BATCH = 12, 1024, 24
 RNG = np.random.default_rng(7)
@@ -81,13 +82,40 @@ def right(cache: EmbeddingCache, table: str, rows: list[int]) -> None:
 USERS = st.integers(0, 7)
 ROWS = st.lists(st.integers(0, 89), min_size=1, max_size=BATCH)
 LIMITED = PAGES - 2  # of the border; the other two are for items alone
-STATE = jax.ShapeDtypeStruct((64,), np.float32)
-VIEW = StateView(POOL, STATE)
+WINDOW, GROWTH = 6, 2
+KEPT = {
+    "k": jax.ShapeDtypeStruct((1, WINDOW, 64), np.float32),
+    "number": jax.ShapeDtypeStruct((1,), np.int32),
+}
+VIEW = HistoryView(POOL, KEPT, {"k": -2, "number": "number"}, 1, GROWTH)  # four events in a page
 VIEW.compile()
+History = tuple[int, ...]
+"""A user's events, which are what the user's state depends on."""
 
 
-def state_of(user: int, version: int) -> npt.NDArray[np.float32]:
-    return np.random.default_rng((user, version)).standard_normal(64, np.float32)
+def computed(history: History) -> dict[str, npt.NDArray[Any]]:
+    """What is kept of a history; behind its end there is anything."""
+    k = np.full((1, WINDOW, 64), np.nan, np.float32)
+    for place, event in enumerate(history):
+        k[0, place] = np.random.default_rng((event, place)).standard_normal(64, np.float32)
+    return {"k": k, "number": np.array([len(history)], np.int32)}
+
+
+def state_of(kept: Any) -> npt.NDArray[np.float32]:
+    """What candidates are scored with: of the events that there are."""
+    there = np.arange(WINDOW) < np.asarray(kept["number"])
+    found: npt.NDArray[np.float32] = np.where(there[:, None], np.asarray(kept["k"]), 0).sum(
+        (0, 1), np.float32
+    )
+    return found
+
+
+def whole(history: History) -> npt.NDArray[np.float32]:
+    return state_of(computed(history))
+
+
+def content_of(key: bytes) -> Content:
+    return Content.of(np.frombuffer(key, np.int32))
 
 
 class Pool(RuleBasedStateMachine):
@@ -101,40 +129,74 @@ class Pool(RuleBasedStateMachine):
         self.cache._programs, self.cache._zeros = PROGRAMS, ZEROS
         for table in TABLES:
             self.cache.compile(table, BATCH)
-        self.meta = CacheMeta(self.pages, {"user": VIEW.room, "item": Room(PAGE_BYTES // 4)})
+        self.meta = CacheMeta(self.pages, {"user": VIEW.room, "item": Room(PAGE_BYTES // 4)}, moving=True)
         self.meta.renew(POOL.epoch)
         self.meta.set_limit("item", 2)
         self.border = Border(self.cache, self.meta, self.pages, "rows", LIMITED, embeddings)
-        self.versions: Counter[int] = Counter()
+        self.users = UserCache(self.meta, content_of, GROWTH)
+        self.histories: dict[int, History] = dict.fromkeys(range(8), (0,))
         self.pinned: list[Entry] = []
+        self.flying: list[tuple[Found, History]] = []
 
     @rule(user=USERS, rows=ROWS)
     def ask(self, user: int, rows: list[int]) -> None:
-        version = self.versions[user]
-        kept = self._state(Name("user", user, ""), WholeContent(bytes([version])), state_of(user, version))
+        history = self.histories[user]
+        kept = self._run(self._find(user, history), history)
         found = np.asarray(self.cache.rows("wide", batch(rows)))[: len(rows)]
-        np.testing.assert_allclose(found @ kept, VALUES["wide"][rows] @ state_of(user, version), atol=1e-4)
+        np.testing.assert_allclose(found @ kept, VALUES["wide"][rows] @ whole(history), atol=1e-4)
 
-    def _state(
-        self, name: Name, content: WholeContent, computed: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32]:
-        entry = self.meta.find(name, content)
-        if entry is not None:
-            return np.asarray(VIEW.load(Stored(entry.cells, self.meta.epoch, new=False)))
-        entry = self.meta.extend(name, content)
-        if entry is not None:
-            assert VIEW.store(jnp.asarray(computed), Stored(entry.cells, self.meta.epoch, new=True))
-            self.meta.written(entry)
-            self.meta.release(entry)
-        return computed
+    def _find(self, user: int, history: History) -> Found | None:
+        return self.users.find(UserPart(str(user), np.array(history, np.int32).tobytes()))
+
+    def _run(self, found: Found | None, history: History, fails: bool = False) -> npt.NDArray[np.float32]:
+        """What a run does with what was found: load, compute what is new, store. fails: after all of it."""
+        if found is None:
+            return whole(history)
+        place, before = found.place, found.before
+        if place is not None and not place.new:
+            kept = VIEW.load(place)
+        else:
+            kept, own = None if before is None else VIEW.load(before), computed(history)
+            if kept is not None and before is not None:  # what is new, behind what was kept
+                new = np.arange(WINDOW) >= before.tokens
+                own["k"] = np.where(new[:, None], own["k"], kept["k"])
+            kept = own
+            if place is not None:
+                stored = VIEW.store(jax.tree.map(jnp.asarray, kept), place)
+                assert stored or place.epoch != POOL.epoch
+        self.users.end(found, well=kept is not None and not fails)
+        return whole(history) if kept is None else state_of(kept)  # an engine computes it anew
+
+    @rule(user=USERS, more=st.integers(0, GROWTH + 1), less=st.integers(0, 2))
+    def begin_one_that_goes_on(self, user: int, more: int, less: int) -> None:
+        """A run that others overtake: of a user who has more events by then, or of one who asks with fewer."""
+        self.grow(user, more)
+        history = self.histories[user]
+        history = history[: max(1, len(history) - less)]
+        found = self._find(user, history)
+        if found is not None:
+            self.flying.append((found, history))
+
+    @precondition(lambda self: self.flying)
+    @rule(which=st.integers(0, 30), fails=st.booleans())
+    def end_one(self, which: int, fails: bool) -> None:
+        found, history = self.flying.pop(which % len(self.flying))
+        np.testing.assert_allclose(self._run(found, history, fails), whole(history), atol=1e-4)
 
     @rule(table=st.sampled_from(list(TABLES)), rows=ROWS)
     def rows(self, table: str, rows: list[int]) -> None:
         right(self.cache, table, rows)
 
+    @rule(user=USERS, more=st.integers(1, GROWTH + 1))
+    def grow(self, user: int, more: int) -> None:
+        """A window that is full begins anew, with other events."""
+        history = self.histories[user]
+        history += tuple(range(history[-1] + 1, history[-1] + 1 + more))
+        self.histories[user] = history if len(history) <= WINDOW else (history[-1] + 1,)
+
     @rule(user=USERS)
-    def grow(self, user: int) -> None:
-        self.versions[user] += 1
+    def erase(self, user: int) -> None:
+        self.users.forget(str(user))
 
     @rule(item=st.integers(0, 12))
     def item(self, item: int) -> None:
@@ -145,7 +207,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(user=USERS)
     def pin(self, user: int) -> None:
-        entry = self.meta.by_name(Name("user", user, ""))
+        entry = self.meta.by_name(Name("user", str(user), LAYOUT))
         if entry is not None:
             self.meta.hold(entry)
             self.pinned.append(entry)
@@ -208,12 +270,17 @@ class Pool(RuleBasedStateMachine):
         ]
         assert set.union(*owners) == set(range(PAGES)) and sum(map(len, owners)) == PAGES
         assert not self.cache.pages._pins.any(), "a batch that ended has pins"
+        for entry in self.meta._all("user"):
+            length = len(entry.growing) if entry.growing else entry.tokens
+            assert len(entry.cells) == VIEW.room.of(length), "an entry is longer than its user"
 
     def teardown(self) -> None:
         if not hasattr(self, "border"):
             return
         for entry in self.pinned:
             self.meta.release(entry)
+        for found, _ in self.flying:
+            self.users.end(found, well=False)
         self.border.retry()
         assert self.border.delayed == 0
         self.border.close()

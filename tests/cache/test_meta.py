@@ -275,6 +275,28 @@ class Anything(RuleBasedStateMachine):
 TestAnything = Anything.TestCase
 
 
+def test_where_a_limit_moves_pages_are_emptied_and_not_most_entries_before_a_first_one_is() -> None:
+    """HLEM-10 b: 80 users of two cells each, which stand in two of ten pages with others."""
+    evicted = {}
+    for moving in (False, True):
+        rng, pages = np.random.default_rng(0), Pages(10, 16)
+        meta = CacheMeta(pages, {"user": Room(1, step=1)}, moving=moving)
+        for tokens in (1, 2):
+            for who in rng.permutation(80).tolist():
+                keep(meta, user(str(who)), tokens)
+        for who in rng.permutation(80).tolist():
+            assert meta.find(user(str(who)), Content.of(np.zeros(2, np.int32))) is not None
+        pinned = meta.by_name(user("7"))
+        assert pinned is not None and meta.used("user") == 10
+        meta.hold(pinned)
+        meta.set_limit("user", 9)
+        meta.check()
+        assert meta.used("user") == 9 and meta.by_name(user("7")) is pinned
+        evicted[moving] = meta.counts["user_evicted"]
+    assert meta.counts["user_collateral"] == evicted[True] - 1  # with the one that was used least of late
+    assert evicted[True] <= 16 < 40 < evicted[False]
+
+
 @pytest.mark.parametrize("workload", [GAMES, BEAUTY, BOOKS, INDUSTRY], ids=lambda workload: workload.name)
 @pytest.mark.parametrize("token_bytes", [4096, 28672])
 def test_fragmentation_stays_below_fifteen_percent_on_the_workloads(

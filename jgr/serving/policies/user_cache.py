@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' states kept between requests, in cells of the device's pool (DESIGN idea 3, MODEL-13).
+"""Users' states kept between requests, in cells of the device's pool (DESIGN idea 3, MODEL-13, MODEL-14).
 
-The one idea: a user's state has the same shapes whoever the user is, so an entry takes the same cells whatever it is
-computed from, and a block (`user_block.known_by`) says all that it depends on. An entry's content is the block: another
-history, context or scenario, or time where what is kept depends on it, is other content, which finds the entry stale
-and frees it; where users can grow, what is new is computed from it first, to other cells, since who reads the old ones
-is not to see more events. Entries belong to one revision of a model, so another never finds them.
+The one idea: an entry is what was computed from a content, which says all that it depends on
+(`user_block.UserContent`). Another history, context or scenario, or time where what is kept depends on it, is other
+content, which finds the entry stale and frees it. Where users can grow, an entry of the first events serves who has
+more: what is new is computed from it and written behind it, in the same cells and in new ones for what they do not
+hold. Others may read the first events meanwhile, as one may who asks with fewer events than are kept, and where the
+writer fails they are still there. Whoever cannot write, since somebody else does or there is no room, computes what is
+new for itself. Entries belong to one revision of a model, so another never finds them.
 
-`cache.pool.StateView` writes and reads the states; `UserCache` does the bookkeeping, on the event loop.
+`cache.histories` and `cache.pool.StateView` write and read the states; `UserCache` does the bookkeeping, on the event
+loop.
 """
 
 from __future__ import annotations
@@ -16,16 +19,9 @@ import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from jgr.cache.entries import Entry, Name, Stored
+from jgr.cache.entries import Entry, Name, Stored, Valued
 from jgr.cache.meta import CacheMeta
 from jgr.serving.policies.jobs import UserPart
-
-UInt8 = npt.NDArray[np.uint8]
-Growth = Callable[[UInt8, UInt8], int | None]
-"""(old block, new block) -> by how many events the user grew, where the state can be computed from the old one's."""
 
 LAYOUT = "state"
 """The layout that the entries' names have."""
@@ -48,57 +44,60 @@ class WholeContent:
 class Found(NamedTuple):
     """A pinned entry, and where its state is or is to be put; `UserCache.end` it.
 
-    before: where the state is that it can be computed from, of the user with `grown` fewer events; old: its entry,
-    pinned too.
+    place: None: nowhere. before: where the state is that it can be computed from, of the user with `grown` fewer
+    events, in the same entry; None: nowhere.
     """
 
     entry: Entry
-    place: Stored
+    place: Stored | None
     before: Stored | None = None
     grown: int = 0
-    old: Entry | None = None
 
 
 class UserCache:
     """Which users' states are in the pool. All calls are made on the event loop.
 
-    meta: a service with entries of kind "user", of one room; other engines of the same model may share it. growth: None
-    where users cannot grow.
+    meta: a service with entries of kind "user", of one room; other engines of the same model may share it. content: of
+    a UserPart's key. growth: the most new events that are computed from an entry; 0: none are.
     """
 
-    def __init__(self, meta: CacheMeta, growth: Growth | None = None) -> None:
-        self.meta, self._growth = meta, growth
+    def __init__(
+        self, meta: CacheMeta, content: Callable[[bytes], Valued] = WholeContent, growth: int = 0
+    ) -> None:
+        self.meta, self._content, self._growth = meta, content, growth
 
     def find(self, user: UserPart) -> Found | None:
-        """None: it is being written, or there is no room."""
-        assert user.key is not None
-        block = np.frombuffer(user.key, np.uint8)
-        name, content = Name("user", user.name, LAYOUT), WholeContent(user.key)
-        old, grown = self._before(name, block)
-        entry = self.meta.find(name, content)
-        if entry is not None:
-            self.meta.hold(entry)
-            return Found(entry, Stored(entry.cells, self.meta.epoch, new=False))
-        entry = self.meta.extend(name, content)
-        if entry is None:
-            if old is not None:
-                self.meta.release(old)
+        """None: it is being written, there is no room, or there is nothing to be kept."""
+        name, content = self._named(user)
+        length, epoch = len(content), self.meta.epoch
+        if length == 0:
             return None
-        entry.made_from = block
-        before = None if old is None else Stored(old.cells, self.meta.epoch, new=False)
-        return Found(entry, Stored(entry.cells, self.meta.epoch, new=True), before, grown, old)
+        if (entry := self._covering(name, content)) is not None:
+            self.meta.find(name, entry.made_from)  # it was used
+            self.meta.hold(entry)
+            return Found(entry, Stored(entry.cells, epoch, False, length))
+        entry = self.meta.find(name, content)
+        known = 0 if entry is None else entry.tokens
+        grown = length - known if entry is not None and length - known <= self._growth else 0
+        extended = self.meta.extend(name, content)
+        pinned = extended or (entry if grown else None)
+        if pinned is None:
+            return None
+        if extended is None:
+            self.meta.hold(pinned)
+        else:
+            extended.made_from = content
+        place = None if extended is None else Stored(extended.cells, epoch, True, length, known)
+        return Found(pinned, place, Stored(pinned.cells, epoch, False, known) if grown else None, grown)
 
     def holds(self, user: UserPart) -> bool:
         """Whether the user's part is kept, just as it is now. Changes nothing."""
-        assert user.key is not None
-        return self.meta.valid_tokens(Name("user", user.name, LAYOUT), WholeContent(user.key)) > 0
+        return self._covering(*self._named(user)) is not None
 
     def end(self, found: Found, well: bool) -> None:
         """Nobody reads or writes what was found any more. well: the run has not failed, and what was new is there."""
         entry, place = found.entry, found.place
-        if found.old is not None:
-            self.meta.release(found.old)
-        if place.new:
+        if place is not None and place.new:
             if well and place.epoch == self.meta.epoch:
                 self.meta.written(entry)
             else:
@@ -113,18 +112,18 @@ class UserCache:
         """Audit; AssertionError."""
         self.meta.check()
 
-    def _before(self, name: Name, block: UInt8) -> tuple[Entry | None, int]:
-        """The user's entry, pinned and not to be found any more, where the user grew since; and by how many events."""
-        old = None if self._growth is None else self.meta.by_name(name)
-        if old is None or self._growth is None or (old.made_from == block).all():
-            return None, 0
-        events = self._growth(old.made_from, block)
-        if events is None:
-            return None, 0
-        self.meta.hold(old)
-        self.meta.drop(name)
-        return old, events
-
     def forget(self, user: str) -> int:
         """Drop a user's entry; how many there were."""
         return int(self.meta.drop(Name("user", user, LAYOUT)))
+
+    def _covering(self, name: Name, content: Valued) -> Entry | None:
+        """The entry that has all of the content, and may have more events behind it."""
+        entry, length = self.meta.by_name(name), len(content)
+        if entry is None or not 0 < length <= entry.tokens:
+            return None
+        known = entry.digest if length == entry.tokens else entry.made_from.prefix(length)
+        return entry if known == content.digest else None
+
+    def _named(self, user: UserPart) -> tuple[Name, Valued]:
+        assert user.key is not None
+        return Name("user", user.name, LAYOUT), self._content(user.key)

@@ -9,7 +9,7 @@ back (donation), inputs to the staging buffer, so after the warm-up a run alloca
 How often a user's part is computed decides which programs there are (`share`). "part": every part computes it (FLAME as
 published). "request": an executor of size USER_PART computes it once, and the parts read its arrays (M-FALCON,
 MODEL-13); where a request has a single part, that part may compute the user itself, which saves the arrays' way through
-memory. "cache": the executor of size USER_PART also keeps the user in cells of the pool (`StateView`), fetches it from
+memory. "cache": the executor of size USER_PART also keeps the user in cells of the pool (`UserView`), fetches it from
 there, or computes it from what was kept when the history was shorter. What depends on the moment of the request is
 never kept: where there is any, another program makes the state of what is kept (`scorers.keeping`).
 
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from jgr.cache.embeddings import EmbeddingCache
 from jgr.cache.entries import Stored
-from jgr.cache.pool import StateView
+from jgr.cache.pool import UserView
 from jgr.features import numa
 from jgr.models import item_tables
 from jgr.models.params import PyTree
@@ -64,7 +64,7 @@ class ReadWork:
     """A user's part to be computed or fetched. block: see user_block.
 
     place: where the part stands in the pool, or is to be kept; None: it is not kept. before: where the part of the same
-    user with fewer events stands, from which it can be computed; None: nowhere.
+    user with fewer events stands, from which it can be computed, in the same cells; None: nowhere.
     """
 
     block: UInt8
@@ -122,7 +122,7 @@ class Executor:
         self,
         programs: Programs,
         size: int,
-        states: StateView | None,
+        states: UserView | None,
         embeddings: EmbeddingCache | None = None,
     ) -> None:
         self.size, self._programs, self._states, self._embeddings = size, programs, states, embeddings
@@ -159,10 +159,9 @@ class Executor:
 
     def _read(self, work: ReadWork) -> Read:
         place, states, programs = work.place, self._states, self._programs
-        new, found = place is not None and place.new, None
-        if states is not None and place is not None:
-            at = work.before if new else place
-            found = None if at is None else states.load(at)
+        new = place is None or place.new
+        at = work.before if new else place
+        found = None if states is None or at is None else states.load(at)
         if found is None or new or programs.renew is not None:  # else nothing is to be computed
             self._staging.write(work.block)
         cached: Literal["all", "before", "nothing"] = "before" if new else "all"
@@ -172,7 +171,7 @@ class Executor:
         else:
             kept = self._staging.run(programs.grow, self._params(work.block), found) if new else found
         stored = cached == "all"
-        if new and states is not None and place is not None:
+        if states is not None and place is not None and place.new:
             stored = states.store(kept, place)
         state = kept
         if programs.renew is not None:
@@ -223,7 +222,7 @@ class ScorerExecutors:
         self,
         programs: Programs,
         number: int,
-        states: StateView | None = None,
+        states: UserView | None = None,
         embeddings: EmbeddingCache | None = None,
         *,
         bind: bool = False,

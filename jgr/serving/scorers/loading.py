@@ -16,9 +16,10 @@ from pathlib import Path
 
 import jax
 
+from jgr.cache.histories import HistoryView
 from jgr.cache.memory import Lease, Memory, tree_bytes
 from jgr.cache.meta import CacheMeta
-from jgr.cache.pool import StateView
+from jgr.cache.pool import StateView, UserView
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config, ConfigError
 from jgr.features.addresses import open_store
@@ -42,7 +43,7 @@ from jgr.serving.scorers.executors import Programs, ScorerExecutors
 from jgr.serving.scorers.paging import make_control, make_paging, open_items, share_of_rows
 from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
-from jgr.serving.scorers.user_block import grown_by
+from jgr.serving.scorers.user_block import UserContent
 
 _log = logging.getLogger(__name__)
 
@@ -161,10 +162,23 @@ def _make_engine(
             )
         except HistoryIsWhole as error:
             raise ConfigError(f"executors.growth: {error}") from None
-    states = cache = lease = None
+    states: UserView | None = None
+    cache = lease = None
     if settings.share_user == "cache":
         catch_up = {} if memory.host is None else {"catch_up": memory.host.catch_up}
-        states = StateView(memory.pool, programs.kept, None if like is None else like.states, **catch_up)
+        like_states = None if like is None else like.states
+        if programs.along is None:
+            states = StateView(memory.pool, programs.kept, like_states, **catch_up)
+        else:
+            states = HistoryView(
+                memory.pool,
+                programs.kept,
+                programs.along,
+                config.cache.cell_tokens,
+                settings.growth,
+                like_states,
+                **catch_up,
+            )
         lease = _lease(model, config, memory, states)
         undo.callback(lease.close)
         if needs.dated:
@@ -172,12 +186,11 @@ def _make_engine(
                 "executors.share_user=cache: every event of this model depends on how long before the request it was, "
                 "so what is kept of a user serves requests of the same second alone"
             )
-        growth = partial(grown_by, programs.user, settings.growth) if settings.growth else None
-        cache = UserCache(lease.held, growth)
+        cache = _user_cache(programs, states, lease.held)
     paging = None
     if programs.paged:
         table = open_items(model.folder, model.files, model.cfg)
-        users = None if lease is None or states is None else (lease.held, states.room)
+        users = None if lease is None or states is None else (lease.held, states)
         paging = make_paging(table, config, memory, model.revision, programs.counts[-1], users)
         undo.callback(paging.close)
     executors = ScorerExecutors(
@@ -233,16 +246,27 @@ def _make_engine(
     return Engine(served, config.server.default_deadline_ms, rebuild=rebuild, journal=config.server.journal)
 
 
-def _lease(model: ScorerModel, config: Config, memory: Memory, states: StateView) -> Lease[CacheMeta]:
-    """The meta service of users' states. ConfigError where the model's part of the pool does not hold one."""
+def _user_cache(programs: Programs, states: UserView, meta: CacheMeta) -> UserCache:
+    if programs.along is None:
+        return UserCache(meta)
+    slots, grows = len(programs.needs.slots), programs.growth > 0
+    return UserCache(meta, partial(UserContent, programs.user, slots, states.longest, grows), programs.growth)
+
+
+def _lease(model: ScorerModel, config: Config, memory: Memory, states: UserView) -> Lease[CacheMeta]:
+    """The meta service of users' states. ConfigError where the model's part of the pool does not hold the longest."""
     name, room = config.model.name, states.room
-    pages = memory.limit(name) - share_of_rows(config, memory)
-    if pages * (memory.pages.page_bytes // room.bytes) < room.cells:
-        size, need = (x / 2**20 for x in (pages * memory.pages.page_bytes, room.bytes * room.cells))
-        raise ConfigError(f"cache.device_mb: {size:.3g} MB is less than one user's state of {need:.3g} MB")
+    pages, cells = memory.limit(name) - share_of_rows(config, memory), room.of(states.longest)
+    if pages * (memory.pages.page_bytes // room.bytes) < cells:
+        size, need = (x / 2**20 for x in (pages * memory.pages.page_bytes, room.bytes * cells))
+        raise ConfigError(
+            f"cache.device_mb: {size:.3g} MB is less than the longest user's state of {need:.3g} MB"
+        )
 
     def make() -> CacheMeta:
-        meta = CacheMeta(memory.pages, {"user": room}, owner=f"{name}@{model.revision}/{room.bytes}")
+        owner = f"{name}@{model.revision}/{room.bytes}"
+        moving = config.embeddings.tables == "paged"  # by the border to the embeddings' rows
+        meta = CacheMeta(memory.pages, {"user": room}, owner=owner, moving=moving)
         meta.set_limit("user", pages)
         return meta
 

@@ -16,7 +16,7 @@ from jgr.cache.border import Border
 from jgr.cache.embeddings import EmbeddingCache, Table
 from jgr.cache.memory import Lease, Memory
 from jgr.cache.meta import CacheMeta
-from jgr.cache.pages import Room
+from jgr.cache.pool import UserView
 from jgr.cache.refill import RefillBudget
 from jgr.config import Config, ConfigError
 from jgr.embeddings.shards import LocalShard, Shard, Shards
@@ -137,10 +137,10 @@ def make_paging(
     memory: Memory,
     revision: str,
     largest: int,
-    users: tuple[CacheMeta, Room] | None,
+    users: tuple[CacheMeta, UserView] | None,
 ) -> Paging:
     """Put the rows of a table into the model's pages. largest: rows of the largest batch. users: those that have the
-    other pages, and the room of one; None: no users are kept.
+    other pages, and the view of their cells; None: no users are kept.
 
     ConfigError where the pages are too few for a batch, or too small for a row.
     """
@@ -164,8 +164,10 @@ def make_paging(
             budget=budget,
         )
         least = -(-largest // (pages.page_bytes // of.row_bytes))
-        meta, room = users or (None, None)
-        one_user = 0 if room is None else -(-room.cells // (pages.page_bytes // room.bytes))
+        meta, view = users or (None, None)
+        one_user = 0
+        if view is not None:
+            one_user = -(-view.room.of(view.longest) // (pages.page_bytes // view.room.bytes))
         total = memory.limit(name)
         return Border(
             rows,

@@ -72,6 +72,8 @@ class Programs:
         self.may_be_whole = share == "request"
         kept = keeping(cfg, build) if share == "cache" else None
         self.growth, self._keeping = growth, growing(cfg) if growth else kept
+        self.along: PyTree = None if self._keeping is None else self._keeping.along
+        """For each leaf of what is kept the axis of the user's tokens; None: its size is the same for all users."""
         words = jax.ShapeDtypeStruct((self.user.size // 4,), np.uint32)
         params = self.shaped(self.needs.max_items)
         self.kept: PyTree = jax.eval_shape(self._read, words, params)

@@ -11,6 +11,7 @@ Letters: S history places, C contextual slots, m candidates of a part; one user 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,14 +79,37 @@ def known_by(layout: BufferLayout, needs: Needs, block: UInt8) -> UInt8:
     return key
 
 
-def grown_by(layout: BufferLayout, most: int, old: UInt8, new: UInt8) -> int | None:
-    """By how many events a user's block grew, 0 where only `now` is another; None: more, or anything else changed."""
-    before, after = layout.views(old), layout.views(new)
-    known, count = (int((views["rows"] >= 0).sum()) for views in (before, after))
-    history = [name for name in ("rows", "actions", "times") if name in before]
-    same = all((before[name][:known] == after[name][:known]).all() for name in history)
-    rest = all((before[name] == after[name]).all() for name in before.keys() - {*history, "now"})
-    return count - known if 0 <= count - known <= most and same and rest else None
+class UserContent:
+    """What a kept user is computed from, as long as what is kept of it: see `jgr.cache.entries.Valued`.
+
+    layout: of the block. key: its bytes, see `known_by`. slots: tokens before the events. most: tokens of the longest
+    user. grows: whether what is kept of the first events is the first of what is kept of all; else it is reused whole
+    or not at all.
+    """
+
+    def __init__(self, layout: BufferLayout, slots: int, most: int, grows: bool, key: bytes) -> None:
+        views = layout.views(np.frombuffer(key, np.uint8))
+        self._events = [views.pop(name) for name in ("rows", "actions", "times") if name in views]
+        self._others = b"".join(view.tobytes() for view in views.values())
+        self._grows = grows
+        self._length = min(slots + int((self._events[0] >= 0).sum()), most)
+        self.digest = self.prefix(self._length) if grows else _digest(key)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def prefix(self, count: int) -> bytes:
+        """The hash of the first `count` events, and of all else; b"", which is nobody's, where users do not grow."""
+        if not self._grows:
+            return self.digest if count == self._length else b""
+        return _digest(self._others, *(view[:count].tobytes() for view in self._events))
+
+
+def _digest(*parts: bytes) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.digest()
 
 
 def read_users(layout: BufferLayout, needs: Needs, words: jax.Array) -> Users:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 import numpy as np
 import pytest
 
+from jgr.cache import entries
+from jgr.cache.entries import Entry, Name
 from jgr.config import Config, ConfigError, override
 from jgr.models import climber, scorers
 from jgr.models.hstu import HstuConfig
@@ -21,10 +24,11 @@ from jgr.models.scorers import Candidates, ScorerConfig, Users
 from jgr.models.stu_scorer import HistoryIsWhole
 from jgr.serving.api import Answer, RankRequest
 from jgr.serving.engine.engine import Engine
+from jgr.serving.errors import RequestError
 from jgr.serving.scorers.serve import ServedScorer
-from jgr.serving.scorers.user_block import grown_by, new_block, user_layout
+from jgr.serving.scorers.user_block import UserContent, new_block, user_layout
 from jgr.serving.versions.loading import load_any
-from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, draw, make_folder
+from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, N_ITEMS, STU, ScorerServer, draw, make_folder
 from tests.serving.scorers.test_server import directly
 
 UNTIMED = dataclasses.replace(HSTU, bias="positions")
@@ -88,31 +92,34 @@ def test_growth_is_refused_at_the_start_where_it_cannot_be(tmp_path: Path) -> No
         override(Config(), "executors.growth=2", "executors.share_user=request")
 
 
-def test_which_blocks_grew_from_which() -> None:
-    layout = user_layout(scorers.Needs(5, timed=True, actions=2, slots=(3,), scenarios=2))
+@pytest.mark.parametrize("grows", [True, False])
+def test_which_blocks_a_kept_user_serves(grows: bool) -> None:
+    needs = scorers.Needs(5, timed=True, actions=2, slots=(3,), scenarios=2)
+    layout = user_layout(needs)
 
-    def block(rows: list[int], **given: Any) -> Any:
+    def content(rows: list[int], **given: Any) -> UserContent:
         made, views = new_block(layout)
         views["rows"][: len(rows)] = rows
         views["times"][: len(rows)] = np.arange(len(rows)) + 1
         for name, value in given.items():
             views[name][0] = value
-        return made
+        return UserContent(layout, 0, 4, grows, made.tobytes())
 
-    def grew(new: Any, most: int = 2) -> int | None:
-        return grown_by(layout, most, block([4, 5, 6]), new)
+    def serves(known: list[int], other: UserContent) -> bool:
+        valid = content(known)
+        return entries.serves(Entry(Name("user", "u", ""), len(valid), valid.digest, ()), other)
 
-    assert [grew(block([4, 5, 6])), grew(block([4, 5, 6], now=9)), grew(block([4, 5, 6, 4, 4], now=1))] == [
-        0,
-        0,
-        2,
-    ]
-    assert grew(block([4, 5, 6, 4, 4]), most=1) is None
+    assert [len(content(rows)) for rows in ([], [4], [4, 5, 6, 7, 8])] == [0, 1, 4]
+    assert len(UserContent(layout, 1, 9, grows, new_block(layout)[0].tobytes())) == 1
+    assert serves([4, 5, 6], content([4, 5, 6]))
+    for more in ([4, 5, 6, 4], [4, 5, 6, 9]):
+        assert serves([4, 5, 6], content(more)) == grows
+    assert content([4, 5, 6, 7]).prefix(3) == (content([4, 5, 6]).digest if grows else b"")
     for rows in ([4, 5], [5, 6, 7], [4, 6, 6, 1], []):
-        assert grew(block(rows)) is None
-    for given in ({"actions": 1}, {"times": 0}, {"context": 1}, {"scenario": 1}):
-        assert grew(block([4, 5, 6, 7], **given)) is None
-    assert grown_by(layout, 2, block([]), block([1, 2])) == 2
+        assert not serves([4, 5, 6], content(rows))
+    for given in ({"actions": 1}, {"times": 0}, {"context": 1}, {"scenario": 1}, {"now": 1}):
+        assert not serves([4, 5, 6], content([4, 5, 6, 7], **given))
+        assert not serves([4, 5, 6], content([4, 5, 6], **given))
 
 
 def run(
@@ -169,29 +176,51 @@ def test_the_server_computes_what_is_new_and_scores_as_if_all_were(tmp_path: Pat
             engine.check()
             return answer.usage.cached_tokens, answer.usage.computed_tokens
 
-        # Grown by one, by two, asked again later, one event too many, a shorter one, and again; a window that slides.
-        visits = [(1, 0), (2, 0), (4, 0), (4, 9), (3, 0), (6, 0), (6, 0), (7, 0)]
+        # One event, three more, which is one too many; grown by two; asked again later; fewer than are kept; a window
+        # that slides.
+        visits = [(1, 0), (4, 0), (6, 0), (6, 9), (3, 0), (5, 0), (6, 0), (7, 0), (2, 0), (3, 0)]
         found = [await reused(*visit) for visit in visits]
-        assert found == [(0, 1), (1, 1), (2, 2), (4, 0), (0, 3), (0, 6), (6, 0), (0, 6)]
+        grown = [(0, 1), (0, 4), (4, 2), (6, 0), (3, 0), (5, 0), (6, 0), (0, 6), (0, 2), (2, 1)]
+        assert found == grown
         meta = engine.meta
         assert meta is not None and meta.number("user") == 1 and meta.pinned == 0
+        assert meta.counts["user_stale"] == 2  # of the window that slid, and of what came before that
 
     run(tmp_path / "model", cfg, scenario)
 
 
-def test_users_grow_at_once_in_any_order_and_company(tmp_path: Path) -> None:
-    """Also where there is no room for both, the old one and the new."""
+def test_users_grow_at_once_in_any_order_and_company_and_some_runs_fail(tmp_path: Path) -> None:
+    """Also where there is no room for all users, where a run fails once it has written, and where the pool is lost."""
 
     async def scenario(engine: Engine[ServedScorer]) -> None:
-        rng = np.random.default_rng(0)
-        for _ in range(12):
+        rng, failed, cached = np.random.default_rng(0), 0, 0
+        executors, pool = engine.served.executors, engine.served.pool
+        assert pool is not None
+        collect, calls = executors.collect, itertools.count(1)
+
+        def failing(start: Any, pending: Any) -> Any:
+            found = collect(start, pending)
+            if next(calls) % 41 == 0:
+                raise ArithmeticError("failed on purpose")
+            return found
+
+        executors.collect = failing  # type: ignore[method-assign]
+        for turn in range(16):
             requests = [asked(int(rng.integers(1, 8)), str(rng.choice(list("abc")))) for _ in range(6)]
-            for answer, request in zip(
-                await asyncio.gather(*map(engine.answer, requests)), requests, strict=True
-            ):
-                compare(answer, HSTU, request)
+            answers = await asyncio.gather(*map(engine.answer, requests), return_exceptions=True)
+            for answer, request in zip(answers, requests, strict=True):
+                if isinstance(answer, BaseException):
+                    assert isinstance(answer, RequestError) and answer.type == "internal"
+                    failed += 1
+                else:
+                    compare(answer, HSTU, request)
+                    cached += answer.usage.cached_tokens
+            if turn == 9:
+                pool.lose(pool.epoch, ArithmeticError("lost on purpose"))
             engine.check()
-        assert engine.meta is not None and engine.meta.counts["user_evicted"] > 0
+            check_lengths(engine)
+        assert engine.meta is not None and engine.meta.counts["user_evicted"] > 0 and engine.meta.pinned == 0
+        assert 0 < failed < 48 and cached > 0
 
     run(
         tmp_path / "model",
@@ -199,5 +228,50 @@ def test_users_grow_at_once_in_any_order_and_company(tmp_path: Path) -> None:
         scenario,
         "executors.streams=4",
         "executors.number=3",
-        "cache.device_mb=0.003",
+        "cache.cell_tokens=1",
+        "cache.device_mb=0.002",  # two pages, each of eight events
     )
+
+
+def check_lengths(engine: Engine[ServedScorer]) -> None:
+    """No entry has more cells than its user has events, one to a cell here."""
+    assert engine.meta is not None
+    assert [len(entry.cells) for entry in engine.meta._all("user")] == [
+        entry.tokens for entry in engine.meta._all("user")
+    ]
+
+
+def test_kept_users_take_pages_by_their_length_over_http(tmp_path: Path) -> None:
+    """Records of 128 bytes, eight in a page of 1 KB; a window is six."""
+    config = make_folder(
+        tmp_path / "model", HSTU, "executors.share_user=cache", "executors.growth=2", "executors.sizes=8",
+        "executors.number=1", "cache.device_mb=0.02", "cache.page_kb=1", "cache.cell_tokens=1",
+    )  # fmt: skip
+    users = "abcdef"
+    with ScorerServer(config) as server:
+
+        def visit(events: int) -> tuple[int, int, float, float]:
+            used = [0, 0]
+            for user in users:
+                given = asked(events, user)
+                body = {"history": given.history, "history_times": given.history_times, "time": given.time}
+                answer = server.rank(candidates=ITEMS, user_id=user, **body)
+                usage = answer["usage"]
+                used = [used[0] + usage["cached_tokens"], used[1] + usage["computed_tokens"]]
+                expected = directly(HSTU, body)
+                for item in answer["items"]:
+                    wanted = expected[ITEMS.index(item["item_id"]), 0]
+                    assert item["score"] == pytest.approx(wanted, abs=1e-4)
+            pages = server.metric('jgr_cache_pages{holder="user"}')
+            return used[0], used[1], pages, server.metric('jgr_cache_entries{kind="user"}')
+
+        assert visit(1) == (0, 6, 1, 6)
+        assert visit(3) == (6, 12, 3, 6)  # 18 records
+        assert visit(5) == (18, 12, 4, 6)  # 30
+        assert visit(2) == (12, 0, 4, 6)
+        for user in users[1:]:
+            assert server.call(f"/v1/users/{user}/cache", method="DELETE") == (200, {"entries": 1})
+        assert server.metric('jgr_cache_entries{kind="user"}') == 1
+        assert (
+            1 <= server.metric('jgr_cache_pages{holder="user"}') <= 3
+        )  # five records, written in three visits

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of the pool as what is kept of users' histories, an entry as long as its user (HLEM-2, MODEL-12, MODEL-14).
+
+The one idea: what is kept of a user is one record for each token of the history, and records are written one by one.
+So a user takes cells for the tokens that there are, and one who grew is written to the same cells, behind what stands
+there already: nobody who reads the first tokens meanwhile sees anything change. Programs have one shape: they read as
+many records as the longest history has. What is behind a user's last token is 0, whatever stands in the cells that were
+read for it.
+
+The last token that was there before is written again with the new ones. An HSTU computes it anew with the event that
+follows (`jgr.models.hstu`), and so does whoever reads it as the last one, so that nobody reads what changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jgr.cache.buffers import ALIGNMENT
+from jgr.cache.entries import Stored
+from jgr.cache.pages import GOOD_FIT, Room, pieces
+from jgr.cache.pool import DevicePool, UserView
+from jgr.models import words
+from jgr.models.params import PyTree
+
+MOST_CELLS = 256
+"""Groups of cells that the longest history takes at most: the event loop counts cells one by one."""
+
+
+class _Field(NamedTuple):
+    """One leaf's part of a record. shape, dtype: of the leaf, with the tokens along `axis`. first: its first word in a
+    record; words: their number."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axis: int
+    first: int
+    words: int
+
+
+class HistoryView(UserView):
+    """The cells of users' histories.
+
+    kept: shapes and dtypes of what is kept of one user. along: for each leaf, or for all below one place of the tree,
+    the axis of the tokens, of which every leaf has as many; "number" for one that is their number, which is not
+    written, since an entry knows it. cell_tokens: see `room_of`. growth: the most new tokens of
+    a user who grew; 0: users do not grow. like: a view of such histories, whose compiled programs are used. catch_up:
+    see `UserView`.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        kept: PyTree,
+        along: PyTree,
+        cell_tokens: int,
+        growth: int = 0,
+        like: UserView | None = None,
+        catch_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(pool, catch_up)
+        leaves, self._tree = jax.tree.flatten(kept)
+        axes = jax.tree.leaves(jax.tree.broadcast(along, kept))
+        self._tokens: int = next(x.shape[at] for x, at in zip(leaves, axes, strict=True) if at != "number")
+        fields, first = list[_Field | None](), 0
+        for leaf, axis in zip(leaves, axes, strict=True):
+            if axis == "number":
+                fields.append(None)
+                continue
+            size, rest = divmod(math.prod(leaf.shape) * leaf.dtype.itemsize, self._tokens * words.WORD)
+            if leaf.shape[axis] != self._tokens or rest:
+                raise ValueError(
+                    f"{leaf}: no whole words for each of {self._tokens} tokens along axis {axis}"
+                )
+            fields.append(_Field(leaf.shape, np.dtype(leaf.dtype), axis % len(leaf.shape), first, size))
+            first += size
+        self._leaves, self._words = tuple(fields), first  # None: the number of tokens
+        self._fields = [field for field in fields if field is not None]
+        self.room = room_of(first * words.WORD, pool.page_bytes, self._tokens, cell_tokens)
+        self._cells = words.Cells.of(self.room.bytes, pool.page_bytes)
+        self._writes = sorted({min(growth + 1, self._tokens), self._tokens} if growth else {self._tokens})
+        self._programs: list[jax.stages.Compiled] = []
+        if isinstance(like, HistoryView) and like._made_of == self._made_of:
+            self._programs = like._programs
+
+    @property
+    def _made_of(self) -> tuple[object, ...]:
+        return self.pool, self._leaves, self._tree, self.room, self._writes
+
+    @property
+    def longest(self) -> int:
+        return self._tokens
+
+    def compile(self) -> list[jax.stages.Compiled]:
+        """The program that reads, and those that write so many tokens at most, ascending."""
+        if not self._programs:
+            cells = jax.ShapeDtypeStruct((self.room.of(self._tokens),), np.int32)
+            kept = [jax.ShapeDtypeStruct(field.shape, field.dtype) for field in self._fields]
+            pool, number = self.pool.example, jax.ShapeDtypeStruct((), np.int32)
+            made = [jax.jit(self._read).lower(pool, cells, number).compile()]
+            for count in self._writes:
+                write = jax.jit(partial(self._write, count), donate_argnums=0)
+                made.append(write.lower(pool, kept, cells, number, number).compile())
+            self._programs += made
+        return self._programs
+
+    def store(self, kept: PyTree, place: Stored) -> bool:
+        """Write the tokens [place.first, place.tokens) and the one before them; otherwise as UserView has it."""
+        first = max(place.first - 1, 0)
+        which = next(at for at, most in enumerate(self._writes) if place.tokens - first <= most)
+        write, leaves = self.compile()[1 + which], jax.tree.leaves(kept)
+        leaves = [leaf for leaf, field in zip(leaves, self._leaves, strict=True) if field is not None]
+        given = self._numbers(place), np.int32(first), np.int32(place.tokens)
+        return self._put(lambda array: write(array, leaves, *given), place.epoch)
+
+    def load(self, place: Stored) -> PyTree | None:
+        """What is kept of the first `place.tokens` tokens; otherwise as UserView has it."""
+        read, *_ = self.compile()
+        given = self._numbers(place), np.int32(place.tokens)
+        found = self._get(lambda array: read(array, *given), place.epoch)
+        return None if found is None else jax.tree.unflatten(self._tree, found)
+
+    def _numbers(self, place: Stored) -> npt.NDArray[np.int32]:
+        """The numbers of an entry's cells, and 0 for those that it has not: what is read of them is not valid."""
+        cells = np.zeros(self.room.of(self._tokens), np.int32)
+        cells[: len(place.cells)] = place.cells
+        return cells
+
+    def _read(self, array: jax.Array, cells: jax.Array, tokens: jax.Array) -> list[jax.Array]:
+        room = self.room
+        groups = words.read(array, *self._cells.place(cells), self._cells.words)
+        groups = groups.reshape(-1, room.cells * self._cells.words)[:, : room.step * self._words]
+        records = groups.reshape(-1, self._words)[: self._tokens]
+        valid = (jnp.arange(self._tokens) < tokens)[:, None]
+        found = []
+        for field in self._leaves:
+            if field is None:
+                found.append(tokens.reshape(1))
+                continue
+            numbers = words.seen_as(records[:, field.first : field.first + field.words], field.dtype)
+            numbers = jnp.where(valid, numbers, jnp.zeros((), field.dtype))
+            found.append(jnp.moveaxis(numbers.reshape(self._tokens, *_others(field)), 0, field.axis))
+        return found
+
+    def _write(
+        self,
+        count: int,
+        array: jax.Array,
+        leaves: list[jax.Array],
+        cells: jax.Array,
+        first: jax.Array,
+        end: jax.Array,
+    ) -> jax.Array:
+        """Write the tokens [first, end), at most `count`."""
+        room, parts = self.room, []
+        tokens = first + jnp.arange(count, dtype=jnp.int32)
+        for leaf, field in zip(leaves, self._fields, strict=True):
+            some = jnp.take(jnp.moveaxis(leaf, field.axis, 0), tokens, axis=0, mode="clip")
+            parts.append(words.as_words(some.reshape(count, -1)))
+        records = jnp.concatenate(parts, axis=1)
+        # A record is a run of words in a cell, or where no page holds it, the whole words of `room.cells` cells.
+        run = self._words if room.cells == 1 else self._cells.words
+        records = jnp.pad(records, ((0, 0), (0, room.cells * run - self._words)))
+        at = tokens[:, None] // room.step * room.cells + jnp.arange(room.cells, dtype=jnp.int32)
+        page, word = self._cells.place(cells[jnp.minimum(at, len(cells) - 1)])
+        word = word + tokens[:, None] % room.step * self._words
+        beyond = self.pool.pages + jnp.arange(count * room.cells, dtype=jnp.int32).reshape(count, -1)
+        page = jnp.where(tokens[:, None] < end, page, beyond)  # such pages are not written
+        return words.write(array, page, word, records.reshape(count, room.cells, run))
+
+
+def room_of(record_bytes: int, page_bytes: int, longest: int, cell_tokens: int) -> Room:
+    """The room of histories, of which each token has a record of so many bytes, by cells of some tokens.
+
+    cell_tokens: of a cell. There are more in one where the longest history would have more than MOST_CELLS cells, and
+    fewer where cells of so many fill a page badly. Where no page holds a record, a token has several cells.
+    """
+    if record_bytes > page_bytes:
+        cells, each = pieces(-(-record_bytes // ALIGNMENT), ALIGNMENT, page_bytes)
+        return Room(each * ALIGNMENT, cells, 1)
+    most = min(max(cell_tokens, -(-longest // MOST_CELLS)), longest, page_bytes // record_bytes)
+    fits = {tokens: page_bytes // (tokens * record_bytes) * tokens for tokens in range(most, 0, -1)}
+    good = [tokens for tokens, held in fits.items() if held * record_bytes >= GOOD_FIT * page_bytes]
+    step = good[0] if good else max(fits, key=lambda tokens: fits[tokens])
+    return Room(step * record_bytes, 1, step)
+
+
+def _others(field: _Field) -> tuple[int, ...]:
+    """A leaf's axes without that of the tokens."""
+    return field.shape[: field.axis] + field.shape[field.axis + 1 :]
