@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of docs/ui.md, taken of the page /ui of a server of the demo's shop with two models.
+r"""The pictures of docs/ui.md, taken of the page /ui of a server of the demo's shop with two models.
 
-    JGR_PICTURES=docs/images python -m pytest -n0 tests/serving/http/pages/test_pictures.py
+    JGR_PICTURES=docs/images JAX_DISABLE_MOST_OPTIMIZATIONS=0 \
+      python -m pytest -n0 tests/serving/http/pages/test_pictures.py
 
 trains both models in earnest, watches the live view for half a minute and writes them into docs/images. Without
 JGR_PICTURES the models are trained for a step, two seconds are watched, and the pictures go to a temporary folder.
@@ -124,7 +125,9 @@ def take_all(browser: Any, url: str, folder: Path) -> None:
     page = opened(browser, url, shop, "dark")
     page.get_by_role("tab", name="Live").click()
     with load(url, shop):
-        page.get_by_text(f"Figures of the last {WATCHED_S} s").wait_for()
+        page.get_by_text(f"Figures of the last {WATCHED_S} s").wait_for(
+            timeout=1000 * (WATCHED_S + PATIENCE_S)
+        )
         take(page, folder / "ui-live.png")
 
 
