@@ -37,7 +37,8 @@ COLOURS = 256
 EVERY_S = 0.05
 FOLDER = os.environ.get("JGR_PICTURES")
 STEPS = {"shop": 600, "short": 150} if FOLDER else {"shop": 1, "short": 1}
-WATCHED_S = 30 if FOLDER else 2
+WATCHED = re.compile(rf"courses of the last {r'[3-9][0-9]' if FOLDER else '[2-9]'} s")
+"""What the live view says once it was watched for long enough."""
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +126,7 @@ def take_all(browser: Any, url: str, folder: Path) -> None:
     page = opened(browser, url, shop, "dark")
     page.get_by_role("tab", name="Live").click()
     with load(url, shop):
-        page.get_by_text(f"Figures of the last {WATCHED_S} s").wait_for(
-            timeout=1000 * (WATCHED_S + PATIENCE_S)
-        )
+        page.get_by_text(WATCHED).wait_for(timeout=3000 * PATIENCE_S)
         take(page, folder / "ui-live.png")
 
 
