@@ -81,7 +81,7 @@ def describe(hint: Any) -> str:
     """Say in words what values the annotation `hint` allows, for error messages."""
     options = get_args(hint)
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(options)
+        return "one of " + ", ".join(option or '""' for option in options)
     if get_origin(hint) is tuple:
         listed = {float: "numbers such as (1, 0.5)", str: "names such as (a, b)"}
         return listed.get(options[0], "integers such as (1, 8)")

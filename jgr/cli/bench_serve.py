@@ -217,9 +217,13 @@ class _Bench:
                 "no request was answered 200: each was refused or came too late; take a lower --rate, or a longer "
                 "--deadline_ms"
             )
+        if statuses and statuses <= {"401", "403"}:
+            raise UserError(
+                "no request was answered 200: the server asks for a key that it knows; see --api_key"
+            )
         raise UserError(
             "no request was answered 200: try one by hand, the server's answer says why "
-            "(a model that reads times needs --timed; one that reads more needs a --trace)"
+            "(a scorer needs --kind=rank, a model that reads times --timed, one that reads more a --trace)"
         )
 
 

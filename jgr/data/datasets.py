@@ -27,6 +27,8 @@ def load_dataset(config: DataConfig, own: Catalog | None = None) -> Dataset:
     own: the catalog of a model, which takes the place of a prepared dataset's where it holds the same items.
     """
     if config.kind == "shop":
+        if config.path:
+            raise DataError("data.path is set, which data.kind=shop does not read; take data.kind=prepared")
         shop = make_shop()
         return Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     if not config.path:

@@ -40,6 +40,10 @@ _WEIGHTS: Mapping[str, tuple[Any, ...]] = {
     "actorder": (None,),
 }
 """What weights must say, field by field; a field that is absent says None."""
+_KNOWN = {
+    "quant_method", "format", "ignore", "config_groups",
+    "version", "quantization_status", "global_compression_ratio",  # which say how the file was made
+}  # fmt: skip
 
 
 def parse(raw: Any) -> Quantization:
@@ -56,9 +60,9 @@ def parse(raw: Any) -> Quantization:
     if not isinstance(form, str) or form not in _KINDS:
         raise _refused("format", form, " or ".join(map(repr, _KINDS)))
     kind_of_number, kind = _KINDS[form]
-    for name in ("kv_cache_scheme", "sparsity_config"):
-        if raw.get(name):
-            raise _refused(name, raw[name], None)
+    for name in raw.keys() - _KNOWN:  # such as a transform of what comes into a matrix
+        if raw[name]:
+            raise _refused(str(name), raw[name], None)
     ignored = raw.get("ignore") or []
     if ignored not in ([], ["lm_head"]):
         raise _refused("ignore", ignored, ["lm_head"])
@@ -66,6 +70,8 @@ def parse(raw: Any) -> Quantization:
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _refused("config_groups", groups, "one group")
     (group,) = groups.values()
+    if isinstance(group, Mapping) and group.get("format") not in (None, form):
+        raise _refused("format of the group", group["format"], form)
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise _refused("targets", group.get("targets") if isinstance(group, Mapping) else group, ["Linear"])
     weights, inputs = group.get("weights"), group.get("input_activations")

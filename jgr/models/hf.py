@@ -374,8 +374,14 @@ def _matrices(
     for i in range(cfg.layers):
         name = f"model.layers.{i}.{key}"
         if stored:
-            scale = np.asarray(read(f"{name}{SUFFIX}", False), np.float32)
-            yield Quantized(read(name, False).T, scale[:, 0])
+            with np.errstate(over="ignore"):  # infinities are refused with all that is not finite
+                scale = np.asarray(read(f"{name}{SUFFIX}", False), np.float32)
+            numbers = read(name, False)
+            if (scale[numbers.any(axis=1), 0] <= 0).any():
+                raise CheckpointError(
+                    f"{folder}: damaged checkpoint: {name}{SUFFIX} holds what is not above 0"
+                )
+            yield Quantized(numbers.T, scale[:, 0])
         else:
             try:
                 yield quantize.rounded(read(name, False).T, kind)

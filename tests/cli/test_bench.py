@@ -203,7 +203,9 @@ def test_a_server_that_answers_nobody_ends_the_search_before_it_begins(
     shape = [*SEARCH, "--rate=50"]
     done = _bench("serve", *shape, "--api_key=wrong", f"--url={server.listener.url}", "--set", catalog)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no request was answered 200" in done.stderr
+    assert (
+        "no request was answered 200: the server asks for a key that it knows; see --api_key" in done.stderr
+    )
 
 
 def test_a_log_that_is_too_short_to_show_a_share_is_an_error(

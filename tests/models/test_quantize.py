@@ -347,11 +347,18 @@ REFUSED = {
     "fixed activations": (group(input_activations={"dynamic": False}), "input_activations=.* is not supported"),
     "two groups": (edit(lambda q: q["config_groups"].update(more={})), "config_groups=.* is not supported"),
     "left out": (edit(lambda q: q.update(ignore=["model.layers.0"])), "ignore=.* is not supported"),
+    "a transform": (edit(lambda q: q.update(transform_config={"R4": {}})), "transform_config=.* is not supported"),
+    "a group's format": (
+        edit(lambda q: q["config_groups"]["group_0"].update(format="pack-quantized")), "format of the group",
+    ),
     "a cache": (edit(lambda q: q.update(kv_cache_scheme={"num_bits": 8})), "kv_cache_scheme=.* is not supported"),
     "no object": (edit(lambda q: q.clear()), "quant_method=None is not supported"),
     "a zero point": (add_tensor(f"{FIRST}_zero_point", np.zeros((2, 1), np.int8)), f"unexpected {FIRST}_zero_point"),
     "floats": (add_tensor(FIRST, np.zeros((192, 96), np.float32)), f"{FIRST} is of dtype F32"),
     "factors": (add_tensor(f"{FIRST}_scale", np.ones((3, 1), np.float32)), rf"{FIRST}_scale has shape \(3, 1\)"),
+    "factors of 0": (
+        add_tensor(f"{FIRST}_scale", np.zeros((176, 1), np.float32)), "up_proj.weight_scale holds what is not above 0",
+    ),
     "no number": (
         add_tensor(f"{FIRST}_scale", np.full((176, 1), np.nan, np.float32)), "up.scale holds what is no finite number",
     ),

@@ -76,6 +76,8 @@ class Table:
     def require(self, block: Block, *columns: str) -> None:
         """Raise DataError where a block lacks one of the columns."""
         missing = next((name for name in columns if name not in block.columns), None)
+        if missing is not None and len(block.columns) == 1 and ";" in (only := next(iter(block.columns))):
+            raise DataError(f"{self.path}:1: there is one column, {only}: separate columns by commas")
         if missing is not None:
             raise DataError(
                 f"{self.path}:1: the header must name each column once, {', '.join(columns)} among them; "
@@ -126,7 +128,10 @@ def _lines(path: Path) -> Iterator[str]:
                 text = content.decode("utf-8")
             except UnicodeDecodeError as cause:
                 line = done + 1 + content[: cause.start].count(b"\n")
-                raise DataError(f"{path}:{line}: {cause}") from None
+                bad = f"the byte 0x{content[cause.start]:02x} is not UTF-8"
+                raise DataError(
+                    f"{path}:{line}: {bad}; iconv -f LATIN1 -t UTF-8 converts a Latin-1 file"
+                ) from None
             done += block.count(b"\n")
             yield io.StringIO(text, newline="\n")
 

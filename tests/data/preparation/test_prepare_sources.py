@@ -178,7 +178,13 @@ BAD_EVENTS = [
     ("generic", "interactions.csv", HEADER + '1,"2"x,3\n', ":2: "),
     ("generic", "interactions.csv", "user_id,timestamp\n", ":1: the header must name .*item_id"),
     ("generic", "interactions.csv", "user_id,item_id,user_id\n", ":1: the header must name each column once"),
-    ("generic", "interactions.csv", b"user_id,item_id\n\xff,1\n", ":2: .*utf-8"),
+    ("generic", "interactions.csv", b"user_id,item_id\n\xff,1\n", ":2: .*0xff is not UTF-8"),
+    (
+        "generic",
+        "interactions.csv",
+        b"user_id;item_id;rating\nu;1;2\n",
+        ":1: there is one column, .* by commas",
+    ),
     ("generic", "interactions.csv", "", ":1: the header must name"),
 ]
 
