@@ -149,6 +149,7 @@ def test_models_tells_the_limits(server: LiveServer) -> None:
         "max_beam_width": 5,
         "max_candidates": 4,
         "kernels": "xla",
+        "quantize": "",
         "timed": False,
         "tasks": [],
         "scenarios": 1,
