@@ -104,10 +104,9 @@ def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
 
     def read() -> tuple[GeneratorConfig, GeneratorParams]:
         cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
-        files.revision()  # what was read is what was hashed
         return cfg, laid_out(params)
 
-    weights = once(("generator", files.weights(), dtype, kind, devices), read)
+    weights = once(files, ("generator", dtype, kind, devices), read)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
     profiles = make_profiles(config.profiles)

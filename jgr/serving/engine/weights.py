@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from jgr.models.model_files import ModelFiles
+
 Cfg = TypeVar("Cfg")
 Params = TypeVar("Params")
 
@@ -33,14 +35,17 @@ _lock = threading.Lock()
 _held: weakref.WeakValueDictionary[Hashable, Weights[object, object]] = weakref.WeakValueDictionary()
 
 
-def once(key: Hashable, read: Callable[[], tuple[Cfg, Params]]) -> Weights[Cfg, Params]:
-    """The weights of a key, which somebody holds or `read` gives. key: all that they depend on, and of which kind."""
+def once(files: ModelFiles, form: Hashable, read: Callable[[], tuple[Cfg, Params]]) -> Weights[Cfg, Params]:
+    """The weights of a model's files in a form, which somebody holds or `read` gives. form: all that they depend on
+    besides, and of which kind they are. Raises CheckpointError where files change while they are read."""
+    key = files.weights(), form
     with _lock:
         found = _held.get(key)
     if found is not None:
         _log.info("its weights are in memory already: they are shared, and not read again")
         return found  # type: ignore[return-value]  # of one key are those of one `read`
     new = Weights(*read())
+    files.revision()  # what was read is what was hashed
     with _lock:
         _held[key] = new  # type: ignore[assignment]
     return new

@@ -85,13 +85,8 @@ def load_scorer(folder: Path, config: Config, devices: Devices = ONE) -> ScorerM
             "model.tensor_parallel: users of a scorer are kept (executors.share_user) on one device only"
         )
     files = ModelFiles(folder)
-
-    def read() -> tuple[ScorerConfig, PyTree]:
-        found = scorers.load(folder, files, devices, paged)
-        files.revision()  # what was read is what was hashed
-        return found
-
-    weights = once(("scorer", files.weights(), devices, paged), read)
+    read = partial(scorers.load, folder, files, devices, paged)
+    weights = once(files, ("scorer", devices, paged), read)
     return ScorerModel(weights, files.revision(), folder, files)
 
 

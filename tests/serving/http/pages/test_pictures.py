@@ -11,6 +11,7 @@ JGR_PICTURES the models are trained for a step, two seconds are watched, and the
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import threading
@@ -83,7 +84,7 @@ def load(url: str, shop: Shop) -> Iterator[None]:
 
     def ask_all() -> None:
         with jgr.Client(url, model="shop") as client:
-            for at in range(1 << 30):
+            for at in itertools.count():
                 if over.wait(EVERY_S):
                     return
                 rows = shop.sequences[at % 40][-10:]
