@@ -42,7 +42,12 @@ def define_flags() -> None:
         "arrivals_file", None, "arrival times: KuaiRand's log, an Azure or Mooncake trace, a server.journal"
     )
     flags.DEFINE_string("mix", None, "JSON file with classes of requests, in place of --kind .. --timed")
-    flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "which endpoint to ask")
+    flags.DEFINE_enum(
+        "kind",
+        "recommend",
+        ("recommend", "rank"),
+        "which endpoint to ask; unset, rank where all models only rank",
+    )
     flags.DEFINE_string(
         "history_length",
         "50",
@@ -54,7 +59,7 @@ def define_flags() -> None:
     flags.DEFINE_string("beam_width", None, "beams of a recommend request: as --history_length")
     flags.DEFINE_float("deadline_ms", None, "deadline that requests carry; default: none", lower_bound=1e-3)
     flags.DEFINE_enum("priority", None, ("interactive", "batch"), "priority that requests carry")
-    flags.DEFINE_bool("timed", False, "give histories times, for models that read them")
+    flags.DEFINE_bool("timed", False, "give histories times; unset, where the model that ranks reads them")
     flags.DEFINE_integer("seed", 0, "seed of arrivals, histories and candidates", lower_bound=0)
     flags.DEFINE_float(
         "slo_ms", 100.0, "goodput counts answers within their deadline_ms, else this time", lower_bound=0.0
