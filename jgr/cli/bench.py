@@ -3,12 +3,11 @@
 
 `jgr bench ops` times the ops on this device against its own roofline. `jgr bench serve` sends requests to a running
 server at their times, without waiting for answers, and reports goodput and latencies (docs/load.md). The lines are for
-people; the last line of stdout is one JSON document.
+people; the last line of stdout is one JSON document, on a terminal with --json alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
@@ -78,6 +77,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_probes", 16, "most rates that --find_capacity tries", lower_bound=1)
     flags.DEFINE_string("plot", None, "PNG or SVG file for latency and goodput over the rates")
 
+    console.define_json()
     flags.DEFINE_string("op", "", "jgr bench ops: only ops and cases whose 'name case' contains this")
 
 
@@ -103,7 +103,7 @@ def _ops(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
     report = roofline.measure(values.op)
     print("\n".join(roofline.lines(report)))
-    print(json.dumps(report))
+    console.print_json(report)
     if not report["rows"]:
         raise UserError(f"no op has a case to time whose name contains --op={values.op}")
 

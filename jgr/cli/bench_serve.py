@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -214,7 +213,7 @@ class _Bench:
     def _print(self, report: Mapping[str, Any], lines: Sequence[str]) -> None:
         for line in lines:
             print(line)
-        print(json.dumps({"url": self._url, "load": self._load, **report}))
+        console.print_json({"url": self._url, "load": self._load, **report})
 
     def _check_answers(self, reports: Sequence[Mapping[str, Any]]) -> None:
         if any("200" in report["answered"] for report in reports):
