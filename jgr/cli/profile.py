@@ -2,7 +2,8 @@
 """`jgr profile [FOLDER]`: shows where a generator's time goes, by stage and by operation, over real requests.
 
 The requests are histories of the configured dataset, or the lines of --requests_file. The engine is that of `jgr
-serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document, on a terminal with --json alone.
+serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document, on a terminal with
+--json alone.
 
 With --costs=FILE no requests are traced: programs of many shapes are timed, of a generator or of a scorer, and the
 model that is fitted to them, which predicts others, is written to the file.
