@@ -48,3 +48,5 @@ def test_without_a_bound_the_number_is_fixed() -> None:
     assert autoscaling(FleetConfig(replicas=3)) is None
     with pytest.raises(ConfigError, match="from min_replicas, 1, to max_replicas, 2, not 3"):
         FleetConfig(replicas=3, max_replicas=2)
+    with pytest.raises(ConfigError, match=r"fleet\.min_replicas, 4, is more than the 3 of fleet\.replicas"):
+        FleetConfig(replicas=3, min_replicas=4)
