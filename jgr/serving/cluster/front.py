@@ -65,6 +65,9 @@ class Front:
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
         self._replicas, self._rollouts = Replicas(replicas), rollouts
+        own = serve.get_replica_context()
+        # Not when it is asked for: Ray then tells the head, and all requests would wait where that is gone or cut off.
+        self._fronts = serve.get_deployment_handle(own.deployment, own.app_name)
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._default_ms = config.server.default_deadline_ms
@@ -119,9 +122,9 @@ class Front:
             return readiness(found, wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
             found, texts, fronts = await asyncio.gather(
-                self._replicas.answers(asked), self._replicas.metrics(), fronts_series()
+                self._replicas.answers(asked), self._replicas.metrics(), soon(self._fronts, "series")
             )
-            return metrics(best(found), texts, fronts)
+            return metrics(best(found), texts, fronts or [SERIES.text()])
         if asked.method == "GET" and path == "/v1/models":
             found, about = await asyncio.gather(self._replicas.answers(asked), self._replicas.about_soon())
             return models(best(found), about)
@@ -159,13 +162,6 @@ class Front:
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
-
-
-async def fronts_series() -> list[str]:
-    """The series of every front that answers soon; where none does yet, this one's."""
-    own = serve.get_replica_context()
-    handle = serve.get_deployment_handle(own.deployment, own.app_name)
-    return await soon(handle, "series") or [SERIES.text()]
 
 
 async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:
