@@ -55,7 +55,7 @@ $(DEBIAN)/.unpacked:
 
 # Chromium needs libraries of its own, so it is installed, which only root can.
 CHROMIUM := apt-get install -y --no-install-recommends chromium
-$(DEBIAN)/.chromium:
+$(DEBIAN)/.chromium: $(DEBIAN)/.unpacked
 	mkdir -p $(DEBIAN)
 	@if command -v chromium; then :; \
 	elif [ "$$(id -u)" = 0 ] && ($(CHROMIUM) || (apt-get update && $(CHROMIUM))) >$(DEBIAN)/chromium.log 2>&1; then :; \

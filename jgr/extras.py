@@ -24,14 +24,19 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 """The modules of each extra."""
 
 
-def require(extra: str, what: str) -> None:
-    """Raise UserError, which says how to install them, unless the modules of `extra` are there; imports none of them.
+def require(extra: str, what: str, *more: str) -> None:
+    """Raise UserError, which says how to install them, unless the modules of `extra`, and of the extras in `more`, are
+    there; imports none of them.
 
     what: the command or flag that needs them.
     """
-    missing = [name for name in MODULES[extra] if find_spec(name) is None]
+    lacking = {
+        name: [module for module in MODULES[name] if find_spec(module) is None] for name in (extra, *more)
+    }
+    missing = dict.fromkeys(module for modules in lacking.values() for module in modules)
     if missing:
-        raise UserError(f"{what} needs {', '.join(missing)}: {command(extra)}")
+        wanted = ",".join(name for name, modules in lacking.items() if modules)
+        raise UserError(f"{what} needs {', '.join(missing)}: {command(wanted)}")
 
 
 def advice(error: ModuleNotFoundError) -> str | None:
@@ -44,5 +49,5 @@ def advice(error: ModuleNotFoundError) -> str | None:
 
 
 def command(extra: str) -> str:
-    """The command that installs an extra."""
+    """The command that installs an extra, or several with commas between."""
     return f"pip install 'jgr[{extra}]'"

@@ -41,7 +41,7 @@ if version("jax").startswith("0.10.") and _EMITTER not in _FLAGS:
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="jgr-tests-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Two of jax's strict settings stay off: dtype promotion, because optax raises floats to int32 step counts;
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import jgr
 from jgr import extras
+from jgr.fields import UserError
 from tests.installed import ROOT, asked
 from tools.packages import closure, own_mb, size_mb
 
@@ -79,6 +80,19 @@ print(len(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_all_that_a_command_lacks_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"grain", "optax", "orbax"}
+    monkeypatch.setattr(extras, "find_spec", lambda name: name if name in there else None)
+    with pytest.raises(UserError) as raised:
+        extras.require("train", "jgr tune", "tune")
+    assert str(raised.value) == "jgr tune needs matplotlib, optuna: pip install 'jgr[train,tune]'"
+    there.add("matplotlib")
+    with pytest.raises(UserError, match=r"^jgr tune needs optuna: pip install 'jgr\[tune\]'$"):
+        extras.require("train", "jgr tune", "tune")
+    there.add("optuna")
+    extras.require("train", "jgr tune", "tune")
 
 
 def project() -> dict[str, Any]:

@@ -50,7 +50,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
 from jgr.models import beam, climber, devices, packed, params, quantize, scorers, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.models.generators import generator, with_layers_apart
+from jgr.models.generators import GeneratorConfig, generator, with_layers_apart
 from jgr.models.hstu import HstuConfig
 from jgr.ops import split
 from jgr.ops.beam_attention import cases as beam_cases
@@ -64,6 +64,9 @@ from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
 
+LAYERS = 4
+"""Layers of the generators' programs, which have no loop over them: one more is the same kernels once more, and costs
+the compiler as much again."""
 SUMS = 5
 """Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
@@ -195,8 +198,9 @@ def controls() -> Iterator[Program]:
 def engine() -> Iterator[Program]:
     """`recommend` and `rank` in bfloat16, without the weights; 20,000 items, three levels of 8192."""
     # A batch, whose prompts are not split, and a single request, whose prompt is.
-    weights, tables = _model("qwen3-0.6b")
-    rank = functools.partial(beam.rank, cfg=shapes.named("qwen3-0.6b"))
+    cfg = _cfg("qwen3-0.6b")
+    weights, tables = _model(cfg)
+    rank = functools.partial(beam.rank, cfg=cfg)
     arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
@@ -211,11 +215,12 @@ def engine() -> Iterator[Program]:
 
 def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     """`recommend` with every kind of filter."""
-    weights, tables = _model(name)
+    cfg = _cfg(name)
+    weights, tables = _model(cfg)
     listed, flags = _ints(batch, 3, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
     bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
     filters = beam.Filters(listed, listed, _ints(batch, 3), flags, _ints(batch), bits)
-    call = functools.partial(beam.recommend, cfg=shapes.named(name), width=width)
+    call = functools.partial(beam.recommend, cfg=cfg, width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
 
@@ -223,9 +228,8 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
 def _in_8_bits(name: str, *, layers: int) -> Program:
     """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
     layer that are for one place alone: queries, output, gate, up and down."""
-    whole = shapes.named(name)
-    assert isinstance(whole, DecoderConfig)
-    cfg, (_, tables) = replace(whole, layers=layers), _model(name)
+    cfg = _cfg(name, layers)
+    _, tables = _model(cfg)
     call = functools.partial(beam.recommend, cfg=cfg, width=256)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
     arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
@@ -287,9 +291,9 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
 
 def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: bool = True) -> Program:
     """`rank` with candidates in the prompt and a page pool of POOL_TOKENS tokens."""
-    cfg = shapes.named(name)
+    cfg = _cfg(name)
     assert isinstance(cfg, DecoderConfig)
-    weights = _weights(name, apart)
+    weights = _weights(cfg, apart)
     kv = kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES)
     pages = POOL_TOKENS * kv.parts // kv.slots
     pool = jax.ShapeDtypeStruct((pages, PAGE_BYTES // 4), jnp.uint32)
@@ -301,10 +305,10 @@ def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: boo
 
 def shared() -> Iterator[Program]:
     """The ranking of `_packed` by two devices, each with half of the heads; two layers, which differ by their place."""
-    whole = shapes.named("qwen3-0.6b")
-    assert isinstance(whole, DecoderConfig)
+    cfg = _cfg("qwen3-0.6b", layers=2)
+    assert isinstance(cfg, DecoderConfig)
     mesh: Any = AbstractMesh((2,), (split.AXIS,))
-    cfg, two = replace(whole, layers=2), devices.Placement(devices.Devices(mesh))
+    two = devices.Placement(devices.Devices(mesh))
 
     def spread(x: Any) -> Spread:
         axis = two.divided(x) if isinstance(x, params.Spec) else None
@@ -331,18 +335,21 @@ def shared() -> Iterator[Program]:
     yield Program("packed_rank", "on_two_devices", call, (weights, pool, row, asked), sums=SUMS)
 
 
-def _model(name: str) -> tuple[Any, beam.CatalogTables]:
+def _cfg(name: str, layers: int = LAYERS) -> GeneratorConfig:
+    """A generator of a published shape, with so many layers."""
+    return replace(shapes.named(name), layers=layers)
+
+
+def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
-    cfg = shapes.named(name)
     tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32))
-    weights = _weights(name)
+    weights = _weights(cfg)
     tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg), w), weights)
     return weights, tables
 
 
-def _weights(name: str, apart: bool = True) -> Any:
+def _weights(cfg: GeneratorConfig, apart: bool = True) -> Any:
     """The shapes of the weights, as `jgr serve` holds them on a GPU, or in stacks."""
-    cfg = shapes.named(name)
     stacks = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
     return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
 
@@ -356,7 +363,9 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) -> Outcome:
+def attempt(
+    program: Program, compile_: Callable[[Program], Any], dump: Path, registers_too: bool = False
+) -> Outcome:
     """Compile, and say what came of it."""
     before, start = set(dump.glob("*")), time.perf_counter()
     error, temp_bytes, copies = "", 0, list[str]()
@@ -381,19 +390,20 @@ def attempt(program: Program, compile_: Callable[[Program], Any], dump: Path) ->
     if program.refused:
         found = "was compiled" if not error else error
         error = "" if program.refused in error else f"must be refused with '{program.refused}', but: {found}"
-    used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before)
+    used = "" if error or program.refused else _kernels(set(dump.glob("*")) - before, registers_too)
     return Outcome(program.name, program.case, seconds, temp_bytes, len(copies), used, error)
 
 
-def _kernels(files: set[Path]) -> str:
-    """Registers and shared memory of the Pallas kernels in a program's dump; jax 0.11 dumps no PTX to count from."""
+def _kernels(files: set[Path], registers_too: bool = False) -> str:
+    """Shared memory of the Pallas kernels in a program's dump, and their registers, for which ptxas runs once more; jax
+    0.11 dumps no PTX to count from."""
     shared: dict[str, int] = {}
     for path in files:
         if path.name.endswith("thunk_sequence.txt"):
             found = re.findall(r"kCustomKernel.*?\] (\S+) grid.*shared_memory: (\d+)", path.read_text())
             shared |= {name: int(size) for name, size in found}
     registers: dict[str, str] = {}
-    ptxas = shutil.which("ptxas")
+    ptxas = shutil.which("ptxas") if registers_too else None
     for path in files if ptxas and shared else ():
         if path.suffix == ".ptx" and any(f".entry {name}" in path.read_text() for name in shared):
             arguments = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", os.devnull]
@@ -425,7 +435,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if flags.FLAGS.processes > 1:
-        return _in_parts(argv[0], flags.FLAGS.processes, flags.FLAGS.only)
+        return _in_parts(argv[0], flags.FLAGS.processes)
     jax.config.update("jax_platforms", "cpu")
     wanted, (part, parts) = flags.FLAGS.only, map(int, flags.FLAGS.part.split("/"))
     with tempfile.TemporaryDirectory() as folder:
@@ -438,16 +448,16 @@ def main(argv: Sequence[str]) -> int:
             return 2
         programs = [*kernels(all_ops()), *controls(), *engine(), *shared()]
         chosen = [p for p in programs if wanted in f"{p.name} {p.case}"][part - 1 :: parts]
-        outcomes = [attempt(program, compile_, Path(folder)) for program in chosen]
+        outcomes = [attempt(p, compile_, Path(folder), flags.FLAGS.registers) for p in chosen]
     print(f"jax {jax.__version__}, for an H200\n{table(outcomes)}")
     failed = [o for o in outcomes if o.error]
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} as they must be")
     return 1 if failed or not outcomes else 0
 
 
-def _in_parts(script: str, parts: int, only: str) -> int:
+def _in_parts(script: str, parts: int) -> int:
     """Every so-manieth program in a process of its own; the worst exit code of them."""
-    command = [sys.executable, script, f"--only={only}"]
+    command = [sys.executable, script, f"--only={flags.FLAGS.only}", f"--registers={flags.FLAGS.registers}"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), os.getcwd()]),
@@ -462,5 +472,6 @@ def _in_parts(script: str, parts: int, only: str) -> int:
 if __name__ == "__main__":
     flags.DEFINE_string("part", "1/1", "compile the first of two halves, as 1/2, and so on")
     flags.DEFINE_integer("processes", 1, "compile in so many processes at once", lower_bound=1)
+    flags.DEFINE_boolean("registers", False, "count the kernels' registers too, for which ptxas runs twice")
     flags.DEFINE_string("only", "", "compile only programs whose 'name case' contains this")
     app.run(main)

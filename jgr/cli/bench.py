@@ -3,12 +3,11 @@
 
 `jgr bench ops` times the ops on this device against its own roofline. `jgr bench serve` sends requests to a running
 server at their times, without waiting for answers, and reports goodput and latencies (docs/load.md). The lines are for
-people; the last line of stdout is one JSON document.
+people; the last line of stdout is one JSON document, on a terminal with --json alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags
@@ -42,7 +41,12 @@ def define_flags() -> None:
         "arrivals_file", None, "arrival times: KuaiRand's log, an Azure or Mooncake trace, a server.journal"
     )
     flags.DEFINE_string("mix", None, "JSON file with classes of requests, in place of --kind .. --timed")
-    flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "which endpoint to ask")
+    flags.DEFINE_enum(
+        "kind",
+        "recommend",
+        ("recommend", "rank"),
+        "which endpoint to ask; unset, rank where all models only rank",
+    )
     flags.DEFINE_string(
         "history_length",
         "50",
@@ -54,7 +58,7 @@ def define_flags() -> None:
     flags.DEFINE_string("beam_width", None, "beams of a recommend request: as --history_length")
     flags.DEFINE_float("deadline_ms", None, "deadline that requests carry; default: none", lower_bound=1e-3)
     flags.DEFINE_enum("priority", None, ("interactive", "batch"), "priority that requests carry")
-    flags.DEFINE_bool("timed", False, "give histories times, for models that read them")
+    flags.DEFINE_bool("timed", False, "give histories times; unset, where the model that ranks reads them")
     flags.DEFINE_integer("seed", 0, "seed of arrivals, histories and candidates", lower_bound=0)
     flags.DEFINE_float(
         "slo_ms", 100.0, "goodput counts answers within their deadline_ms, else this time", lower_bound=0.0
@@ -73,6 +77,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("max_probes", 16, "most rates that --find_capacity tries", lower_bound=1)
     flags.DEFINE_string("plot", None, "PNG or SVG file for latency and goodput over the rates")
 
+    console.define_json()
     flags.DEFINE_string("op", "", "jgr bench ops: only ops and cases whose 'name case' contains this")
 
 
@@ -98,7 +103,7 @@ def _ops(values: flags.FlagValues, argv: Sequence[str]) -> None:
 
     report = roofline.measure(values.op)
     print("\n".join(roofline.lines(report)))
-    print(json.dumps(report))
+    console.print_json(report)
     if not report["rows"]:
         raise UserError(f"no op has a case to time whose name contains --op={values.op}")
 

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from absl import flags
 
 from jgr import extras
 from jgr.cli import console
+from jgr.client.errors import RequestFailed
+from jgr.client.remote import Client
 from jgr.config import Config, UserError
+from jgr.fields import one_line
 from jgr.traffic import capacity, load_lines, processes
 from jgr.traffic.arrival_files import read_arrivals
 from jgr.traffic.arrivals import parse_process
@@ -23,7 +26,7 @@ from jgr.traffic.http_client import Target, target_of
 from jgr.traffic.measures import summarize
 from jgr.traffic.mixes import RequestClass, make_mix, read_mix
 from jgr.traffic.plots import check_picture, plot_rates
-from jgr.traffic.schedule import Mix, Schedule, read_trace
+from jgr.traffic.schedule import Mix, Request, Schedule, read_trace
 from jgr.traffic.sources import (
     DEFAULT_DURATION_S,
     DEFAULT_RATE,
@@ -97,10 +100,13 @@ class _Bench:
             raise UserError(
                 f"{self._target.host} is not this machine; to load it all the same, add --allow_remote"
             )
+        self._client = Client(self._url, key or None, timeout_s=TIMEOUT_S, ca_file=values.ca_file)
         self._values = values
+        fit_to_models(values, self._client)
         self._load = _describe(values)
         self._source = self._make_source(config)
         self._runs = 0
+        self._first: Request | None = None
 
     def _make_source(self, config: Config) -> Source:
         values = self._values
@@ -178,6 +184,7 @@ class _Bench:
         self._runs += 1
         if not len(schedule):
             raise UserError("there is nothing to send: raise --rate or --duration, or check --trace")
+        self._first = self._first or schedule.requests[schedule.which[0]]
         return schedule
 
     def _report(self, schedule: Schedule, label: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
@@ -206,7 +213,7 @@ class _Bench:
     def _print(self, report: Mapping[str, Any], lines: Sequence[str]) -> None:
         for line in lines:
             print(line)
-        print(json.dumps({"url": self._url, "load": self._load, **report}))
+        console.print_json({"url": self._url, "load": self._load, **report})
 
     def _check_answers(self, reports: Sequence[Mapping[str, Any]]) -> None:
         if any("200" in report["answered"] for report in reports):
@@ -217,14 +224,39 @@ class _Bench:
                 "no request was answered 200: each was refused or came too late; take a lower --rate, or a longer "
                 "--deadline_ms"
             )
+        said = self._refusal()
         if statuses and statuses <= {"401", "403"}:
             raise UserError(
-                "no request was answered 200: the server asks for a key that it knows; see --api_key"
+                f"no request was answered 200: the server asks for a key that it knows; see --api_key{said}"
             )
         raise UserError(
-            "no request was answered 200: try one by hand, the server's answer says why "
+            f"no request was answered 200{said or ': try one by hand, the answer says why'} "
             "(a scorer needs --kind=rank, a model that reads times --timed, one that reads more a --trace)"
         )
+
+    def _refusal(self) -> str:
+        """What the server says of the first request, as the end of a line; "" where it answers it now."""
+        assert self._first is not None
+        try:
+            self._client.fetch("POST", self._first.path, self._first.body, msgspec.Raw)
+        except RequestFailed as error:
+            return f"; of the first one it says: {one_line(error)}"
+        return ""
+
+
+def fit_to_models(values: flags.FlagValues, client: Client) -> None:
+    """Have the load rank where the server only ranks, and give times where the model that answers reads them, unless
+    flags say otherwise. A server that does not tell of its models is asked as the flags say."""
+    if values.trace or values.mix:
+        return
+    try:
+        models = client.models()
+    except RequestFailed:
+        return
+    if not values["kind"].present and models and not any(model.max_beam_width for model in models):
+        values["kind"].value = "rank"
+    if values.kind == "rank" and not values["timed"].present:
+        values["timed"].value = next((model.timed for model in models if model.max_candidates), False)
 
 
 def _classes(values: flags.FlagValues) -> list[RequestClass]:

@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 def own_port(host: str, port: int = 0) -> int:
     """A port that nobody listens on now, the one that is given unless that is 0. Raises UserError where it cannot be
     used: Ray would start its proxy again and again, and whoever listens there would answer."""
-    from jgr.serving.http.listener import bind
+    from jgr.serving.http.ports import bind
 
     with bind(host, port) as found:
         own: int = found.getsockname()[1]

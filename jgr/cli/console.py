@@ -61,6 +61,21 @@ def define_overwrite() -> None:
     flags.DEFINE_bool("overwrite", False, "replace what is there already")
 
 
+def define_json() -> None:
+    """Define --json, for commands whose result is lines for people and one JSON document (print_json)."""
+    flags.DEFINE_bool(
+        "json", False, "print the JSON document on a terminal too; elsewhere it is the last line"
+    )
+
+
+def print_json(document: Any) -> None:
+    """Print a result as one line of JSON, unless it would flood a terminal whose user did not ask for it."""
+    if flags.FLAGS.json or not sys.stdout.isatty():
+        print(json.dumps(document))
+    else:
+        print("--json prints the whole result")
+
+
 def define_ca_file() -> None:
     """Define --ca_file, for commands that ask a server by its URL (client.address.tls_context)."""
     flags.DEFINE_string(

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import leave_one_out
     from jgr.data.shop import make_shop
-    from jgr.serving.http.listener import bind
+    from jgr.serving.http.ports import bind
     from jgr.training.generator import train_generator
     from jgr.training.run import make_way
 

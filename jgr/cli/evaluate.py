@@ -5,14 +5,13 @@ item-kNN, a Markov chain, sequential rules and sequence-kNN.
 FOLDER is a model folder, which names its dataset too; without one, --config names both. Without --url the model is
 loaded into an engine of this process; with --url a running server is asked over HTTP. With --sweep it measures quality
 and latency for several values of a field instead; with --feedback how well a scorer predicts what users did with their
-impressions. The last line of stdout is the result as one JSON
-document.
+impressions. Lines for people come first; the last line of stdout is the result as one JSON document, on a terminal with
+--json alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -122,6 +121,7 @@ def define_flags() -> None:
         "requests", 200, "requests per value of a sweep, to time them", lower_bound=1, upper_bound=100_000
     )
     flags.DEFINE_string("plot", None, "PNG file for the curve of a sweep")
+    console.define_json()
     flags.DEFINE_multi_string(
         "baseline", [], "folder of a SASRec, LRURec or HSTU by jgr train to compare with; may be repeated"
     )
@@ -137,7 +137,9 @@ def main(argv: Sequence[str]) -> int:
     dataset = load_dataset(config.data, learnt_catalog(config))
     lines, report = evaluate(config, dataset, options)
     print("\n".join(lines))
-    print(json.dumps(or_null(report), allow_nan=False))
+    if options.plot:
+        print(options.plot)
+    console.print_json(or_null(report))
     return 0
 
 

@@ -7,6 +7,7 @@ A dataset can have several catalogs side by side, each with a name; a model's fo
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 HELP = "give the items of a prepared dataset semantic ids"
 REPORT = "ids_report.json"
 MAX_SEED = 2**31 - 1
+
+_log = logging.getLogger(__name__)
 
 
 def define_flags() -> None:
@@ -106,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
     with writing(folder / (f"{values.name}.{REPORT}" if values.name else REPORT), SemanticIdError) as stream:
         stream.write(json.dumps(summary, indent=2).encode() + b"\n")
     save_catalog(catalog, path)
+    if useless := semantic_ids.useless_levels(codes[:, : len(known)]):
+        _log.warning("--sizes: %s", useless)
     print(semantic_ids.format_report(report))
     if values.collisions != "share":
         print(f"collision rate before {values.collisions}: {raw:.4f}")

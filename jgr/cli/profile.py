@@ -2,7 +2,8 @@
 """`jgr profile [FOLDER]`: shows where a generator's time goes, by stage and by operation, over real requests.
 
 The requests are histories of the configured dataset, or the lines of --requests_file. The engine is that of `jgr
-serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document.
+serve`, warmed up before the trace. The last line of stdout is the profile as one JSON document, on a terminal with
+--json alone.
 
 With --costs=FILE no requests are traced: programs of many shapes are timed, of a generator or of a scorer, and the
 model that is fitted to them, which predicts others, is written to the file.
@@ -11,7 +12,6 @@ model that is fitted to them, which predicts others, is written to the file.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -41,6 +41,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("concurrency", 1, "requests in flight", lower_bound=1, upper_bound=1024)
     flags.DEFINE_integer("top", 20, "operations to show", lower_bound=1)
     flags.DEFINE_string("out", None, "folder to keep the raw trace in")
+    console.define_json()
     flags.DEFINE_string(
         "costs", None, "JSON file for a model of what runs of any shape cost; traces no requests"
     )
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         events = profiling.read_events(Path(folder))
     summary = profiling.summarize(events, list(map(profiling.read_program, programs)), wall_s * 1e9)
     print(_table(summary, len(requests), values.top))
-    print(json.dumps(_report(summary, len(requests), values.concurrency, values.top)))
+    console.print_json(_report(summary, len(requests), values.concurrency, values.top))
     return 0
 
 
@@ -96,7 +97,7 @@ def _costs(config: Config, path: Path) -> int:
         stream.write(model.to_json())
     report = cost_profile.report(timed, model)
     print(_costs_table(timed, model, report["spread"]))
-    print(json.dumps(report))
+    console.print_json(report)
     return 0
 
 

@@ -50,9 +50,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    from jgr.serving.engine.tracing import require_opentelemetry
-    from jgr.serving.http.front import check_grpc, check_tls
-    from jgr.serving.http.keys import read_keys
+    from jgr.serving.http.ports import check_ports
     from jgr.serving.versions.sources import configurations, load_all
 
     given = {
@@ -64,7 +62,14 @@ def main(argv: Sequence[str]) -> int:
     assignments = [*console.environment(), *flags.FLAGS.set, *own]
     configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
     console.keep_enough_threads(configs)
-    read_keys(configs[0].server)  # before minutes of loading
+    check_ports(
+        configs[0].server
+    )  # this and the rest before minutes of loading, and this before slow imports too
+    from jgr.serving.engine.tracing import require_opentelemetry
+    from jgr.serving.http.front import check_grpc, check_tls
+    from jgr.serving.http.keys import read_keys
+
+    read_keys(configs[0].server)
     require_opentelemetry(configs[0].server)
     check_tls(configs[0].server)
     check_grpc(configs[0].server)

@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FLAGS
     if not values.out:
         raise UserError("--out: the folder of the study is not set")
-    extras.require("train", "jgr tune")
-    extras.require("tune", "jgr tune")
+    extras.require("train", "jgr tune", "tune")
     config = console.load(values)
     from jgr.cli.train import fit
     from jgr.config_formats import dump

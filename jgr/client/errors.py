@@ -16,7 +16,8 @@ class RequestFailed(Error):
     """The base class. type: the error's stable name, as in HTTP answers. field: the part of the request at fault.
 
     request_id: the id that the server's log has, where it is known. retry_after: seconds to wait before another try,
-    where that may help. index: the place of the history at fault, where there are several.
+    where that may help. index: the place of the history at fault, where there are several. sent: False where no
+    connection was made, so nobody has seen the request. by_proxy: whether somebody on the way answered for the server.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RequestFailed(Error):
         self.request_id = request_id
         self.retry_after = retry_after
         self.index: int | None = None
+        self.sent, self.by_proxy = True, False
 
     def __str__(self) -> str:
         return self.message if self.index is None else f"histories[{self.index}]: {self.message}"
@@ -45,7 +47,7 @@ class InvalidRequest(RequestFailed):
 
 
 class Unauthorized(RequestFailed):
-    """The key is missing or wrong."""
+    """The key is missing or wrong, or is one that may not do this."""
 
 
 class NotFound(RequestFailed):

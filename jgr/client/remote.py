@@ -141,8 +141,9 @@ class Client(Recommender):
             try:
                 server, content = self._exchange_with_one(method, path, body, request_id)
                 return decoder(type).decode(content)
-            except (Overloaded, Unavailable, _Between) as error:
-                repeats = not isinstance(error, _Between) or _may_repeat(method, path)
+            except RequestFailed as error:
+                lost = error.by_proxy and _may_repeat(method, path)
+                repeats = lost or isinstance(error, Overloaded | Unavailable)
                 if attempt == self._retries or self._closed or not repeats:
                     raise
                 doubled_s = FIRST_WAIT_S * 2.0 ** min(attempt, 10)  # beyond MAX_WAIT_S already
@@ -215,7 +216,7 @@ class Client(Recommender):
                 content = self._exchange(servers[at], method, path, body, request_id)
             except Unavailable as error:
                 last = at == (first - 1) % len(servers)
-                if last or self._closed or not (_may_repeat(method, path) or isinstance(error, _Unasked)):
+                if last or self._closed or not (_may_repeat(method, path) or not error.sent):
                     raise
             else:
                 self._last = at
@@ -235,8 +236,9 @@ class Client(Recommender):
         except ClosedPoolError:
             raise Unavailable("the client is closed", "unavailable") from None
         except HTTPError as error:
-            kind = _Unasked if isinstance(error, NewConnectionError | ConnectTimeoutError) else Unavailable
-            raise kind(f"{url}: {self._reason(error)}", "unavailable") from None
+            failed = Unavailable(f"{url}: {self._reason(error)}", "unavailable")
+            failed.sent = not isinstance(error, NewConnectionError | ConnectTimeoutError)
+            raise failed from None
         except ValueError as error:  # http.client's, for a chunk of less than no bytes
             raise Unavailable(f"{url}: {one_line(error)}", "unavailable") from None
         if len(content) > MAX_ANSWER_BYTES:
@@ -276,14 +278,6 @@ class _Server(NamedTuple):
     url: str
     address: Address
     pool: HTTPConnectionPool
-
-
-class _Between(InternalError):
-    """Somebody on the way failed, such as a fleet's proxy whose front died with the request."""
-
-
-class _Unasked(Unavailable):
-    """No connection was made, so nothing of the request was seen."""
 
 
 def decoder(type: type[T]) -> msgspec.json.Decoder[T]:
@@ -368,9 +362,12 @@ def _failure(url: str, response: BaseHTTPResponse, content: bytes) -> RequestFai
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         types: dict[int, ErrorType] = {status: type for type, status in STATUS.items()}
         message = f"{url}: HTTP {response.status} {one_line(response.reason)}"
-        if response.status in BETWEEN:
-            return _Between(message, "internal", retry_after=retry_after)
-        return failure(types.get(response.status, "internal"), message, retry_after=retry_after)
+        lost = response.status in BETWEEN
+        failed = failure(
+            "internal" if lost else types.get(response.status, "internal"), message, retry_after=retry_after
+        )
+        failed.by_proxy = lost
+        return failed
     field = error.field if isinstance(error.field, str) else None
     told = printable(error.message), field and printable(field), printable(error.request_id)
     return failure(error.type, *told, retry_after)

@@ -24,7 +24,9 @@ T = TypeVar("T")
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError where there is none."""
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file; a model folder holds a config.json")
+        raise CheckpointError(
+            _of_dataset(path.parent) or f"{path}: no such file; a model folder holds a config.json"
+        )
     if not path.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{path}: is no file; a model folder holds a config.json")
     try:
@@ -36,6 +38,21 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return raw
+
+
+def _of_dataset(folder: Path) -> str:
+    """What to do with a folder that is a prepared dataset and no model; "" for any other."""
+    from jgr.data.prepared import INTERACTIONS, MANIFEST, catalog_names
+
+    if not all((folder / name).is_file() for name in (MANIFEST, INTERACTIONS)):
+        return ""
+    names = catalog_names(folder)
+    ids = "" if names else f"first give its items ids with jgr ids --data={folder}, then "
+    named = f"--set data.catalog={names[0]} " if names and names[0] else ""
+    return (
+        f"{folder}: is a dataset that jgr prepare wrote, and no model: {ids}train one on it with "
+        f"jgr train --config=shop --set data.kind=prepared --set data.path={folder} {named}--set train.out=MODEL"
+    )
 
 
 def scorer_config(raw: Mapping[str, Any], kinds: Mapping[str, type[T]]) -> T:

@@ -391,6 +391,26 @@ def report(codes: Int32, sizes: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def useless_levels(codes: Int32) -> str:
+    """Says in a line which levels tell no items apart that the levels before do not, and which sizes fit the ids; "" if
+    none. codes: [n, depth]."""
+    told_apart = [len(np.unique(codes[:, :depth], axis=0)) for depth in range(codes.shape[1] + 1)]
+    useless = [level for level in range(codes.shape[1]) if told_apart[level] == told_apart[level + 1]]
+    if not useless or len(codes) == 1:
+        return ""
+    ids = told_apart[-1]
+    if ids == 1:
+        return f"no level tells items apart: all {len(codes)} vectors are alike"
+    depth = min(codes.shape[1], int(np.log2(ids)))
+    size = next(size for size in itertools.count(1) if (1 << size * depth) >= ids)
+    fit = ",".join([str(1 << size)] * depth)
+    many = "s" if len(useless) > 1 else ""
+    return (
+        f"level{many} {', '.join(map(str, useless))} tell{'' if many else 's'} nothing apart that the others do not: "
+        f"they give {len(codes)} items {ids} ids; sizes that fit are {fit}"
+    )
+
+
 def format_report(found: dict[str, Any]) -> str:
     """Format a `report` as aligned text: a line for each level, then collisions and the histogram of items per id."""
     lines = ["level    size    used    use %  entropy   (max)"]

@@ -10,9 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from absl import flags
 
+import jgr
 from jgr.catalog.catalog import save_catalog
+from jgr.cli import bench_serve
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import CATALOG, LiveServer
 
@@ -110,6 +114,40 @@ def test_where_all_came_too_late_it_says_what_to_change(server: LiveServer, cata
     assert json.loads(done.stdout.splitlines()[-1])["answered"].keys() <= {"429", "504"}
     assert done.returncode == 2
     assert "take a lower --rate, or a longer --deadline_ms" in done.stderr and "--timed" not in done.stderr
+
+
+def test_where_all_are_refused_the_server_is_quoted(server: LiveServer, catalog: str) -> None:
+    shape = ["--rate=40", "--duration=0.1", "--history_length=2", "--top_k=900"]
+    done = _bench("serve", "--set", catalog, f"--url={server.listener.url}", "--api_key=k3y", *shape)
+    assert done.returncode == 2
+    words = "jgr: no request was answered 200; of the first one it says: top_k is 900; it can be at most beam_width"
+    assert done.stderr.startswith(words), done.stderr
+
+
+def test_a_server_that_only_ranks_is_asked_to_rank_with_times_where_it_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LiveServer() as server, jgr.Client(server.listener.url) as client:
+        (info,) = client.models()
+        scorer = msgspec.structs.replace(info, max_beam_width=0, timed=True)
+        for models, given, kind, timed in (
+            ([info], [], "recommend", False),
+            ([info], ["--kind=rank"], "rank", False),
+            ([scorer], [], "rank", True),
+            ([scorer], ["--notimed"], "rank", False),
+            ([scorer], ["--kind=recommend"], "recommend", False),
+            ([scorer, info], [], "recommend", False),
+            ([scorer, info], ["--kind=rank"], "rank", True),
+        ):
+            values = flags.FlagValues()
+            flags.DEFINE_enum("kind", "recommend", ("recommend", "rank"), "", flag_values=values)
+            flags.DEFINE_bool("timed", False, "", flag_values=values)
+            for name in ("trace", "mix"):
+                flags.DEFINE_string(name, None, "", flag_values=values)
+            values(["jgr bench", *given])
+            monkeypatch.setattr(client, "models", lambda models=models: models)
+            bench_serve.fit_to_models(values, client)
+            assert (values.kind, values.timed) == (kind, timed), given
 
 
 MIX = {

@@ -145,3 +145,28 @@ def test_a_bar_on_a_terminal_counts_only_what_was_done_since_it_began_and_logs_s
     above = next(at for at, line in enumerate(lines) if line.endswith("INFO    jgr.x: above"))
     assert all("40/50" in line for line in lines[:above]) and "compiling" in lines[above - 1]
     assert "50/50" in lines[-1] and "loss 2" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("on_terminal", "argv", "printed"),
+    [
+        (False, [], '{"ndcg": [1, null]}'),
+        (False, ["--json"], '{"ndcg": [1, null]}'),
+        (True, ["--json"], '{"ndcg": [1, null]}'),
+        (True, [], "--json prints the whole result"),
+    ],
+)
+def test_a_terminal_gets_a_document_only_where_it_is_asked_for(
+    on_terminal: bool, argv: list[str], printed: str
+) -> None:
+    code = f"""
+import sys
+from absl import flags
+from jgr.cli import console
+console.define_json()
+flags.FLAGS(["jgr", *{argv!r}])
+sys.stdout.isatty = lambda: {on_terminal}
+console.print_json({{"ndcg": [1, None]}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, printed + "\n"), done.stderr

@@ -196,6 +196,20 @@ def test_tables_that_are_refused(
     assert not (folder / "catalog.jsonl").exists()
 
 
+def test_levels_that_tell_nothing_apart_are_warned_of(folder: Path) -> None:
+    done = _ids(f"--data={folder}", "--sizes=64,64,64", "--dims=8")
+    assert done.returncode == 0
+    ids = _report(folder)["ids"]
+    assert 16 < ids <= N
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(
+        "--sizes: levels 1, 2 tell nothing apart that the others do not: "
+        f"they give {N} items {ids} ids; sizes that fit are 4,4,4"
+    )
+    fitting = _ids(f"--data={folder}", "--sizes=4,4,4", "--dims=8", "--overwrite")
+    assert (fitting.returncode, fitting.stderr) == (0, "")
+
+
 def test_catalogs_stand_side_by_side_and_none_is_replaced_unasked(folder: Path) -> None:
     plain = _ids(f"--data={folder}", "--method=item")
     named = _ids(f"--data={folder}", "--name=tree", "--sizes=4,3", "--dims=8")

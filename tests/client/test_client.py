@@ -141,8 +141,10 @@ def test_a_retry_waits_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatc
 )
 def test_another_kind_of_server_is_named(content: bytes, error: str, words: str) -> None:
     with scripted(content) as (url, _), jgr.Client(url) as client:
-        with pytest.raises(getattr(jgr, error), match=words):
+        with pytest.raises(getattr(jgr, error), match=words) as caught:
             client.recommend(["x"])
+        assert type(caught.value) is getattr(jgr, error) and caught.value.sent
+        assert caught.value.by_proxy == ("502" in words)
 
 
 def test_nobody_answers() -> None:
@@ -152,8 +154,9 @@ def test_nobody_answers() -> None:
             with pytest.raises(jgr.Unavailable, match=r"no answer within 0\.05 s"):
                 client.recommend(["a"], top_k=3)
     with jgr.Client(url) as client:
-        with pytest.raises(jgr.Unavailable, match="refused"):
+        with pytest.raises(jgr.Unavailable, match="refused") as caught:
             client.recommend([["a"], ["b"]], top_k=3)
+        assert type(caught.value) is jgr.Unavailable and not caught.value.sent, "no private class is shown"
     with pytest.raises(jgr.Unavailable, match="the client is closed"):
         client.recommend(["a"], top_k=3)
 

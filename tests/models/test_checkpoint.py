@@ -151,6 +151,21 @@ BROKEN = {
 }
 
 
+def test_a_dataset_is_told_from_a_model(tmp_path: Path) -> None:
+    for name in ("manifest.json", "interactions.npz"):
+        (tmp_path / name).touch()
+    trains = rf"--set data\.path={tmp_path} --set train\.out="
+    with pytest.raises(
+        CheckpointError, match=rf"{tmp_path}: is a dataset .* first give .* --data={tmp_path}, .*{trains}"
+    ):
+        checkpoint.load(tmp_path)
+    (tmp_path / "tree.catalog.jsonl").touch()
+    with pytest.raises(
+        CheckpointError, match=r"and no model: train one on it .* --set data\.catalog=tree --set train"
+    ):
+        checkpoint.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_folders_are_refused_by_name(name: str, tmp_path: Path) -> None:
     breaks, message = BROKEN[name]

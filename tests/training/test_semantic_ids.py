@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -331,3 +332,26 @@ def test_a_catalog_of_too_many_levels() -> None:
 def test_an_unknown_policy() -> None:
     with pytest.raises(SemanticIdError, match="share, extra, reassign, not 'none'"):
         resolve_collisions(line([0], [0], [0]), "none")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([[0, 0], [0, 1], [1, 0], [1, 1]], ""),
+        ([[5]], ""),
+        ([[5], [7]], ""),
+        ([[3, 3], [3, 3]], "no level tells items apart: all 2 vectors are alike"),
+        (
+            [[0, 0], [1, 0], [2, 0]],
+            "level 1 tells nothing apart .* they give 3 items 3 ids; sizes that fit are 4",
+        ),
+        (
+            [[0, 0], [0, 1], [0, 1]],
+            "level 0 tells nothing apart .* they give 3 items 2 ids; sizes that fit are 2",
+        ),
+        ([[i, 0, 0] for i in range(65)], "levels 1, 2 tell .* 65 items 65 ids; sizes that fit are 8,8,8"),
+    ],
+)
+def test_levels_of_no_use_are_named(rows: list[list[int]], said: str) -> None:
+    found = semantic_ids.useless_levels(np.array(rows, np.int32))
+    assert re.fullmatch(said, found), found

@@ -198,7 +198,16 @@ class Cold:
         return Response(answer, media_type="application/json")
 
     async def _forget(self, request: HttpRequest) -> Response:
-        erased = self._models.forget(request.path_params["user_id"], self._tenant_of(request))
+        whose = self._tenant_of(request)
+        erased = self._models.forget(request.path_params["user_id"], whose)
+        named = request.query_params.get("tenant")
+        # A key that is gone may have left some; they are erased by its name like others.
+        if named and whose and not erased and named not in self._keys.clients:
+            raise RequestError(
+                "not_found",
+                f"tenant: no client's key is called {quoted(named)}, and nothing that one kept of the user is left",
+                "tenant",
+            )
         return _json(Erased(entries=erased))
 
     def _tenant_of(self, request: HttpRequest) -> str:

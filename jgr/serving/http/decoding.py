@@ -7,12 +7,14 @@ starts with the field, so that a good request pays nothing for it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from jgr.fields import nearest
 from jgr.serving.errors import MAX_QUOTED_CHARS, RequestError, invalid, quoted
@@ -55,8 +57,57 @@ def _explain(message: str, type: Any) -> RequestError:
     if match := re.fullmatch(r"(.*) - at `\$\.(.*)`", message):
         problem = match[1][0].lower() + match[1][1:]
         field = match[2].replace("[...]", "")  # msgspec does not say which entry of an object is wrong
+        wrong = re.fullmatch(r"Invalid enum value (.*)|Expected .*, got (`\w+`)", match[1])
+        if wrong and (choices := _choices(type, match[2])):
+            return invalid(field, f"{field}: must be {choices}, not {wrong[2] or _cut(wrong[1])}")
         return invalid(field, f"{field}: {problem}")
     return RequestError("invalid_request", f"the body: {message[0].lower()}{message[1:]}")
+
+
+def _choices(type: Any, path: str) -> str:
+    """What a field of `type` may be, in words, where its type lists the values; else "". path: of the field, as msgspec
+    writes it."""
+    kinds = list(_plain(_described(type)))
+    for step in re.findall(r"\[[^]]*\]|[^.[]+", path):
+        kinds = [kind for above in kinds for below in _below(above, step) for kind in _plain(below)]
+    listed = [repr(value) for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
+    others = [_BESIDE.get(kind.__class__) for kind in kinds if not isinstance(kind, inspect.LiteralType)]
+    if not listed or None in others:
+        return ""
+    *first, last = [*listed, *filter(None, others)]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+_described = functools.cache(inspect.type_info)  # takes a millisecond; a server has few types of bodies
+
+_BESIDE: dict[Any, str] = {inspect.ListType: "a list", inspect.NoneType: "null"}
+"""What may stand beside listed values."""
+
+
+def _plain(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """The types of a union, or the one that this is, without what only describes them."""
+    while isinstance(kind, inspect.Metadata):
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from _plain(one)
+    elif not isinstance(kind, inspect.CustomType):
+        yield kind
+
+
+def _below(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    """The types of what a step of a path leads to: a field's name, or brackets for what a list or dict holds."""
+    if isinstance(kind, inspect.StructType):
+        yield from (field.type for field in kind.fields if field.encode_name == step)
+    elif isinstance(kind, inspect.ListType):
+        yield kind.item_type
+    elif isinstance(kind, inspect.DictType):
+        yield kind.value_type
+
+
+def _cut(text: str) -> str:
+    """A value as msgspec quotes it, shortened."""
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[: MAX_QUOTED_CHARS - 4]}...{text[-1]}"
 
 
 def _non_finite_field(body: bytes) -> str | None:

@@ -122,6 +122,11 @@ class Keys:
     def has_admin(self) -> bool:
         return any(caller.role == "admin" for caller in self._callers.values())
 
+    @property
+    def clients(self) -> list[str]:
+        """The names of the keys that are clients'."""
+        return [caller.name for caller in self._callers.values() if caller.role == "client"]
+
     def reload(self) -> None:
         """Read the file again. One that cannot be used changes nothing, and is told in the log."""
         if not self._config.keys:
@@ -162,8 +167,14 @@ class Keys:
         if self.open:
             return ANYBODY
         caller = self.find(header)
-        if caller is None or caller.role != "client":
+        if caller is None:
             raise _unauthorized("API key", header)
+        if caller.role != "client":
+            raise RequestError(
+                "forbidden",
+                f"the key {caller.name!r} is an admin's: it changes models and catalogs, and erases users' cache "
+                "entries; anything else takes a client's key",
+            )
         return caller
 
     def admin(self, header: bytes) -> Caller:
@@ -173,8 +184,13 @@ class Keys:
                 "forbidden", "server.admin_key is not set; start the server with one to allow this"
             )
         caller = self.find(header)
-        if caller is None or caller.role != "admin":
+        if caller is None:
             raise _unauthorized("admin key", header)
+        if caller.role != "admin":
+            raise RequestError(
+                "forbidden",
+                f"the key {caller.name!r} is a client's: it asks, and changes nothing; this takes an admin's key",
+            )
         return caller
 
     def either(self, header: bytes) -> Caller:

@@ -32,6 +32,7 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.http.connection import READ_TIMEOUT_S, Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
+from jgr.serving.http.ports import bind
 from jgr.serving.http.server import App
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models
@@ -44,7 +45,6 @@ CLOSE_TIMEOUT_S = 5.0
 """Seconds, after the drain, in which requests may still arrive and answers leave."""
 GIVE_UP_TIMEOUT_S = 10
 """Then uvicorn ends what is left; it is not left to it, since it would say so with a traceback."""
-BACKLOG = 2048
 OTHER_FILES = 256
 """Files that a process has open besides its connections."""
 TICKS_A_SECOND = 10
@@ -52,19 +52,6 @@ MAX_UNSENT_BYTES = 256 << 20
 """What all clients together may leave unread for over a second; those that leave the most are cut off."""
 
 _log = logging.getLogger(__name__)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises UserError if the address cannot be used."""
-    if not host.isprintable():
-        raise UserError(f"server.host: cannot listen on {host!a}: no host has such a name")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise UserError(
-            f"server.host, server.port: cannot listen on {host}:{port}: {error.strerror}"
-        ) from None
 
 
 class Listener(uvicorn.Server):
@@ -255,7 +242,7 @@ def _grpc_server(
     check_grpc(config)
     from jgr.serving.http.kserve_grpc import GrpcServer
 
-    bind(config.host, config.grpc_port).close()  # gRPC would say so after minutes of loading, and not why
+    bind(config.host, config.grpc_port, "server.grpc_port").close()  # gRPC would not say why it cannot listen
     return GrpcServer(app, config, connections, read_timeout_s)
 
 

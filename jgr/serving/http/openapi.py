@@ -22,7 +22,7 @@ from jgr.serving.http.refusals import KServeError, is_kserve
 
 HEALTH_ALONE: tuple[Group, ...] = ("health",)
 _REF = "#/components/schemas/"
-_KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized", "quota_exceeded")
+_KEY_ERRORS: tuple[ErrorType, ...] = ("unauthorized", "forbidden", "quota_exceeded")
 _HISTORIES = (
     ("RecommendRequest", "history"), ("RankRequest", "history"), ("PrefillRequest", "history"), ("Query", "history"),
     ("RerankRequest", "query"), ("ScoreRequest", "queries"), ("ScoreRequest", "text_1"),

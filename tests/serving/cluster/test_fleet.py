@@ -235,7 +235,7 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
     assert (status, error["field"], error["request_id"]) == (422, "topk", "mine")
     assert fleet.ask("GET", "/v1/rank")[0] == 405
     assert fleet.ask("GET", "/v1/nothing")[0] == 404
-    assert fleet.ask("POST", "/v1/models/tiny/reload")[0] == 401
+    assert fleet.ask("POST", "/v1/models/tiny/reload")[0] == 403
     large = fleet.ask("POST", "/v1/recommend", {"history": ["B000"] * 300_000})
     assert (large[0], json.loads(large[1])["error"]["type"]) == (413, "body_too_large")
 

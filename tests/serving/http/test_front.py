@@ -19,7 +19,7 @@ from jgr.config import ConfigError, UserError
 from jgr.serving.http import ui_page
 from jgr.serving.http.docs_page import PATHS, POLICY
 from jgr.serving.http.front import check_tls
-from jgr.serving.http.listener import bind
+from jgr.serving.http.ports import bind
 from tests.serving.certificates import make_pems, tls
 from tests.serving.fakes import PATIENCE_S, LiveServer, make_config
 from tests.serving.http.test_http import ROOT
@@ -194,7 +194,7 @@ def test_requests_are_answered_below_the_base_path_and_without_it() -> None:
         page = server.call("/shop/jgr", **key)
         assert (page.status, page.headers["location"]) == (302, "/shop/jgr/ui")
         # An admin's path is one, with whatever stands before it.
-        assert server.call("/shop/jgr/v1/models/jgr/reload", b"", **key).status == 401
+        assert server.call("/shop/jgr/v1/models/jgr/reload", b"", **key).status == 403
         admin = {"authorization": "Bearer 4dm1n-k3y"}
         assert server.call("/shop/jgr/v1/models/jgr/reload", b"", **admin).status == 409
         assert server.call("/shop/jgr/openapi.json", **key).json["servers"] == [{"url": "/shop/jgr"}]

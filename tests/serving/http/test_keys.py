@@ -67,9 +67,9 @@ def test_each_key_opens_what_its_role_may_do_and_those_of_the_settings_go_on(tmp
     with LiveServer(keys, "server.api_key=k", "server.admin_key=4dm1n") as server:
         for key in (ADA, "k"):
             assert server.call("/v1/recommend", BODY, **bearer(key)).status == 200
-            assert told(server.call(RELOAD, method="POST", **bearer(key))) == (401, "unauthorized")
+            assert told(server.call(RELOAD, method="POST", **bearer(key))) == (403, "forbidden")
         for key in (ROOT, "4dm1n"):
-            assert told(server.call("/v1/recommend", BODY, **bearer(key))) == (401, "unauthorized")
+            assert told(server.call("/v1/recommend", BODY, **bearer(key))) == (403, "forbidden")
             assert told(server.call(RELOAD, method="POST", **bearer(key))) == (409, "conflict")
         for headers in (
             {},
@@ -92,11 +92,25 @@ def test_a_refusal_tells_whether_a_key_was_missing_or_no_key_for_this(tmp_path: 
     with LiveServer(keys) as server:
         needs = "needs the header 'Authorization: Bearer <API key>'"
         assert server.call("/v1/recommend", BODY).error["message"] == needs
-        for key in (ROOT, "nobodys"):
-            said = server.call("/v1/recommend", BODY, **bearer(key)).error["message"]
-            assert said == f"{needs}; the one that came holds no API key"
-        said = server.call(RELOAD, method="POST", **bearer(ADA)).error["message"]
+        said = server.call("/v1/recommend", BODY, **bearer("nobodys")).error["message"]
+        assert said == f"{needs}; the one that came holds no API key"
+        said = server.call(RELOAD, method="POST", **bearer("nobodys")).error["message"]
         assert said.endswith("<admin key>'; the one that came holds no admin key")
+        for path in (
+            "/v1/recommend",
+            "/v1/rerank",
+            "/v2/models/rank/infer",
+            "/v1/users/u/prefill",
+            "/v1/models",
+        ):
+            reply = server.call(path, None if path == "/v1/models" else BODY, **bearer(ROOT))
+            error = reply.json["error"]
+            said = error if path.startswith("/v2") else error["message"]
+            assert reply.status == 403 and said.startswith(
+                "the key 'root' is an admin's: it changes models"
+            ), path
+        said = server.call(RELOAD, method="POST", **bearer(ADA)).error["message"]
+        assert said.startswith("the key 'ada' is a client's") and said.endswith("this takes an admin's key")
 
 
 def test_a_file_alone_closes_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,7 +231,7 @@ def test_a_connection_that_is_lost_before_its_call_is_read_holds_no_place() -> N
         ([entry("ada", "fifteen-letters")], "keys[0].key: expected `str` of length >= 16"),
         ([entry("ada", "sixteen letters and blanks")], "keys[0].key: expected `str` matching"),
         ([entry("a/b", ADA)], "keys[0].name: expected `str` matching"),
-        ([entry("ada", ADA, "owner")], "keys[0].role: invalid enum value 'owner'"),
+        ([entry("ada", ADA, "owner")], "keys[0].role: must be 'admin' or 'client', not 'owner'"),
         ([entry("ada", ADA, rate=0)], "keys[0].rate: expected `float` >= 0.001"),
         ([entry("ada", ADA, burst=3)], "keys[0].burst needs a rate"),
         ([entry("ada", ADA, share=1.5)], "keys[0].share: expected `float` <= 1.0"),

@@ -184,7 +184,7 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY, one("candidates", "FP32", 0.5)], "candidates", "must be BYTES, not FP32"),
         ([HISTORY, one("candidates", "BOOL", True)], "candidates", "must be BYTES, not BOOL"),
         ([HISTORY, one("candidates", "INT32", True)], "candidates", "cannot be a bool"),
-        ([HISTORY, one("candidates", "STRING", "a")], "inputs[1].datatype", "invalid enum value"),
+        ([HISTORY, one("candidates", "STRING", "a")], "inputs[1].datatype", "must be 'BOOL', 'BYTES', "),
         ([HISTORY, one("candidates", "BYTES", "zzz")], "candidates[0]", "not in the catalog"),
         ([HISTORY, CANDIDATES, CANDIDATES], "inputs", "there are two called 'candidates'"),
         ([HISTORY, CANDIDATES, one("beam_width", "INT32", 1)], "inputs", "rank has no input 'beam_width'"),

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from jgr.config import UserError
+from jgr.config import ServerConfig, UserError
 from jgr.serving.engine.turns import LEAST
-from jgr.serving.http.listener import bind
+from jgr.serving.http.ports import bind, check_ports
 from jgr.serving.http.server import App, Departure
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
@@ -352,6 +352,30 @@ def test_the_time_limit_is_on_reading_not_on_answering() -> None:
 def test_an_address_in_use_is_the_users_mistake() -> None:
     with bind("127.0.0.1", 0) as taken, pytest.raises(UserError, match=r"server.port.*in use"):
         bind("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_port_in_use_is_told_before_anything_of_a_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        for field, settings in (
+            ("server.port", [f"--port={port}"]),
+            ("server.grpc_port", ["--port=0", f"--set=server.grpc_port={port}"]),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-c", JGR, "serve", str(tmp_path), *settings],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+            words = f"jgr: server.host, {field}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+            assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+
+
+def test_a_port_is_tried_without_a_moment_in_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "listen", lambda *of: pytest.fail("it listens"))
+    check_ports(ServerConfig(port=0, grpc_port=0))
 
 
 JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"

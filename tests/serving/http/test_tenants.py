@@ -122,7 +122,7 @@ def test_a_hint_is_for_the_key_that_gave_it(ask: Ask) -> None:
     assert cached(ask, "ada", "hinted")
     assert not cached(ask, "bob", "hinted")
     assert (
-        ask("root", "/v1/users/hinted/prefill", body).status == 401
+        ask("root", "/v1/users/hinted/prefill", body).status == 403
     )  # an admin's key asks for nothing else either
     assert erase(ask, "ada", "hinted").json == {"entries": 1}
     assert not cached(ask, "ada", "hinted")
@@ -140,7 +140,10 @@ def test_an_erasure_needs_the_key_that_made_the_entries_or_an_admins_that_names_
     for query in ("", "?tenant=", "?tenant=b/ob", "?tenant=id:v"):
         reply = erase(ask, "root", "v", query)
         assert (reply.status, reply.error["type"], reply.error["field"]) == (422, "invalid_request", "tenant")
+    reply = erase(ask, "root", "v", "?tenant=bobby")
+    assert (reply.status, reply.error["type"], reply.error["field"]) == (404, "not_found", "tenant")
     assert cached(ask, "bob", "v")
+    assert erase(ask, "root", "nobody", "?tenant=bob").json == {"entries": 0}
     assert erase(ask, "root", "v", "?tenant=bob").json == {"entries": 1}
     assert not cached(ask, "bob", "v") and cached(ask, "ada", "v")
 
