@@ -110,5 +110,7 @@ class FleetConfig:
             f"fleet.replicas must be from min_replicas, {few}, to max_replicas, {most}, not {self.replicas}"
         )
         require(not most or few <= self.replicas <= most, bounds)
+        fixed = f"fleet.min_replicas, {few}, is more than the {self.replicas} of fleet.replicas, and max_replicas is 0"
+        require(bool(most) or few <= self.replicas, fixed)
         hedge = f"fleet.hedge must be 0 or at least 1, not {self.hedge}"
         require(self.hedge == 0 or self.hedge >= 1, hedge)

@@ -88,6 +88,7 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
         parts.front,
         name="Front",
         num_replicas=fleet.fronts,
+        max_replicas_per_node=fronts_per_node(fleet.fronts, _nodes()),
         max_ongoing_requests=many,
         health_check_period_s=fleet.health_s,
         ray_actor_options=light,
@@ -97,6 +98,17 @@ def application(source: Source, parts: Parts = LIVE) -> Application:
     coordinated = coordinator.bind(tuple(spoken()), replicas, source.key, kept, fleet)
     built: Application = front.bind(tuple(spoken()), first, most, replicas, coordinated)
     return built
+
+
+def fronts_per_node(fronts: int, nodes: int) -> int | None:
+    """The most fronts that one node may have, so that each has one where there are enough: Ray puts what needs no core
+    anywhere. None: any number. nodes: of the cluster; 0: that is not known."""
+    return -(-fronts // nodes) if nodes > 1 < fronts else None
+
+
+def _nodes() -> int:
+    """How many nodes there are; 0 where no cluster is there yet, as for `serve build`."""
+    return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 0
 
 
 def fleet(arguments: Mapping[str, Any]) -> Application:

@@ -7,6 +7,7 @@ silent, the request is sent to another one, under the same id, as long as its de
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -23,10 +24,10 @@ from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
-from jgr.serving.cluster.replicas import ALL_S, Replicas
+from jgr.serving.cluster.replicas import Replicas, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
-from jgr.serving.cluster.whole import erased, metrics, models, readiness
+from jgr.serving.cluster.whole import best, erased, metrics, models, readiness
 from jgr.serving.engine.tracing import tracing
 from jgr.serving.errors import STATUS, RequestError
 from jgr.serving.http.cold import ADMIN_PATHS, UPLOAD_PATH
@@ -37,6 +38,9 @@ from jgr.serving.http.refusals import TRY_AGAIN, error_body
 from jgr.serving.http.server import REQUEST_ID, who
 from jgr.serving.policies.hedging import Hedging
 
+HEALTH, READY = ("/health/", "/v2/health/"), "/health/ready"
+HEALTH_S = 0.5
+"""So long all replicas have to say how they are: who asks may wait for a second alone, such as Kubernetes."""
 GRACE_S = 0.25
 """So long after a request's deadline the front still waits for what its replica says of that."""
 
@@ -61,6 +65,9 @@ class Front:
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
         self._replicas, self._rollouts = Replicas(replicas), rollouts
+        own = serve.get_replica_context()
+        # Not when it is asked for: Ray then tells the head, and all requests would wait where that is gone or cut off.
+        self._fronts = serve.get_deployment_handle(own.deployment, own.app_name)
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._default_ms = config.server.default_deadline_ms
@@ -109,16 +116,19 @@ class Front:
             return received(Answered, await self._rollouts.roll.remote(path, asked))
         if asked.method == "DELETE" and path.startswith(USERS):
             return erased(await self._replicas.ask_all(asked))
-        first = await self._ask_one(path, asked, arrival_s, tenant)
-        if asked.method in ("GET", "HEAD") and path == "/metrics":
-            return metrics(first, await self._replicas.metrics(), await fronts_series())
-        if asked.method == "GET" and path == "/v1/models":
-            return models(first, await self._replicas.about_all())
-        if asked.method in ("GET", "HEAD") and path == "/health/ready":
-            fleet = self._config.fleet
+        if asked.method in ("GET", "HEAD") and path.startswith(HEALTH):
+            found, fleet = await self._replicas.answers(asked, HEALTH_S), self._config.fleet
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
-            return readiness(first, await self._replicas.about_all(), wanted)
-        return first
+            return readiness(found, wanted) if path == READY else best(found)
+        if asked.method in ("GET", "HEAD") and path == "/metrics":
+            found, texts, fronts = await asyncio.gather(
+                self._replicas.answers(asked), self._replicas.metrics(), soon(self._fronts, "series")
+            )
+            return metrics(best(found), texts, fronts or [SERIES.text()])
+        if asked.method == "GET" and path == "/v1/models":
+            found, about = await asyncio.gather(self._replicas.answers(asked), self._replicas.about_soon())
+            return models(best(found), about)
+        return await self._ask_one(path, asked, arrival_s, tenant)
 
     async def _ask_one(self, path: str, asked: Asked, arrival_s: float, tenant: str) -> Answered:
         """One replica's answer; another's where it dies or is silent."""
@@ -152,14 +162,6 @@ class Front:
     async def series(self) -> str:
         """This front's own series."""
         return SERIES.text()
-
-
-async def fronts_series() -> list[str]:
-    """The series of every front that answers; where none does yet, this one's."""
-    own = serve.get_replica_context()
-    handle = serve.get_deployment_handle(own.deployment, own.app_name)
-    found = await handle.broadcast("series").results_async(timeout_s=ALL_S, return_exceptions=True)
-    return [each for each in found if isinstance(each, str)] or [SERIES.text()]
 
 
 async def _lifespan(scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,6 +15,38 @@ from jgr.serving.cluster.relay import Answered, Asked
 
 ALL_S = 30.0
 """So long all replicas have to answer what all are asked."""
+SOON_S = 3.0
+"""So long a replica has to say what is shown of it. Prometheus waits for 10 s, for less where it asks more often."""
+
+
+async def soon(handle: DeploymentHandle, method: str, *arguments: Any, within_s: float = SOON_S) -> list[Any]:
+    """What the replicas of a deployment answer, of those that do within so long: nobody waits for one that hangs or is
+    cut off. Where none is so quick, the first answer within SOON_S. Raises TimeoutError, and Ray's errors where nobody
+    can be asked."""
+    # Ray gives all answers of a broadcast or none; what it gathers them from is not public.
+    sent = handle.broadcast(method, *arguments)._fetch_replica_results_async()
+    tasks = [asyncio.create_task(_answer(one)) for one in await asyncio.wait_for(sent, SOON_S)]
+    try:
+        done, late = await asyncio.wait(tasks, timeout=within_s)
+        if late and not any(map(_is_well, done)):
+            rest_s = SOON_S - within_s
+            done, _ = await asyncio.wait(late, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
+        return [task.result() for task in done if _is_well(task)]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _answer(sent: Any) -> Any:
+    try:
+        return await sent.get_async()
+    except asyncio.CancelledError:
+        sent.cancel()  # else a replica that comes back would answer all that it was asked meanwhile
+        raise
+
+
+def _is_well(done: asyncio.Task[Any]) -> bool:
+    return not done.cancelled() and done.exception() is None
 
 
 class Replicas:
@@ -41,6 +73,11 @@ class Replicas:
         found = await self._broadcast("answer", Hint(), asked)
         return [each if isinstance(each, Exception) else received(Answered, each) for each in found]
 
+    async def answers(self, asked: Asked, within_s: float = SOON_S) -> list[Answered]:
+        """The answers of those that answer soon, see `soon`."""
+        found = await soon(self._handle, "answer", Hint(), asked, within_s=within_s)
+        return [received(Answered, each) for each in found]
+
     async def names(self) -> list[str]:
         """The names of those that serve."""
         return [each["name"] for each in await self.about_all() if each["status"] == "ready"]
@@ -54,6 +91,10 @@ class Replicas:
         found = [each for each in await self._broadcast("about") if isinstance(each, dict)]
         return sorted(found, key=lambda each: str(each["name"]))
 
+    async def about_soon(self) -> list[dict[str, Any]]:
+        """The same of those that answer soon, see `soon`."""
+        return sorted(await soon(self._handle, "about"), key=lambda each: str(each["name"]))
+
     async def items(self, name: str, what: str, *arguments: Any) -> Any:
         """What the replica of that name answers to a question about items."""
         return (await self._handle.items.remote(Hint(to=name), what, *arguments))[1]
@@ -65,10 +106,8 @@ class Replicas:
         return {name: answer for name, answer in answered if answer is not None}
 
     async def metrics(self) -> dict[str, str]:
-        """The series of those that answer, by name."""
-        return dict(
-            sorted(each for each in await self._broadcast("metrics") if not isinstance(each, Exception))
-        )
+        """The series of those that answer soon, by name, see `soon`."""
+        return dict(sorted(await soon(self._handle, "metrics")))
 
     async def remember(self, record: Record) -> None:
         """Tell all what the fleet serves."""

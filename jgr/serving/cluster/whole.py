@@ -68,14 +68,20 @@ def metrics(first: Answered, texts: Mapping[str, str], fronts: Sequence[str] = (
     return Answered(200, _headers(first, body, CONTENT_TYPE), body)
 
 
-def readiness(first: Answered, about: Sequence[Mapping[str, Any]], wanted: int) -> Answered:
-    """/health/ready of the fleet, which serves where one replica does. Raises RequestError where none does."""
-    if first.status in (401, 403):
-        return first
-    ready = sum(each["status"] == "ready" for each in about)
+def best(found: Sequence[Answered]) -> Answered:
+    """What stands for the fleet where several replicas were asked: an answer, else a refusal. Raises RequestError where
+    none has said anything."""
+    if not found:
+        raise RequestError("unavailable", "no replica answers")
+    return next((each for each in found if each.status == 200), found[0])
+
+
+def readiness(found: Sequence[Answered], wanted: int) -> Answered:
+    """/health/ready of the fleet, which serves where one replica does; see `best` where none does. found: what those
+    have said that answered soon. wanted: how many there should be."""
+    first, ready = best(found), sum(each.status == 200 for each in found)
     if not ready:
-        waiting = next((each["waiting"] for each in about if each["waiting"]), "starting")
-        raise RequestError("unavailable", f"the server is {waiting}")
+        return first
     body = msgspec.json.encode({"status": "ready", "replicas": ready, "of": wanted})
     return Answered(200, _headers(first, body, "application/json"), body)
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,9 +76,9 @@ class Fleet:
     def client(self, **options: Any) -> jgr.Client:
         return jgr.Client(self.url, KEY, timeout_s=PATIENCE_S, **options)
 
-    def series(self, name: str) -> dict[tuple[str, ...], float]:
-        """The values of a series, by its labels' values."""
-        text = self.get("/metrics").decode()
+    def series(self, name: str, text: str = "") -> dict[tuple[str, ...], float]:
+        """The values of a series, by its labels' values. text: of /metrics; "": it is asked for."""
+        text = text or self.get("/metrics").decode()
         return {
             tuple(value for _, value in sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
@@ -124,7 +125,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "server.admin_key=4dm1n",
         f"server.keys={folder.parent / 'keys.json'}",
         f"server.traces={collector.url}",
-        "fleet.health_s=1",
+        "fleet.health_s=2",
         "fleet.fronts=2",
         "fleet.items=hash",
         "fleet.items_mb=1",
@@ -240,7 +241,7 @@ def test_refusals_are_those_of_a_server(fleet: Fleet) -> None:
 
 
 def test_the_whole_view_names_every_replica(fleet: Fleet) -> None:
-    assert json.loads(fleet.get("/health/ready")) == {"status": "ready", "replicas": 2, "of": 2}
+    until_all_are_ready(fleet)
     assert len(names(fleet)) == 2
     assert len(pids(fleet, "Front")) == 2
     models = json.loads(fleet.get("/v1/models"))
@@ -274,8 +275,7 @@ def test_routing_tells_what_it_does(fleet: Fleet) -> None:
 
 def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:
     """Each front has half of it, and they are asked by chance."""
-    headers, answers = {"authorization": f"Bearer {SLOW}"}, []
-    ends_s = time.monotonic() + PATIENCE_S
+    headers, answers, ends_s = {"authorization": f"Bearer {SLOW}"}, [], time.monotonic() + PATIENCE_S
     while sum(count > 0 for count in fleet.series("jgr_fleet_refused_total").values()) < 2:
         assert time.monotonic() < ends_s
         url = f"{fleet.url}/v1/items/B000?model=tiny"
@@ -317,9 +317,7 @@ def test_a_request_is_traced_through_the_front_into_the_replica(fleet: Fleet) ->
     assert fleet.ask("POST", "/v1/recommend", body, traceparent=parent)[0] == 200
     ends_s = time.monotonic() + PATIENCE_S
     answered: list[Any] = []
-    while (
-        not answered
-    ):  # spans are sent every few seconds; where the first replica was silent, there are two attempts
+    while not answered:  # spans are sent every few seconds, of two attempts where one replica was silent
         assert time.monotonic() < ends_s
         fleet.get("/health/ready")
         spans = [span for span in list(fleet.collector.spans) if span.trace_id.hex() == TRACE]
@@ -384,6 +382,39 @@ class Load:
         enough = sum(self.statuses.values()) + 60
         while sum(self.statuses.values()) < enough:
             assert time.monotonic() < ends_s, (self.statuses, self.wrong[:3])
+
+
+def test_what_is_shown_does_not_wait_for_a_replica_that_hangs(fleet: Fleet, alone: jgr.Engine) -> None:
+    """The other one is shown, and answers; the one that hung is shown again, with all that it had counted. It is not
+    replaced, since three questions of Ray after its health take twice as long as what is asked here."""
+    until_all_are_ready(fleet)
+    served, before = names(fleet), fleet.series("jgr_requests_total")
+    paths = ("/health/ready", "/v2/health/ready", "/health/live", "/v1/models", "/metrics")
+    body, victim = {"history": HISTORIES[0], "top_k": 5}, pids(fleet, "Replica")[0]
+    with ThreadPoolExecutor(8) as pool:
+        os.kill(victim, signal.SIGSTOP)
+        try:
+            asked = [pool.submit(fleet.ask, "POST", "/v1/recommend", body) for _ in range(3)]
+            answered = next(as_completed(asked))
+            *shown, text = pool.map(fleet.get, paths)
+        finally:
+            os.kill(victim, signal.SIGCONT)
+    assert [request.result()[0] for request in asked] == [200] * 3
+    found = {item["item_id"]: item["score"] for item in json.loads(answered.result()[1])["items"]}
+    assert found == pytest.approx(scores(alone.recommend(HISTORIES[:1], top_k=5)[0]), abs=1e-4)
+    health, kserve, live, models = map(json.loads, shown)
+    assert health == {"status": "ready", "replicas": 1, "of": 2}
+    assert (kserve, live["status"]) == ({"ready": True}, "live")
+    (well,) = (replica["name"] for replica in models["replicas"])
+    during = fleet.series("jgr_requests_total", text.decode())
+    assert {name for _, name, _ in during} == {well} < {name for _, name, _ in before} == served
+    assert all(during[labels] >= count for labels, count in before.items() if well in labels)
+    ages = fleet.series("jgr_fleet_report_age_seconds", text.decode())
+    assert {name for _, name in ages} == served, "routing tells of both"
+    until_all_are_ready(fleet)
+    after = fleet.series("jgr_requests_total")
+    assert names(fleet) == served and all(after[labels] >= count for labels, count in before.items())
+    assert sum(after.values()) >= sum(before.values()) + len(asked)
 
 
 def test_two_catalogs_at_once_and_then_a_replica_that_is_killed(
@@ -454,6 +485,13 @@ def pids(fleet: Fleet, deployment: str) -> list[int]:
 
 def ready(fleet: Fleet) -> int:
     return int(json.loads(fleet.get("/health/ready"))["replicas"])
+
+
+def until_all_are_ready(fleet: Fleet) -> None:
+    """Those that are slow are not counted."""
+    ends_s = time.monotonic() + PATIENCE_S
+    while ready(fleet) < 2:
+        assert time.monotonic() < ends_s
 
 
 def names(fleet: Fleet) -> set[str]:

@@ -137,3 +137,50 @@ def test_each_process_routes_under_a_name_of_its_own() -> None:
     from jgr.serving.cluster.router import FleetRouter
 
     assert RequestRouterConfig(request_router_class=ROUTER).get_request_router_class() is FleetRouter
+
+
+class Broadcast:
+    """A handle, and what it broadcasts, with one that never answers, one that is dead, and one that answers on its
+    own time."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.goes_on = asyncio.Event()
+
+    def broadcast(self, method: str, *arguments: Any) -> Broadcast:
+        return self
+
+    async def _fetch_replica_results_async(self) -> list[Result]:
+        return [Result(self, name) for name in ("silent", "dead", "well")]
+
+
+class Result:
+    """What Ray gets the answer of one from."""
+
+    def __init__(self, of: Broadcast, name: str) -> None:
+        self._of, self._name = of, name
+
+    async def get_async(self) -> str:
+        if self._name == "dead":
+            raise ConnectionError
+        await (asyncio.Event() if self._name == "silent" else self._of.goes_on).wait()
+        return self._name
+
+    def cancel(self) -> None:
+        self._of.cancelled.append(self._name)
+
+
+@runs
+async def test_nobody_waits_for_one_that_is_silent_and_the_first_is_waited_for_longer() -> None:
+    from jgr.serving.cluster.replicas import soon
+
+    for slow in (False, True):
+        all_ = Broadcast()
+        if slow:
+            asyncio.get_running_loop().call_later(0.1, all_.goes_on.set)
+        else:
+            all_.goes_on.set()
+        found = await soon(all_, "about", within_s=0.05)  # type: ignore[arg-type]
+        assert found == ["well"]
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+        assert all_.cancelled == ["silent"]

@@ -48,3 +48,17 @@ def test_without_a_bound_the_number_is_fixed() -> None:
     assert autoscaling(FleetConfig(replicas=3)) is None
     with pytest.raises(ConfigError, match="from min_replicas, 1, to max_replicas, 2, not 3"):
         FleetConfig(replicas=3, max_replicas=2)
+    with pytest.raises(ConfigError, match=r"fleet\.min_replicas, 4, is more than the 3 of fleet\.replicas"):
+        FleetConfig(replicas=3, min_replicas=4)
+
+
+def test_each_node_has_a_front_where_there_are_enough() -> None:
+    from jgr.serving.cluster.application import fronts_per_node
+
+    found = {
+        (fronts, nodes): fronts_per_node(fronts, nodes) for fronts in (1, 2, 5) for nodes in (0, 1, 2, 3)
+    }
+    limits = {(2, 2): 1, (2, 3): 1, (5, 2): 3, (5, 3): 2}
+    assert found == {each: limits.get(each) for each in found}, (
+        "one node alone, or none that is known, has no limit"
+    )

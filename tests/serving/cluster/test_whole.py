@@ -20,7 +20,7 @@ from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
 from jgr.serving.cluster.reports import Work
 from jgr.serving.cluster.series import Series
-from jgr.serving.cluster.whole import erased, merged, metrics, models, readiness
+from jgr.serving.cluster.whole import best, erased, merged, metrics, models, readiness
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
@@ -115,12 +115,15 @@ def test_an_erasure_is_done_when_every_replica_has_done_it() -> None:
 
 
 def test_a_fleet_is_ready_when_one_replica_is_and_says_how_many_are() -> None:
-    well = Answered(200, [], b"")
-    about = [{"status": "ready", "waiting": ""}, {"status": "starting", "waiting": "starting: 1 of 2"}]
-    assert json.loads(readiness(well, about, 2).body) == {"status": "ready", "replicas": 1, "of": 2}
-    with pytest.raises(RequestError, match="starting: 1 of 2"):
-        readiness(well, about[1:], 2)
-    assert readiness(Answered(401, [], b""), about, 2).status == 401
+    well, starting, refused = Answered(200, [], b""), Answered(503, [], b"starting"), Answered(401, [], b"")
+    for found, count in (([starting, well], 1), ([well, starting, well], 2)):
+        assert json.loads(readiness(found, 3).body) == {"status": "ready", "replicas": count, "of": 3}
+    assert readiness([starting, starting], 2) is starting
+    assert readiness([refused, refused], 2) is refused
+    assert best([starting, well]) is well
+    with pytest.raises(RequestError, match="no replica answers") as nobody:
+        readiness([], 2)
+    assert nobody.value.type == "unavailable"
 
 
 def test_a_refusal_goes_whole_from_one_process_to_another() -> None:
