@@ -62,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
     assignments = [*console.environment(), *flags.FLAGS.set, *own]
     configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
     console.keep_enough_threads(configs)
-    check_ports(
-        configs[0].server
-    )  # this and the rest before minutes of loading, and this before slow imports too
+    # Before minutes of loading; the ports before slow imports too.
+    check_ports(configs[0].server)
     from jgr.serving.engine.tracing import require_opentelemetry
     from jgr.serving.http.front import check_grpc, check_tls
     from jgr.serving.http.keys import read_keys

@@ -172,7 +172,9 @@ def test_the_engine_holds_layers_apart_and_a_control_in_a_stack() -> None:
     generating = [p for p in compile_gpu.engine() if p.name in ("recommend", "rank", "packed_rank")]
     assert len(generating) == 5 and not any(program.is_op for program in generating)
     for program in generating:
-        assert any(isinstance(x, tuple) and len(x) in (2, compile_gpu.LAYERS) for x in layers(program)), program.case
+        assert any(isinstance(x, tuple) and len(x) in (2, compile_gpu.LAYERS) for x in layers(program)), (
+            program.case
+        )
 
 
 def test_the_controls_are_the_real_kernel_with_impossible_tiles() -> None:

@@ -33,9 +33,8 @@ def _bound(host: str, port: int, field: str) -> socket.socket:
         raise UserError(f"server.host: cannot listen on {host!a}: no host has such a name")
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # connections that have ended do not hold a port
+        # Connections that have ended do not hold a port.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if found.family == socket.AF_INET6:
             found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         found.bind((host, port))
