@@ -45,7 +45,7 @@ HEADLINES = (
     "null-engine-rank-p50-overhead-1-connection",
     "memory-of-a-4b-model-prompt-1024-beam-512",
     "seconds-to-the-first-answer-cold-generator",
-    "hstu-counting-beauty-test-hr@10-above-sequential-rules",
+    "informed-industrial-test-hr@10-above-sequential-rules",
 )
 """What a user asks first: time and rate beside other engines, what a catalog costs, goodput, memory, start, quality
 beside counting. At most ten, chosen whether they hold or not."""
