@@ -510,15 +510,15 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
-        "{metric}: lower end of what HSTU with the items' texts is above sequential rules; {data}",
+        "{metric}: lower end of HSTU with texts minus sequential rules; {data}",
     ),
     (
         r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-rules",
-        "{metric}: lower end of what HSTU with texts, fused with rules, is above the rules; {data}",
+        "{metric}: lower end of HSTU with texts and rules minus rules; {data}",
     ),
     (
         r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-of-the-fusion-above-the-model",
-        "{metric}: lower end of what HSTU with texts, fused with rules, is above itself; {data}",
+        "{metric}: lower end of HSTU with texts and rules minus HSTU; {data}",
     ),
     (
         r"informed-(?P<data>\w+)-fused-with-rules-test-(?P<metric>hr@10|ndcg@10)-over-http",
