@@ -4,8 +4,8 @@
 A prompt is a history of 6 items in words, 20 candidates and a question; users are new, so that a prefix cache has
 nothing, and all items are in the cache, as after a long run (their pages hold zeros, for times do not depend on them).
 full computes prompts whole; prefix too, but with the cache in place; naive, EPIC, CacheBlend and RcLLM are settings of
-one path (docs/cache.md, Blocks). Weights are random. Systems take turns, each with the same next requests, one request
-at a time.
+one path (docs/cache.md, Blocks). Weights are random. Systems take turns, each with its next requests, one request at a
+time; shares of RcLLM are asked of one engine, which sees no request twice.
 
 The floor is what a method can gain where time is work: the token-layers of its plan over those of the whole prompt. The
 layers are wide and their heads narrow, so that besides attention a token costs about twelve times what its attention to
@@ -27,10 +27,11 @@ Under load, requests come at random times, at half and at four fifths of what th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,10 +147,8 @@ class World:
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder, self.layers, self.span = folder, size.layers, size.span
-        self._rng = np.random.default_rng(size.layers)
-        titles = [
-            " ".join(f"w{w}" for w in self._rng.integers(0, WORDS, size.span - 1)) for _ in range(ITEMS)
-        ]
+        rng = np.random.default_rng(size.layers)
+        titles = [" ".join(f"w{w}" for w in rng.integers(0, WORDS, size.span - 1)) for _ in range(ITEMS)]
         names = [[f"<i_{row}>"] for row in range(ITEMS)]
         catalog = Catalog.build([str(row) for row in range(ITEMS)], names, [{"title": t} for t in titles])
         cfg = write_model(folder, catalog, replace(size.model, layers=size.layers), 8192, 0)
@@ -193,10 +192,11 @@ class World:
             *method.settings,
         )
 
-    def rows(self) -> list[str]:
-        """Items of a history and candidates, drawn anew."""
-        found: list[str] = self._rng.permutation(ITEMS)[: HISTORY + CANDIDATES].astype(str).tolist()
-        return found
+    def requests(self, seed: int = 0) -> Iterator[list[str]]:
+        """Items of a history and candidates, again and again, drawn anew each time."""
+        rng = np.random.default_rng(seed)
+        while True:
+            yield rng.permutation(ITEMS)[: HISTORY + CANDIDATES].astype(str).tolist()
 
 
 class Served(NamedTuple):
@@ -207,7 +207,7 @@ class Served(NamedTuple):
 
 
 class Running:
-    """A method's engine, with every item in its cache. requests: rows of the items that it is asked for, in turn."""
+    """A method's engine, with every item in its cache. It is asked nothing twice: a history would be in the cache."""
 
     def __init__(
         self,
@@ -215,10 +215,8 @@ class Running:
         method: Method,
         loop: asyncio.AbstractEventLoop,
         cache: str,
-        requests: Sequence[Sequence[str]],
     ) -> None:
-        self._loop, self._requests = loop, requests
-        self._next: dict[float | None, int] = {}
+        self._loop, self._requests = loop, world.requests()
         self.engine = load_engine(world.config(method, cache))
         loop.run_until_complete(self.engine.start())
         rows = [str(row) for row in range(ITEMS)]
@@ -284,9 +282,7 @@ class Running:
 
     def turn(self, budget: float | None) -> list[Served]:
         """The next requests."""
-        at = self._next.get(budget, 0)
-        self._next[budget] = at + PER_TURN
-        return [self.serve(rows, budget) for rows in self._requests[at : at + PER_TURN]]
+        return [self.serve(rows, budget) for rows in itertools.islice(self._requests, PER_TURN)]
 
     def at_rate(self, per_second: float, budget: float | None) -> list[Served]:
         """Requests at random times; each one's time counts from when it was due."""
@@ -342,9 +338,8 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 )
                 break
             world = World(Path(folder) / str(at), size)
-            requests = [world.rows() for _ in range(max(UNDER_LOAD, PER_TURN * (size.rounds + 9)))]
             running = {
-                name: Running(world, method, loop, cache, requests)
+                name: Running(world, method, loop, cache)
                 for name, method in methods(size.span, size.hosted).items()
             }
             copies = running["hosted"].watch_copies() if size.hosted else []
@@ -355,13 +350,14 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
             }
             turns = {name: partial(each.turn, budget) for name, (each, budget) in systems.items()}
             found = harness.interleave(turns, size.rounds, quiet)
-            whole = running["full"].serve(requests[0]).answer
-            anew = running["rcllm"].serve(requests[0], 1.0).answer
+            unasked, another = itertools.islice(world.requests(seed=1), 2)
+            whole = running["full"].serve(unasked).answer
+            anew = running["rcllm"].serve(unasked, 1.0).answer
             rows += [
                 row(name, size, [one for turn in served for one in turn], found["full"])
                 for name, served in found.items()
             ]
-            row_of(rows, AT, size)["choose_ms"] = rounded(running["rcllm"].choose_ms(requests[0], 0.3))
+            row_of(rows, AT, size)["choose_ms"] = rounded(running["rcllm"].choose_ms(another, 0.3))
             if copies:
                 hosted, on_device = row_of(rows, HOSTED, size), row_of(rows, AT, size)
                 hosted["copies_ms"] = rounded(float(np.median(copies)))
