@@ -196,7 +196,7 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """`recommend` and `rank` in bfloat16, without the weights; 20,000 items, three levels of 8192."""
+    """`recommend` and `rank` in bfloat16, without the weights; LAYERS layers, 20,000 items, three levels of 8192."""
     # A batch, whose prompts are not split, and a single request, whose prompt is.
     cfg = _cfg("qwen3-0.6b")
     weights, tables = _model(cfg)
