@@ -38,6 +38,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
     },
+    "shape": {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B"},
     "model": {
         "beauty": "our generator on Amazon Beauty",
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
@@ -359,6 +360,46 @@ TITLES: tuple[tuple[str, str], ...] = (
     ),
     (r"first-answer-after-ready", "Time from ready to the first answer"),
     (r"serving-install-beside-jax", "Size of an install that serves, beside jax and what jax needs"),
+    # large_models
+    (
+        r"large-catalog-over-small-(?P<shape>[\w.-]+?)-(?P<tokens>\d+)-tokens-(?P<beams>\d+)-beams",
+        "Latency with 10 million items over that with 12,000; random {shape} on a CPU, {tokens} tokens, {beams} beams",
+    ),
+    (
+        r"filter-exclude-over-none-(?P<shape>[\w.-]+?)-(?P<tokens>\d+)-tokens-(?P<beams>\d+)-beams",
+        "Latency with 1,000 items excluded over that with no filter; 10 million items, random {shape}, "
+        "{tokens} tokens, {beams} beams",
+    ),
+    (
+        r"filter-segment-over-none-(?P<shape>[\w.-]+?)-(?P<tokens>\d+)-tokens-(?P<beams>\d+)-beams",
+        "Latency with a tenth of the catalog allowed over that with no filter; 10 million items, random {shape}, "
+        "{tokens} tokens, {beams} beams",
+    ),
+    (
+        r"unexplained-memory-share-(?P<shape>[\w.-]+)",
+        "Memory of a server of 10 million items that nothing explains, over weights and catalog; random {shape}",
+    ),
+    (
+        r"peak-memory-(?P<shape>[\w.-]+)",
+        "Most memory of a server of 10 million items until it is ready; random {shape} in float32",
+    ),
+    (
+        r"memory-growth-share-8-in-flight-(?P<shape>[\w.-]+)",
+        "Memory that 8 requests in flight take, over weights and catalog of 10 million items; random {shape}",
+    ),
+    (
+        r"first-answer-large-model-cold-(?P<shape>[\w.-]+)",
+        "Seconds from a server's start to its first answer, 10 million items, nothing compiled before; random {shape}",
+    ),
+    (
+        r"first-answer-large-model-warm-(?P<shape>[\w.-]+)",
+        "Seconds from a server's start to its first answer, 10 million items, programs read from disk; random {shape}",
+    ),
+    (
+        r"large-model-score-difference-from-rank-(?P<shape>[\w.-]+)",
+        "Largest difference of a search's scores from those of ranking its items, over HTTP; random {shape}",
+    ),
+    (r"large-model-points-left-out", "Points of the large models that were left out for want of time"),
     # h200_serving, hostile, hstu_attention, kernel_configuration
     (r"h200-score-difference-from-rank", "Largest difference of a search's score from ranking the same item; H200"),
     (

@@ -49,6 +49,12 @@ class PrefixTree:
         """For each level, the largest number of children of a node: the static size of gathers on the device."""
         return tuple(int(np.diff(o).max()) for o in self.offsets)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (*self.offsets, *self.codes, self.paths, self.leaf_of_row, self.leaf_offsets, self.leaf_rows)
+        return sum(array.nbytes for array in arrays)
+
     def rows_of(self, leaf: int) -> Int32:
         """The catalog rows that share semantic id `leaf`, in catalog order."""
         return self.leaf_rows[self.leaf_offsets[leaf] : self.leaf_offsets[leaf + 1]]

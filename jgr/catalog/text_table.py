@@ -142,6 +142,11 @@ class ItemIds(_Lazy[str]):
     def __len__(self) -> int:
         return len(self.table)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what ids are found by; the ids themselves may be in a mapped file."""
+        return self._rows.nbytes + self._hashes.nbytes + self._starts.nbytes
+
     def _at(self, row: int) -> str:
         return self.table.text(row).decode()
 

@@ -43,6 +43,12 @@ def test_tree_equals_a_dictionary_of_prefixes(paths: list[tuple[int, ...]]) -> N
     every = np.arange(len(nodes[depth]), dtype=np.int32)[::-1]
     assert tree.rows_of_each(every) == [tree.rows_of(leaf).tolist() for leaf in every]
     assert [nodes[depth][leaf] for leaf in tree.leaf_of_row] == paths
+    # An offset for each node but leaves, and for each level's end; a code for each; a path and rows for each leaf.
+    leaves = len(nodes[depth])
+    inner = sum(map(len, nodes[:depth])) + depth
+    assert tree.nbytes == 4 * (
+        inner + sum(map(len, nodes[1:])) + leaves * depth + leaves + 1 + 2 * len(paths)
+    )
 
 
 def test_a_small_tree_by_hand() -> None:

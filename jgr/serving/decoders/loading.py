@@ -184,6 +184,7 @@ def make_engine(
             memory={
                 "weights": tree_bytes(model.params),
                 "catalog": tree_bytes(tables),
+                "items": tree.nbytes + getattr(catalog.item_ids, "nbytes", 0),
                 "buffers": executor.buffer_bytes,
                 **memory.parts(config.model.name),
             },

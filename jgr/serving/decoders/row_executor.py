@@ -47,7 +47,9 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.policies.jobs import Profile
 
 TIMED_RUNS = 3
-"""Runs of each program at the warm-up whose median is its cost."""
+"""Runs of each program at the warm-up whose median is its cost, where they are short."""
+TIMED_S = 1.0
+"""Seconds after which no further run is timed: noise is small beside a long run, and a large model would start late."""
 PROBED_TOKENS = 4
 """Tokens of each level that a probe's prompt has."""
 
@@ -367,13 +369,13 @@ def _rank(
     return split.everywhere(scores)
 
 
-def median_seconds(call: Callable[[], object]) -> float:
-    """The median time of TIMED_RUNS calls."""
-    seconds = []
-    for _ in range(TIMED_RUNS):
-        start = time.perf_counter()
+def median_seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """The median time of TIMED_RUNS calls, or of as many as begin within TIMED_S."""
+    seconds: list[float] = []
+    while len(seconds) < TIMED_RUNS and sum(seconds) < TIMED_S:
+        start = clock()
         call()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return statistics.median(seconds)
 
 

@@ -15,7 +15,7 @@ from jgr.cache.meta import CacheMeta
 from jgr.cache.pages import Pages, Room
 from jgr.serving.decoders.packing import blank, pack
 from jgr.serving.decoders.paged_executor import _computed_work
-from jgr.serving.decoders.row_executor import RowExecutor, StagedInputs
+from jgr.serving.decoders.row_executor import RowExecutor, StagedInputs, median_seconds
 from jgr.serving.decoders.work import RankWork, RecommendWork, SegmentsWork
 from jgr.serving.policies.jobs import Job, Profile
 from jgr.serving.policies.prompt_scheduling import PromptScheduler
@@ -188,3 +188,17 @@ def test_a_buffer_is_one_runs_until_it_is_given_back_once() -> None:
     three.give_back()
     with pytest.raises(AssertionError, match="may be another run's"):
         one.run(read)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "median", "runs"),
+    [([0.1, 0.8, 0.2], 0.2, 3), ([0.5, 0.6, 9.0], 0.55, 2), ([8.0, 9.0], 8.0, 1)],
+)
+def test_a_long_run_is_timed_once(seconds: list[float], median: float, runs: int) -> None:
+    now, left = [0.0], iter(seconds)
+
+    def call() -> None:
+        now[0] += next(left)
+
+    assert median_seconds(call, lambda: now[0]) == pytest.approx(median)
+    assert now[0] == pytest.approx(sum(seconds[:runs]))

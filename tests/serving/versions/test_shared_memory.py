@@ -15,6 +15,8 @@ import jax
 import pytest
 
 from jgr.cache.memory import Memory, caches
+from jgr.catalog.catalog import load_catalog
+from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import override
 from jgr.models import checkpoint, decoder, params
 from jgr.serving.engine.engine import Engine
@@ -179,6 +181,8 @@ def test_memory_is_told_by_part_and_pages_by_who_holds_them(server: Two) -> None
     cfg, _ = checkpoint.load(server.folder, "float32")
     weights = told['jgr_memory_bytes{model="jgr",part="weights"}']
     assert isinstance(cfg, decoder.DecoderConfig) and weights == 4 * params.count(decoder.spec(cfg))
+    tree = PrefixTree.build(load_catalog(server.folder / "catalog.jsonl").codes)
+    assert told['jgr_memory_bytes{model="jgr",part="items"}'] == tree.nbytes
     pages = server.metrics("jgr_cache_pages")
     for model in ("jgr", "tiny"):
         assert sum(n for name, n in pages.items() if f'model="{model}"' in name) == server.memory.pages.count
