@@ -73,6 +73,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         now_ns = time.monotonic_ns()
         ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
+        hint = hint._replace(expected=tuple(self._policy.expected(ask, best).items()))
+        pending_request.args[0] = hint  # what Ray sends when one of them has been found
         # Before it has arrived: what is chosen until then must know of it.
         self._send(hint, ask, best[0], now_ns)
         SERIES.decided((time.monotonic_ns() - now_ns) / 1e9)
@@ -94,7 +96,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
 
     def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
         """The request goes to that replica: the tokens that it should compute there."""
-        work = self._policy.sent(ask, name, now_ns)
+        work = self._policy.sent(ask, name, now_ns, dict(hint.expected).get(name))
         attempt = ATTEMPTS.get(hint.attempt)
         if attempt is not None:
             attempt.node, attempt.predicted_ns = name, self._policy.busy_ns(name)
