@@ -78,6 +78,11 @@ class Bookings:
         self.recent *= 1 - 1 / (MEMORY * len(self.recent))
         self.recent[slot] += work
 
+    def slot(self, request_id: str) -> int | None:
+        """Where a request is booked; None: nowhere."""
+        booking = self._by_id.get(request_id)
+        return None if booking is None else booking.slot
+
     def end(self, request_id: str, slot: int | None = None) -> None:
         """The request has ended, at any node or, where one is named, at that one; a booking elsewhere stays."""
         booking = self._by_id.get(request_id)

@@ -227,6 +227,11 @@ class Router:
         elif name in self._slots:
             self._bookings.end(request_id, self._slots[name])
 
+    def booked(self, request_id: str) -> str | None:
+        """The node where a request is that has not ended; None: it has, or was not sent."""
+        slot = self._bookings.slot(request_id)
+        return None if slot is None else self._names[slot]
+
     def busy_ns(self, name: str) -> float:
         """How long a node needs for what is in flight there, by its reports; 0 where that is not known."""
         slot = self._slots.get(name)

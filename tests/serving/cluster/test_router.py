@@ -146,6 +146,27 @@ async def test_each_replica_is_told_what_the_router_books_for_it() -> None:
 
 
 @runs
+async def test_what_has_ended_is_not_booked_again_though_ray_tells_only_then_who_took_it() -> None:
+    world = World(a={}, b={}, c={}, d={})
+    bookings = world.router._policy._bookings
+    for number, taken in enumerate(("first", "third", "refused")):
+        sent = Sent(HINT, str(number))
+        ranks = await world.router.choose_replicas(list(world.replicas.values()), sent)
+        first, _, third = (rank[0].replica_id for rank in ranks)
+        assert bookings.work.sum() == 110
+        at = third if taken == "third" else first
+        world.router.on_request_completed(at, str(number))
+        if taken == "refused":  # by the first one, which takes it after all
+            ranks = await world.router.choose_replicas([world.replicas[first.unique_id]], sent)
+            world.router.on_request_routed(sent, first, None)
+            assert ranks[0][0].replica_id == first and bookings.work.sum() == 110
+            world.router.on_request_completed(first, str(number))
+        else:
+            world.router.on_request_routed(sent, at, None)
+        assert (bookings.work.sum(), len(bookings)) == (0, 0), taken
+
+
+@runs
 async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
     world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": PROTOCOL}, c={})
     assert set(await world.send()) == {"b", "c"}
