@@ -96,16 +96,20 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     ) -> None:
         hint, name = _hint(pending_request), replica_id.unique_id
         request_id = pending_request.metadata.internal_request_id
-        if (request_id, name) in self._ended:
-            self._policy.ended(request_id)
-        elif self._policy.booked(request_id) not in (None, name):  # it was not the first choice that took it
-            self._send(hint, ask_of(hint, self._shape, request_id), name, time.monotonic_ns())
+        at = self._policy.booked(request_id)
+        if at is not None and at != name:  # it was not the first choice that took it
+            if (request_id, name) in self._ended:
+                self._policy.ended(request_id)
+            else:
+                self._send(hint, ask_of(hint, self._shape, request_id), name, time.monotonic_ns())
+            SERIES.flies(at, self._policy.in_flight(at))
         if hint.attempt in ATTEMPTS:
             SERIES.routed(name, self._rule)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         name = replica_id.unique_id
         self._policy.ended(internal_request_id, name)
+        SERIES.flies(name, self._policy.in_flight(name))
         self._ended[internal_request_id, name] = None
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
@@ -113,6 +117,7 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
         """The request goes to that replica: the tokens that it should compute there."""
         work = self._policy.sent(ask, name, now_ns, dict(hint.expected).get(name))
+        SERIES.flies(name, self._policy.in_flight(name))
         attempt = ATTEMPTS.get(hint.attempt)
         if attempt is not None:
             attempt.node, attempt.predicted_ns = name, self._policy.busy_ns(name)

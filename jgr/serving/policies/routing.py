@@ -232,6 +232,11 @@ class Router:
         slot = self._bookings.slot(request_id)
         return None if slot is None else self._names[slot]
 
+    def in_flight(self, name: str) -> float:
+        """Tokens that this router has sent to a node and that have not ended; 0 where it is not there (any more)."""
+        slot = self._slots.get(name)
+        return 0.0 if slot is None else float(self._bookings.work[slot])
+
     def busy_ns(self, name: str) -> float:
         """How long a node needs for what is in flight there, by its reports; 0 where that is not known."""
         slot = self._slots.get(name)
