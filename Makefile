@@ -12,8 +12,9 @@ LOCK ?= $$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3,
 UV := build/uv/bin/uv
 UV_VERSION := 0.13.8
 # uv takes a tenth of pip's time. Where it finds no registry, since pip alone was told of one, pip installs the same.
-# Modules are compiled once, here, and not by each of the hundreds of commands that tests run.
-install = if $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(1); then :; else \
+# Where Python is told to write no compiled modules, they are compiled here, and not by each of the hundreds of commands
+# that tests run; elsewhere whoever imports one first does it, and for one module in ten.
+install = if $(UV) pip install --quiet $(if $(PYTHONDONTWRITEBYTECODE),--compile-bytecode) --python $(BIN)/python $(1); then :; else \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1); fi
 # Compiling for a GPU takes a plugin, in a folder of its own, so that tests run without it.
 GPU := build/gpu-compile-$(notdir $(VENV))

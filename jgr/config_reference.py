@@ -15,9 +15,9 @@ import textwrap
 import tokenize
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-from jgr.fields import ConfigError, describe, is_secret, nearest
+from jgr.fields import ConfigError, describe, field_hints, is_secret, nearest
 
 WIDTH = 100
 
@@ -46,11 +46,11 @@ class Section(NamedTuple):
 @cache
 def reference(tree: type) -> tuple[Section, ...]:
     """Every section of a tree of dataclasses."""
-    return tuple(_section(name, cls) for name, cls in get_type_hints(tree).items())
+    return tuple(_section(name, cls) for name, cls in field_hints(tree).items())
 
 
 def _section(name: str, cls: type) -> Section:
-    comments, defaults, hints = comments_of(cls), cls(), get_type_hints(cls)
+    comments, defaults, hints = comments_of(cls), cls(), field_hints(cls)
     found = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin
 
-from jgr.fields import REDACTED, ConfigError, describe, is_secret, nearest, parse
+from jgr.fields import REDACTED, ConfigError, describe, field_hints, is_secret, nearest, parse
 
 T = TypeVar("T")
 
@@ -21,13 +21,13 @@ RENAMED = {"rank.scorer": "rank.method"}
 
 def field_types(tree: type) -> Mapping[str, Any]:
     """The annotation of every field, by "section.field"."""
-    sections = get_type_hints(tree).items()
-    return {f"{s}.{name}": hint for s, section in sections for name, hint in get_type_hints(section).items()}
+    sections = field_hints(tree).items()
+    return {f"{s}.{name}": hint for s, section in sections for name, hint in field_hints(section).items()}
 
 
 def secret_fields(tree: type) -> frozenset[str]:
     """The fields that hold a key or a password."""
-    sections = get_type_hints(tree).items()
+    sections = field_hints(tree).items()
     return frozenset(
         f"{s}.{f.name}" for s, section in sections for f in dataclasses.fields(section) if is_secret(f)
     )
@@ -63,7 +63,7 @@ def from_sections(default: T, sections: Mapping[str, Any]) -> T:
     for an unknown section or field, naming the nearest one, and for a value that the field excludes.
     """
     hints = field_types(type(default))
-    known = get_type_hints(type(default))
+    known = field_hints(type(default))
     updates: dict[str, dict[str, Any]] = {}
     for section, values in sections.items():
         if section not in known:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -91,6 +92,16 @@ def describe(hint: Any) -> str:
     return names.get(hint) or f"a {hint.__name__}"
 
 
+def field_hints(cls: Any) -> Mapping[str, Any]:
+    """The annotated type of every field of a class, kept: each is a text that Python would compile again."""
+    return _field_hints(cls)
+
+
+@functools.cache
+def _field_hints(cls: Any) -> Mapping[str, Any]:
+    return types.MappingProxyType(get_type_hints(cls))
+
+
 def is_secret(field: dataclasses.Field[Any]) -> bool:
     """Whether a field holds a key or a password.
 
@@ -104,7 +115,7 @@ def check(section: Any, **minimum: float) -> None:
     # A section's class is called <Section>Config, so that messages can name a field as --set does.
     place = type(section).__name__.removesuffix("Config").lower()
     hidden = {f.name for f in dataclasses.fields(section) if is_secret(f)}
-    for name, hint in get_type_hints(type(section)).items():
+    for name, hint in field_hints(type(section)).items():
         value = getattr(section, name)
         key = f"{place}.{name}" if place else name
         shown = REDACTED if name in hidden else repr(value)

@@ -11,6 +11,7 @@ import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,12 @@ def _sources(*folders: str) -> list[Path]:
 
 
 FILES = {_name(path): path for path in _sources("jgr", "tools")}
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    """Parsed when it is asked for: every process that collects the tests imports this file, and one runs it."""
+    return ast.parse(FILES[name].read_text(), str(FILES[name]))
 
 
 def _within(name: str, place: str) -> bool:
@@ -89,7 +95,7 @@ def _floor(name: str) -> int | None:
 
 def _imports(name: str) -> Iterator[str]:
     """What `name` imports, wherever in the file: our modules by name, other packages' members too."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(_tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -165,8 +171,8 @@ def test_importing_them_loads_nothing_impure(name: str) -> None:
 
 def test_nothing_unsafe_is_used() -> None:
     found = [f"{name}: {used}" for name in FILES if (used := _uses(name, NEVER))]
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name in FILES:
+        for node in ast.walk(_tree(name)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             unpickles = isinstance(node, ast.keyword) and node.arg == "allow_pickle"
             if called in ("eval", "exec") or unpickles:
@@ -178,7 +184,7 @@ def test_only_the_command_line_reads_flags_and_environment() -> None:
     library = [name for name in FILES if _floor(name) != len(FLOORS) - 1]
     found = [f"{name}: {used}" for name in library if (used := _uses(name, {"absl.flags", "absl.app"}))]
     for name in library:
-        reads = {ast.unparse(n) for n in ast.walk(TREES[name]) if isinstance(n, ast.Attribute)}
+        reads = {ast.unparse(n) for n in ast.walk(_tree(name)) if isinstance(n, ast.Attribute)}
         found += [f"{name}: {read}" for read in reads & {"os.environ", "os.getenv"}]
     assert found == []
 

@@ -64,9 +64,11 @@ from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
 
-LAYERS = 4
-"""Layers of the generators' programs, which have no loop over them: one more is the same kernels once more, and costs
-the compiler as much again."""
+LAYERS = 2
+"""Layers of the generators' programs, which have no loop over them: the last one, whose unread places are left out, and
+another; one more is the same kernels once more, and costs the compiler as much again."""
+STACKED = 4
+"""Layers of the control that holds them in a stack; of two, jax 0.11 takes the loop apart, and copies nothing."""
 SUMS = 5
 """Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
@@ -191,7 +193,7 @@ def controls() -> Iterator[Program]:
     ):
         call = functools.partial(_beam_attention, tuple(shapes), config)
         yield Program("control", name, call, tuple(shapes.values()), error)
-    stacked = _packed("qwen3-1.7b", tokens=1024, context=1024, candidates=64, apart=False)
+    stacked = _packed("qwen3-1.7b", tokens=1024, context=1024, candidates=64, layers=STACKED, apart=False)
     yield stacked._replace(name="control", case="copies", refused="above 10 MB")
 
 
@@ -205,7 +207,7 @@ def engine() -> Iterator[Program]:
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
-    yield _in_8_bits("qwen3-0.6b", layers=2)
+    yield _in_8_bits("qwen3-0.6b")
     yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
@@ -225,15 +227,15 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
 
 
-def _in_8_bits(name: str, *, layers: int) -> Program:
+def _in_8_bits(name: str) -> Program:
     """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
     layer that are for one place alone: queries, output, gate, up and down."""
-    cfg = _cfg(name, layers)
+    cfg = _cfg(name)
     _, tables = _model(cfg)
     call = functools.partial(beam.recommend, cfg=cfg, width=256)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
     arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
-    return Program("recommend", f"{name}_int8_{layers}_layers", call, arguments, apart=5)
+    return Program("recommend", f"{name}_int8", call, arguments, apart=5)
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
@@ -289,9 +291,11 @@ def _hstu(*, candidates: int, growth: int) -> Iterator[Program]:
     yield Program("hstu", f"grown_by_{growth}", grown, (weights, users, kept, rows))
 
 
-def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: bool = True) -> Program:
+def _packed(
+    name: str, *, tokens: int, context: int, candidates: int, layers: int = LAYERS, apart: bool = True
+) -> Program:
     """`rank` with candidates in the prompt and a page pool of POOL_TOKENS tokens."""
-    cfg = _cfg(name)
+    cfg = _cfg(name, layers)
     assert isinstance(cfg, DecoderConfig)
     weights = _weights(cfg, apart)
     kv = kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES)
@@ -304,8 +308,8 @@ def _packed(name: str, *, tokens: int, context: int, candidates: int, apart: boo
 
 
 def shared() -> Iterator[Program]:
-    """The ranking of `_packed` by two devices, each with half of the heads; two layers, which differ by their place."""
-    cfg = _cfg("qwen3-0.6b", layers=2)
+    """The ranking of `_packed` by two devices, each with half of the heads."""
+    cfg = _cfg("qwen3-0.6b")
     assert isinstance(cfg, DecoderConfig)
     mesh: Any = AbstractMesh((2,), (split.AXIS,))
     two = devices.Placement(devices.Devices(mesh))

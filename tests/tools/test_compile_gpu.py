@@ -172,7 +172,7 @@ def test_the_engine_holds_layers_apart_and_a_control_in_a_stack() -> None:
     generating = [p for p in compile_gpu.engine() if p.name in ("recommend", "rank", "packed_rank")]
     assert len(generating) == 5 and not any(program.is_op for program in generating)
     for program in generating:
-        assert any(isinstance(x, tuple) and len(x) in (2, compile_gpu.LAYERS) for x in layers(program)), (
+        assert any(isinstance(x, tuple) and len(x) == compile_gpu.LAYERS for x in layers(program)), (
             program.case
         )
 
