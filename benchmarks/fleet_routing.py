@@ -289,7 +289,8 @@ def claims(rows: Sequence[Row], name: str = "fleet-routing") -> list[Claim]:
                 "imbalance-of-two-fronts",
                 skews,
                 1.3,
-                "The most over the mean of the work in flight at four replicas behind two fronts, averaged over 12 s",
+                "The most over the mean of the work in flight at four replicas behind two fronts, averaged over "
+                f"{RUN_S + MORE_S:g} s",
             ),
         )
     ]
