@@ -8,6 +8,7 @@ the stack before it multiplies by them; there the layers are held apart (`split_
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,17 +47,34 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, Spec)
 
 
+_SHARED = 1 << 20
+"""Parameters of up to so many numbers are drawn by programs of a power of two, and cut on the host."""
+
+
 def initialize(specs: PyTree, key: jax.Array, dtype: Any = jnp.float32) -> PyTree:
-    """Draw every parameter; leaf i uses fold_in(key, i), so adding one at the end changes no other."""
+    """Draw every parameter; leaf i uses fold_in(key, i), so adding one at the end changes no other.
+
+    Small ones share a few programs, since to compile one for each shape takes most of a small model's start. A draw's
+    first numbers do not depend on how many there are.
+    """
     leaves, tree = jax.tree.flatten(specs, is_leaf=_is_spec)
 
     def draw(i: int, spec: Spec) -> jax.Array:
         if spec.init != "normal":
-            return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, dtype)
+            return jnp.asarray((np.ones if spec.init == "ones" else np.zeros)(spec.shape, dtype))
         scale = 1 / math.sqrt(spec.fan_in) if spec.fan_in else 0.02
-        return (scale * jax.random.normal(jax.random.fold_in(key, i), spec.shape)).astype(dtype)
+        size = math.prod(spec.shape)
+        if size > _SHARED:
+            return jnp.asarray(scale * _normal(key, np.uint32(i), spec.shape), dtype)
+        drawn = np.asarray(_normal(key, np.uint32(i), (1 << max(10, (size - 1).bit_length()),)))[:size]
+        return jnp.asarray((np.float32(scale) * drawn).reshape(spec.shape), dtype)
 
     return jax.tree.unflatten(tree, [draw(i, s) for i, s in enumerate(leaves)])
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _normal(key: jax.Array, number: Any, shape: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, number), shape)
 
 
 def abstract(specs: PyTree, dtype: Any = jnp.float32) -> PyTree:
