@@ -148,7 +148,7 @@ async def _node(pipe: Connection, folder: str, settings: Sequence[str], name: st
             bucket.bytes_per_s = arguments[0]
             pipe.send(None)
         elif what == "bytes":
-            pipe.send((await replica.metrics())[1])
+            pipe.send(replica.models.render_metrics().decode())
         else:
             pipe.send(await _serve(replica, *arguments))
     await replica.end()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's examples and the commands of docs/, run as they are written, over the folder that the demo leaves.
 
-What is run is tagged `sh` or `python`; other blocks need data or minutes. Four things are changed: the demo's model is
-trained for one step, a server listens on a free port in place of 8000, commands that would take long get a flag that
-ends them sooner, and all compile for single requests alone. A command that stands in several files is run once. The
-examples are run as the pages say; the commands that a page takes from one of them are those that it runs.
+What is run is tagged `sh` or `python`; other blocks need data or minutes. Four things are changed: models are of one
+narrow layer, and the demo's is trained for one step; a server listens on a free port in place of 8000; commands that
+would take long get a flag that ends them sooner; and all compile for single requests alone. A command that stands in
+several files is run once, and a server goes on for the pages that start the same one. The examples are run as the pages
+say; the commands that a page takes from one of them are those that it runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from jgr.config import load_config, override
+from jgr.config_environment import variable
 from jgr.data.datasets import load_dataset
 from jgr.training.generator import train_generator
 
@@ -30,6 +32,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN_DATA = ROOT / "docs" / "quickstart" / "own_data.md"
 PATIENCE_S = 120.0
 ADDRESS = "127.0.0.1:8000"
+SMALL = {
+    "train.batch": 8, "train.hidden": 16, "train.layers": 1, "train.heads": 2, "train.kv_heads": 2, "train.head_dim": 8,
+    "train.mlp": 32, "profiles.batch": 1,
+}  # fmt: skip
+"""What makes a model of a moment's training, served by few programs."""
 SHORTER = {
     "jgr serve": "--port=0",
     "jgr evaluate": "--limit=8 --requests=4 --resamples=10",
@@ -46,7 +53,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 class Terminal:
-    """A project folder after `make demo`, a shell in it, and the server that was started last."""
+    """A project folder after `make demo`, a shell in it, and the servers that were started there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,10 +62,12 @@ class Terminal:
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "HOME": str(folder),
-            "JGR_PROFILES__BATCH": "1",  # fewer programs to compile
+            **{variable(key): str(value) for key, value in SMALL.items()},
         }
-        self._server: subprocess.Popen[str] | None = None
-        self._address = ADDRESS
+        self._servers: dict[
+            str, tuple[subprocess.Popen[str], str]
+        ] = {}  # with their addresses, by their commands
+        self._address = ADDRESS  # of the server that was asked for last
         (folder / "bin").mkdir()
         start = (
             f'{shlex.quote(sys.executable)} -c "import sys; from jgr.cli.main import run; sys.exit(run())"'
@@ -71,7 +80,7 @@ class Terminal:
 
     def run(self, tag: str, text: str) -> str:
         """What a block printed; a block that serves goes on in the background."""
-        if ADDRESS in text and self._server is None:  # a page that says so only in words
+        if ADDRESS in text and not self._servers:  # a page that says so only in words
             self.run("sh", "jgr serve runs/shop\n")
         if "--data=runs/example" in text and not (self.folder / "runs" / "example").exists():
             self.run("sh", "python examples/own_data.py\n")
@@ -79,21 +88,27 @@ class Terminal:
         if tag == "python":
             return self._run([sys.executable, "-c", text])
         if text.startswith("jgr serve"):
-            self.stop()
-            command = ["bash", "-c", f"exec {self._shortened(text)}"]
-            self._server = subprocess.Popen(
-                command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE
-            )
-            assert self._server.stdout is not None
-            url = self._server.stdout.readline().strip()
-            assert url, text
-            self._address = url.removeprefix("http://")
-            return url
+            return self._serve(text)
         return self._run(["bash", "-euc", self._shortened(text)])
 
+    def _serve(self, text: str) -> str:
+        """The URL of the server of this command."""
+        if text not in self._servers:
+            command = ["bash", "-c", f"exec {self._shortened(text)}"]
+            server = subprocess.Popen(
+                command, cwd=self.folder, env=self.env, text=True, stdout=subprocess.PIPE
+            )
+            self._servers[text] = server, ""
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            assert url, text
+            self._servers[text] = server, url.removeprefix("http://")
+        self._address = self._servers[text][1]
+        return f"http://{self._address}"
+
     def stop(self) -> None:
-        if self._server is not None:
-            server, self._server = self._server, None
+        while self._servers:
+            _, (server, _) = self._servers.popitem()
             with server:
                 server.send_signal(signal.SIGTERM)
                 assert server.wait(PATIENCE_S) == 0
@@ -118,7 +133,8 @@ class Terminal:
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     folder = tmp_path_factory.mktemp("project")
     terminal = Terminal(folder)
-    config = override(load_config("shop"), f"train.out={folder / 'runs/shop'}", "train.steps=1")
+    small = (f"{key}={value}" for key, value in SMALL.items())
+    config = override(load_config("shop"), f"train.out={folder / 'runs/shop'}", "train.steps=1", *small)
     train_generator(config, load_dataset(config.data))
     yield terminal
     terminal.stop()

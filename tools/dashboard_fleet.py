@@ -59,6 +59,11 @@ FLEET = Board(
             (("max by (replica) (jgr_fleet_report_age_seconds)", "{{replica}}"),),
         ),
         Panel(
+            "Tokens in flight",
+            "short",
+            (("sum by (replica) (jgr_fleet_tokens_in_flight)", "{{replica}}"),),
+        ),
+        Panel(
             "Refused for a key's rate",
             "reqps",
             ((rate("jgr_fleet_refused_total", model=False), "quota"),),

@@ -130,20 +130,31 @@ Named = Iterator[tuple[str, Any, Array]]
 
 def _run(
     model: Model,
+    shape: tuple[int, int],
     ids: Array,
     positions: Array,
     lengths: Array,
     segments: Tokens | None = None,
     layout: Layout = CAUSAL,
 ) -> tuple[decoder.Prefill, Array]:
+    """What prompts give and their logits, of rows and tokens up to `shape`, which the prompts of a file share, as their
+    programs; behind the prompts' own they mean nothing. lengths: of prompts without segments."""
     cfg, params = model
-    tokens, counts = ids.astype(np.int32), lengths.astype(np.int32)
+    rows = np.minimum(np.arange(shape[0]), len(ids) - 1)
+
+    def padded(x: Array, fill: int = 0) -> Array:
+        behind = ((0, 0), (0, shape[1] - x.shape[1]))
+        return np.pad(x[rows], behind, constant_values=fill).astype(np.int32)
+
+    if segments is not None:
+        request, *others = segments
+        segments = Tokens(padded(request, -1), *map(padded, others))
     out = _prefill(
         params,
         cfg,
-        tokens,
-        counts,
-        positions=positions.astype(np.int32),
+        padded(ids),
+        (lengths if segments is None else np.full(len(ids), shape[1]))[rows].astype(np.int32),
+        positions=padded(positions),
         segments=segments,
         layout=layout,
         keep_layers=True,
@@ -152,6 +163,8 @@ def _run(
 
 
 def _forward(model: Model, arrays: Arrays) -> Named:
+    shapes = [arrays.under(case + "_")["input_ids"].shape for case in FORWARD_CASES]
+    shape = max(batch for batch, _ in shapes), max(tokens for _, tokens in shapes)
     for case in FORWARD_CASES:
         z = arrays.under(case + "_")
         batch, tokens = z["input_ids"].shape
@@ -164,15 +177,16 @@ def _forward(model: Model, arrays: Arrays) -> Named:
             segments = _segments(np.where(keep, 0, -1), np.zeros_like(keep), np.full(keep.shape, Kind.USER))
         elif case == "packed":
             segments = _segments(z["segment_ids"], np.zeros_like(keep), np.full(keep.shape, Kind.USER))
-        out, logits = _run(model, z["input_ids"], z["position_ids"], lengths, segments)
+        out, logits = _run(model, shape, z["input_ids"], z["position_ids"], lengths, segments)
+        own = np.s_[:batch, :tokens]
         yield f"{case}_embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
         for name, got in (("final", out.hidden), ("logits", logits)):
-            yield f"{case}_{name}", np.asarray(got)[keep], z[name][keep]
-        yield f"{case}_layers", np.asarray(out.layers)[:, keep], z["layers"][:, keep]
+            yield f"{case}_{name}", np.asarray(got)[own][keep], z[name][keep]
+        yield f"{case}_layers", np.asarray(out.layers)[:, :batch, :tokens][:, keep], z["layers"][:, keep]
         for name, got in (("k", out.context.k), ("v", out.context.v)):
             if case != "packed":  # which the library gives no cache of; [L, B, K, T, d]
-                ours, theirs = (np.moveaxis(np.asarray(x), 3, 2)[:, keep] for x in (got, z[name]))
-                yield f"{case}_{name}", ours, theirs
+                ours, theirs = (np.moveaxis(np.asarray(x), 3, 2) for x in (got, z[name]))
+                yield f"{case}_{name}", ours[:, :batch, :tokens][:, keep], theirs[:, keep]
 
 
 def _segments(request: Array, segment: Array, kind: Array) -> Tokens:
@@ -182,25 +196,28 @@ def _segments(request: Array, segment: Array, kind: Array) -> Tokens:
 
 
 def _bipartite(model: Model, arrays: Arrays) -> Named:
-    tree, tables = _item_tables(arrays["items"], model[1])
+    tree, tables = _item_tables(arrays["items"], model[1], _vocabularies(arrays["items"]))
     leaves = tree.leaf_of_row[None]
-    prompts = arrays.numbers(r"p(\d+)_\w+")
-    for layout in (f"p{prompt}_{which}_" for prompt in prompts for which in ("up", "ip")):
+    layouts = [f"p{prompt}_{which}_" for prompt in arrays.numbers(r"p(\d+)_\w+") for which in ("up", "ip")]
+    shape = 1, max(len(arrays.under(layout)["input_ids"]) for layout in layouts)
+    for layout in layouts:
         z = arrays.under(layout)
-        length = np.array([len(z["input_ids"])], np.int32)
+        count = len(z["input_ids"])
+        length = np.array([count], np.int32)
         segment = z["segment_ids"][None]  # the user's text, each item's, the instruction
         kinds = np.array([Kind.USER, *[Kind.ITEM] * (segment.max() - 1), Kind.INSTRUCTION])[segment]
         segments = _segments(np.zeros_like(segment), segment, kinds)
         which = USER_PREFIX if layout.endswith("_up_") else ITEM_PREFIX
-        out, logits = _run(model, z["input_ids"][None], z["position_ids"][None], length, segments, which)
+        ids, positions = z["input_ids"][None], z["position_ids"][None]
+        out, logits = _run(model, shape, ids, positions, length, segments, which)
         yield f"{layout}embeds", np.asarray(model[1].embed)[z["input_ids"]], z["embeds"]
         assert out.layers is not None
         for name, got in (
-            ("layers", out.layers[:, 0]),
-            ("final", out.hidden[0]),
-            ("logits", logits[0]),
-            ("k", out.context.k[:, 0]),
-            ("v", out.context.v[:, 0]),
+            ("layers", out.layers[:, 0, :count]),
+            ("final", out.hidden[0, :count]),
+            ("logits", logits[0, :count]),
+            ("k", out.context.k[:, 0, :, :count]),
+            ("v", out.context.v[:, 0, :, :count]),
         ):
             yield layout + name, got, z[name]
         start = z["position_ids"][-1:].astype(np.int32) + 1  # what is generated follows the instruction
@@ -208,7 +225,7 @@ def _bipartite(model: Model, arrays: Arrays) -> Named:
             scores = _score_leaves(
                 model[1],
                 tables,
-                out.hidden[:, -1:],
+                out.hidden[:, count - 1 : count],
                 decoder.State(out.context, jnp.asarray(length), jnp.asarray(start)),
                 leaves,
                 cfg=model[0],
@@ -222,8 +239,9 @@ def _beam(model: Model, arrays: Arrays) -> Named:
     depth, named_widths = arrays["items"].shape[1], arrays.numbers(r"w(\d+)_\w+")
     tokens = np.maximum(arrays["prompts"], 0).astype(np.int32)
     lengths = arrays["prompt_lengths"].astype(np.int32)
-    tree, tables = _item_tables(arrays["items"], params)
-    _, few = _item_tables(arrays["short_items"], params)
+    vocabularies = _vocabularies(np.concatenate([arrays["items"], arrays["short_items"]]))
+    tree, tables = _item_tables(arrays["items"], params, vocabularies)
+    few = _as_long(_item_tables(arrays["short_items"], params, vocabularies)[1], tables)
     every = _unconstrained_tables(cfg, params, depth)
 
     widest = max(*named_widths, int(arrays["free_width"]), int(arrays["short_width"]))
@@ -261,12 +279,29 @@ def _beam(model: Model, arrays: Arrays) -> Named:
         yield f"items_sum_logprob{tag}", scores, arrays[f"items_sum_logprob{tag}"]
 
 
-def _item_tables(items: Array, params: decoder.DecoderParams) -> tuple[PrefixTree, beam.CatalogTables]:
-    """Catalog tables over [M, depth] token ids; each level's vocabulary is the tokens that occur."""
-    vocabularies = [np.unique(items[:, level]).astype(np.int32) for level in range(items.shape[1])]
+def _vocabularies(items: Array) -> list[Array]:
+    """Each level's vocabulary: the tokens of [M, depth] that occur."""
+    return [np.unique(items[:, level]).astype(np.int32) for level in range(items.shape[1])]
+
+
+def _item_tables(
+    items: Array, params: decoder.DecoderParams, vocabularies: Sequence[Array]
+) -> tuple[PrefixTree, beam.CatalogTables]:
+    """Catalog tables over [M, depth] token ids."""
     codes = [np.searchsorted(v, items[:, level]) for level, v in enumerate(vocabularies)]
     tree = PrefixTree.build(np.stack(codes, axis=1).astype(np.int32))
     return tree, beam.catalog_tables(tree, tuple(vocabularies), params)
+
+
+def _as_long(short: beam.CatalogTables, tables: beam.CatalogTables) -> beam.CatalogTables:
+    """Tables with nodes that nothing leads to, so that both share their programs."""
+
+    def padded(x: Array, other: Array) -> jax.Array:
+        behind = max(0, len(other) - len(x))
+        return jnp.asarray(np.pad(x, [(0, behind), *[(0, 0)] * (x.ndim - 1)], mode="edge"))
+
+    longer: beam.CatalogTables = jax.tree.map(padded, short, tables)
+    return longer
 
 
 def _unconstrained_tables(

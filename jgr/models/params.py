@@ -22,6 +22,8 @@ from jgr.config import UserError
 from jgr.fields import one_line
 
 PyTree = Any
+SMALL = 1 << 14
+"""Numbers of a parameter that is drawn by the program that all small ones share."""
 
 
 class CheckpointError(UserError):
@@ -52,11 +54,21 @@ def initialize(specs: PyTree, key: jax.Array, dtype: Any = jnp.float32) -> PyTre
 
     def draw(i: int, spec: Spec) -> jax.Array:
         if spec.init != "normal":
-            return (jnp.ones if spec.init == "ones" else jnp.zeros)(spec.shape, dtype)
-        scale = 1 / math.sqrt(spec.fan_in) if spec.fan_in else 0.02
-        return (scale * jax.random.normal(jax.random.fold_in(key, i), spec.shape)).astype(dtype)
+            return jnp.asarray((np.ones if spec.init == "ones" else np.zeros)(spec.shape, dtype))
+        scale = np.float32(1 / math.sqrt(spec.fan_in) if spec.fan_in else 0.02)
+        return jnp.asarray(scale * _normal(jax.random.fold_in(key, i), spec.shape), dtype)
 
     return jax.tree.unflatten(tree, [draw(i, s) for i, s in enumerate(leaves)])
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """jax.random.normal(key, shape). A number hangs on the key and its place alone, so that parameters of few numbers
+    are the first of SMALL: one program is compiled for all of them, where one for each shape takes longer to compile
+    than a small model to draw."""
+    size = math.prod(shape)
+    if size > SMALL or isinstance(key, jax.core.Tracer):
+        return jax.random.normal(key, shape)
+    return np.asarray(jax.random.normal(key, (SMALL,)))[:size].reshape(shape)
 
 
 def abstract(specs: PyTree, dtype: Any = jnp.float32) -> PyTree:

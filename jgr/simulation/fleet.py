@@ -24,6 +24,7 @@ import numpy as np
 
 from jgr.cache.entries import Name
 from jgr.cache.hotness import ExponentialWindow
+from jgr.serving.policies.bookings import Work
 from jgr.serving.policies.digests import digest
 from jgr.serving.policies.prefix_choice import Situation, choose
 from jgr.serving.policies.routing import Ask, Report, Router
@@ -186,7 +187,7 @@ class _Node:
         self.running: _Sent | None = None
         self._end_ns = 0  # of what runs
         self._ns, self._tokens = 0.0, 0.0  # of past requests
-        self._flight: dict[int, list[float]] = {}  # by router: tokens in flight, token ns, up to when
+        self._work = Work()
 
     def accepts(self, sent: _Sent, now_ns: int) -> bool:
         """Whether it should be done in time; it is in the queue then."""
@@ -196,7 +197,7 @@ class _Node:
         self._queue.append((sent, need_ns))
         self._queued_ns += need_ns
         self._hotness.touch(Name("user", sent.ask.user, "user"), now_ns)
-        self._flow(sent.router, sent.work, now_ns)
+        self._work.begin(str(sent.router), sent.work, now_ns)
         return True
 
     def begin(self, now_ns: int) -> tuple[list[_Sent], int, int]:
@@ -209,7 +210,7 @@ class _Node:
             computed, layout = self._plan(sent.ask, now_ns)
             took_ns = self._need_ns(computed)
             if now_ns + took_ns > sent.due_ns:
-                self._flow(sent.router, -sent.work, now_ns)
+                self._work.end(str(sent.router), sent.work, now_ns)
                 expired.append(sent)
                 continue
             if layout == "user_prefix":
@@ -226,21 +227,16 @@ class _Node:
         """What runs has ended."""
         sent, self.running = self.running, None
         assert sent is not None
-        self._flow(sent.router, -sent.work, now_ns)
+        self._work.end(str(sent.router), sent.work, now_ns)
         return sent
 
     def lost(self) -> list[_Sent]:
         """What it had accepted and not answered."""
         return [sent for sent in (self.running, *(sent for sent, _ in self._queue)) if sent is not None]
 
-    def report(self, routers: Sequence[str], bits: int, period_ns: int, now_ns: int) -> Report:
-        mean: dict[str, float] = {}
-        for router in list(self._flight):
-            self._flow(router, 0, now_ns)
-            mean[routers[router]] = self._flight[router][1] / period_ns
-            self._flight[router][1] = 0.0
+    def report(self, bits: int, now_ns: int) -> Report:
         users, items = digest(self.users.tokens, bits), digest(self.items.tokens, bits)
-        return Report(users, items, self._ns / max(1.0, self._tokens), mean)
+        return Report(users, items, self._ns / max(1.0, self._tokens), self._work.mean(now_ns))
 
     def _plan(self, ask: Ask, now_ns: int) -> tuple[int, str]:
         """The tokens that are computed, and which of user and items stands first."""
@@ -255,12 +251,6 @@ class _Node:
 
     def _need_ns(self, computed: int) -> int:
         return self._world.fixed_ns + self._world.token_ns * computed
-
-    def _flow(self, router: int, work: int, now_ns: int) -> None:
-        flight = self._flight.setdefault(router, [0.0, 0.0, now_ns])
-        flight[1] += flight[0] * (now_ns - flight[2])
-        flight[0] += work
-        flight[2] = now_ns
 
 
 class Loss(NamedTuple):
@@ -386,8 +376,7 @@ class Fleet:
 
     def _report(self, now_ns: int, name: str) -> None:
         if name in self._nodes:
-            routers = [str(router) for router in range(len(self.routers))]
-            report = self._nodes[name].report(routers, self._bits, self._period_ns, now_ns)
+            report = self._nodes[name].report(self._bits, now_ns)
             self._at(now_ns + self.world.late_ns, self._heard, name, report)
             self._at(now_ns + self._period_ns, self._report, name)
 

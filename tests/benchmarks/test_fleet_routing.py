@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -51,6 +52,42 @@ def test_claims_are_about_the_worst_load_over_all_ages_and_fronts() -> None:
     assert all(claim.id.startswith("fleet-routing-") and claim.title.endswith("; t, live") for claim in found)
     assert not any(claim.holds for claim in found)
     assert len({title(claim.to_json()) for claim in found}) == 3
+
+
+def test_work_in_flight_is_averaged_over_a_run_and_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fleet:
+        host, port = "127.0.0.1", 1
+        flights = iter(({"a": 9.0}, {"a": 6.0, "b": 2.0}, {"b": 7.0}, {"b": 1.0, "c": 3.0, "d": 1.0}))
+        """Before the run, in it, after it, and while its load goes on."""
+
+        def begin(self, rule: str, report_s: float) -> None: ...
+
+        def counts(self) -> fleet_clock.Counts:
+            return fleet_clock.Counts()
+
+        def flown(self) -> dict[str, float]:
+            return next(self.flights)
+
+    sent: list[tuple[float, float, int]] = []
+
+    def run(driver: fleet_routing.Driver, rate: float, seconds: float, seed: int) -> Any:
+        sent.append((rate, seconds, seed))
+        once = np.array([1.0])
+        verdict = SimpleNamespace(status="200")
+
+        class Found(SimpleNamespace):
+            def __len__(self) -> int:
+                return 1
+
+        return Found(due_s=once, began_s=once, end_s=once + 0.2, verdicts=[verdict], ended=[0])
+
+    monkeypatch.setattr(fleet_routing.Driver, "_send", run)
+    driver = fleet_routing.Driver(Fleet(), fleet_routing.Traffic("t", []), 2)  # type: ignore[arg-type]
+    (row,) = driver.sequence("joint", 2.0, {0.5: 10.0}, 5.0, 4.0, 8.0)
+    assert sent == [(7.0, 5.0, 0), (10.0, 4.0, 50), (10.0, 8.0, 51)]
+    assert row["flown"] == {"a": 6.0, "b": 3.0, "c": 3.0, "d": 1.0}
+    assert (row["imbalance"], row["flown_s"]) == (fleet_routing.rounded(6 / (13 / 4)), 12.0)
+    assert fleet_routing.imbalance({}) == 1.0
 
 
 def test_each_rule_runs_at_each_age_that_it_hears_of() -> None:

@@ -53,7 +53,7 @@ def check(model: CostModel, report: dict[str, Any], table: str, kinds: set[str])
 
 
 def test_a_decoders_costs(tmp_path: Path) -> None:
-    tiny_model.make_folder(tmp_path / "tiny")
+    tiny_model.make_folder(tmp_path / "tiny", layers=1, depth=2)  # six programs are compiled
     settings = [setting for setting in tiny_model.SETTINGS if not setting.startswith(("profiles", "beam"))]
     settings += [
         "profiles.batch=1",

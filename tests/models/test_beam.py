@@ -323,14 +323,14 @@ def test_a_filter_is_a_search_of_the_tree_that_it_leaves(
 
 def test_few_children_are_gathered_and_score_the_same() -> None:
     """Levels of 130 tokens with few children a node: the packed form, at the last level at least."""
-    cfg = dataclasses.replace(CFG, vocab_size=400)
+    cfg = dataclasses.replace(CFG, vocab_size=270)
     weights = jax.tree.map(lambda x: x * 4, params.initialize(decoder.spec(cfg), jax.random.key(0)))
-    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 130, (150, 3)).astype(np.int32))
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 130, (70, 2)).astype(np.int32))
     tables = beam.catalog_tables(
-        tree, tuple((4 + 130 * level + np.arange(130)).astype(np.int32) for level in range(3)), weights
+        tree, tuple((4 + 130 * level + np.arange(130)).astype(np.int32) for level in range(2)), weights
     )
     width, (tokens, lengths) = 32, prompts([7], 8)
-    assert np.sort(np.diff(tree.offsets[2]))[::-1][:width].sum() <= packed_capacity(width, 130)
+    assert np.sort(np.diff(tree.offsets[1]))[::-1][:width].sum() <= packed_capacity(width, 130)
     beams = beam.recommend(
         weights, tables, tokens, lengths, np.array([width], np.int32), cfg=cfg, width=width
     )

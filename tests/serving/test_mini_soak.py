@@ -27,7 +27,7 @@ def test_under_load_and_changes_nothing_is_wrong_and_nothing_is_lost(
             kept=40,
         )
         with caplog.at_level(logging.ERROR):
-            found = soak.run(10.0)
+            found = soak.run(7.0)
     finally:
         server.stop()  # which audits the engines and the pool, and that every page is free
     assert not found.unasked

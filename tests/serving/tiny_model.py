@@ -30,9 +30,9 @@ SETTINGS = (
 )
 
 
-def make_catalog() -> Catalog:
-    """60 items on 3 levels of 5; some share an id."""
-    codes = np.random.default_rng(0).integers(0, 5, (N_ITEMS, 3))
+def make_catalog(depth: int = 3) -> Catalog:
+    """60 items on `depth` levels of 5; some share an id."""
+    codes = np.random.default_rng(0).integers(0, 5, (N_ITEMS, depth))
     symbols = [[f"<{'abc'[level]}_{code}>" for level, code in enumerate(row)] for row in codes]
     return Catalog.build(
         [f"B{i:03}" for i in range(N_ITEMS)], symbols, [{"title": f"Item {i}"} for i in range(N_ITEMS)]
@@ -60,10 +60,11 @@ def as_lines(catalog: Catalog) -> bytes:
     return "\n".join(lines).encode()
 
 
-def make_folder(folder: Path, seed: int = 1) -> Config:
+def make_folder(folder: Path, seed: int = 1, layers: int = 2, depth: int = 3) -> Config:
     """A model folder with random weights, and the configuration that serves it."""
-    config = override(Config(), *SETTINGS, f"model.path={folder}", "train.layers=2", "train.hidden=32")
-    catalog = make_catalog()
+    sizes = (f"train.layers={layers}", "train.hidden=32")
+    config = override(Config(), *SETTINGS, f"model.path={folder}", *sizes)
+    catalog = make_catalog(depth)
     tokenizer = semantic_id_tokenizer(catalog)
     cfg = decoder_config(config.train, tokenizer.vocab_size, 64)
     drawn = jax.tree.map(lambda x: x * 3, params.initialize(decoder.spec(cfg), jax.random.key(seed)))

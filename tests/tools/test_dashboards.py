@@ -115,13 +115,14 @@ def fleet_of(replica: int) -> Iterator[int]:
         def do_GET(self) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", replica, timeout=PATIENCE_S)
             connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
+            text = connection.getresponse().read()
             connection.close()
             series.heard("r")
             series.decided(1e-4)
             series.routed("r", "joint")
+            series.flies("r", 7.0)
             series.ended("answered")
-            body = metrics(Answered(200, [], b""), {"r": text}, [series.text()]).body
+            body = metrics({"r": Answered(200, [], text)}, [series.text()]).body
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

@@ -24,7 +24,7 @@ from jgr.serving.cluster.hints import USERS, glance
 from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import Incompatible, Spoken, received, require
 from jgr.serving.cluster.relay import Answered, Asked, read, reply
-from jgr.serving.cluster.replicas import Replicas, soon
+from jgr.serving.cluster.replicas import Replicas, begun, soon
 from jgr.serving.cluster.router import SERIES
 from jgr.serving.cluster.sending import Sending
 from jgr.serving.cluster.whole import best, erased, metrics, models, readiness
@@ -64,10 +64,10 @@ class Front:
     ) -> None:
         require(spoken)
         self._config, self._max_upload_bytes = config, max_upload_bytes
-        self._replicas, self._rollouts = Replicas(replicas), rollouts
+        self._replicas, self._rollouts = Replicas(begun(replicas)), begun(rollouts)
         own = serve.get_replica_context()
-        # Not when it is asked for: Ray then tells the head, and all requests would wait where that is gone or cut off.
-        self._fronts = serve.get_deployment_handle(own.deployment, own.app_name)
+        # Not when it is asked for: to take a handle asks the head, as `begun` does.
+        self._fronts = begun(serve.get_deployment_handle(own.deployment, own.app_name))
         self._keys, self._open = Keys(config.server, config.fleet.fronts), open_paths(config.server)
         traces = tracing(config.server, time.monotonic_ns, place(SENDER, own_node()))
         self._default_ms = config.server.default_deadline_ms
@@ -121,10 +121,8 @@ class Front:
             wanted = fleet.min_replicas if fleet.max_replicas else fleet.replicas
             return readiness(found, wanted) if path == READY else best(found)
         if asked.method in ("GET", "HEAD") and path == "/metrics":
-            found, texts, fronts = await asyncio.gather(
-                self._replicas.answers(asked), self._replicas.metrics(), soon(self._fronts, "series")
-            )
-            return metrics(best(found), texts, fronts or [SERIES.text()])
+            told, fronts = await asyncio.gather(self._replicas.metrics(asked), soon(self._fronts, "series"))
+            return metrics(told, fronts or [SERIES.text()])
         if asked.method == "GET" and path == "/v1/models":
             found, about = await asyncio.gather(self._replicas.answers(asked), self._replicas.about_soon())
             return models(best(found), about)

@@ -23,7 +23,8 @@ class Hint(NamedTuple):
     replica that is meant; "": any. sender: the router's name. tried: replicas that come last, since they have failed
     the request or are silent. attempt: the name of this attempt at the request, see `attempts.ATTEMPTS`. model, layout:
     that the request names; "": none. shards: those of the embedding rows that the history reads most, see
-    `shards.profile`.
+    `shards.profile`. expected: replicas that the router may send it to, each with the tokens that it should compute;
+    empty: no router has chosen.
     """
 
     user: str = ""
@@ -38,6 +39,7 @@ class Hint(NamedTuple):
     model: str = ""
     layout: str = ""
     shards: tuple[str, ...] = ()
+    expected: tuple[tuple[str, int], ...] = ()
 
     def __reduce__(self) -> Any:
         return sent(self)

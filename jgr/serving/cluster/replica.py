@@ -21,12 +21,13 @@ from jgr.serving.cluster.places import own_node, place
 from jgr.serving.cluster.protocol import PROTOCOL, received, sent, spoken
 from jgr.serving.cluster.record import Record, States, served
 from jgr.serving.cluster.relay import Answered, Asked, ask
-from jgr.serving.cluster.reports import Shape, Work, ask_of
+from jgr.serving.cluster.reports import Shape, ask_of, expected
 from jgr.serving.cluster.shapes import ns_per_token, shape
 from jgr.serving.engine.journal import of_replica
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
+from jgr.serving.policies.bookings import Work
 from jgr.serving.policies.digests import digest
 from jgr.serving.scorers.paging import Paging
 from jgr.serving.scorers.serve import ServedScorer
@@ -165,11 +166,12 @@ class Replica:
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
         wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
-        tokens = wanted.tokens
+        # Others' work is told as they book it; what the fleet's size is decided by, as if nothing were cached.
+        begun = (self._work, expected(hint, self.name, wanted.tokens)), (self._waiting, wanted.tokens)
         if hint.events:
             self._mean_events += RATE * (min(hint.events, MOST) - self._mean_events)
             self._mean_items += RATE * (min(len(hint.items), MOST) - self._mean_items)
-        for work in (self._work, self._waiting):
+        for work, tokens in begun:
             work.begin(hint.sender, tokens, begun_ns)
         fetched: Sequence[int] = ()
         try:
@@ -178,7 +180,7 @@ class Replica:
             waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
             return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
         finally:
-            for work in (self._work, self._waiting):
+            for work, tokens in begun:
                 work.end(hint.sender, tokens, self._now_ns())
             if self._items is not None:
                 self._items.done(fetched)
@@ -235,9 +237,9 @@ class Replica:
         """What the fleet serves, as far as it was told."""
         return self._record
 
-    async def metrics(self) -> tuple[str, str]:
-        """Name, and the series of all models as text."""
-        return self.name, self.models.render_metrics().decode()
+    async def metrics(self, asked: Asked) -> tuple[str, Answered]:
+        """Name, and the answer of the HTTP application: the series of all models, for who may ask."""
+        return self.name, await ask(self._app, received(Asked, asked), **{"jgr.charged": True})
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What routers are told; Ray asks for it every so often."""

@@ -19,6 +19,13 @@ SOON_S = 3.0
 """So long a replica has to say what is shown of it. Prometheus waits for 10 s, for less where it asks more often."""
 
 
+def begun(handle: DeploymentHandle) -> DeploymentHandle:
+    """The handle, whose way to the replicas is made now: Ray asks the head for it, at the first call otherwise, and all
+    requests of the process would wait where the head is gone or cut off just then."""
+    ready: DeploymentHandle = handle.options()  # which begins it, as Ray's documentation says
+    return ready
+
+
 async def soon(handle: DeploymentHandle, method: str, *arguments: Any, within_s: float = SOON_S) -> list[Any]:
     """What the replicas of a deployment answer, of those that do within so long: nobody waits for one that hangs or is
     cut off. Where none is so quick, the first answer within SOON_S. Raises TimeoutError, and Ray's errors where nobody
@@ -105,9 +112,10 @@ class Replicas:
         answered = [each for each in found if not isinstance(each, Exception)]
         return {name: answer for name, answer in answered if answer is not None}
 
-    async def metrics(self) -> dict[str, str]:
-        """The series of those that answer soon, by name, see `soon`."""
-        return dict(sorted(await soon(self._handle, "metrics")))
+    async def metrics(self, asked: Asked) -> dict[str, Answered]:
+        """What those say to /metrics that answer soon, by name, see `soon`."""
+        found = dict(sorted(await soon(self._handle, "metrics", asked)))
+        return {name: received(Answered, each) for name, each in found.items()}
 
     async def remember(self, record: Record) -> None:
         """Tell all what the fleet serves."""

@@ -30,6 +30,12 @@ def ask_of(hint: Hint, shape: Shape, request_id: str = "") -> Ask:
     )
 
 
+def expected(hint: Hint, name: str, whole: float) -> float:
+    """Tokens that the replica of that name should compute, as the router that chose it has booked them; the whole
+    prompt where none has."""
+    return dict(hint.expected).get(name, whole)
+
+
 def report(stats: Mapping[str, Any]) -> Report:
     """A replica's stats as the routing policy takes them."""
     return Report(
@@ -40,40 +46,3 @@ def report(stats: Mapping[str, Any]) -> Report:
         shards=stats.get("shards", b""),
         rows_ns=stats.get("rows_ns", 0.0),
     )
-
-
-class Work:
-    """Tokens in flight by who has sent them, and their mean over time."""
-
-    def __init__(self) -> None:
-        self._now: dict[str, float] = {}
-        self._sum: dict[str, float] = {}  # token-ns since `_since_ns`
-        self._at_ns: int | None = None
-        self._since_ns = 0
-
-    def begin(self, sender: str, tokens: float, now_ns: int) -> None:
-        self._go_on(now_ns)
-        self._now[sender] = self._now.get(sender, 0.0) + tokens
-
-    def end(self, sender: str, tokens: float, now_ns: int) -> None:
-        self._go_on(now_ns)
-        left = self._now[sender] - tokens
-        if left > 0.5:
-            self._now[sender] = left
-        else:
-            del self._now[sender]
-
-    def mean(self, now_ns: int) -> Mapping[str, float]:
-        """The means since the last call."""
-        self._go_on(now_ns)
-        took = max(1, now_ns - self._since_ns)
-        found = {sender: total / took for sender, total in self._sum.items() if total}
-        self._sum, self._since_ns = {}, now_ns
-        return found
-
-    def _go_on(self, now_ns: int) -> None:
-        if self._at_ns is None:
-            self._at_ns = self._since_ns = now_ns
-        for sender, tokens in self._now.items():
-            self._sum[sender] = self._sum.get(sender, 0.0) + tokens * (now_ns - self._at_ns)
-        self._at_ns = now_ns

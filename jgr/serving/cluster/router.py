@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing policy as the request router of Ray Serve, which calls it in each process that sends to replicas.
 
-What Ray tells of requests' ends is told for refused attempts too, and not in order, so bookings go by Ray's id of the
-request, and by the replica. It keeps no score, so each replica is a rank of its own. It may ask for no request at all.
+What Ray tells of requests' ends is told for refused attempts too, and not in order: that a replica has taken a request
+is mostly told after its end. So bookings go by Ray's id of the request, and by the replica, and what has ended is not
+booked again. It keeps no score, so each replica is a rank of its own. It may ask for no request at all.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -23,6 +25,8 @@ SERIES = Series(SENDER)
 """What the router of this process does."""
 TRIES = 3
 """So many of the best replicas are tried before all are ranked anew."""
+ENDED = 4096
+"""So many of the last ends are remembered."""
 
 
 class FleetRouter(RequestRouter):  # type: ignore[misc]
@@ -34,6 +38,9 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         self._heard: dict[str, Any] = {}  # the last stats of each replica
         self._shape: Shape = {}
         self._strangers: set[str] = set()  # replicas of a jgr that this one does not understand
+        self._ended: OrderedDict[tuple[str, str], None] = (
+            OrderedDict()
+        )  # requests and replicas, the last one last
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
@@ -73,6 +80,10 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         now_ns = time.monotonic_ns()
         ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
         best = self._policy.rank(ask, now_ns)[:TRIES]
+        hint = hint._replace(expected=tuple(self._policy.expected(ask, best).items()))
+        pending_request.args[0] = hint  # what Ray sends when one of them has been found
+        for name in best:
+            self._ended.pop((ask.id, name), None)  # that attempt was refused
         # Before it has arrived: what is chosen until then must know of it.
         self._send(hint, ask, best[0], now_ns)
         SERIES.decided((time.monotonic_ns() - now_ns) / 1e9)
@@ -83,18 +94,30 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        hint = _hint(pending_request)
-        ask = ask_of(hint, self._shape, pending_request.metadata.internal_request_id)
-        self._send(hint, ask, replica_id.unique_id, time.monotonic_ns())
+        hint, name = _hint(pending_request), replica_id.unique_id
+        request_id = pending_request.metadata.internal_request_id
+        at = self._policy.booked(request_id)
+        if at is not None and at != name:  # it was not the first choice that took it
+            if (request_id, name) in self._ended:
+                self._policy.ended(request_id)
+            else:
+                self._send(hint, ask_of(hint, self._shape, request_id), name, time.monotonic_ns())
+            SERIES.flies(at, self._policy.in_flight(at))
         if hint.attempt in ATTEMPTS:
-            SERIES.routed(replica_id.unique_id, self._rule)
+            SERIES.routed(name, self._rule)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._policy.ended(internal_request_id, replica_id.unique_id)
+        name = replica_id.unique_id
+        self._policy.ended(internal_request_id, name)
+        SERIES.flies(name, self._policy.in_flight(name))
+        self._ended[internal_request_id, name] = None
+        if len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
 
     def _send(self, hint: Hint, ask: Ask, name: str, now_ns: int) -> int:
         """The request goes to that replica: the tokens that it should compute there."""
-        work = self._policy.sent(ask, name, now_ns)
+        work = self._policy.sent(ask, name, now_ns, dict(hint.expected).get(name))
+        SERIES.flies(name, self._policy.in_flight(name))
         attempt = ATTEMPTS.get(hint.attempt)
         if attempt is not None:
             attempt.node, attempt.predicted_ns = name, self._policy.busy_ns(name)

@@ -23,6 +23,7 @@ class Series:
     def __init__(self, front: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._front, self._clock, self._lock = front, clock, threading.Lock()
         self._heard_s: dict[str, float] = {}
+        self._tokens: dict[str, float] = {}
         self._pairs: set[tuple[str, str]] = set()  # replica and rule of each series of `_routed`
         registry = self._registry = Registry()
 
@@ -38,13 +39,14 @@ class Series:
         self._decisions = Histogram(
             name, TEXTS[name], ("front",), registry=registry, buckets=DECISIONS
         ).labels(front)
-        registry.register(_Ages(self))
+        registry.register(_Gauges(self))
 
     def become(self, names: Collection[str]) -> None:
         """Tell of these replicas, which are there now, and of no others."""
         with self._lock:
             now_s = self._clock()
             self._heard_s = {name: self._heard_s.get(name, now_s) for name in names}
+            self._tokens = {name: self._tokens.get(name, 0.0) for name in names}
             gone = {pair for pair in self._pairs if pair[0] not in names}
             self._pairs -= gone
         for replica, rule in gone:
@@ -54,6 +56,12 @@ class Series:
         """A report of a replica has come."""
         with self._lock:
             self._heard_s[name] = self._clock()
+
+    def flies(self, name: str, tokens: float) -> None:
+        """So many tokens are in flight at a replica."""
+        with self._lock:
+            if name in self._tokens:
+                self._tokens[name] = tokens
 
     def decided(self, seconds: float) -> None:
         """A choice took so long."""
@@ -84,6 +92,11 @@ class Series:
             now_s = self._clock()
             return {name: now_s - heard_s for name, heard_s in self._heard_s.items()}
 
+    def tokens(self) -> dict[str, float]:
+        """Tokens in flight at each replica."""
+        with self._lock:
+            return dict(self._tokens)
+
     @property
     def front(self) -> str:
         return self._front
@@ -97,15 +110,18 @@ class Series:
         return generate_latest(self._registry).decode()
 
 
-class _Ages:
-    """The ages of the reports, when they are asked for."""
+class _Gauges:
+    """What is so when it is asked for: the ages of the reports, and the tokens in flight."""
 
     def __init__(self, series: Series) -> None:
         self._series = series
 
     def collect(self) -> Iterator[Metric]:
-        name = "jgr_fleet_report_age_seconds"
-        family = GaugeMetricFamily(name, TEXTS[name], labels=["front", "replica"])
-        for replica, age_s in sorted(self._series.ages().items()):
-            family.add_metric([self._series.front, replica], age_s)
-        yield family
+        for name, found in (
+            ("jgr_fleet_report_age_seconds", self._series.ages()),
+            ("jgr_fleet_tokens_in_flight", self._series.tokens()),
+        ):
+            family = GaugeMetricFamily(name, TEXTS[name], labels=["front", "replica"])
+            for replica, value in sorted(found.items()):
+                family.add_metric([self._series.front, replica], value)
+            yield family

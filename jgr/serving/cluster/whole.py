@@ -59,11 +59,13 @@ def _rendered(families: Mapping[str, Metric]) -> bytes:
     return generate_latest(registry)
 
 
-def metrics(first: Answered, texts: Mapping[str, str], fronts: Sequence[str] = ()) -> Answered:
-    """/metrics of the fleet; `first` is one replica's answer, and decides who may ask. fronts: the fronts' own series,
-    which have their labels."""
+def metrics(told: Mapping[str, Answered], fronts: Sequence[str] = ()) -> Answered:
+    """/metrics of the fleet, of what each replica answers, by its name, which decides who may ask; see `best`. fronts:
+    the fronts' own series, which have their labels."""
+    first = best(list(told.values()))
     if first.status != 200:
         return first
+    texts = {name: each.body.decode() for name, each in told.items() if each.status == 200}
     body = merged(texts) + together(fronts)
     return Answered(200, _headers(first, body, CONTENT_TYPE), body)
 

@@ -76,6 +76,9 @@ TEXTS = {
     "jgr_fleet_retries": "Attempts at requests that another replica was sent before.",
     "jgr_fleet_decision_seconds": "Time that the choice of a replica takes.",
     "jgr_fleet_report_age_seconds": "Time since the last report of a replica came to the front.",
+    "jgr_fleet_tokens_in_flight": (
+        "Tokens that a replica should compute of what this front has sent there and what has not ended."
+    ),
     "jgr_fleet_refused": "Requests that a front refused since a key's quota was used up.",
 }
 """What the families tell of that not every server has."""

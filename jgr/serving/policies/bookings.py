@@ -8,6 +8,7 @@ a node refuses, whose end is told as any other's, or an end that is told twice, 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,11 @@ class Bookings:
         self.recent *= 1 - 1 / (MEMORY * len(self.recent))
         self.recent[slot] += work
 
+    def slot(self, request_id: str) -> int | None:
+        """Where a request is booked; None: nowhere."""
+        booking = self._by_id.get(request_id)
+        return None if booking is None else booking.slot
+
     def end(self, request_id: str, slot: int | None = None) -> None:
         """The request has ended, at any node or, where one is named, at that one; a booking elsewhere stays."""
         booking = self._by_id.get(request_id)
@@ -105,3 +111,40 @@ class Bookings:
             running[booking.slot] += 1
         assert np.array_equal(running, self.running), f"{self.running} running, {running} booked"
         assert np.array_equal(work, self.work), f"{self.work} tokens in flight, {work} booked"
+
+
+class Work:
+    """At a node: tokens in flight by the router that has sent them, and their mean over time, as it is reported."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = {}
+        self._sum: dict[str, float] = {}  # token-ns since `_since_ns`
+        self._at_ns: int | None = None
+        self._since_ns = 0
+
+    def begin(self, sender: str, tokens: float, now_ns: int) -> None:
+        self._go_on(now_ns)
+        self._now[sender] = self._now.get(sender, 0.0) + tokens
+
+    def end(self, sender: str, tokens: float, now_ns: int) -> None:
+        self._go_on(now_ns)
+        left = self._now[sender] - tokens
+        if left > 0.5:
+            self._now[sender] = left
+        else:
+            del self._now[sender]
+
+    def mean(self, now_ns: int) -> Mapping[str, float]:
+        """The means since the last call."""
+        self._go_on(now_ns)
+        took = max(1, now_ns - self._since_ns)
+        found = {sender: total / took for sender, total in self._sum.items() if total}
+        self._sum, self._since_ns = {}, now_ns
+        return found
+
+    def _go_on(self, now_ns: int) -> None:
+        if self._at_ns is None:
+            self._at_ns = self._since_ns = now_ns
+        for sender, tokens in self._now.items():
+            self._sum[sender] = self._sum.get(sender, 0.0) + tokens * (now_ns - self._at_ns)
+        self._at_ns = now_ns

@@ -76,7 +76,8 @@ class Report:
     """What a node says of itself. ValueError for numbers that are negative or not finite.
 
     users, items: see `digests.digest`; b"" where it holds none. ns_per_token: what a computed token takes, 0 where that
-    is not known. sent: tokens in flight since the last report, in the mean, by the router that sent them. shards: a
+    is not known. sent: tokens in flight since the last report, in the mean, by the router that sent them, each request
+    with what that router expects to be computed (`Router.expected`). shards: a
     digest of the shards of embedding rows that are on the device. rows_ns: what a request waits for its rows where none
     is, 0 where that is not known.
     """
@@ -192,17 +193,25 @@ class Router:
         ranked = [self._names[slot] for slot in order]
         return sorted(ranked, key=ask.tried.__contains__) if ask.tried else ranked
 
-    def sent(self, ask: Ask, name: str, now_ns: int) -> int:
+    def expected(self, ask: Ask, names: Iterable[str]) -> dict[str, int]:
+        """The tokens that each of these nodes should compute of the request, at least 1, as they are booked; of the
+        nodes that are there."""
+        computed = self._unsent.get(ask.id)
+        if computed is None:
+            computed = self.view(ask).computed
+        slots = {name: self._slots[name] for name in names if name in self._slots}
+        return {name: max(1, round(float(computed[slot]))) for name, slot in slots.items()}
+
+    def sent(self, ask: Ask, name: str, now_ns: int, work: int | None = None) -> int:
         """The request is on its way to that node: the tokens that it should compute there, 0 where the node is not
-        there (any more)."""
+        there (any more). work: these tokens, where the node was told; None: what is expected now."""
         slot = self._slots.get(name)
         if slot is None:
             return 0
         self._forget(now_ns)
-        computed = self._unsent.pop(ask.id, None)
-        if computed is None:
-            computed = self.view(ask).computed
-        work = max(1, round(float(computed[slot])))
+        if work is None:
+            work = self.expected(ask, [name])[name]
+        self._unsent.pop(ask.id, None)
         self._bookings.book(ask.id, slot, work, now_ns)
         if ask.user:
             self._last[ask.user] = name, now_ns
@@ -217,6 +226,16 @@ class Router:
             self._bookings.end(request_id)
         elif name in self._slots:
             self._bookings.end(request_id, self._slots[name])
+
+    def booked(self, request_id: str) -> str | None:
+        """The node where a request is that has not ended; None: it has, or was not sent."""
+        slot = self._bookings.slot(request_id)
+        return None if slot is None else self._names[slot]
+
+    def in_flight(self, name: str) -> float:
+        """Tokens that this router has sent to a node and that have not ended; 0 where it is not there (any more)."""
+        slot = self._slots.get(name)
+        return 0.0 if slot is None else float(self._bookings.work[slot])
 
     def busy_ns(self, name: str) -> float:
         """How long a node needs for what is in flight there, by its reports; 0 where that is not known."""

@@ -64,7 +64,7 @@ class LocalFleet:
 
     async def series(self, name: str, series: str) -> dict[tuple[str, ...], float]:
         """The values of a replica's series, by its labels' values."""
-        text = (await self.replicas[name].metrics())[1]
+        text = self.replicas[name].models.render_metrics().decode()
         return {
             tuple(value for _, value in sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)

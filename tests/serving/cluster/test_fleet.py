@@ -271,6 +271,13 @@ def test_routing_tells_what_it_does(fleet: Fleet) -> None:
     assert ended["lost"] == 0 and sum(fleet.series("jgr_fleet_retries_total").values()) >= late
     assert sum(fleet.series("jgr_fleet_decision_seconds_count").values()) >= sum(routed.values())
     assert {replica for _, replica in fleet.series("jgr_fleet_report_age_seconds")} == names(fleet)
+    ends_s = time.monotonic() + PATIENCE_S
+    while any((flying := fleet.series("jgr_fleet_tokens_in_flight")).values()):
+        assert time.monotonic() < ends_s, (
+            flying,
+            "what has ended is booked no longer, whatever Ray tells after it",
+        )
+    assert {replica for _, replica in flying} == names(fleet)
 
 
 def test_a_keys_rate_counts_for_the_whole_fleet(fleet: Fleet) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +105,65 @@ def test_the_predicted_wait_is_that_of_the_work_in_flight(
         assert await replica.record_autoscaling_stats() == {"wait_ms": pytest.approx(0)}
 
     started(replica, then)
+
+
+def test_others_are_told_the_work_that_the_sender_expects_here(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def then() -> None:
+        now_ns = [0]
+        monkeypatch.setattr(replica, "_now_ns", lambda: now_ns[0])
+        shape, released = replica._shape, asyncio.Event()
+        whole = 100 * shape["event_tokens"] + shape["other_tokens"]
+
+        async def held(*given: object, **others: object) -> None:
+            await released.wait()
+
+        monkeypatch.setattr(replica, "_app", held)
+        await replica.record_routing_stats()
+        await replica.record_autoscaling_stats()
+        hints = (
+            Hint(events=100, sender="f", expected=(("q", 90), ("r", 7))),
+            Hint(events=100, sender="f", expected=(("r", 3),)),
+            Hint(events=100, sender="g", expected=(("q", 90),)),  # no work of this replica is known
+        )
+        asked = [asyncio.create_task(replica.answer(hint, Asked("GET", "/", b"", [], b""))) for hint in hints]
+        await asyncio.sleep(0)
+        now_ns[0] = 1_000_000
+        ns = (told := await replica.record_routing_stats())["ns_per_token"]
+        assert told["sent"] == {"f": pytest.approx(10.0), "g": pytest.approx(whole)}
+        assert (await replica.record_autoscaling_stats())["wait_ms"] == pytest.approx(3 * whole * ns / 1e6)
+        released.set()
+        await asyncio.gather(*asked)
+        await replica.record_routing_stats()
+        now_ns[0] = 2_000_000
+        assert (await replica.record_routing_stats())["sent"] == {}
+
+    started(replica, then)
+
+
+def test_series_are_rendered_once_and_for_who_may_ask_alone(
+    replica: Replica, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "k" * 16
+    (tmp_path / "keys").write_text(json.dumps({"keys": [{"name": "ada", "key": key, "role": "client"}]}))
+    settings = (*replica._source.assignments, f"server.keys={tmp_path / 'keys'}")
+    one, rendered = Alone(Source(assignments=settings, null=True), "r", NoOthers()), []
+
+    async def then() -> None:
+        render = one.models.render_metrics
+        monkeypatch.setattr(
+            one.models, "render_metrics", lambda: (rendered.append(render()), rendered[-1])[1]
+        )
+        asked = Asked("GET", "/metrics", b"", [], b"")
+        name, refused = await one.metrics(asked)
+        assert (name, refused.status, rendered) == ("r", 401, [])
+        known = [(b"authorization", b"Bearer " + key.encode())]
+        name, answered = await one.metrics(asked._replace(headers=known))
+        assert (name, answered.status, [answered.body]) == ("r", 200, rendered)
+        assert b"jgr_requests_total" in answered.body
+
+    started(one, then)
 
 
 def test_a_replica_writes_a_journal_of_its_own(tmp_path: Path) -> None:

@@ -123,6 +123,50 @@ async def test_who_waits_is_told_what_was_chosen_and_how_long_it_should_take() -
 
 
 @runs
+async def test_each_replica_is_told_what_the_router_books_for_it() -> None:
+    """110 tokens, of which a has the user's 100 and b one of two items of 5."""
+    kept = {"a": {"users": digest(["u:1"], BITS)}, "b": {"items": digest(["x"], BITS)}, "c": {}, "d": {}}
+    world = World(**kept)  # type: ignore[arg-type]
+    sent = Sent(HINT, "1")
+    ranks = await world.router.choose_replicas(list(world.replicas.values()), sent)
+    (told,) = sent.args
+    works = {"a": 10, "b": 105, "c": 110, "d": 110}
+    assert told._replace(expected=()) == HINT
+    assert [name for name, _ in told.expected] == [rank[0].replica_id.unique_id for rank in ranks]
+    assert dict(told.expected).items() <= works.items() and len(told.expected) == 3
+    assert world.router._policy._bookings.work.tolist() == [10, 0, 0, 0]
+    world.replicas["b"].routing_stats = {**SHAPE, "users": digest(["u:1"], BITS)}
+    world.router.update_replicas(list(world.replicas.values()))
+    for name, own in (("b", [0, 105, 0, 0]), ("a", [10, 0, 0, 0])):
+        world.router.on_request_routed(sent, world.replicas[name].replica_id, None)
+        if name in dict(told.expected):
+            assert world.router._policy._bookings.work.tolist() == own, (
+                "as it was told, whatever was heard since"
+            )
+
+
+@runs
+async def test_what_has_ended_is_not_booked_again_though_ray_tells_only_then_who_took_it() -> None:
+    world = World(a={}, b={}, c={}, d={})
+    bookings = world.router._policy._bookings
+    for number, taken in enumerate(("first", "third", "refused")):
+        sent = Sent(HINT, str(number))
+        ranks = await world.router.choose_replicas(list(world.replicas.values()), sent)
+        first, _, third = (rank[0].replica_id for rank in ranks)
+        assert bookings.work.sum() == 110
+        at = third if taken == "third" else first
+        world.router.on_request_completed(at, str(number))
+        if taken == "refused":  # by the first one, which takes it after all
+            ranks = await world.router.choose_replicas([world.replicas[first.unique_id]], sent)
+            world.router.on_request_routed(sent, first, None)
+            assert ranks[0][0].replica_id == first and bookings.work.sum() == 110
+            world.router.on_request_completed(first, str(number))
+        else:
+            world.router.on_request_routed(sent, at, None)
+        assert (bookings.work.sum(), len(bookings)) == (0, 0), taken
+
+
+@runs
 async def test_a_replica_of_a_jgr_that_is_not_understood_gets_nothing_unless_there_are_no_others() -> None:
     world = World(a={"users": digest(["u:1"], BITS), "protocol": 99}, b={"protocol": PROTOCOL}, c={})
     assert set(await world.send()) == {"b", "c"}
@@ -184,3 +228,22 @@ async def test_nobody_waits_for_one_that_is_silent_and_the_first_is_waited_for_l
         assert found == ["well"]
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
         assert all_.cancelled == ["silent"]
+
+
+def test_a_handles_way_to_the_replicas_is_made_before_the_first_call() -> None:
+    """Ray asks the head then. The router is not a real one."""
+    from ray.serve.handle import DeploymentHandle
+
+    from jgr.serving.cluster.replicas import begun
+
+    made: list[object] = []
+
+    def make(**given: object) -> object:
+        made.append(given["deployment_id"])
+        return object()
+
+    handle = DeploymentHandle("Replica", "jgr", _create_router=make)  # type: ignore[arg-type]
+    assert not handle.is_initialized
+    ready = begun(handle)
+    assert ready.is_initialized and ready.answer.is_initialized
+    assert [str(each) for each in made] == [str(handle.deployment_id)], "once, for all its methods"

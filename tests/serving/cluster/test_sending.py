@@ -181,10 +181,14 @@ def test_routing_is_told_by_replica_as_long_as_that_is_there() -> None:
     series.decided(3e-5)
     for name in ("a", "a", "b"):
         series.routed(name, "joint")
+    for name, tokens in (("a", 7.0), ("gone", 9.0), ("a", 5.0)):
+        series.flies(name, tokens)
     now_s = 14.0
     found = values(series.text())
     age = "jgr_fleet_report_age_seconds"
     assert (found[age, "front=f", "replica=a"], found[age, "front=f", "replica=b"]) == (4.0, 3.0)
+    flying = "jgr_fleet_tokens_in_flight"
+    assert (found[flying, "front=f", "replica=a"], found[flying, "front=f", "replica=b"]) == (5.0, 0.0)
     assert found["jgr_fleet_routed_total", "front=f", "replica=a", "rule=joint"] == 2
     assert found["jgr_fleet_decision_seconds_bucket", "front=f", "le=5e-05"] == 1
     assert found["jgr_fleet_decision_seconds_bucket", "front=f", "le=2e-05"] == 0

@@ -18,13 +18,14 @@ from starlette.types import Message
 from jgr.config import FleetConfig
 from jgr.serving.api import ModelList
 from jgr.serving.cluster.relay import Answered, Asked, ask, read
-from jgr.serving.cluster.reports import Work
 from jgr.serving.cluster.series import Series
 from jgr.serving.cluster.whole import best, erased, merged, metrics, models, readiness
+from jgr.serving.engine.metrics import CONTENT_TYPE
 from jgr.serving.errors import RequestError
 from jgr.serving.fleet_api import ReplicaInfo, ServedVersion
 from jgr.serving.http.server import App
 from jgr.serving.policies import routing, routing_terms
+from jgr.serving.policies.bookings import Work
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.served_models import Models
 from tests.serving.fakes import make_config, make_engine
@@ -69,15 +70,24 @@ def test_the_series_of_fronts_stand_beside_those_of_replicas_once_each() -> None
         for _ in range(routed):
             series.routed("a", "joint")
         fronts.append(series.text())
-    first = Answered(200, [], b"")
-    text = metrics(first, {"a": text_of(1, 0.5)}, fronts).body.decode()
+    private = [(b"x-kept", b"1"), (b"content-length", b"3")]
+    told = {"a": Answered(200, private, text_of(1, 0.5).encode()), "b": Answered(503, [], b"no")}
+    whole = metrics(told, fronts)
+    assert dict(whole.headers) == {
+        b"x-kept": b"1",
+        b"content-type": CONTENT_TYPE.encode(),
+        b"content-length": b"%d" % len(whole.body),
+    }
+    text = whole.body.decode()
     found = values(text)
     assert found["jgr_requests_total", "replica=a", "status=200"] == 1
     assert found["jgr_fleet_routed_total", "front=f", "replica=a", "rule=joint"] == 3
     assert found["jgr_fleet_routed_total", "front=g", "replica=a", "rule=joint"] == 4
     assert text.count("# TYPE jgr_fleet_routed_total counter") == 1
     refused = Answered(401, [], b"no")
-    assert metrics(refused, {}, fronts) is refused
+    assert metrics({"a": refused, "b": refused}, fronts) is refused
+    with pytest.raises(RequestError, match="no replica answers"):
+        metrics({}, fronts)
 
 
 def test_the_models_of_a_fleet_are_those_of_one_replica_and_the_versions_of_each() -> None:

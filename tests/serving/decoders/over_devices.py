@@ -58,7 +58,9 @@ def items(depth: int) -> Catalog:
 
 def folder(path: Path, cfg: GeneratorConfig, catalog: Catalog, *, exported: bool) -> None:
     """A model folder with random weights, as `jgr train` or as Hugging Face writes it."""
-    drawn = jax.tree.map(lambda x: x * 3, params.initialize(generator(cfg).spec(cfg), jax.random.key(0)))
+    drawn = jax.tree.map(
+        lambda x: 3 * np.asarray(x), params.initialize(generator(cfg).spec(cfg), jax.random.key(0))
+    )
 
     def write_beside(path: Path) -> None:
         semantic_id_tokenizer(catalog).save(path / "tokenizer.json")

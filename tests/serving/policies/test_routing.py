@@ -259,6 +259,27 @@ def test_a_node_ten_times_slower_gets_a_tenth_of_the_work_in_flight() -> None:
     assert load.tolist() == pytest.approx([10_000, 10_000, 1000], abs=200)
 
 
+def test_what_a_node_is_told_to_expect_is_what_is_booked_there_until_it_ends() -> None:
+    """A user of 900 tokens, who is kept at b, two items of 50, of which a holds one, and 10 tokens besides."""
+    ask = Ask("1", "u", 900, ("x", "y"), 50, 10)
+    for rule in ("joint", "round_robin"):  # with a score and without
+        of = router(rule, ("a", "b", "c"))  # type: ignore[arg-type]
+        of.heard("a", report(items=("x",)))
+        of.heard("b", report(users=("u",)))
+        ranked = of.rank(ask, 0)
+        assert of.expected(ask, [*ranked, "gone"]) == {"a": 960, "b": 110, "c": 1010}
+        assert (of.booked("1"), of.in_flight("b")) == (None, 0)
+        of.heard("b", report())
+        assert of.sent(ask, "b", 0, 110) == 110, "as it was told, though the user is gone there"
+        assert (of.booked("1"), of.in_flight("b"), of.in_flight("a")) == ("b", 110, 0)
+        assert of.sent(ask, "c", 0) == 1010
+        assert (of.booked("1"), of.in_flight("b"), of.in_flight("c")) == ("c", 0, 1010)
+        of.ended("1", "b")
+        assert of.booked("1") == "c", "an end elsewhere"
+        of.ended("1", "c")
+        assert (of.booked("1"), of.in_flight("c"), of.in_flight("gone")) == (None, 0, 0)
+
+
 def test_ones_own_bookings_spread_requests_whatever_the_reports_say() -> None:
     """Every node claims to be idle for ever, and one claims to hold everybody."""
     of = router(nodes=tuple("abcdefgh"))

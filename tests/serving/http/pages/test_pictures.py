@@ -5,7 +5,8 @@ r"""The pictures of docs/ui.md, taken of the page /ui of a server of the demo's 
       python -m pytest -n0 tests/serving/http/pages/test_pictures.py
 
 trains both models in earnest, watches the live view for half a minute and writes them into docs/images. Without
-JGR_PICTURES the models are trained for a step, two seconds are watched, and the pictures go to a temporary folder.
+JGR_PICTURES the models are small and trained for a step, two seconds are watched, and the pictures go to a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jgr.data.datasets import load_dataset
 from jgr.data.shop import Shop, make_shop
 from jgr.training.generator import train_generator
 from tests.serving.fakes import PATIENCE_S
-from tests.test_docs import ROOT, Terminal
+from tests.test_docs import ROOT, SMALL, Terminal
 
 WIDTH, HEIGHT = 1280, 860
 USER, ITEMS = 15, 6
@@ -47,7 +48,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("project")
     terminal = Terminal(folder)
     for name, steps in STEPS.items():
-        settings = (f"train.out={folder / 'runs' / name}", f"train.steps={steps}", f"model.name={name}")
+        small = () if FOLDER else (f"{key}={value}" for key, value in SMALL.items())
+        settings = (
+            f"train.out={folder / 'runs' / name}",
+            f"train.steps={steps}",
+            f"model.name={name}",
+            *small,
+        )
         config = override(load_config("shop"), *settings)
         train_generator(config, load_dataset(config.data))
     cache = "--set cache.policy=user --set cache.device_mb=64 --set cache.shadow=0.1"
