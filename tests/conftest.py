@@ -29,13 +29,15 @@ hypothesis.settings.register_profile("jgr", deadline=None)  # the first example 
 hypothesis.settings.load_profile("jgr")
 # Before jax is imported, here, in pytest-xdist's workers or in a test's subprocess.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# A test's time is XLA's compiling, and values hang neither on optimization nor on which of XLA's two ways to emit a
-# fused loop is taken: the older one compiles in two thirds of the time. JGR_AS_SERVED=1 leaves both as in service.
+# A test's time is XLA's compiling, and values hang neither on optimization, nor on which of XLA's two ways to emit a
+# fused loop is taken (the older one compiles in two thirds of the time), nor on how many parts of a program are
+# compiled at once, which costs processor time where every core has work. JGR_AS_SERVED=1 leaves all that as it is.
 if os.environ.get("JGR_AS_SERVED") != "1":
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     _FLAGS, _OLDER = os.environ.get("XLA_FLAGS", ""), "xla_cpu_disable_new_fusion_emitters"
     if _OLDER not in _FLAGS:
-        os.environ["XLA_FLAGS"] = f"{_FLAGS} --xla_backend_extra_options={_OLDER}".strip()
+        _FLAGS += f" --xla_backend_extra_options={_OLDER} --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = _FLAGS.strip()
 # What one test has compiled, such as the engine of a small model, another or a subprocess reads from a folder that
 # lasts as long as the run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

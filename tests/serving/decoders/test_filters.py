@@ -81,7 +81,7 @@ def ids(rows: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny_model, "make_catalog", make_catalog)
+        patch.setattr(tiny_model, "make_catalog", lambda depth: make_catalog())
         config = override(tiny_model.make_folder(tmp_path_factory.mktemp("model") / "tiny"), *SETTINGS)
     ready = threading.Event()
     listener = Listener(load_engine(config), config, on_ready=lambda url: ready.set())
