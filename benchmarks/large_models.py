@@ -42,9 +42,10 @@ import numpy.typing as npt
 from benchmarks import first_answer, harness, large_models_world
 from benchmarks.h200_serving import TINY
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
-from benchmarks.large_models_world import LEVELS, Asked, Int32, Server, draw_codes, export, folder_bytes, save
+from benchmarks.large_models_world import Asked, Int32, Server, draw_codes, export, folder_bytes, save
 from jgr.models import shapes
 from jgr.models.decoder import DecoderConfig
+from jgr.models.shapes import LEVELS
 
 THREADS = 2
 GIB = 1 << 30

@@ -28,10 +28,10 @@ from jgr.catalog.catalog import Catalog, save_catalog
 from jgr.catalog.text_table import TextTable
 from jgr.models import decoder, hf, params
 from jgr.models.decoder import DecoderConfig
+from jgr.models.shapes import LEVELS
 
 Int32 = npt.NDArray[np.int32]
 
-LEVELS = 3
 SEGMENT, SEGMENT_EVERY = "tenth", 10
 TAGGED, PLAIN = b'{"segments":"tenth"}\n', b"{}\n"
 LOADED = "is being compiled"
