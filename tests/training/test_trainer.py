@@ -265,7 +265,7 @@ def test_a_trained_folder_is_served_and_has_learnt_the_rule(tmp_path: Path) -> N
     assert [t[:2] for t in told] == [(step, 250) for step in range(251)]
 
     async def ask() -> np.ndarray:
-        engine = load_engine(config)
+        engine = load_engine(config, kinds=["recommend"])
         await engine.start()
         ranked = await recommend_all(engine, dataset.interactions.test, top_k=3)
         await engine.drain(10)
