@@ -11,8 +11,8 @@ import pytest
 
 @pytest.fixture(scope="module")
 def collected() -> Iterator[None]:
-    """What earlier tests left is collected, and what they keep is left alone from then on: after a thousand tests that is
-    millions of objects, which every `gc.collect` would look at for a second and a half."""
+    """What earlier tests left is collected, and what they keep is left alone from then on: after a thousand tests that
+    is millions of objects, which every `gc.collect` would look at for a second and a half."""
     gc.collect()
     gc.freeze()
     yield
