@@ -67,6 +67,8 @@ POOL_TOKENS = 64_000
 LAYERS = 2
 """Layers of the generators' programs, which have no loop over them: the last one, whose unread places are left out, and
 another; one more is the same kernels once more, and costs the compiler as much again."""
+LEVELS = 3
+"""Levels of a semantic id in the search that has them all."""
 STACKED = 4
 """Layers of the control that holds them in a stack; of two, jax 0.11 takes the loop apart, and copies nothing."""
 SUMS = 5
@@ -198,40 +200,46 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """`recommend` and `rank` in bfloat16, without the weights; LAYERS layers, 20,000 items, three levels of 8192."""
+    """`recommend` and `rank` in bfloat16, without the weights; LAYERS layers, 20,000 items, levels of 8192.
+
+    Three levels and every kind of filter in one search. The others have two, a level from the prompt and a step of the
+    beam, and no filters, which know nothing of the model: each level costs the compiler as much again.
+    """
     # A batch, whose prompts are not split, and a single request, whose prompt is.
     cfg = _cfg("qwen3-0.6b")
-    weights, tables = _model(cfg)
+    weights, tables = _model(cfg, levels=2)
     rank = functools.partial(beam.rank, cfg=cfg)
     arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
     yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
     yield _in_8_bits("qwen3-0.6b")
-    yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
+    yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256, levels=2)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
     yield _renewed_climber("long", climber.LONG)
     yield from _hstu(candidates=512, growth=16)
 
 
-def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
-    """`recommend` with every kind of filter."""
+def _recommend(name: str, *, batch: int, tokens: int, width: int, levels: int = LEVELS) -> Program:
+    """`recommend`; of LEVELS levels, with every kind of filter."""
     cfg = _cfg(name)
-    weights, tables = _model(cfg)
-    listed, flags = _ints(batch, 3, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    weights, tables = _model(cfg, levels)
+    listed, flags = _ints(batch, levels, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
     bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
-    filters = beam.Filters(listed, listed, _ints(batch, 3), flags, _ints(batch), bits)
+    filters = beam.Filters(listed, listed, _ints(batch, levels), flags, _ints(batch), bits)
     call = functools.partial(beam.recommend, cfg=cfg, width=width)
-    arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
-    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+    arguments = [weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch)]
+    if levels == LEVELS:
+        arguments.append(filters)
+    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, tuple(arguments))
 
 
 def _in_8_bits(name: str) -> Program:
     """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
     layer that are for one place alone: queries, output, gate, up and down."""
     cfg = _cfg(name)
-    _, tables = _model(cfg)
+    _, tables = _model(cfg, levels=2)
     call = functools.partial(beam.recommend, cfg=cfg, width=256)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
     arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
@@ -344,11 +352,11 @@ def _cfg(name: str, layers: int = LAYERS) -> GeneratorConfig:
     return replace(shapes.named(name), layers=layers)
 
 
-def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
+def _model(cfg: GeneratorConfig, levels: int = LEVELS) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
-    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32))
-    weights = _weights(cfg)
-    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg), w), weights)
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, levels)).astype(np.int32))
+    weights, tokens = _weights(cfg), shapes.level_tokens(cfg)[:levels]
+    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, tokens, w), weights)
     return weights, tables
 
 
