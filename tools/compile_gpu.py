@@ -50,7 +50,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
 from jgr.models import beam, climber, devices, packed, params, quantize, scorers, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.models.generators import GeneratorConfig, generator, with_layers_apart
+from jgr.models.generators import GeneratorConfig, compiler_options, generator, with_layers_joined
 from jgr.models.hstu import HstuConfig
 from jgr.ops import split
 from jgr.ops.beam_attention import cases as beam_cases
@@ -87,7 +87,9 @@ gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
 """
-_ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+_H200 = AbstractMesh(
+    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+)
 
 
 class Program(NamedTuple):
@@ -106,6 +108,8 @@ class Program(NamedTuple):
     """Sums over devices in a program that two devices share, whose arguments are Spreads; 0: one has it to itself."""
     apart: int = 0
     """Matrices in 8 bits that are read by something else than the kernel of their product."""
+    weights: Any = ()
+    """Those of a generator, which say with which of XLA's options it is compiled."""
 
 
 class Spread(NamedTuple):
@@ -135,7 +139,7 @@ def lower(
     call: Callable[..., Any], arguments: Sequence[Any], place: Callable[[Any], Any] = lambda x: x
 ) -> Any:
     """Trace and lower for an H200; needs no plugin. place: adds the sharding that compiling needs."""
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_ABSTRACT)):
+    with use_abstract_mesh(_H200):
         traced = jax.jit(call).trace(*jax.tree.map(place, tuple(arguments)))
         return traced.lower(lowering_platforms=("cuda",))
 
@@ -153,7 +157,9 @@ def compiler() -> Callable[[Program], Any]:
 
     def compile_(program: Program) -> Any:
         if not program.sums:
-            return lower(program.call, program.arguments, placed).compile()
+            with use_abstract_mesh(_H200):
+                options = compiler_options(program.weights)
+            return lower(program.call, program.arguments, placed).compile(options or None)
         mesh = Mesh(np.array(two), (split.AXIS,), axis_types=(AxisType.Auto,))
         with jax.set_mesh(mesh):
             spread = jax.tree.map(
@@ -204,7 +210,7 @@ def engine() -> Iterator[Program]:
     weights, tables = _model(cfg)
     rank = functools.partial(beam.rank, cfg=cfg)
     arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
-    yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
+    yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments, weights=weights)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
     yield _in_8_bits("qwen3-0.6b")
@@ -224,18 +230,18 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     filters = beam.Filters(listed, listed, _ints(batch, 3), flags, _ints(batch), bits)
     call = functools.partial(beam.recommend, cfg=cfg, width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
-    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments)
+    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments, weights=weights)
 
 
 def _in_8_bits(name: str) -> Program:
     """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
-    layer that are for one place alone: queries, output, gate, up and down."""
+    layer that are for one place alone: output, gate and up together, and down."""
     cfg = _cfg(name)
     _, tables = _model(cfg)
     call = functools.partial(beam.recommend, cfg=cfg, width=256)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
-    arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
-    return Program("recommend", f"{name}_int8", call, arguments, apart=5)
+    arguments = (jax.eval_shape(with_layers_joined, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
+    return Program("recommend", f"{name}_int8", call, arguments, apart=3, weights=arguments[0])
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
@@ -304,7 +310,9 @@ def _packed(
     row = _row(tokens, context, kv.parts)
     asked = packed.Asked(*[_ints(candidates)] * 3)
     call = functools.partial(packed.rank, cfg=cfg, kv=kv)
-    return Program("packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked))
+    return Program(
+        "packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked), weights=weights
+    )
 
 
 def shared() -> Iterator[Program]:
@@ -355,7 +363,7 @@ def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
 def _weights(cfg: GeneratorConfig, apart: bool = True) -> Any:
     """The shapes of the weights, as `jgr serve` holds them on a GPU, or in stacks."""
     stacks = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
-    return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
+    return jax.eval_shape(with_layers_joined, stacks) if apart else stacks
 
 
 def _row(tokens: int, context: int, parts: int) -> packed.Row:

@@ -31,7 +31,10 @@ CALLS = [
 FARTHEST = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
 """The most that ||got - exact|| may be of ||exact||. One pass of TF32 is near 3e-4, and is not float32."""
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,11 @@ def test_auto_is_the_plain_form_in_float32(op: OpCases, case: Case, dtype: str) 
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(functools.partial(call, implementation=plain))(**wide)
     got = jax.jit(functools.partial(call, implementation="auto"))(**arrays)
+    if (
+        op.name == "segment_attention" and "lengths" in arrays
+    ):  # what padding gets after a plain prompt is anybody's
+        real = np.arange(exact.shape[1]) < np.asarray(arrays["lengths"])[:, None]
+        got, exact = got[real], exact[real]
     for one, best in zip(*map(jax.tree.leaves, (got, exact)), strict=True):
         if jnp.issubdtype(best.dtype, jnp.floating):
             assert far(one, best) <= FARTHEST[dtype]

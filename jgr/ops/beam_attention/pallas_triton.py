@@ -286,6 +286,8 @@ def run(call: Arguments, config: Config | None = None, interpret: bool = False) 
         missing = ((0, 0), (0, 0), (0, config.block_tokens - tokens), (0, 0))
         lengths, tokens = jnp.minimum(lengths, tokens), config.block_tokens
         context_k, context_v = jnp.pad(context_k, missing), jnp.pad(context_v, missing)
+    # As a prompt's layers leave them, so that there is nothing to transpose.
+    context_k, context_v = (x.swapaxes(1, 2) for x in (context_k, context_v))
     static = _Static(width, heads, kv_heads, dim, config, interpret)
     if ancestors is None:
         ancestors = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, slots, width))
@@ -297,7 +299,7 @@ def run(call: Arguments, config: Config | None = None, interpret: bool = False) 
 
     whole = pl.BlockSpec()
     queries = pl.BlockSpec((None, width * heads, dim), lambda r, h, b: (b, 0, 0))
-    prompt = pl.BlockSpec((None, None, tokens, dim), lambda r, h, b: (b, h // config.splits, 0, 0))
+    prompt = pl.BlockSpec((None, tokens, None, dim), lambda r, h, b: (b, 0, h // config.splits, 0))
     own = pl.BlockSpec((None, slots * width * kv_heads, dim), lambda r, h, b: (b, 0, 0))
     table = pl.BlockSpec((None, slots, width), lambda r, h, b: (b, 0, 0))
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
