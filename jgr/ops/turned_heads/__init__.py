@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one product with the weights of queries, keys and values to the heads that an attention takes (MODEL-1, 2)."""
+"""The heads that an attention takes, of one product with the weights of queries, keys and values (MODEL-1, 2)."""
 
 from __future__ import annotations
 
