@@ -407,7 +407,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"h200-kernels-slowest-over-xla", "Time of the slowest kernel over that of XLA's form of the same op; H200"),
     (r"h200-items-shared-with-pytorch", "Least share of 256 items that PyTorch's search finds too; H200, bfloat16"),
     (
-        r"h200-time-over-floor-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        r"h200-time-over-least-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "A constrained search's time on an H200 over the least that its work takes there; {beams} beams, "
         "{tokens} tokens, batch of {batch}",
     ),

@@ -28,7 +28,7 @@ def test_the_tiny_model_goes_through_everything_and_claims_nothing() -> None:
     assert {"prefill/attention", "decode/mlp", "beam step"} <= set(stages["stages_ms"])
     assert (point["prompt_tokens"], point["batch"], point["published_ms"]) == (24, 2, None)
     assert point["time_ms"]["runs"] == 1
-    assert 0 < point["share_of_floor"]
+    assert 0 < point["share_of_least_time"]
     assert about["device"] == jax.devices()[0].device_kind
     assert about["score_difference_from_rank"] <= bench.MAX_SCORE_DIFFERENCE["float32"]
 
@@ -64,7 +64,7 @@ def test_rows_divide_by_the_rates_of_the_same_run() -> None:
     least = bench.least_work(setting, 1000, 1)
     assert 4e12 < least.flops < 6e12  # 1.4 G weights and 1512 tokens
     assert rows[0]["flop_floor_ms"] == pytest.approx(least.flops / 8e11, rel=1e-3)
-    assert rows[0]["share_of_floor"] == pytest.approx(
+    assert rows[0]["share_of_least_time"] == pytest.approx(
         max(least.flops / 8e11, least.bytes / 4e9) / 11.0, rel=1e-2
     )
     found = bench.claims(rows, 0.01, setting)
@@ -85,8 +85,8 @@ def test_a_peer_is_compared_round_by_round() -> None:
     assert not found["h200-items-shared-with-pytorch"].holds
     assert found["h200-pytorch-time-over-jgr-beam-256-prompt-1000-batch-1"].holds
     assert not found["h200-constrained-beam-256-prompt-1000-batch-1"].holds  # 20 of 17.6 ms
-    assert found["h200-time-over-floor-beam-256-prompt-5000-batch-8"].value == pytest.approx(
-        1 / rows[3]["share_of_floor"], rel=0.01
+    assert found["h200-time-over-least-beam-256-prompt-5000-batch-8"].value == pytest.approx(
+        1 / rows[3]["share_of_least_time"], rel=0.01
     )
     assert all(title(claim.to_json()) for claim in found.values())
 
