@@ -204,21 +204,29 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """`recommend` and `rank` in bfloat16, without the weights; LAYERS layers, 20,000 items, three levels of 8192."""
+    """Programs in bfloat16, without the weights; LAYERS layers, 20,000 items, three levels of 8192.
+
+    One searches; for the other generators ranking compiles the same prompt, steps and kernels, without the sorts of a
+    search, which depend on no model and are half of its compiling.
+    """
     # A batch, whose prompts are not split, and a single request, whose prompt is.
-    cfg = _cfg("qwen3-0.6b")
-    weights, tables = _model(cfg)
-    rank = functools.partial(beam.rank, cfg=cfg)
-    arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
-    yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments, weights=weights)
+    yield _rank("qwen3-0.6b", batch=1, tokens=1024, candidates=128)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
     yield _in_8_bits("qwen3-0.6b")
-    yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256)
+    yield _rank("onerec-v2-0.1b", batch=8, tokens=1536, candidates=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
     yield _renewed_climber("long", climber.LONG)
     yield from _hstu(candidates=512, growth=16)
+
+
+def _rank(name: str, *, batch: int, tokens: int, candidates: int) -> Program:
+    cfg = _cfg(name)
+    weights, tables = _model(cfg)
+    call = functools.partial(beam.rank, cfg=cfg)
+    arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch, candidates))
+    return Program("rank", f"{name}_b{batch}_t{tokens}_c{candidates}", call, arguments, weights=weights)
 
 
 def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
@@ -234,14 +242,15 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
 
 
 def _in_8_bits(name: str) -> Program:
-    """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
+    """Ranking over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
     layer that are for one place alone: output, gate and up together, and down."""
     cfg = _cfg(name)
     _, tables = _model(cfg)
-    call = functools.partial(beam.recommend, cfg=cfg, width=256)
+    call = functools.partial(beam.rank, cfg=cfg)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
-    arguments = (jax.eval_shape(with_layers_joined, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
-    return Program("recommend", f"{name}_int8", call, arguments, apart=3, weights=arguments[0])
+    weights = jax.eval_shape(with_layers_joined, stacks)
+    arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 256))
+    return Program("rank", f"{name}_int8", call, arguments, apart=3, weights=weights)
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
