@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-Chunks = tuple[tuple[int, int], ...]
+from jgr.ops.pieces import pieces_of
 
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
 _ELEMENTS = 4096
@@ -34,12 +34,6 @@ def supports(x: jax.Array, added: jax.Array | None, scale: jax.Array, eps: float
     if not 0 < math.prod(x.shape) <= _MAX_ELEMENTS:
         return f"there are {math.prod(x.shape)} numbers, which an int32 must count"
     return None
-
-
-def pieces_of(width: int) -> Chunks:
-    """Cut a row into (start, size) pieces, whose sizes must be powers of two in the kernel."""
-    sizes = [1 << bit for bit in reversed(range(width.bit_length())) if width >> bit & 1]
-    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
 def _kernel(
