@@ -67,6 +67,8 @@ POOL_TOKENS = 64_000
 LAYERS = 2
 """Layers of the generators' programs, which have no loop over them: the last one, whose unread places are left out, and
 another; one more is the same kernels once more, and costs the compiler as much again."""
+LEVELS = 2
+"""Levels of the catalog: the root's, and one below it; further ones are the second once more."""
 STACKED = 4
 """Layers of the control that holds them in a stack; of two, jax 0.11 takes the loop apart, and copies nothing."""
 SUMS = 5
@@ -204,7 +206,7 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """Programs in bfloat16, without the weights; LAYERS layers, 20,000 items, three levels of 8192.
+    """Programs in bfloat16, without the weights; LAYERS layers, 20,000 items, LEVELS levels of 8192.
 
     One searches; for the other generators ranking compiles the same prompt, steps and kernels, without the sorts of a
     search, which depend on no model and are half of its compiling.
@@ -233,9 +235,9 @@ def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
     """`recommend` with every kind of filter."""
     cfg = _cfg(name)
     weights, tables = _model(cfg)
-    listed, flags = _ints(batch, 3, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    listed, flags = _ints(batch, LEVELS, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
     bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
-    filters = beam.Filters(listed, listed, _ints(batch, 3), flags, _ints(batch), bits)
+    filters = beam.Filters(listed, listed, _ints(batch, LEVELS), flags, _ints(batch), bits)
     call = functools.partial(beam.recommend, cfg=cfg, width=width)
     arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
     return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments, weights=weights)
@@ -363,9 +365,9 @@ def _cfg(name: str, layers: int = LAYERS) -> GeneratorConfig:
 
 def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
-    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, 3)).astype(np.int32))
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, LEVELS)).astype(np.int32))
     weights = _weights(cfg)
-    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg), w), weights)
+    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg)[:LEVELS], w), weights)
     return weights, tables
 
 
