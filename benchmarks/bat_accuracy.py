@@ -151,7 +151,7 @@ def served(
     """`rank_all` in each layout, by an engine that starts with an empty cache."""
 
     async def ask() -> dict[CacheLayout, Ranked]:
-        engine = load_engine(config)
+        engine = load_engine(config, kinds=["rank"])
         await engine.start()
         try:
             return {layout: await rank_all(engine, examples, users, rows, layout) for layout in layouts}

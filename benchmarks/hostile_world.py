@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.hostile_requests import Call, Document, filled, mutated, rendered
 from jgr.catalog.catalog import Catalog, save_catalog
@@ -110,7 +111,10 @@ def make_models(folder: Path, *settings: str, seed: int = 0) -> list[Path]:
         position_rows=16, time_rows=32, tasks=("click", "like"), items=items_digest(scored),
     )  # fmt: skip
     drawn = params.initialize(scorers.scorer(stu).spec(stu), jax.random.key(0))
-    weights = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), drawn)
+    rng = np.random.default_rng(0)  # jax would compile two programs for every shape
+    weights = jax.tree.map(
+        lambda x: np.asarray(x) + np.float32(0.3) * rng.standard_normal(x.shape, np.float32), drawn
+    )
     scorers.save(folder / "tiny", stu, weights, lambda beside: save_catalog(items, beside / "catalog.jsonl"))
 
     catalog = generated_catalog()

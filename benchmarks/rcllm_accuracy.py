@@ -169,7 +169,7 @@ def rank_all(task: Task, server: Server) -> dict[str, Ranked]:
     config = override(task.config, *server.settings, "cache.shadow=0")
 
     async def ask() -> dict[str, Ranked]:
-        engine = load_engine(config)
+        engine = load_engine(config, kinds=["rank"])
         await engine.start()
         try:
             return {

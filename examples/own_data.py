@@ -77,8 +77,8 @@ def ask(out: Path) -> None:
     if not set(history) <= set(known):  # a file of yours: its first three items
         history = list(dict.fromkeys(known))[:3]
     # The server's engine in this process. It compiles when it is made, here for one request at a time; then it answers
-    # from any thread. A setting is written as behind --set.
-    with jgr.Engine(out / "generator", ["profiles.batch=1"]) as generator:
+    # from any thread. A setting is written as behind --set; kinds are those of the calls that will be made.
+    with jgr.Engine(out / "generator", ["profiles.batch=1"], kinds=["recommend"]) as generator:
         found = generator.recommend(history, top_k=5, exclude_history=True)
     print(f"\nafter {', '.join(history)} the generator recommends:")
     for item in found.items:

@@ -9,6 +9,7 @@ the summary says how many ran: an absent check must not look like a passed one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -45,6 +46,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# As jgr's commands do (jgr.cli.console): tracing makes very many objects that stay.
+gc.set_threshold(50_000, 10, 10)
 # Two of jax's strict settings stay off: dtype promotion, because optax raises floats to int32 step counts;
 # rank promotion, because masks are written as `arange(t) < lengths[:, None]` throughout.
 

@@ -177,7 +177,7 @@ def _run(
     amount = traffic.Amount(n_requests, values.users, candidates, longest, top_k)
 
     def make(variant: Variant) -> Engine:
-        return Embedded(configs[variant.name])
+        return Embedded(configs[variant.name], kinds=[system.kind])
 
     timed = False
     if values.model and system.shop == "scorer":

@@ -429,7 +429,8 @@ def _serve(config: Config, catalog: Catalog, options: Options) -> Iterator[Serve
 
     with contextlib.ExitStack() as stack:
         with console.progress_bar("compiling") as bar:
-            engine = LocalEngine(load_any(config), catalog, config.server.drain_timeout_s, bar)
+            loaded = load_any(config, kinds=("recommend",))  # which a generator is asked
+            engine = LocalEngine(loaded, catalog, config.server.drain_timeout_s, bar)
             stack.enter_context(engine)
         yield engine
 

@@ -67,7 +67,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run `jgr` with `argv` (default: the process's arguments, without its name) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(arguments)
+        with console.seldom_collecting():
+            code = _run(arguments)
         sys.stdout.flush()
         return code
     except (UserError, flags.Error) as e:

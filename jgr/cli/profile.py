@@ -172,11 +172,14 @@ async def _trace(
     """Answer the requests under the profiler. Returns wall seconds, and the texts of the compiled programs."""
     import jax
 
+    from jgr.serving.api import RankRequest
     from jgr.serving.decoders.loading import load_engine
     from jgr.serving.decoders.paged_executor import DecoderExecutors
     from jgr.serving.errors import RequestError
+    from jgr.serving.policies.jobs import KINDS
 
-    engine = load_engine(config)
+    asked = {"rank" if isinstance(request, RankRequest) else "recommend" for request in requests}
+    engine = load_engine(config, kinds=[kind for kind in KINDS if kind in asked])
     executor = engine.served.executors
     assert isinstance(executor, DecoderExecutors)
     with console.progress_bar("compiling") as bar:

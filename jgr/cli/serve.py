@@ -91,6 +91,7 @@ def serve(models: Sequence[Loaded]) -> int:
 
         def announce(url: str) -> None:
             stack.close()
+            console.collect_as_usual()
             _settle()
             print(url, flush=True)
 

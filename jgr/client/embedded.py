@@ -28,6 +28,7 @@ from jgr.serving.api import Answer, ModelInfo, RankRequest, RecommendRequest
 from jgr.serving.cluster.own_items import read_kv
 from jgr.serving.errors import RequestError
 from jgr.serving.http.decoding import decode
+from jgr.serving.policies import jobs
 from jgr.serving.prefill import Asked, Prefill, Prefilled
 from jgr.serving.versions.deployment import Deployment
 from jgr.serving.versions.loading import load_any
@@ -49,14 +50,24 @@ class Engine(Recommender):
     """A model in this process. Its construction returns when all programs are compiled.
 
     model: a folder that `jgr train` or `jgr convert` wrote, or a whole configuration. settings: overrides such as
-    "beam.width=64". Raises jgr.Error, naming the field, for what cannot be served.
+    "beam.width=64". kinds: of the calls that will be made, "recommend", "rank" or both; a generator's programs for the
+    other are not compiled, and such a call is refused. Raises jgr.Error, naming the field, for what cannot be served.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Config, settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Config,
+        settings: Sequence[str] = (),
+        kinds: Sequence[jobs.Kind] = jobs.KINDS,
+    ) -> None:
         if isinstance(settings, str | Mapping):
             raise ConfigError(f'settings must be a list such as ["beam.width=64"], not {settings!r}')
+        if isinstance(kinds, str) or not kinds or not set(kinds) <= set(jobs.KINDS):
+            raise ConfigError(
+                f'kinds must be a list such as ["rank"], of {", ".join(jobs.KINDS)}, not {kinds!r}'
+            )
         base = model if isinstance(model, Config) else folder_config(os.fspath(model))
-        thread = _EngineThread(override(base, *settings))
+        thread = _EngineThread(override(base, *settings), kinds)
         # Stops it too where nobody closes the engine: when it is freed, or the interpreter ends.
         self._stop = weakref.finalize(self, thread.stop)
         self._thread = thread
@@ -88,8 +99,8 @@ class Engine(Recommender):
 class _EngineThread:
     """The event loop of an engine, in a daemon thread. It holds no reference to the Engine, which can so be freed."""
 
-    def __init__(self, config: Config) -> None:
-        self.models = Models([Deployment(load_any(config), config.catalog)])
+    def __init__(self, config: Config, kinds: Sequence[jobs.Kind]) -> None:
+        self.models = Models([Deployment(load_any(config, kinds=kinds), config.catalog)])
         read_kv(self.models, config)
         self.started: Future[None] = Future()
         self._timeout_s = config.server.drain_timeout_s

@@ -16,15 +16,16 @@ Letters: n items, e dimensions, p pairs.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.linalg import eigsh
 
 from jgr.config import UserError
 from jgr.data.interactions import Ragged
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -150,6 +151,8 @@ def _ppmi(cells: Int64, times: Int64, n_items: int, shift: float) -> csr_array:
         log = np.log(count)
     value = np.log(times * count.sum()) - log[left] - log[right] - np.log(shift)
     left, right, value = left[value > 0], right[value > 0], value[value > 0].astype(np.float32)
+    from scipy.sparse import csr_array  # slow to import, and trainings only read vectors
+
     upper = csr_array((value, (left, right)), shape=(n_items, n_items))
     return upper + upper.T
 
@@ -158,6 +161,8 @@ def _low_rank(matrix: csr_array, dims: int, rng: np.random.Generator) -> Float32
     """U sqrt|L| of the `dims` largest eigenvalues L by magnitude, [n, dims]; zeros beyond rank n."""
     n = matrix.shape[0]
     if n > FEW and dims < n - 1:
+        from scipy.sparse.linalg import eigsh
+
         values, turned = eigsh(matrix, dims, which="LM", v0=rng.standard_normal(n).astype(np.float32))
     else:
         values, turned = np.linalg.eigh(matrix.toarray())

@@ -104,12 +104,11 @@ def recommend(config: Config, history: list[str], top_k: int) -> list[tuple[str,
         config,
         "model.compilation_cache=",
         "profiles.batch=1",
-        "profiles.candidates=1",
         f"profiles.widths={top_k}",
     )
 
     async def ask() -> list[tuple[str, float]]:
-        engine = load_engine(config)
+        engine = load_engine(config, kinds=["recommend"])
         await engine.start()
         answer = await engine.answer(RecommendRequest(history=history, top_k=top_k))
         await engine.drain(10)

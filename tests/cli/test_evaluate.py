@@ -112,7 +112,7 @@ def test_both_conventions_and_a_fusion_with_rules(served: Served, dataset: Datas
 
 @pytest.fixture(scope="module")
 def engine(served: Served, dataset: Dataset) -> Iterator[LocalEngine]:
-    with LocalEngine(load_engine(served.config), dataset.catalog, 30.0) as engine:
+    with LocalEngine(load_engine(served.config, kinds=["recommend"]), dataset.catalog, 30.0) as engine:
         yield engine
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `jgr` command as a user meets it, each run in a process of its own."""
 
+import gc
 import importlib
 import json
 import os
@@ -14,7 +15,9 @@ import pytest
 
 import jgr.cli
 from jgr import named_configs
-from jgr.cli.main import COMMANDS
+from jgr.cli import config as cli_config
+from jgr.cli import console
+from jgr.cli.main import COMMANDS, run
 from jgr.config import Config, override, to_json
 
 PARTS = ("main", "console", "bench_serve", "completion_scripts")
@@ -52,6 +55,26 @@ def test_every_command_module_is_registered_and_whole() -> None:
         assert "\n" not in command.HELP
         assert callable(command.define_flags)
         assert callable(command.main)
+
+
+def test_cycles_are_looked_for_seldom_while_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def main(argv: list[str]) -> None:
+        seen.append(gc.get_threshold())
+        console.collect_as_usual()  # as a server does once it serves
+        seen.append(gc.get_threshold())
+
+    before = gc.get_threshold()
+    monkeypatch.setattr(cli_config, "main", main)
+    monkeypatch.setattr(console, "set_up_logging", lambda *_: None)
+    gc.set_threshold(700, 10, 10)
+    try:
+        assert run(["config"]) == 0
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)
+    assert seen == [(console.NEW_OBJECTS, 10, 10), console.USUAL]
 
 
 def test_listing_loads_nothing_slow() -> None:

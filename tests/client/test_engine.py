@@ -20,6 +20,7 @@ import jgr
 from jgr.client import embedded
 from jgr.config import Config
 from jgr.serving.policies.batching import make_profiles
+from jgr.serving.policies.jobs import Kind
 from tests.serving.fakes import PATIENCE_S, FakeExecutor, make_config, make_engine
 
 
@@ -37,7 +38,7 @@ class Made:
         self.engine = jgr.Engine(config)
         self.executor.wait_entered()
 
-    def _load(self, config: Config) -> Any:
+    def _load(self, config: Config, kinds: Sequence[Kind]) -> Any:
         return make_engine(config, self.executor)
 
     def occupy(self, pool: ThreadPoolExecutor) -> Any:
@@ -278,6 +279,9 @@ def test_an_engine_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
     for settings in ("beam.width=3", {"beam.width": 3}):
         with pytest.raises(jgr.Error, match="settings must be a list such as"):
             jgr.Engine(Config(), settings)  # type: ignore[arg-type]
+    for kinds in ("rank", [], ["rank", "prefill"]):
+        with pytest.raises(jgr.Error, match=r'kinds must be a list such as \["rank"\]'):
+            jgr.Engine(Config(), kinds=kinds)  # type: ignore[arg-type]
 
 
 def test_metrics_are_what_a_server_shows(made: Made) -> None:

@@ -12,6 +12,7 @@ import pytest
 import jgr
 from jgr.config import override
 from jgr.models import manifest
+from jgr.serving.policies import jobs
 from tests.serving.decoders.test_model_server import Served
 from tests.serving.scorer_fakes import HSTU, ITEMS, MONDAY, ScorerServer
 from tests.serving.scorer_fakes import make_folder as make_scorer_folder
@@ -69,6 +70,19 @@ def test_an_engine_answers_as_http_does(served: Served) -> None:
                         assert item.score == pytest.approx(expected[item.item_id], abs=1e-4)
                     else:
                         assert item.score == pytest.approx(min(expected.values()), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["recommend", "rank"])
+def test_an_engine_for_calls_of_one_kind_refuses_the_other(served: Served, kind: jobs.Kind) -> None:
+    with jgr.Engine(served.config.model.path, SETTINGS, [kind]) as engine, jgr.Client(served.url) as client:
+        asked = {"recommend": ([HISTORIES[0]], {"top_k": 5}), "rank": ([HISTORIES[0], CANDIDATES], {})}
+        for name, (given, more) in asked.items():
+            here, there = getattr(engine, name), getattr(client, name)
+            if name == kind:
+                assert scores(here(*given, **more)) == scores(there(*given, **more))
+            else:
+                with pytest.raises(jgr.InvalidRequest, match=f"no model of this server serves {name}"):
+                    here(*given, **more)
 
 
 def test_a_scorer_is_asked_the_same(tmp_path: Path) -> None:

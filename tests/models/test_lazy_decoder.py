@@ -214,11 +214,11 @@ def test_search_and_ranking_equal_brute_force() -> None:
         assert (np.diff(found.scores[row][alive]) <= 0).all()
 
 
-def make_folder(folder: Path, cfg: LazyConfig = MIXED) -> Config:
-    """A model folder over the tiny catalog, 60 items on 3 levels of 5, and the configuration that serves it."""
-    catalog = tiny_model.make_catalog()
+def make_folder(folder: Path, cfg: LazyConfig, depth: int) -> Config:
+    """A model folder over the tiny catalog, 60 items on levels of 5, and the configuration that serves it."""
+    catalog = tiny_model.make_catalog(depth)
     tokenizer = semantic_id_tokenizer(catalog)
-    first, sizes = (3, 8, 13), (5, 5, 5)
+    first, sizes = (3, 8, 13)[:depth], (5, 5, 5)[:depth]
     cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size, first_tokens=first, level_sizes=sizes)
 
     def write_beside(folder: Path) -> None:
@@ -228,19 +228,20 @@ def make_folder(folder: Path, cfg: LazyConfig = MIXED) -> Config:
     checkpoint.save(folder, cfg, draw(cfg, seed=3), write_beside)
     return override(
         Config(), f"model.path={folder}", "model.compilation_cache=", "prompt.template={history}",
-        "prompt.max_items=6", "profiles.batch=2", "profiles.tokens=19", "profiles.widths=60", "beam.width=60",
-        "profiles.candidates=4",
+        "prompt.max_items=6", "profiles.batch=2", f"profiles.tokens={6 * depth + 1}", "profiles.widths=60",
+        "beam.width=60", "profiles.candidates=4",
     )  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_folder_is_served_with_filters_and_ranked(tmp_path: Path) -> None:
-    config = make_folder(tmp_path / "lazy")
+    # A dense layer and one of experts, a level from the prompt and a step of the beam.
+    config = make_folder(tmp_path / "lazy", dataclasses.replace(MIXED, layers=2), depth=2)
     cfg, weights = checkpoint.load(tmp_path / "lazy")
-    catalog = tiny_model.make_catalog()
+    catalog = tiny_model.make_catalog(depth=2)
     tokens_of = level_tokens(catalog, semantic_id_tokenizer(catalog), cfg.vocab_size)
     tree, rows = PrefixTree.build(catalog.codes), [7, 31, 2]
-    history = np.stack([tokens_of[level][catalog.codes[rows, level]] for level in range(3)], 1)
+    history = np.stack([tokens_of[level][catalog.codes[rows, level]] for level in range(2)], 1)
     want = log_likelihoods(weights, cfg, history, tree, full=False)[tree.leaf_of_row]
     np.testing.assert_allclose(
         np.exp(want[np.unique(tree.leaf_of_row, return_index=True)[1]]).sum(), 1, atol=1e-6
@@ -283,11 +284,11 @@ def check_levels(levels: list[ExplainedLevel], catalog: Catalog, want: Array) ->
             assert one.score == pytest.approx(np.log(np.exp(want[below][first]).sum()), abs=ATOL)
             assert one.items == below.sum() and one.kept
         assert sum(one.items for one in level.beams) == catalog.n_items
-    assert len(levels) == 3
+    assert len(levels) == catalog.depth
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    config = make_folder(tmp_path / "lazy", PLAIN)
+    config = make_folder(tmp_path / "lazy", PLAIN, depth=3)
     cfg, _ = checkpoint.load(tmp_path / "lazy")
     prompt, tokens = config.prompt, [np.arange(first, first + 5) for first in (3, 8, 13)]
     assert lazy_decoder.misfit(cfg, prompt, tokens) == ""

@@ -24,6 +24,7 @@ from jgr.models.lru_rec import LruRecConfig, LruRecParams
 from jgr.models.params import CheckpointError
 from jgr.training.progress import RunFolder
 from jgr.training.retriever import softmax_loss, train_retriever
+from tests.noise import noisy
 from tests.training.test_trainer import KEY, rule_config, rule_dataset
 
 CFG = LruRecConfig(n_items=10, max_items=6, hidden=8, layers=2, mlp=32, items="v")
@@ -42,10 +43,7 @@ recurrence = jax.jit(lru_rec.recurrence)
 def draw(cfg: LruRecConfig) -> LruRecParams:
     """Parameters where nothing is zero."""
     drawn: LruRecParams = params.initialize(lru_rec.spec(cfg), KEY)
-    shifted: LruRecParams = jax.tree.map(
-        lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), drawn
-    )
-    return shifted
+    return noisy(drawn, 0.1)
 
 
 def start(state: int) -> tuple[np.ndarray, np.ndarray]:

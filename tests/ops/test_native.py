@@ -30,6 +30,7 @@ from jgr.ops.segment_attention.cases import OP
 from jgr.ops.testing import Case, OpCases
 from jgr.prompt.layouts import Tokens
 from tests.native import installed
+from tests.noise import noisy
 from tests.ops.test_segment_attention import CHEAP, anything, loop, rule, values
 
 pytestmark = [pytest.mark.native, pytest.mark.usefixtures("native_library")]
@@ -188,7 +189,7 @@ def test_prompts_of_decoders_equal_those_by_xla(family: Any) -> None:
     sizes: dict[str, Any] = dict(vocab_size=300, layers=3, heads=4, mlp=100, rope_theta=1e4, norm_eps=1e-6)
     cfg = decoder.DecoderConfig(family=family, tied=True, max_position=512, **sizes, **FAMILIES[family])
     weights = params.initialize(decoder.spec(cfg), jax.random.key(0))
-    weights = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), weights)
+    weights = noisy(weights, 0.05)
     tokens = jax.random.randint(jax.random.key(2), (3, 130), 0, 300)
     lengths = jnp.array([130, 77, 1])
     real = np.arange(130) < np.asarray(lengths)[:, None]

@@ -41,6 +41,7 @@ from jgr.serving.scorers.serve import ServedScorer
 from jgr.serving.scorers.translation import ScorerTranslator
 from jgr.serving.scorers.user_block import user_layout
 from jgr.serving.versions.loading import load_any
+from tests.noise import noisy
 
 PATIENCE_S = 30.0
 N_ITEMS = 60
@@ -150,8 +151,7 @@ STU = StuScorerConfig(
 
 def draw(cfg: ScorerConfig, seed: int = 0) -> Any:
     """Parameters that are far from nothing, so that scores differ."""
-    drawn = params.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(seed))
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), drawn)
+    return noisy(params.initialize(scorers.scorer(cfg).spec(cfg), jax.random.key(seed)), 0.3)
 
 
 def make_folder(folder: Path, cfg: ScorerConfig, *settings: str, catalog: Catalog = CATALOG) -> Config:

@@ -148,7 +148,7 @@ def test_it_learns_the_rule_and_its_scores_are_the_served_ones(tmp_path: Path) -
     assert best.tolist() == [0, 0, 0], "the next on the ring, which is the rule"
 
     async def ask() -> list[list[float]]:
-        engine = load_engine(cfg)
+        engine = load_engine(cfg, kinds=["rank"])
         await engine.start()
         names, found = engine.catalog.item_ids, []
         for history, listed in zip(HISTORIES * 2, [*LISTED, *LISTED], strict=True):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from jgr.config import ConfigError, UserError, override
+from jgr.config import ConfigError, TrainConfig, UserError, override
 from jgr.models import checkpoint, manifest
 from jgr.models.decoder import DecoderConfig, DecoderParams
-from jgr.models.params import CheckpointError
+from jgr.models.params import CheckpointError, PyTree
+from jgr.training import run
 from jgr.training.generator import train_generator
 from jgr.training.progress import RunFolder
 from jgr.training.run import LAG, make_way
-from jgr.training.trainer import State
+from jgr.training.trainer import Loss, State, Trainer
 from tests.training.test_trainer import rule_config, rule_dataset
 
 SETTINGS = (
@@ -56,6 +58,24 @@ def fit(trainer, state, batches, on_step):
 run.fit = fit
 generator.train_generator(override(rule_config(Path(sys.argv[1])), *sys.argv[2:]), rule_dataset())
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program_for_equal_steps() -> Iterator[None]:
+    """Most runs here take the same steps over the same data, and to compile a step takes longer than all of a run: the
+    program of the first of them is that of the others."""
+    compiled: dict[str, Any] = {}
+
+    class Sharing(Trainer):
+        def __init__(self, train: TrainConfig, specs: PyTree, loss: Loss) -> None:
+            super().__init__(train, specs, loss)
+            of_no_step: dict[str, Any] = dict.fromkeys(("checkpoint_every", "evaluate_every", "patience"), 1)
+            key = repr(replace(train, out="", tensorboard="", **of_no_step))
+            self._step = compiled.setdefault(key, self._step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Trainer", Sharing)
+        yield
 
 
 def losses(folder: Path) -> list[float]:

@@ -145,7 +145,7 @@ class Served:
         self._cfg, self._ids = cfg, ring().catalog.item_ids
 
     async def scores(self, histories: list[Int32], listed: Int32) -> dict[str, list[list[float]]]:
-        engine = load_engine(self._cfg)
+        engine = load_engine(self._cfg, kinds=["rank"])
         await engine.start()
         found: dict[str, list[list[float]]] = {"user_prefix": [], "item_prefix": []}
         for layout, scores in found.items():

@@ -27,6 +27,7 @@ from jgr.training.generator import decoder_config, next_item_loss, train_generat
 from jgr.training.retriever import softmax_loss, train_retriever
 from jgr.training.trainer import Trainer, fit, make_optimizer
 from jgr.training.windows import Windows
+from tests.noise import noisy
 
 PREFIX = np.array([1], np.int32)
 ITEM_TOKENS = (2 + np.arange(20).reshape(10, 2)).astype(np.int32)  # item i has tokens 2 + 2i, 3 + 2i
@@ -103,8 +104,8 @@ def test_the_generators_loss_is_the_cross_entropy_of_the_real_targets() -> None:
 
 def sasrec_weights(cfg: sasrec.SasrecConfig) -> sasrec.SasrecParams:
     """Drawn, with norms and biases that are not zero."""
-    drawn = params.initialize(sasrec.spec(cfg), KEY)
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), drawn)
+    drawn: sasrec.SasrecParams = params.initialize(sasrec.spec(cfg), KEY)
+    return noisy(drawn, 0.1)
 
 
 SASREC = sasrec.SasrecConfig(10, 3, 16, 2, 2, 32, "v")
@@ -265,7 +266,7 @@ def test_a_trained_folder_is_served_and_has_learnt_the_rule(tmp_path: Path) -> N
     assert [t[:2] for t in told] == [(step, 250) for step in range(251)]
 
     async def ask() -> np.ndarray:
-        engine = load_engine(config)
+        engine = load_engine(config, kinds=["recommend"])
         await engine.start()
         ranked = await recommend_all(engine, dataset.interactions.test, top_k=3)
         await engine.drain(10)

@@ -8,6 +8,7 @@ tables are of one growth class.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,7 @@ from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import Again, counting_metrics, open_folder, read_catalog
 from jgr.serving.engine.weights import Weights, once
 from jgr.serving.policies.batching import make_profiles
-from jgr.serving.policies.jobs import Profile
+from jgr.serving.policies.jobs import KINDS, Kind, Profile
 from jgr.serving.policies.sources import Repair
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model in memory, and what it was loaded for."""
+    """A model in memory, and what it was loaded for. kinds: of the requests that it answers."""
 
     weights: Weights[GeneratorConfig, GeneratorParams]
     tokenizer: Tokenizer | None
@@ -61,6 +62,7 @@ class Model:
     folder: Path
     profiles: tuple[Profile, ...]
     files: ModelFiles | None = None
+    kinds: Sequence[Kind] = KINDS
 
     @property
     def cfg(self) -> GeneratorConfig:
@@ -82,11 +84,15 @@ class Fitted(NamedTuple):
 
 @preparing()
 def load_engine(
-    config: Config, metrics: Metrics | None = None, memory: Memory | None = None
+    config: Config,
+    metrics: Metrics | None = None,
+    memory: Memory | None = None,
+    kinds: Sequence[Kind] = KINDS,
 ) -> Engine[ServedDecoder]:
     """The engine that serves config.model over config.catalog, not yet started.
 
-    metrics, memory: of the server that it joins.
+    metrics, memory: of the server that it joins. kinds: of the requests that it is to answer, one at least; for others
+    no programs are compiled.
 
     The tokenizer is the model folder's tokenizer.json, where it has one; the catalog is config.catalog.path, else
     the model folder's catalog.jsonl. Raises a UserError that names what is missing or does not fit: the folder, the
@@ -94,12 +100,12 @@ def load_engine(
     """
     folder = open_folder(config)
     memory = memory or Memory.of(config)
-    model = _load_model(folder, config, memory.devices_of(config))
+    model = _load_model(folder, config, memory.devices_of(config), kinds)
     catalog = read_catalog(folder, config)
     return make_engine(model, config, catalog, metrics or counting_metrics(), memory)
 
 
-def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
+def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[Kind]) -> Model:
     files, dtype, kind = ModelFiles(folder), config.model.dtype, config.model.quantize
 
     def read() -> tuple[GeneratorConfig, GeneratorParams]:
@@ -109,9 +115,9 @@ def _load_model(folder: Path, config: Config, devices: Devices) -> Model:
     weights = once(files, ("generator", dtype, kind, devices), read)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(path) if path.exists() else None
-    profiles = make_profiles(config.profiles)
+    profiles = make_profiles(config.profiles, kinds)
     revision = versioned(files.revision(), kind)
-    return Model(weights, tokenizer, revision, folder, profiles, files)
+    return Model(weights, tokenizer, revision, folder, profiles, files, kinds)
 
 
 @preparing()
@@ -177,7 +183,7 @@ def make_engine(
                     model.files,
                     model.folder,
                     config,
-                    partial(load_engine, memory=memory),
+                    partial(load_engine, memory=memory, kinds=model.kinds),
                 ),
             ),
             caching=caching,
@@ -213,9 +219,9 @@ def _make_executors(
     settings = _settings(config, segment_rows)
     packed: list[Profile] = []
     if isinstance(model.cfg, DecoderConfig):
-        if config.rank.method != "likelihood":
+        if config.rank.method != "likelihood" and "rank" in model.kinds:
             packed += rank_profiles(config)
-        if config.cache.policy != "none":
+        if config.cache.policy != "none" and "recommend" in model.kinds:
             packed += recommend_profiles(config, longest)
     kinds = {profile.kind for profile in packed}
     plain = tuple(profile for profile in model.profiles if profile.kind not in kinds)

@@ -32,12 +32,12 @@ LEAD_NS = 2_000_000
 event loop may wake a millisecond late."""
 
 
-def make_profiles(config: ProfilesConfig) -> tuple[Profile, ...]:
-    """Every combination of the configured batch sizes, prompt lengths and widths, for both kinds."""
+def make_profiles(config: ProfilesConfig, kinds: Sequence[Kind] = KINDS) -> tuple[Profile, ...]:
+    """Every combination of the configured batch sizes, prompt lengths and widths, for each of the kinds."""
     widths: dict[Kind, tuple[int, ...]] = {"recommend": config.widths, "rank": config.candidates}
     return tuple(
         Profile(kind, *sizes)
-        for kind in KINDS
+        for kind in kinds
         for sizes in itertools.product(config.batch, config.tokens, widths[kind])
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jgr.serving.decoders.loading import load_engine
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.engine.metrics import Metrics
 from jgr.serving.engine.opening import open_folder
+from jgr.serving.policies.jobs import KINDS, Kind
 from jgr.serving.scorers.loading import load_scorer_engine
 
 
@@ -33,12 +35,18 @@ def own_settings(config: Config) -> Config:
     return replace(config, executors=replace(config.executors, share_user="request", growth=0))
 
 
-def load_any(config: Config, metrics: Metrics | None = None, memory: Memory | None = None) -> AnyEngine:
+def load_any(
+    config: Config,
+    metrics: Metrics | None = None,
+    memory: Memory | None = None,
+    kinds: Sequence[Kind] = KINDS,
+) -> AnyEngine:
     """The engine that serves config.model, a scorer or a decoder, over config.catalog.
 
-    Not yet started. metrics, memory: of the server that it joins. Raises UserError, which names what is missing or does
-    not fit.
+    Not yet started. metrics, memory: of the server that it joins. kinds: see load_engine; a scorer ranks, whatever they
+    are. Raises UserError, which names what is missing or does not fit.
     """
     config = own_settings(hub.located(config))
-    load = load_scorer_engine if is_scorer(open_folder(config)) else load_engine
-    return load(config, metrics, memory)
+    if is_scorer(open_folder(config)):
+        return load_scorer_engine(config, metrics, memory)
+    return load_engine(config, metrics, memory, kinds)

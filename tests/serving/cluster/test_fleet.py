@@ -207,7 +207,7 @@ def test_items_come_from_the_replica_that_holds_them(fleet: Fleet) -> None:
     lists = [[f"i{row}" for row in range(start, start + 6)] for start in range(0, 30, 6)]
     with fleet.client(model="ranker") as client:
         answers = [client.rank(KEPT[0], items, layout="item_prefix") for items in lists]
-    engine = jgr.Engine(str(fleet.folder.parent / "ranker"), ["cache.policy=none", *FEW])
+    engine = jgr.Engine(str(fleet.folder.parent / "ranker"), ["cache.policy=none", *FEW], ["rank"])
     for items, answer in zip(lists, answers, strict=True):
         assert answer.usage.cached_tokens == 2 * len(items), "nobody has computed one"
         expected = engine.rank(KEPT[0], items, layout="item_prefix")

@@ -77,7 +77,7 @@ class Reference:
     """One engine without a cache."""
 
     def __init__(self, folder: Path) -> None:
-        self._engine = jgr.Engine(str(folder), [*SETTINGS[1:], "cache.policy=none"])
+        self._engine = jgr.Engine(str(folder), [*SETTINGS[1:], "cache.policy=none"], ["rank"])
 
     def __call__(self, rows: Sequence[int]) -> Any:
         answer = self._engine.rank(HISTORY, [IDS[row] for row in rows], layout="item_prefix")
@@ -340,7 +340,7 @@ def test_a_replica_that_is_replaced_gets_its_items_again(folder: Path, alone: Re
 def test_items_in_plain_order_are_fetched_too(folder: Path) -> None:
     blocks = ["cache.policy=blocks", "cache.repair_tokens=1"]
     asked = [[7, 2, 20, 11], [3, 25, 8]]
-    engine = jgr.Engine(str(folder), [*SETTINGS[1:], *blocks])
+    engine = jgr.Engine(str(folder), [*SETTINGS[1:], *blocks], ["rank"])
     try:
         wanted = [engine.rank(HISTORY, [IDS[row] for row in rows]) for rows in asked]
     finally:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import DecoderExecutors
 from jgr.serving.engine import cost_profile
 from jgr.serving.http.listener import Listener
+from jgr.serving.policies import jobs
 from jgr.training.generator import decoder_config
 from tests.serving.fakes import PATIENCE_S, Pending, Reply
 
@@ -237,6 +238,14 @@ def test_bad_settings(tmp_path: Path, setting: str, words: str) -> None:
     config = make_config(tmp_path)
     with pytest.raises(UserError, match=words):
         load_engine(override(config, setting))
+
+
+@pytest.mark.parametrize("kinds", [("recommend",), ("rank",), jobs.KINDS])
+def test_only_the_kinds_that_are_asked_for_have_programs(tmp_path: Path, kinds: Sequence[jobs.Kind]) -> None:
+    engine = load_engine(make_config(tmp_path, "cache.policy=user"), kinds=kinds)
+    assert {profile.kind for profile in engine.served.executors.profiles} == set(kinds)
+    assert all(profile.packed for profile in engine.served.executors.profiles)
+    assert engine.served.caching is not None and set(engine.served.caching.groupings) == set(kinds)
 
 
 def test_packed_programs_are_profiled_by_what_is_new_and_cached(tmp_path: Path) -> None:

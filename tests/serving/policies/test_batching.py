@@ -333,6 +333,7 @@ def test_make_profiles_is_the_product_of_the_sizes() -> None:
         Profile("rank", 8, 64, 100),
         Profile("rank", 8, 256, 100),
     )
+    assert make_profiles(config, ["rank"]) == make_profiles(config)[4:]
 
 
 class Fixed(RunCosts):

@@ -9,8 +9,18 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture(scope="module")
+def collected() -> Iterator[None]:
+    """What earlier tests left is collected, and what they keep is left alone from then on: after a thousand tests that
+    is millions of objects, which every `gc.collect` would look at for a second and a half."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def without_collector() -> Iterator[None]:
+def without_collector(collected: None) -> Iterator[None]:
     """A cycle would keep device memory until the collector comes by, so nothing may need it."""
     gc.collect()
     gc.disable()
