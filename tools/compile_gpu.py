@@ -35,7 +35,6 @@ import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import (
-    AbstractDevice,
     AbstractMesh,
     AxisType,
     Mesh,
@@ -60,6 +59,7 @@ from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
 from jgr.serving.decoders.caching import kv_cells
+from tools import gpu_target
 from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
@@ -74,24 +74,6 @@ STACKED = 4
 SUMS = 5
 """Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0" dnn_version: "9.10.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
-_H200 = AbstractMesh(
-    (), (), abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-)
 
 
 class Program(NamedTuple):
@@ -141,7 +123,7 @@ def lower(
     call: Callable[..., Any], arguments: Sequence[Any], place: Callable[[Any], Any] = lambda x: x
 ) -> Any:
     """Trace and lower for an H200; needs no plugin. place: adds the sharding that compiling needs."""
-    with use_abstract_mesh(_H200):
+    with use_abstract_mesh(gpu_target.ABSTRACT):
         traced = jax.jit(call).trace(*jax.tree.map(place, tuple(arguments)))
         return traced.lower(lowering_platforms=("cuda",))
 
@@ -149,7 +131,9 @@ def lower(
 def compiler() -> Callable[[Program], Any]:
     """Compiles a program for an H200. Raises RuntimeError where the plugin is missing."""
     one, two = (
-        topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}").devices
+        topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target.H200, topology=f"1x1x{count}"
+        ).devices
         for count in (1, 2)
     )
     sharding = SingleDeviceSharding(one[0])
@@ -159,7 +143,7 @@ def compiler() -> Callable[[Program], Any]:
 
     def compile_(program: Program) -> Any:
         if not program.sums:
-            with use_abstract_mesh(_H200):
+            with use_abstract_mesh(gpu_target.ABSTRACT):
                 options = compiler_options(program.weights)
             return lower(program.call, program.arguments, placed).compile(options or None)
         mesh = Mesh(np.array(two), (split.AXIS,), axis_types=(AxisType.Auto,))
@@ -367,7 +351,9 @@ def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
     tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, LEVELS)).astype(np.int32))
     weights = _weights(cfg)
-    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg)[:LEVELS], w), weights)
+    tables = jax.eval_shape(
+        lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg)[:LEVELS], w), weights
+    )
     return weights, tables
 
 
