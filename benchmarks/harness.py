@@ -161,6 +161,14 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def interval_of_median(values: Iterable[float], resamples: int = 5000) -> tuple[float, float]:
+    """The 95 % interval of the median of values, by the percentile bootstrap."""
+    rng, drawn = np.random.default_rng(0), np.array(list(values))
+    medians = np.median(rng.choice(drawn, (resamples, len(drawn))), axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return rounded(float(low)), rounded(float(high))
+
+
 def spread(values: Iterable[float]) -> dict[str, float]:
     """The median, the quartiles (by linear interpolation) and the number of the values."""
     runs = list(values)

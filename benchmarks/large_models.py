@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks import first_answer, harness, large_models_world
 from benchmarks.h200_serving import TINY
@@ -304,16 +303,8 @@ def _over(times: Mapping[str, Sequence[float]], name: str, base: str, field: str
     if name == base or base not in times:
         return {}
     ratios = np.array(times[name]) / np.array(times[base])
-    low, high = interval_of_median(ratios)
+    low, high = harness.interval_of_median(ratios)
     return {field: {"median": harness.rounded(float(np.median(ratios))), "interval": [low, high]}}
-
-
-def interval_of_median(values: npt.NDArray[np.float64], resamples: int = 5000) -> tuple[float, float]:
-    """The 95 % interval of the median of values [n], by the percentile bootstrap."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(values, (resamples, len(values))), axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return harness.rounded(float(low)), harness.rounded(float(high))
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:

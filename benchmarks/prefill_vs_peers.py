@@ -40,6 +40,7 @@ from benchmarks.peers.workload import MODEL, Int32
 from jgr.evaluation import profiling
 from jgr.models import decoder, hf
 from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.kv import ContextKV
 from jgr.ops import native
 
 THREADS = 2
@@ -62,7 +63,7 @@ class Found(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("cfg", "kernels"))
 def first_tokens(
     params: DecoderParams, prompts: jax.Array, lengths: jax.Array, *, cfg: DecoderConfig, kernels: str
-) -> tuple[jax.Array, decoder.ContextKV]:
+) -> tuple[jax.Array, ContextKV]:
     """The most likely next token [B] of prompts [B, T], and their keys and values; read as the engine reads them.
 
     kernels: what computes, so that each has a program of its own.

@@ -402,6 +402,20 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"large-model-points-left-out", "Points of the large models that were left out for want of time"),
     # h200_serving, hostile, hstu_attention, kernel_configuration
     (r"h200-score-difference-from-rank", "Largest difference of a search's score from ranking the same item; H200"),
+    (r"h200-kernels-checked", "Cases of ops that were compared with their plain form in float32 on an H200"),
+    (r"h200-kernels-largest-distance-over-limit", "Largest distance of an op from its plain form over the limit; H200"),
+    (r"h200-kernels-slowest-over-xla", "Time of the slowest kernel over that of XLA's form of the same op; H200"),
+    (r"h200-items-shared-with-pytorch", "Least share of 256 items that PyTorch's search finds too; H200, bfloat16"),
+    (
+        r"h200-time-over-least-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        "A constrained search's time on an H200 over the least that its work takes there; {beams} beams, "
+        "{tokens} tokens, batch of {batch}",
+    ),
+    (
+        r"h200-pytorch-time-over-jgr-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        "Time of the same search in PyTorch, in one CUDA graph, over jgr's on an H200; {beams} beams, {tokens} tokens, "
+        "batch of {batch}",
+    ),
     (
         r"h200-constrained-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "Time of a constrained search on an H200; {beams} beams, {tokens} tokens, batch of {batch}",

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from benchmarks.peers.lines import Message, serve
 from jgr.config import Config, override
 from jgr.models import decoder, generators, hf
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams, State
+from jgr.models.decoder import DecoderConfig, DecoderParams, State
+from jgr.models.kv import ContextKV
 from jgr.serving.decoders.loading import load_engine
 from jgr.serving.decoders.paged_executor import DecoderExecutors
 from jgr.serving.decoders.row_executor import RowExecutor

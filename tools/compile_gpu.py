@@ -35,7 +35,6 @@ import numpy as np
 from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import (
-    AbstractDevice,
     AbstractMesh,
     AxisType,
     Mesh,
@@ -50,7 +49,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
 from jgr.models import beam, climber, devices, packed, params, quantize, scorers, shapes
 from jgr.models.decoder import DecoderConfig
-from jgr.models.generators import GeneratorConfig, generator, with_layers_apart
+from jgr.models.generators import GeneratorConfig, compiler_options, generator, with_layers_joined
 from jgr.models.hstu import HstuConfig
 from jgr.ops import split
 from jgr.ops.beam_attention import cases as beam_cases
@@ -60,6 +59,7 @@ from jgr.ops.beam_attention.config import Config
 from jgr.ops.testing import OpCases, all_ops
 from jgr.prompt.layouts import Tokens
 from jgr.serving.decoders.caching import kv_cells
+from tools import gpu_target
 from tools.compiled_text import large_copies, matrices_apart
 
 POOL_TOKENS = 64_000
@@ -67,29 +67,13 @@ POOL_TOKENS = 64_000
 LAYERS = 2
 """Layers of the generators' programs, which have no loop over them: the last one, whose unread places are left out, and
 another; one more is the same kernels once more, and costs the compiler as much again."""
-LEVELS = 3
-"""Levels of a semantic id in the search that has them all."""
+LEVELS = 2
+"""Levels of the catalog: the root's, and one below it; further ones are the second once more."""
 STACKED = 4
 """Layers of the control that holds them in a stack; of two, jax 0.11 takes the loop apart, and copies nothing."""
 SUMS = 5
 """Sums over devices in the shared program: two for each of its two layers, and one for rows of the table of tokens."""
 FAIL_ON_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
-
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048
-  core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  name: "NVIDIA H200" driver_version: "13.0.0" runtime_version: "13.0.0" dnn_version: "9.10.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H200"
-"""
-_ABSTRACT = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
 
 
 class Program(NamedTuple):
@@ -108,6 +92,8 @@ class Program(NamedTuple):
     """Sums over devices in a program that two devices share, whose arguments are Spreads; 0: one has it to itself."""
     apart: int = 0
     """Matrices in 8 bits that are read by something else than the kernel of their product."""
+    weights: Any = ()
+    """Those of a generator, which say with which of XLA's options it is compiled."""
 
 
 class Spread(NamedTuple):
@@ -137,7 +123,7 @@ def lower(
     call: Callable[..., Any], arguments: Sequence[Any], place: Callable[[Any], Any] = lambda x: x
 ) -> Any:
     """Trace and lower for an H200; needs no plugin. place: adds the sharding that compiling needs."""
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_ABSTRACT)):
+    with use_abstract_mesh(gpu_target.ABSTRACT):
         traced = jax.jit(call).trace(*jax.tree.map(place, tuple(arguments)))
         return traced.lower(lowering_platforms=("cuda",))
 
@@ -145,7 +131,9 @@ def lower(
 def compiler() -> Callable[[Program], Any]:
     """Compiles a program for an H200. Raises RuntimeError where the plugin is missing."""
     one, two = (
-        topologies.get_topology_desc(platform="cuda", target_config=H200, topology=f"1x1x{count}").devices
+        topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target.H200, topology=f"1x1x{count}"
+        ).devices
         for count in (1, 2)
     )
     sharding = SingleDeviceSharding(one[0])
@@ -155,7 +143,9 @@ def compiler() -> Callable[[Program], Any]:
 
     def compile_(program: Program) -> Any:
         if not program.sums:
-            return lower(program.call, program.arguments, placed).compile()
+            with use_abstract_mesh(gpu_target.ABSTRACT):
+                options = compiler_options(program.weights)
+            return lower(program.call, program.arguments, placed).compile(options or None)
         mesh = Mesh(np.array(two), (split.AXIS,), axis_types=(AxisType.Auto,))
         with jax.set_mesh(mesh):
             spread = jax.tree.map(
@@ -200,50 +190,53 @@ def controls() -> Iterator[Program]:
 
 
 def engine() -> Iterator[Program]:
-    """`recommend` and `rank` in bfloat16, without the weights; LAYERS layers, 20,000 items, levels of 8192.
+    """Programs in bfloat16, without the weights; LAYERS layers, 20,000 items, LEVELS levels of 8192.
 
-    Three levels and every kind of filter in one search. The others have two, a level from the prompt and a step of the
-    beam, and no filters, which know nothing of the model: each level costs the compiler as much again.
+    One searches; for the other generators ranking compiles the same prompt, steps and kernels, without the sorts of a
+    search, which depend on no model and are half of its compiling.
     """
     # A batch, whose prompts are not split, and a single request, whose prompt is.
-    cfg = _cfg("qwen3-0.6b")
-    weights, tables = _model(cfg, levels=2)
-    rank = functools.partial(beam.rank, cfg=cfg)
-    arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 128))
-    yield Program("rank", "qwen3-0.6b_b1_t1024_c128", rank, arguments)
+    yield _rank("qwen3-0.6b", batch=1, tokens=1024, candidates=128)
     yield _recommend("qwen3-1.7b", batch=8, tokens=1024, width=256)
     yield _packed("qwen3-1.7b", tokens=2048, context=2048, candidates=256)
     yield _in_8_bits("qwen3-0.6b")
-    yield _recommend("onerec-v2-0.1b", batch=8, tokens=1536, width=256, levels=2)
+    yield _rank("onerec-v2-0.1b", batch=8, tokens=1536, candidates=256)
     yield _climber("base", climber.BASE, candidates=128)
     yield _climber("long", climber.LONG, candidates=512)
     yield _renewed_climber("long", climber.LONG)
     yield from _hstu(candidates=512, growth=16)
 
 
-def _recommend(name: str, *, batch: int, tokens: int, width: int, levels: int = LEVELS) -> Program:
-    """`recommend`; of LEVELS levels, with every kind of filter."""
+def _rank(name: str, *, batch: int, tokens: int, candidates: int) -> Program:
     cfg = _cfg(name)
-    weights, tables = _model(cfg, levels)
-    listed, flags = _ints(batch, levels, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    weights, tables = _model(cfg)
+    call = functools.partial(beam.rank, cfg=cfg)
+    arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch, candidates))
+    return Program("rank", f"{name}_b{batch}_t{tokens}_c{candidates}", call, arguments, weights=weights)
+
+
+def _recommend(name: str, *, batch: int, tokens: int, width: int) -> Program:
+    """`recommend` with every kind of filter."""
+    cfg = _cfg(name)
+    weights, tables = _model(cfg)
+    listed, flags = _ints(batch, LEVELS, 8192), jax.ShapeDtypeStruct((batch,), jnp.bool_)
     bits = tuple(jax.ShapeDtypeStruct((33, len(codes) // 32 + 2), jnp.uint32) for codes in tables.codes)
-    filters = beam.Filters(listed, listed, _ints(batch, levels), flags, _ints(batch), bits)
+    filters = beam.Filters(listed, listed, _ints(batch, LEVELS), flags, _ints(batch), bits)
     call = functools.partial(beam.recommend, cfg=cfg, width=width)
-    arguments = [weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch)]
-    if levels == LEVELS:
-        arguments.append(filters)
-    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, tuple(arguments))
+    arguments = (weights, tables, _ints(batch, tokens), _ints(batch), _ints(batch), filters)
+    return Program("recommend", f"{name}_b{batch}_t{tokens}_w{width}", call, arguments, weights=weights)
 
 
 def _in_8_bits(name: str) -> Program:
-    """A search over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
-    layer that are for one place alone: queries, output, gate, up and down."""
+    """Ranking over weights in 8 bits: every product is one kernel, which reads them, but those of the prompt's last
+    layer that are for one place alone: output, gate and up together, and down."""
     cfg = _cfg(name)
-    _, tables = _model(cfg, levels=2)
-    call = functools.partial(beam.recommend, cfg=cfg, width=256)
+    _, tables = _model(cfg)
+    call = functools.partial(beam.rank, cfg=cfg)
     stacks = quantize.declared(generator(cfg).spec(cfg), "int8", jnp.bfloat16)
-    arguments = (jax.eval_shape(with_layers_apart, stacks), tables, _ints(1, 1024), _ints(1), _ints(1))
-    return Program("recommend", f"{name}_int8", call, arguments, apart=5)
+    weights = jax.eval_shape(with_layers_joined, stacks)
+    arguments = (weights, tables, _ints(1, 1024), _ints(1), _ints(1, 256))
+    return Program("rank", f"{name}_int8", call, arguments, apart=3, weights=weights)
 
 
 def _climber(name: str, cfg: climber.ClimberConfig, *, candidates: int) -> Program:
@@ -312,7 +305,9 @@ def _packed(
     row = _row(tokens, context, kv.parts)
     asked = packed.Asked(*[_ints(candidates)] * 3)
     call = functools.partial(packed.rank, cfg=cfg, kv=kv)
-    return Program("packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked))
+    return Program(
+        "packed_rank", f"{name}_t{tokens}_c{context}", call, (weights, pool, row, asked), weights=weights
+    )
 
 
 def shared() -> Iterator[Program]:
@@ -352,18 +347,20 @@ def _cfg(name: str, layers: int = LAYERS) -> GeneratorConfig:
     return replace(shapes.named(name), layers=layers)
 
 
-def _model(cfg: GeneratorConfig, levels: int = LEVELS) -> tuple[Any, beam.CatalogTables]:
+def _model(cfg: GeneratorConfig) -> tuple[Any, beam.CatalogTables]:
     """Shapes of weights and catalog."""
-    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, levels)).astype(np.int32))
-    weights, tokens = _weights(cfg), shapes.level_tokens(cfg)[:levels]
-    tables = jax.eval_shape(lambda w: beam.catalog_tables(tree, tokens, w), weights)
+    tree = PrefixTree.build(np.random.default_rng(0).integers(0, 8192, (20_000, LEVELS)).astype(np.int32))
+    weights = _weights(cfg)
+    tables = jax.eval_shape(
+        lambda w: beam.catalog_tables(tree, shapes.level_tokens(cfg)[:LEVELS], w), weights
+    )
     return weights, tables
 
 
 def _weights(cfg: GeneratorConfig, apart: bool = True) -> Any:
     """The shapes of the weights, as `jgr serve` holds them on a GPU, or in stacks."""
     stacks = params.abstract(generator(cfg).spec(cfg), jnp.bfloat16)
-    return jax.eval_shape(with_layers_apart, stacks) if apart else stacks
+    return jax.eval_shape(with_layers_joined, stacks) if apart else stacks
 
 
 def _row(tokens: int, context: int, parts: int) -> packed.Row:

@@ -16,7 +16,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(
 def large_copies(text: str) -> list[str]:
     """Instructions of a compiled program that write more than LARGE_COPY of what they only read, each as "name type".
 
-    Such is a copy, a slice, or a fusion of nothing but these. A transposition is none: it changes what is read.
+    Such is a copy, a slice, or a fusion of nothing but these; and arguments of the program that are put side by side,
+    as XLA does with matrices that have a factor in common. A transposition is none: it changes what is read.
     """
     computations: dict[str, list[tuple[str, ...]]] = {}
     for line in text.splitlines():
@@ -27,6 +28,7 @@ def large_copies(text: str) -> list[str]:
     fused = set(re.findall(r"calls=%?([\w.-]+)", text))
     copies = []
     for name, instructions in computations.items():
+        given = {instruction for instruction, _, opcode, _ in instructions if opcode == "parameter"}
         for instruction, made, opcode, rest in () if name in fused else instructions:
             called = re.search(r"calls=%?([\w.-]+)", rest) if opcode == "fusion" else None
             inside = (
@@ -36,7 +38,12 @@ def large_copies(text: str) -> list[str]:
                 x[2] for x in inside if not x[1].endswith("[]")
             }  # numbers alone say where a slice begins
             moved = opcodes - {"parameter", "constant", "tuple", "bitcast"}
-            if moved and moved <= _COPIES and _bytes(made) > LARGE_COPY:
+            read = set(re.findall(r"%([\w.-]+)", rest.split(")")[0]))
+            if (
+                moved
+                and moved <= (_COPIES | {"concatenate"} if read <= given else _COPIES)
+                and _bytes(made) > LARGE_COPY
+            ):
                 copies.append(f"{instruction} {made}")
     return copies
 

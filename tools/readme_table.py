@@ -40,6 +40,8 @@ HEADLINES = (
     "time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128",
     "rate-over-vllm-at-least-common-p99-limit-beam-32",
     "prefill-time-over-best-peer-prompt-1024-batch-8",
+    "h200-constrained-beam-256-prompt-5000-batch-8",
+    "h200-pytorch-time-over-jgr-beam-256-prompt-5000-batch-8",
     "time-constrained-over-unconstrained-at-every-catalog-size",
     "goodput-share-of-industrial-over-http",
     "null-engine-rank-p50-overhead-1-connection",
@@ -48,7 +50,7 @@ HEADLINES = (
     "informed-industrial-test-hr@10-above-sequential-rules",
 )
 """What a user asks first: time and rate beside other engines, what a catalog costs, goodput, memory, start, quality
-beside counting. At most ten, chosen whether they hold or not."""
+beside counting. At most twelve, chosen whether they hold or not."""
 RULES, OURS = "sequential rules", "jgr"
 FUSION = f"{OURS} + {RULES}"
 COUNTING = (RULES, "sequence-kNN", "item-kNN")

@@ -26,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from jgr.config import PromptConfig
+from jgr.models import joined_layers
+from jgr.models.joined_layers import JoinedLayer
+from jgr.models.kv import BeamKV, CachedKV, ContextKV
 from jgr.models.native_layers import native_weights
 from jgr.models.params import Spec, over_layers
 from jgr.models.rope import RopeScaling, rope, rope_frequencies
@@ -98,7 +101,9 @@ class LayerParams:
 @dataclass(frozen=True)
 class DecoderParams:
     embed: Any  # [V, D]: a row for each token
-    layers: Any  # LayerParams, or a tuple of one for each layer, whose leaves have no layer axis
+    layers: (
+        Any  # LayerParams; or a tuple of one, or of a JoinedLayer, for each layer: leaves have no layer axis
+    )
     norm: Any  # [D]: scale of the last norm
     head: Any = None  # [V, D]: output rows; None where they are those of embed
 
@@ -107,33 +112,6 @@ class DecoderParams:
         """The output matrix, [V, D]."""
         rows: jax.Array = self.embed if self.head is None else self.head
         return rows
-
-
-class ContextKV(NamedTuple):
-    """The prompts' keys and values, shared by all beams of a request. k, v: [L, B, K, T, d]; keys stand after rope."""
-
-    k: jax.Array
-    v: jax.Array
-
-
-class BeamKV(NamedTuple):
-    """The generated tokens' keys and values. k, v: for each step s [L, B, W, K, d], of each beam's s-th token.
-
-    A step adds its own arrays to those before it, so that nothing is copied whole.
-    """
-
-    k: tuple[jax.Array, ...] = ()
-    v: tuple[jax.Array, ...] = ()
-
-    def of_layer(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The keys and values of one layer, [B, S + 1, W, K, d] each: its S steps and one more.
-
-        Here self holds that layer's arrays, [B, W, K, d] for each step; k, v: [B, W, K, d], the step to add.
-        """
-        return jnp.stack([*self.k, k], axis=1), jnp.stack([*self.v, v], axis=1)
-
-    def plus(self, k: jax.Array, v: jax.Array) -> BeamKV:
-        return BeamKV((*self.k, k), (*self.v, v))
 
 
 def spec(cfg: DecoderConfig) -> DecoderParams:
@@ -168,7 +146,10 @@ def spec(cfg: DecoderConfig) -> DecoderParams:
     return DecoderParams(vocabulary, layers, Spec((hidden,), ("embed",), "ones"), head)
 
 
-def rotations(cfg: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+Turn = tuple[jax.Array, jax.Array]
+
+
+def rotations(cfg: DecoderConfig, positions: jax.Array) -> Turn:
     """The cosines and sines [..., 1, d / 2] float32 that `rope` turns by at positions [...]."""
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
@@ -195,28 +176,25 @@ def _keys_values(
     return rope(rms_norm(k, layer.k_norm, cfg.norm_eps) if cfg.qk_norm else k, cos, sin), v
 
 
-def queries_keys(
-    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The queries [..., H, d] and keys [..., K, d] of one layer, whose leaves have no layer axis, for its input h
-    [..., D] at positions [...]."""
-    x, turn = rms_norm(h, layer.attention_norm, cfg.norm_eps), rotations(cfg, positions)
-    return _queries(cfg, layer, x, *turn), _keys_values(cfg, layer, x, *turn)[0]
-
-
-def keys_values(
-    cfg: DecoderConfig, layer: LayerParams, h: jax.Array, positions: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The keys and values [..., K, d] of one layer, whose leaves have no layer axis, for its input h [..., D] at
-    positions [...]."""
+def heads_of(
+    cfg: DecoderConfig, layer: LayerParams | JoinedLayer, h: jax.Array, turn: Turn
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The queries [..., T, H, d], keys and values [..., T, K, d] of one layer, whose leaves have no layer axis, for its
+    input h [..., T, D]."""
+    if isinstance(layer, JoinedLayer):
+        return joined_layers.heads_of(
+            layer, h, turn, kv_heads=cfg.kv_heads, head=cfg.head_dim, eps=cfg.norm_eps
+        )
     x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
-    return _keys_values(cfg, layer, x, *rotations(cfg, positions))
+    return _queries(cfg, layer, x, *turn), *_keys_values(cfg, layer, x, *turn)
 
 
-def values(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
+def values(cfg: DecoderConfig, layer: LayerParams | JoinedLayer, h: jax.Array) -> jax.Array:
     """The values [..., K * d] of one layer, whose leaves have no layer axis, for its input h [..., D]."""
-    v = dense(rms_norm(h, layer.attention_norm, cfg.norm_eps), layer.wv)
-    return v + layer.bv if cfg.qkv_bias else v
+    x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
+    if isinstance(layer, JoinedLayer):
+        return joined_layers.values_of(layer, x, cfg.kv_heads * cfg.head_dim)
+    return dense(x, layer.wv) + layer.bv if cfg.qkv_bias else dense(x, layer.wv)
 
 
 def _mlp(cfg: DecoderConfig, layer: LayerParams, h: jax.Array) -> jax.Array:
@@ -234,17 +212,6 @@ class Prefill(NamedTuple):
     hidden: jax.Array
     context: ContextKV
     layers: jax.Array | None
-
-
-class CachedKV(NamedTuple):
-    """Keys and values of earlier tokens.
-
-    tokens: their segments, [B, C] each. of_layer: from a layer's number to its k and v, [B, K, C, d] each. A layer is
-    read when it is computed, so that layers that are not computed are not copied.
-    """
-
-    tokens: Tokens
-    of_layer: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 Dropout = Callable[[jax.Array, jax.Array], jax.Array]
@@ -329,6 +296,7 @@ def prefill(
         """A layer whose queries are those tokens of h that `asked` keeps. xs: the layer, its keys, its number."""
         layer, layer_keys, number = xs
         fused = None if native is None or asked is not whole else native[1]
+        is_plain = fused is None and not isinstance(layer, JoinedLayer)
         context = None if before is None else Context(*before.of_layer(number), before.tokens)
         attention_key, mlp_key = (None, None) if layer_keys is None else (layer_keys[0], layer_keys[1])
         with jax.named_scope("attention"):
@@ -348,17 +316,19 @@ def prefill(
             else:
                 out = attention(q, k, v, queries, layout)
             out = out.reshape(*h.shape[:-1], -1)
-            if fused is None:
+            if is_plain:
                 h = h + drop(dense(out, layer.wo), attention_key)
         with jax.named_scope("mlp"):
-            if fused is None:
+            if is_plain:
                 h = h + drop(_mlp(cfg, layer, h), mlp_key)
-            else:
+            elif fused is not None:
                 h = layer_output(h, out, fused, number, eps=cfg.norm_eps)
+            else:
+                h = joined_layers.output(layer, h, out, cfg.norm_eps)
         return h, (k, v, h if keep_layers else None)
 
     def inputs(
-        h: jax.Array, layer: LayerParams, number: jax.Array, asked: Callable[[Any], Any]
+        h: jax.Array, layer: LayerParams | JoinedLayer, number: jax.Array, asked: Callable[[Any], Any]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The queries of those tokens of h that `asked` keeps, [B, P, H, d]; keys and values of all, [B, K, T, d]."""
         if native is not None:
@@ -366,6 +336,13 @@ def prefill(
             q, k, v = attention_inputs(*given, eps=cfg.norm_eps, head=cfg.head_dim, queries=asked is whole)
             if q is not None:
                 return q, k, v
+        if isinstance(layer, JoinedLayer):
+            q, k, v = heads_of(cfg, layer, h, (cos, sin))
+            return (
+                asked(q),
+                k.swapaxes(1, 2),
+                v.swapaxes(1, 2),
+            )  # an attention that wants them so turns them back
         x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
         if native is None:
             k, v = (y.transpose(0, 2, 1, 3) for y in _keys_values(cfg, layer, x, cos, sin))
@@ -414,23 +391,26 @@ def decode(
     """
     start = lengths if start is None else start
     positions = jnp.broadcast_to((start + len(beams.k))[:, None], tokens.shape)
-    cos, sin = rotations(cfg, positions)
+    turn = rotations(cfg, positions)
 
     def layer_step(
-        h: jax.Array, xs: tuple[LayerParams, ContextKV, BeamKV]
+        h: jax.Array, xs: tuple[LayerParams | JoinedLayer, ContextKV, BeamKV]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         layer, shared, own = xs
         with jax.named_scope("attention"):
-            x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
-            q, (k, v) = _queries(cfg, layer, x, cos, sin), _keys_values(cfg, layer, x, cos, sin)
+            q, k, v = heads_of(cfg, layer, h, turn)
             own_k, own_v = own.of_layer(k, v)
             call = q, shared.k, shared.v, lengths, own_k, own_v, ancestors
             if isinstance(attention, str):
                 out = beam_attention(*call, implementation=attention)
             else:
                 out = attention(*call)
-            h = h + dense(out.reshape(*h.shape[:-1], -1), layer.wo)
+            out = out.reshape(*h.shape[:-1], -1)
+            if not isinstance(layer, JoinedLayer):
+                h = h + dense(out, layer.wo)
         with jax.named_scope("mlp"):
+            if isinstance(layer, JoinedLayer):
+                return joined_layers.output(layer, h, out, cfg.norm_eps), (k, v)
             return h + _mlp(cfg, layer, h), (k, v)
 
     with jax.named_scope("decode"):

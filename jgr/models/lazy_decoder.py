@@ -37,7 +37,8 @@ import numpy.typing as npt
 
 from jgr.config import PromptConfig
 from jgr.models.config_file import LARGEST
-from jgr.models.decoder import BeamKV, ContextKV, Dropout
+from jgr.models.decoder import Dropout
+from jgr.models.kv import BeamKV, ContextKV
 from jgr.models.params import CheckpointError, Spec, over_layers
 from jgr.ops import split
 from jgr.ops.beam_attention import beam_attention

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgr.models import decoder, words
-from jgr.models.decoder import CachedKV, ContextKV, DecoderConfig, DecoderParams, Prefill
+from jgr.models.decoder import DecoderConfig, DecoderParams, Prefill
+from jgr.models.kv import CachedKV, ContextKV
 from jgr.models.params import layer_of
 from jgr.models.rope import rope
 from jgr.models.words import Cells
@@ -261,7 +262,8 @@ def decide(params: DecoderParams, row: Row, *, cfg: DecoderConfig) -> Decided:
             which = order[:count]
             described = Tokens(*(x[which][None] for x in prompts))
             embedded = split.rows(params.embed, tokens[which][None])
-            q, k = decoder.queries_keys(cfg, layer_of(params.layers, 0), embedded, described.position)
+            turn = decoder.rotations(cfg, described.position)
+            q, k, _ = decoder.heads_of(cfg, layer_of(params.layers, 0), embedded, turn)
             mass = attention_mass(q, k.transpose(0, 2, 1, 3), described, choice.looks[which][None])[0]
             return jnp.zeros(len(tokens), mass.dtype).at[which].set(mass)
 
@@ -330,9 +332,8 @@ def _forward_by_deviation(
     hidden = jnp.where(picked[:, None], plain[chosen], hidden)[None]
     row = _with_repairs(row, prompts, choice.looks, picked, chosen)
     own_tokens = jnp.where(picked, tokens[chosen], row.tokens)
-    begin = decoder.keys_values(
-        cfg, layer_of(params.layers, 0), split.rows(params.embed, own_tokens), row.described.position
-    )
+    turn = decoder.rotations(cfg, row.described.position)
+    _, *begin = decoder.heads_of(cfg, layer_of(params.layers, 0), split.rows(params.embed, own_tokens), turn)
     rest = _prefill(params, pool, row, cfg, kv, others, hidden, read=read[None])
     first = (x.swapaxes(0, 1)[None, None] for x in begin)
     both = zip(first, rest.context, strict=True)

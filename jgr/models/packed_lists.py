@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jgr.models import decoder
-from jgr.models.decoder import BeamKV, ContextKV, DecoderConfig, DecoderParams
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.kv import BeamKV, ContextKV
 from jgr.models.packed import Asked, ChosenBy, Decided, KVCells, Row, forward, read_layer
 from jgr.models.rope import rope
 from jgr.ops import split

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jgr.models import beam, decoder
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.kv import ContextKV
 from jgr.models.packed import KVCells, Row, forward, read_layer
 
 

@@ -29,7 +29,7 @@ def measure(only: str = "") -> dict[str, Any]:
     chosen = [
         (op, case) for op in all_ops() for case in op.tagged("bench") if only in f"{op.name} {case.name}"
     ]
-    roofline = Work(_matmul_flops(8192 if on_gpu else 2048, dtype), _copy_bytes(2**30 if on_gpu else 2**27))
+    roofline = rates(on_gpu)
     rows = [
         row
         for op, case in chosen
@@ -43,6 +43,12 @@ def measure(only: str = "") -> dict[str, Any]:
         "copy_gb_per_s": round(roofline.bytes / 1e9, 2),
         "rows": rows,
     }
+
+
+def rates(on_gpu: bool) -> Work:
+    """FLOP/s of a large matmul, in bfloat16 on a GPU and else in float32, and bytes/s of a large copy."""
+    dtype = jnp.dtype(jnp.bfloat16 if on_gpu else jnp.float32)
+    return Work(_matmul_flops(8192 if on_gpu else 2048, dtype), _copy_bytes(2**30 if on_gpu else 2**27))
 
 
 def _can_run(form: str, on_gpu: bool) -> bool:

@@ -7,8 +7,10 @@ tests and `jgr bench ops` draw arrays from them, the compile check only needs th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -73,12 +75,85 @@ class OpCases:
         }
 
 
+class Check(NamedTuple):
+    """One comparison of what "auto" runs on a device with the plain form in float32 there."""
+
+    op: OpCases
+    case: Case
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op.name} {self.case.name} {self.dtype}"
+
+    def compiled(self) -> tuple[Any, Any]:
+        """The two programs, plain and "auto"."""
+        shapes = self.op.shapes(self.case, jnp.dtype(self.dtype))
+        wide = {
+            name: jax.ShapeDtypeStruct(x.shape, jnp.float32) if x.dtype == self.dtype else x
+            for name, x in shapes.items()
+        }
+        call = functools.partial(self.op.call, **self.op.options(self.case))
+        plain = "xla" if self.op.name == "reorder_beam_kv" else "reference"
+        # A kernel says itself how exact a product is. That of a beam step is XLA's: TF32 unless more is asked for.
+        asked = "highest" if self.op.name == "constrained_topk" else None
+        with jax.default_matmul_precision("highest"):
+            exact = jax.jit(functools.partial(call, implementation=plain)).lower(**wide).compile()
+        with jax.default_matmul_precision(asked):
+            return exact, jax.jit(functools.partial(call, implementation="auto")).lower(**shapes).compile()
+
+    def distance(self, programs: tuple[Any, Any] | None = None) -> float:
+        """||got - exact|| / ||exact|| over what is finite; infinity where not the same places are.
+
+        programs: what `compiled` gave. What padding gets after a plain prompt is anybody's, and is left out.
+        """
+        plain, auto = programs or self.compiled()
+        arrays = self.op.draw(self.case, jnp.dtype(self.dtype), seed=zlib.crc32(self.case.name.encode()))
+        wide = {name: x.astype(jnp.float32) if x.dtype == self.dtype else x for name, x in arrays.items()}
+        exact, got = plain(**wide), auto(**arrays)
+        if self.op.name == "segment_attention" and "lengths" in arrays:
+            real = np.arange(exact.shape[1]) < np.asarray(arrays["lengths"])[:, None]
+            got, exact = (np.asarray(x.astype(jnp.float32))[real] for x in (got, exact))
+        both = zip(*map(jax.tree.leaves, (got, exact)), strict=True)
+        return max(_distance(x, y) for x, y in both if jnp.issubdtype(y.dtype, jnp.floating))
+
+
+def _distance(got: Any, exact: Any) -> float:
+    x, y = (np.asarray(z, np.float64) for z in (got, exact))
+    there = np.isfinite(y)
+    if not np.array_equal(np.isfinite(x), there):
+        return float("inf")
+    return float(np.linalg.norm(x[there] - y[there]) / (np.linalg.norm(y[there]) or 1.0))
+
+
+FARTHEST = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-4}
+"""The most that a Check's distance may be. One pass of TF32 is near 3e-4, and is not float32."""
+
+
+def checks() -> list[Check]:
+    """Every case of every op that a GPU has a form for, in 16 and in 32 bits where the case leaves that open.
+
+    The plain form of a beam step has a score for every item and beam: too much for the cases that are timed.
+    """
+    return [
+        Check(op, case, dtype)
+        for op in all_ops()
+        if "pallas" in op.timed or op.name == "constrained_topk"
+        for case in op.cases
+        if op.name != "constrained_topk" or "ci" in case.tags
+        for dtype in ([case.shape["dtype"]] if "dtype" in case.shape else ["bfloat16", "float32"])
+    ]
+
+
 def all_ops() -> list[OpCases]:
     """Every OpCases of every op's cases.py, by name."""
     ops = importlib.import_module("jgr.ops")
-    found = []
+    found: list[OpCases] = []
     for module in pkgutil.iter_modules(ops.__path__, "jgr.ops."):
         if module.ispkg:
             cases = importlib.import_module(f"{module.name}.cases")
-            found += [value for value in vars(cases).values() if isinstance(value, OpCases)]
+            own = [value for value in vars(cases).values() if isinstance(value, OpCases)]
+            found += [
+                op for op in own if all(op is not other for other in found)
+            ]  # another's may be imported
     return sorted(found, key=lambda op: op.name)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import harness
 from benchmarks import large_models as bench
 from benchmarks import large_models_world as world
 from benchmarks.large_models_world import Asked, Server, Taken, WrongAnswer
@@ -76,8 +77,8 @@ def test_variants_of_a_round_ask_for_the_same_history() -> None:
 
 
 def test_the_interval_of_a_median() -> None:
-    assert bench.interval_of_median(np.full(15, 1.5)) == (1.5, 1.5)
-    low, high = bench.interval_of_median(np.arange(1.0, 100.0))
+    assert harness.interval_of_median(np.full(15, 1.5)) == (1.5, 1.5)
+    low, high = harness.interval_of_median(np.arange(1.0, 100.0))
     assert 38 < low < 46 and 54 < high < 62
 
 

@@ -31,9 +31,10 @@ from jgr.models import (
     stu_scorer,
 )
 from jgr.models.costs import Cost
-from jgr.models.decoder import BeamKV, ContextKV, DecoderConfig
+from jgr.models.decoder import DecoderConfig
 from jgr.models.generator_costs import BeamStep, Decode, Level, Prefill
 from jgr.models.hstu import HstuConfig
+from jgr.models.kv import BeamKV, ContextKV
 from jgr.models.lazy_decoder import LazyConfig
 from jgr.models.lru_rec import LruRecConfig
 from jgr.models.sasrec import SasrecConfig

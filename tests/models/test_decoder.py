@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jgr.models import decoder, params
+from jgr.models.kv import BeamKV
 from jgr.models.rope import RopeScaling, rope, rope_frequencies
 
 BASE = dict(
@@ -40,7 +41,7 @@ def test_prefill_then_decode_equals_one_forward(family: str) -> None:
     lengths = np.array([7, 4], np.int32)
     chosen = rng.integers(0, 64, (2, steps, width)).astype(np.int32)
     context = prefill(w, cfg, start, lengths).context
-    beams = decoder.BeamKV()
+    beams = BeamKV()
     rows = np.broadcast_to(np.arange(width, dtype=np.int32), (2, 1, width))
     ancestors = np.zeros((2, 0, width), np.int32)
     paths = np.zeros((2, 0, width), np.int32)

@@ -14,10 +14,13 @@ import pytest
 
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
-from jgr.models import beam, decoder, generators, packed, params
-from jgr.models.decoder import CachedKV, DecoderConfig, DecoderParams, Prefill
-from jgr.models.generators import with_layers_apart
+from jgr.models import beam, decoder, generators, packed, params, quantize
+from jgr.models.decoder import DecoderConfig, DecoderParams, Family, Prefill
+from jgr.models.generators import with_layers_apart, with_layers_joined
+from jgr.models.kv import CachedKV
 from jgr.models.lazy_decoder import LazyConfig
+from jgr.models.params import layer_of
+from jgr.ops.quantized import Quantized
 from jgr.prompt.layouts import ITEM_PREFIX, Kind, Tokens
 from jgr.serving.decoders.caching import kv_cells
 
@@ -31,7 +34,9 @@ LAZY = LazyConfig(
     expert_mlp=16, dense_layers=1,
 )  # fmt: skip
 BATCH, COUNT = 2, 24
-HOLDINGS = pytest.mark.parametrize("held", [lambda w: w, with_layers_apart], ids=["stack", "apart"])
+HOLDINGS = pytest.mark.parametrize(
+    "held", [lambda w: w, with_layers_apart, with_layers_joined], ids=["stack", "apart", "joined"]
+)
 
 
 def prefill(weights: DecoderParams, cfg: DecoderConfig, tokens: Any, lengths: Any, **options: Any) -> Prefill:
@@ -105,21 +110,58 @@ SHORT = dataclasses.replace(LAZY, first_tokens=LAZY.first_tokens[:2], level_size
 
 
 @pytest.mark.parametrize("cfg", [dataclasses.replace(CFG, layers=3), SHORT], ids=["decoder", "lazy"])
-def test_layers_apart_search_and_rank_as_a_stack_does(cfg: DecoderConfig | LazyConfig) -> None:
+def test_layers_of_a_gpu_search_and_rank_as_a_stack_does(cfg: DecoderConfig | LazyConfig) -> None:
     weights = params.initialize(generators.generator(cfg).spec(cfg), jax.random.key(1))
     levels = tuple(np.arange(first, first + 12, dtype=np.int32) for first in SHORT.first_tokens)
     tree = PrefixTree.build(np.random.default_rng(2).integers(0, 12, (90, 2)).astype(np.int32))
     tokens, lengths = prompts()
     tokens, lengths, widths = tokens % 39, lengths // 2 * 2, np.full(BATCH, 6, np.int32)
     found, ranked = [], []
-    for held in (weights, with_layers_apart(weights)):
+    for held in (weights, with_layers_joined(weights)):
         tables = beam.catalog_tables(tree, levels, held)
         found.append(beam.recommend(held, tables, tokens, lengths, widths, cfg=cfg, width=6))
         ranked.append(beam.rank(held, tables, tokens, lengths, found[0].leaves, cfg=cfg))
+    np.testing.assert_allclose(ranked[0], found[0].scores, atol=1e-4)
     np.testing.assert_array_equal(found[0].leaves, found[1].leaves)
     np.testing.assert_allclose(found[0].scores, found[1].scores, atol=1e-5)
     np.testing.assert_allclose(ranked[0], ranked[1], atol=1e-5)
-    np.testing.assert_allclose(ranked[0], found[0].scores, atol=1e-4)
+
+
+def in_8_bits(stack: jax.Array) -> jax.Array | Quantized:
+    """A stack of matrices quantised; other weights as they are."""
+    if stack.ndim < 3:
+        return stack
+    each = [quantize.rounded(np.asarray(matrix), "int8") for matrix in stack]
+    return Quantized(*(jnp.stack([getattr(q, name) for q in each]) for name in ("values", "scale")))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_joined_layers_have_the_biases_and_the_factors_of_each(family: Family, kind: str) -> None:
+    """One layer, whose heads and values are taken as they are where a prompt is repaired."""
+    cfg = dataclasses.replace(CFG, family=family, layers=1)
+    weights = draw(cfg)
+    rng = np.random.default_rng(3)
+    drawn = {
+        name: jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+        for name in ("bq", "bk", "bv", "attention_norm", "mlp_norm")
+        if (x := getattr(weights.layers, name)) is not None
+    }
+    weights = dataclasses.replace(weights, layers=dataclasses.replace(weights.layers, **drawn))
+    if kind == "int8":
+        weights = dataclasses.replace(weights, layers=jax.tree.map(in_8_bits, weights.layers))
+    tokens, lengths = prompts()
+    want, got = (prefill(held, cfg, tokens, lengths) for held in (weights, with_layers_joined(weights)))
+    np.testing.assert_allclose(got.hidden[0], want.hidden[0], atol=1e-5)
+    h, turn = want.hidden, decoder.rotations(cfg, jnp.broadcast_to(jnp.arange(COUNT), (BATCH, COUNT)))
+    of_stack, of_joined = (
+        layer_of(held(weights).layers, 0) for held in (with_layers_apart, with_layers_joined)
+    )
+    for a, b in zip(*(decoder.heads_of(cfg, layer, h, turn) for layer in (of_stack, of_joined)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    for layer in (of_stack, of_joined):
+        found = decoder.values(cfg, layer, h[0])
+        np.testing.assert_allclose(found, a[0].reshape(COUNT, -1), atol=1e-5)
 
 
 def flops(call: Callable[..., Any], *arguments: Any) -> float:

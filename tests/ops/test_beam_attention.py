@@ -218,7 +218,7 @@ def test_impossible_tiles_are_refused(bad: dict[str, int]) -> None:
 
 def test_few_programs_share_a_prompt_and_many_do_not() -> None:
     one = Shape(batch=1, kv_heads=8, rows=256, tokens=1024, dim=128, itemsize=2)
-    assert choose_config(one) == Config(block_rows=64, block_tokens=64, splits=4, warps=4, stages=2)
+    assert choose_config(one) == Config(block_rows=64, block_tokens=64, splits=4, warps=4, stages=3)
     assert choose_config(one._replace(batch=8)).splits == 1
     assert choose_config(one._replace(tokens=64)).splits == 1
     for batch, rows, tokens, dim, itemsize in itertools.product(

@@ -115,6 +115,28 @@ def test_a_large_copy_is_found_by_what_the_compiled_program_moves() -> None:
     assert large_copies(APART) == []
 
 
+BESIDE = """HloModule jit_recommend
+
+%wrapped_concatenate (param_0: bf16[2048,6144], param_1: bf16[2048,6144]) -> bf16[2048,12288] {
+  %param_0 = bf16[2048,6144]{1,0} parameter(0)
+  %param_1 = bf16[2048,6144]{1,0} parameter(1)
+  ROOT %concatenate = bf16[2048,12288]{1,0} concatenate(%param_0, %param_1), dimensions={1}
+}
+
+ENTRY %main (gate: bf16[2048,6144], up: bf16[2048,6144]) -> bf16[2048,12288] {
+  %gate = bf16[2048,6144]{1,0} parameter(0)
+  %up = bf16[2048,6144]{1,0} parameter(1)
+  %made = bf16[2048,6144]{1,0} custom-call(%gate, %up), custom_call_target="kernel"
+  %beside = bf16[2048,12288]{1,0} fusion(%gate, %up), kind=kLoop, calls=%wrapped_concatenate
+  ROOT %of_what_is_made = bf16[2048,12288]{1,0} fusion(%made, %up), kind=kLoop, calls=%wrapped_concatenate
+}
+"""
+
+
+def test_weights_that_are_put_side_by_side_are_a_copy() -> None:
+    assert large_copies(BESIDE) == ["beside bf16[2048,12288]{1,0}"]
+
+
 SMALL = """HloModule jit_rank
 
 %gemm_fusion_dot.1_computation (parameter_0: bf16[8,1024], parameter_1: s8[1024,3072]) -> bf16[8,3072] {

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jgr.ops.pieces import Pieces, pieces_of
 from jgr.ops.segment_attention import pallas_triton as segments
-from jgr.ops.segment_attention.pallas_triton import Chunks, Tiles, choose_tiles, chunks, dot, fill, stacked
+from jgr.ops.segment_attention.pallas_triton import Tiles, choose_tiles, dot, fill, stacked
 from jgr.ops.segment_attention.visibility import (
     Arguments,
     Keys,
@@ -49,7 +50,7 @@ def supports(call: Arguments) -> str | None:
 class _Static(NamedTuple):
     """What the kernels know at trace time. query_fields, key_fields: the names of the stacked vectors."""
 
-    pieces: Chunks
+    pieces: Pieces
     scale: float
     tiles: Tiles
     query_fields: tuple[str, ...]
@@ -67,7 +68,7 @@ class _Static(NamedTuple):
         return visible(rows, columns)
 
 
-def _load(ref: Any, here: Any, pieces: Chunks) -> list[jax.Array]:
+def _load(ref: Any, here: Any, pieces: Pieces) -> list[jax.Array]:
     return [ref[here, pl.ds(*piece)] for piece in pieces]
 
 
@@ -159,7 +160,7 @@ def run(call: Arguments, tiles: Tiles | None = None, interpret: bool = False) ->
     queries, keys = pad_tokens(queries, tiles.queries), pad_tokens(source.keys, tiles.keys)
     query_fields, of_queries = stacked(queries)
     key_fields, of_keys = stacked(keys)
-    pieces = chunks(dim, 64 if q.dtype == jnp.float32 else 256)
+    pieces = pieces_of(dim, 64 if q.dtype == jnp.float32 else 256)
     scale = dim**-0.5 * math.log2(math.e)
     static = _Static(pieces, scale, tiles, query_fields, key_fields, interpret)
     rows, columns = q.shape[1], k.shape[2]

@@ -26,20 +26,14 @@ from jax.experimental.pallas import triton as plt
 
 from jgr.ops.beam_attention.arguments import Arguments
 from jgr.ops.beam_attention.config import Config, Shape, choose_config
+from jgr.ops.pieces import Pieces, pieces_of
 
 _NOTHING = -1e30  # a running maximum before the first score; finite, so that differences are never NaN
 _MAX_SLOTS = 8
 _MAX_ELEMENTS = 2**31 - 1  # the kernel's offsets are int32
 
-Chunks = tuple[tuple[int, int], ...]
 Running = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 """State of an online softmax: maximum [R], sum [R], and the weighted values of each piece of the head [R, size]."""
-
-
-def chunks(dim: int) -> Chunks:
-    """Cut a head into (start, size) pieces. Sizes in the kernel must be powers of two, so 96 is 64 + 32."""
-    sizes = [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
-    return tuple((sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
 def supports(call: Arguments) -> str | None:
@@ -76,8 +70,8 @@ class _Static(NamedTuple):
         return self.heads // self.kv_heads
 
     @property
-    def pieces(self) -> Chunks:
-        return chunks(self.dim)
+    def pieces(self) -> Pieces:
+        return pieces_of(self.dim)
 
     @property
     def scale(self) -> float:
@@ -186,7 +180,7 @@ def _shared_stage(
     )
 
 
-def _empty(block_rows: int, pieces: Chunks) -> Running:
+def _empty(block_rows: int, pieces: Pieces) -> Running:
     return (
         jnp.full((block_rows,), _NOTHING, jnp.float32),
         jnp.zeros((block_rows,), jnp.float32),
@@ -194,7 +188,7 @@ def _empty(block_rows: int, pieces: Chunks) -> Running:
     )
 
 
-def _store(out_ref: Any, rows: _Rows, running: Running, alive: jax.Array, pieces: Chunks) -> None:
+def _store(out_ref: Any, rows: _Rows, running: Running, alive: jax.Array, pieces: Pieces) -> None:
     _, total, out = running
     for o, piece in zip(out, pieces, strict=True):
         value = jnp.where(alive[:, None], o / total[:, None], 0.0)
@@ -286,6 +280,8 @@ def run(call: Arguments, config: Config | None = None, interpret: bool = False) 
         missing = ((0, 0), (0, 0), (0, config.block_tokens - tokens), (0, 0))
         lengths, tokens = jnp.minimum(lengths, tokens), config.block_tokens
         context_k, context_v = jnp.pad(context_k, missing), jnp.pad(context_v, missing)
+    # As a prompt's layers leave them, so that there is nothing to transpose.
+    context_k, context_v = (x.swapaxes(1, 2) for x in (context_k, context_v))
     static = _Static(width, heads, kv_heads, dim, config, interpret)
     if ancestors is None:
         ancestors = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, slots, width))
@@ -297,7 +293,7 @@ def run(call: Arguments, config: Config | None = None, interpret: bool = False) 
 
     whole = pl.BlockSpec()
     queries = pl.BlockSpec((None, width * heads, dim), lambda r, h, b: (b, 0, 0))
-    prompt = pl.BlockSpec((None, None, tokens, dim), lambda r, h, b: (b, h // config.splits, 0, 0))
+    prompt = pl.BlockSpec((None, tokens, None, dim), lambda r, h, b: (b, 0, h // config.splits, 0))
     own = pl.BlockSpec((None, slots * width * kv_heads, dim), lambda r, h, b: (b, 0, 0))
     table = pl.BlockSpec((None, slots, width), lambda r, h, b: (b, 0, 0))
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)

@@ -23,11 +23,10 @@ from jax.experimental.pallas import triton as plt
 
 from jgr.ops.biased_attention import pallas_rows
 from jgr.ops.biased_attention.bias import Activation, Places, Problem, bucket, entry
+from jgr.ops.pieces import Pieces, pieces_of
 from jgr.ops.segment_attention.pallas_triton import (
-    Chunks,
     Tiles,
     causal_lists,
-    chunks,
     dot,
     fill,
     lists,
@@ -77,8 +76,8 @@ class _Static(NamedTuple):
 
     activation: Activation
     divisor: float
-    qk_pieces: Chunks
-    v_pieces: Chunks
+    qk_pieces: Pieces
+    v_pieces: Pieces
     tiles: Tiles
     query_fields: tuple[str, ...]
     key_fields: tuple[str, ...]
@@ -267,8 +266,8 @@ def run(problem: Problem, tiles: Tiles | None = None, interpret: bool = False) -
     static = _Static(
         problem.activation,
         problem.divisor,
-        chunks(dim, most),
-        chunks(v_dim, most),
+        pieces_of(dim, most),
+        pieces_of(v_dim, most),
         tiles,
         query_fields,
         key_fields,

@@ -9,14 +9,15 @@ from typing import Any
 import jax
 
 from jgr.ops import split
-from jgr.ops.dispatch import Implementation, dispatch, kernel, on_cpu
-from jgr.ops.segment_attention import native, pallas_triton, reference, xla
+from jgr.ops.dispatch import GPU, Implementation, dispatch, kernel, on_cpu
+from jgr.ops.segment_attention import cudnn, native, pallas_triton, reference, xla
 from jgr.ops.segment_attention.visibility import Arguments, Causal, Context
 from jgr.prompt.layouts import CAUSAL, Layout, Tokens
 
 __all__ = ["IMPLEMENTATIONS", "Arguments", "Causal", "Context", "segment_attention"]
 
 IMPLEMENTATIONS = (
+    Implementation("cudnn", cudnn.segment_attention, cudnn.supports, GPU, is_kernel=True),
     *kernel(pallas_triton.segment_attention, pallas_triton.interpreted, pallas_triton.supports),
     on_cpu(native.segment_attention, native.supports),
     Implementation("xla", xla.segment_attention),
@@ -55,7 +56,8 @@ def segment_attention(
         window: [B, T] int32; a query sees only keys whose order is at least its own order minus its window.
 
     Returns:
-        [B, T, H, d] in q's dtype; 0 for padding and for queries that see nothing.
+        [B, T, H, d] in q's dtype; 0 for queries that see nothing, and for padding, save that padding after a plain
+        causal prompt may get anything.
     """
 
     def run(call: Arguments) -> jax.Array:

@@ -21,7 +21,8 @@ from jgr.library.embeddings import TokenEmbeddings
 from jgr.library.folder import LibraryFolder, identity
 from jgr.library.prototypes import Prototypes
 from jgr.models import checkpoint
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.kv import ContextKV
 from jgr.models.model_files import ModelFiles
 from jgr.models.packed import KVCells
 from jgr.models.quantize import versioned

@@ -110,7 +110,7 @@ def _load_model(folder: Path, config: Config, devices: Devices, kinds: Sequence[
 
     def read() -> tuple[GeneratorConfig, GeneratorParams]:
         cfg, params = checkpoint.load(folder, dtype, files, devices, kind)
-        return cfg, laid_out(params)
+        return cfg, laid_out(params, devices.count)
 
     weights = once(files, ("generator", dtype, kind, devices), read)
     path = folder / "tokenizer.json"

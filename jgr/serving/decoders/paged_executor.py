@@ -25,7 +25,9 @@ from jgr.cache.host import HostTier
 from jgr.cache.pool import DevicePool, PoolLost
 from jgr.models import packed, packed_lists, packed_recommend
 from jgr.models.beam import Beams, CatalogTables, Filters, Normalize
-from jgr.models.decoder import ContextKV, DecoderConfig, DecoderParams
+from jgr.models.decoder import DecoderConfig, DecoderParams
+from jgr.models.generators import compiler_options
+from jgr.models.kv import ContextKV
 from jgr.models.packed import ChosenBy, KVCells
 from jgr.ops import split
 from jgr.prompt.layouts import USER_PREFIX
@@ -121,16 +123,18 @@ class PagedExecutor(ProfilePrograms):
         """The program of a profile. levels: the one that gives the search's levels too (recommend)."""
         staged = self._staged.setdefault(profile, StagedInputs(self._blank(profile), self._devices))
         given = staged.example, self._params, self.pool.example
+        options = compiler_options(self._params)
         if profile.kind == "rank":
             decided: tuple[Any, ...] = ()
             of_lists = profile.batch if self._lists else 0
             if self._decides:
-                deciding = compiled(_decide, *given[:2], inputs=staged.layout, cfg=self._cfg)
+                deciding = compiled(_decide, *given[:2], options=options, inputs=staged.layout, cfg=self._cfg)
                 self._deciding[profile], decided = deciding, (self._decided(profile),)
             return compiled(
                 _rank,
                 *given,
                 *decided,
+                options=options,
                 inputs=staged.layout,
                 cfg=self._cfg,
                 kv=self.kv,
@@ -141,6 +145,7 @@ class PagedExecutor(ProfilePrograms):
             _recommend,
             *given,
             *self._over_catalog(profile, []),
+            options=options,
             inputs=staged.layout,
             cfg=self._cfg,
             kv=self.kv,

@@ -27,7 +27,7 @@ from jgr.catalog.item_filters import NO_FILTER
 from jgr.models import beam
 from jgr.models.beam import CatalogTables, Filters, Normalize
 from jgr.models.devices import ONE, Devices
-from jgr.models.generators import GeneratorConfig, GeneratorParams
+from jgr.models.generators import GeneratorConfig, GeneratorParams, compiler_options
 from jgr.models.quantize import kind_of
 from jgr.models.words import WORD
 from jgr.ops import split
@@ -253,11 +253,13 @@ class RowExecutor(ProfilePrograms):
         """
         staged = self._staged.setdefault(profile, StagedInputs(_blank(profile), self._devices))
         given = staged.example, self._params, self._tables
+        options = compiler_options(self._params)
         if profile.kind == "recommend":
             return compiled(
                 _recommend,
                 *given,
                 self._lay_out(profile, []),
+                options=options,
                 inputs=staged.layout,
                 cfg=self._cfg,
                 width=profile.width,
@@ -265,7 +267,14 @@ class RowExecutor(ProfilePrograms):
                 approximate=self._approximate,
                 levels=levels,
             )
-        return compiled(_rank, *given, inputs=staged.layout, cfg=self._cfg, normalize=self._normalize)
+        return compiled(
+            _rank,
+            *given,
+            options=options,
+            inputs=staged.layout,
+            cfg=self._cfg,
+            normalize=self._normalize,
+        )
 
     def run(self, profile: Profile, works: Sequence[Work]) -> list[Outcome]:
         """One outcome per work, in order: `launch`, and then `collect`."""

@@ -56,12 +56,14 @@ def compiled(
     key: Hashable = None,
     donate: tuple[int, ...] = (),
     keep_unused: bool = False,
+    options: Mapping[str, bool] | None = None,
     **static: Hashable,
 ) -> jax.stages.Compiled:
     """The program of function(*arguments, **static), which takes the arguments alone.
 
     It is compiled unless somebody has one of equal shapes, dtypes, placements and static arguments. key: what the
-    program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit. Where
+    program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit. options:
+    XLA's; programs of equal arguments have the same. Where
     arguments stand on the devices of a mesh, these share the program (jgr.ops.split).
     """
     leaves, tree = jax.tree.flatten(arguments)
@@ -80,7 +82,7 @@ def compiled(
         fresh = partial(inspect.unwrap(function), **static)  # JAX forgets what it made of it when it is gone
         with _shared_by(leaves):
             lowered = jax.jit(fresh, donate_argnums=donate, keep_unused=keep_unused).lower(*arguments)
-        program = _programs[whole] = lowered.compile()
+        program = _programs[whole] = lowered.compile(dict(options) if options else None)
         _thread.compiled = getattr(_thread, "compiled", 0) + 1
     return program
 

@@ -22,6 +22,7 @@ from jgr.cache.pool import DevicePool, PoolLost
 from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
 from jgr.models import beam, decoder, packed, packed_recommend, params
+from jgr.models.kv import ContextKV
 from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.caching import kv_cells, kv_room
@@ -472,7 +473,7 @@ def test_no_program_copies_the_pool() -> None:
         assert abs(large.temp_size_in_bytes - small.temp_size_in_bytes) < server.pool.page_bytes
     new = jax.ShapeDtypeStruct((CFG.layers, 1, CFG.kv_heads, 24, CFG.head_dim), np.float32)
     slots = jax.ShapeDtypeStruct((24, 1), np.int32)
-    write = packed.write.lower(pool, decoder.ContextKV(new, new), slots, kv=server.kv).compile()
+    write = packed.write.lower(pool, ContextKV(new, new), slots, kv=server.kv).compile()
     analysis: Any = write.memory_analysis()
     assert analysis.alias_size_in_bytes == 100_000 * server.pool.page_bytes
     assert analysis.temp_size_in_bytes < 10 * 24 * TOKEN_BYTES
