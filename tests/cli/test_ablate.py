@@ -32,11 +32,15 @@ class FakeEngine:
     interrupted = False
     top_k = 0
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.asked, self.closed = config, 0, False
+    def __init__(self, config: Config, kinds: list[str]) -> None:
+        self.config, self.kinds, self.asked, self.closed = config, kinds, 0, False
         FakeEngine.made.append(self)
 
     def rank(self, history: Any, candidates: Any, user_id: Any, layout: Any = None) -> Any:
+        assert self.kinds == ["rank"], "an engine is made for what it is asked, and for nothing else"
+        return self._answers(history, candidates, layout)
+
+    def _answers(self, history: Any, candidates: Any, layout: Any = None) -> Any:
         if FakeEngine.interrupted and len(FakeEngine.made) == 3:
             raise KeyboardInterrupt
         if layout is not None:
@@ -46,8 +50,9 @@ class FakeEngine:
         return [self._answer(one, of, first) for one, of in zip(history, candidates, strict=True)]
 
     def recommend(self, history: Any, user_id: Any, top_k: int) -> Any:
+        assert self.kinds == ["recommend"]
         FakeEngine.top_k = top_k
-        return self.rank(history, [["a"]] * len(history), user_id)
+        return self._answers(history, [["a"]] * len(history))
 
     def _answer(self, history: list[str], candidates: list[str], layout: Any) -> Answer:
         shift = FakeEngine.wrong if self.config.cache.policy == "item" else 0.0
