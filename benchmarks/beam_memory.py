@@ -5,8 +5,8 @@ Nothing runs: the whole program, with weights as `jgr serve` holds them on a GPU
 tools/compile_gpu.py does with the CUDA plugin and no GPU. (A CPU's program would tell nothing: there XLA computes
 bfloat16 in float32 and copies the weights.) The compiler's buffer assignment says where each value lies. All places of
 values that have the shape of the keys or values of a prompt in one layer must together be as large as the formula says,
-to the byte. So the prompt is stored once, whatever the beam width. Those of the beams are told, but no more: of the last
-step's slot one layer lives at a time, in places that other values had before.
+to the byte. So the prompt is stored once, whatever the beam width. Those of the beams are told, but no more: of the
+last step's slot one layer lives at a time, in places that other values had before.
 
     prompt KV = 2 x layers x KV heads x head size x 2 bytes x tokens
     beam KV   = the same x beam width x (phases - 2)

@@ -10,7 +10,7 @@ from benchmarks import work
 from benchmarks.beam_memory import Value
 from jgr.models import decoder, params
 
-# As XLA dumps it: keys and values of a prompt's two layers, one of which two parts of the program name, and of 512 beams.
+# As XLA dumps it: a layer's keys and values of a prompt, which two parts of the program name, and of 512 beams.
 DUMP = """BufferAssignment:
 allocation 11: size 9216, parameter 11, shape |bf16[36,128]| at ShapeIndex {}:
  value: <4507 params_layers_k_norm.1 @0> (size=9216,offset=0): bf16[36,128]{1,0}
