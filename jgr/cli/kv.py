@@ -122,7 +122,7 @@ async def build(config: Config, out: Path) -> dict[str, int]:
             "jgr kv build: the model keeps no items: it takes rank.method=item_token or item_probe, and cache.policy="
             f"{' or '.join(KEEP_ITEMS)}"
         )
-    engine = load_any(_alone(config))
+    engine = load_any(_alone(config), kinds=["rank"])
     if not isinstance(engine.served, ServedDecoder):
         raise UserError("jgr kv build: a scorer keeps no items")
     with console.progress_bar("compiling") as show:

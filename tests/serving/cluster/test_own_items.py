@@ -44,7 +44,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def alone(world: World) -> Iterator[dict[str, Any]]:
     """The answer of a server without the folder."""
-    server = Served(world.config)
+    server = Served(world.config, ["rank"])
     answer = server.rank("u", HISTORY, ROWS)
     server.stop()
     assert answer["usage"]["cached_tokens"] == 0
@@ -53,7 +53,7 @@ def alone(world: World) -> Iterator[dict[str, Any]]:
 
 def first_answer(config: Config, break_it: Any = lambda: None) -> tuple[dict[str, Any], list[float]]:
     """What a server that was never asked before answers, and how many candidates were fetched and computed."""
-    server = Served(config)
+    server = Served(config, ["rank"])
     try:
         read_kv(server._listener.models, config)  # as jgr serve does
         break_it()

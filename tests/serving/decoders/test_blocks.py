@@ -303,7 +303,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "cache.repair_by=attention",
         "cache.max_drift=0.04",
     )
-    server = Served(make_config(tmp_path_factory.mktemp("model"), *settings))
+    server = Served(make_config(tmp_path_factory.mktemp("model"), *settings), ["rank"])
     yield server
     server.stop()
 
@@ -422,7 +422,7 @@ def test_a_budget_beyond_all_and_nothing_is_refused(served: Served, budget: obje
 
 
 def test_a_budget_needs_a_server_that_reuses_what_stands_anywhere(tmp_path: Path) -> None:
-    server = Served(make_config(tmp_path, "cache.policy=item", "cache.repair_share=0.5"))
+    server = Served(make_config(tmp_path, "cache.policy=item", "cache.repair_share=0.5"), ["rank"])
     try:
         reply = server.call("/v1/rank", {"history": ids(1), "candidates": ids(2), "reuse_budget": 0.5})
         assert (reply.status, reply.json["error"]["field"]) == (422, "reuse_budget")

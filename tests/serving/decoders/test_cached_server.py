@@ -77,8 +77,8 @@ def make_config(folder: Path, *settings: str) -> Config:
 class Served:
     """A server over an engine, in a thread of this process."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.engine = config, load_engine(config)
+    def __init__(self, config: Config, kinds: Sequence[jobs.Kind] = jobs.KINDS) -> None:
+        self.config, self.engine = config, load_engine(config, kinds=kinds)
         ready = threading.Event()
         self._listener = Listener(self.engine, config, on_ready=lambda url: ready.set())
         self.port = int(self._listener.url.rpartition(":")[2])

@@ -26,7 +26,7 @@ HISTORY, ROWS = list(range(12)), [20, 21, 3, 22]
 @pytest.fixture(scope="module", params=METHODS)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = (f"rank.method={request.param}", *METHODS[request.param])
-    server = Served(make_config(tmp_path_factory.mktemp("model"), *settings))
+    server = Served(make_config(tmp_path_factory.mktemp("model"), *settings), ["rank"])
     server.method, server.tokenizer = request.param, _tokenizer(server)  # type: ignore[attr-defined]
     yield server
     server.stop()
@@ -114,7 +114,7 @@ def test_a_text_beyond_the_models_positions_is_refused(tmp_path_factory: pytest.
     config = make_config(
         tmp_path_factory.mktemp("model"), "rank.item=<sid><sid><sid>{sid}", "rank.tokens=128"
     )
-    server = Served(config)
+    server = Served(config, ["rank"])
     try:
         body = {"history": ids(*HISTORY), "candidates": ids(*range(14, 28))}
         assert server.call("/v1/rank", body).status == 200

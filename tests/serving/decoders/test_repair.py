@@ -250,7 +250,7 @@ def test_what_it_costs() -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(make_config(tmp_path_factory.mktemp("model"), "cache.repair_tokens=1"))
+    server = Served(make_config(tmp_path_factory.mktemp("model"), "cache.repair_tokens=1"), ["rank"])
     yield server
     server.stop()
 
