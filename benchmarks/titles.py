@@ -192,7 +192,7 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Time of attention with all beams in one masked sequence, over jgr's; {beams} beams, {tokens} tokens",
     ),
     (
-        r"(prompt-)?kv-bytes-beside-the-formula",
+        r"prompt-kv-bytes-beside-the-formula",
         "Bytes of keys and values that differ from the formula, in a compiled 4B generator",
     ),
     (r"memory-unexplained", "Largest share of a compiled 4B generator's device memory that nothing explains"),
