@@ -115,8 +115,8 @@ def program(cfg: DecoderConfig, tokens: int, width: int) -> Program:
 def make_row(cfg: DecoderConfig, tokens: int, width: int, analysis: Any, values: Sequence[Value]) -> Row:
     """One point's row. analysis: the program's memory analysis."""
     arrays = [v for v in values if not v.type.startswith("(")]  # a tuple is a table of addresses
-    # What a kernel gives first or alone, queries and what attention gives, is as large as a prompt's keys where there are
-    # as many beams times heads as tokens times key heads.
+    # What a kernel gives first or alone, queries and what attention gives, is as large as a prompt's keys where beams
+    # times heads are as many as tokens times key heads.
     stored = [v for v in arrays if not re.fullmatch(r"pallas_call[.\d]*(\{0\})?", v.name)]
     prompt, beams = (
         [v for v in stored if v.type == f"bf16[1,{count * cfg.kv_heads},{cfg.head_dim}]"]
