@@ -18,7 +18,8 @@ QUIET = Quiet(1.0, sample=lambda: CpuTimes(0.0, 0.0, 0.0), sleep=lambda seconds:
 
 
 def test_a_few_cases_are_compared_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "THREADS", 1)  # two that compile alike read what the other has half written to the cache
+    # Two that compile alike read what the other has half written to the cache.
+    monkeypatch.setattr(bench, "THREADS", 1)
     monkeypatch.setattr(roofline, "rates", lambda on_gpu: Work(1e12, 1e11))
     monkeypatch.setattr(roofline, "seconds_per_call", lambda run, least: 1e-3)
     measured = bench.measure(True, QUIET)
