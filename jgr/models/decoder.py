@@ -101,9 +101,7 @@ class LayerParams:
 @dataclass(frozen=True)
 class DecoderParams:
     embed: Any  # [V, D]: a row for each token
-    layers: (
-        Any  # LayerParams; or a tuple of one, or of a JoinedLayer, for each layer: leaves have no layer axis
-    )
+    layers: Any  # LayerParams; or for each layer one without the layer axis, or a JoinedLayer
     norm: Any  # [D]: scale of the last norm
     head: Any = None  # [V, D]: output rows; None where they are those of embed
 
@@ -338,11 +336,8 @@ def prefill(
                 return q, k, v
         if isinstance(layer, JoinedLayer):
             q, k, v = heads_of(cfg, layer, h, (cos, sin))
-            return (
-                asked(q),
-                k.swapaxes(1, 2),
-                v.swapaxes(1, 2),
-            )  # an attention that wants them so turns them back
+            # An attention that wants them token by token turns them back, and nothing is moved.
+            return asked(q), k.swapaxes(1, 2), v.swapaxes(1, 2)
         x = rms_norm(h, layer.attention_norm, cfg.norm_eps)
         if native is None:
             k, v = (y.transpose(0, 2, 1, 3) for y in _keys_values(cfg, layer, x, cos, sin))

@@ -2,7 +2,7 @@
 """A decoder's layer as a GPU computes it fastest: few large products, and one kernel for what stands between two.
 
 XLA for GPUs multiplies the matrices that have a factor in common at once, but to do so it copies them side by side in
-every call; here they stand so. A search over a Qwen3-1.7B then copies 3.7 GB less a pass.
+every call; here they stand so. A pass over a Qwen3-1.7B then reads and writes 3.7 GB less.
 
 Letters: B batch, T tokens, D hidden, H heads, K key/value heads, d head size, F mlp.
 """

@@ -63,8 +63,8 @@ def compiled(
 
     It is compiled unless somebody has one of equal shapes, dtypes, placements and static arguments. key: what the
     program depends on besides these, where that is more than the function. donate, keep_unused: see jax.jit. options:
-    XLA's; programs of equal arguments have the same. Where
-    arguments stand on the devices of a mesh, these share the program (jgr.ops.split).
+    XLA's; programs of equal arguments have the same. Where arguments stand on the devices of a mesh, these share the
+    program (jgr.ops.split).
     """
     leaves, tree = jax.tree.flatten(arguments)
     shapes = tuple((x.shape, np.dtype(x.dtype), getattr(x, "sharding", None)) for x in leaves)
