@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jgr.ablation.counts import COUNTS
 from jgr.ablation.measure import TOLERANCE, Difference, Found, Times
 from jgr.ablation.mechanisms import SYSTEMS
 from jgr.ablation.system import ALL, NONE, Mechanism, System, variants
+from jgr.evaluation.tables import Rows, aligned, parts
 
 WIDTH = 110
 
 
-def lines(found: Found) -> list[str]:
-    """The tables for people: counts, answers and times of every variant."""
+def lines(found: Found, width: int | None = None) -> list[str]:
+    """The tables for people: counts, answers and times of every variant. width: of a terminal; see tables.parts."""
     system = found.system
     told = f"{found.requests} requests to each of {len(found.runs)} variants, in turns"
     rows = [["variant", *system.counts]]
     rows += [[run.variant.name, *(f"{run.counts[name]:,}" for name in system.counts)] for run in found.runs]
-    shown = [system.title, f"{told}. What each did:", "", *_columns(rows), ""]
+    shown = [system.title, f"{told}. What each did:", "", *_tables(rows, width)]
     shown += [f"{name}: {COUNTS[name].what}" for name in system.counts]
     rows = [
         ["variant", "answers, beside those with all off", "time of a request (95 %)", "over all on (95 %)"]
@@ -30,7 +31,7 @@ def lines(found: Found) -> list[str]:
         name = run.variant.name
         times = None if found.times is None else found.times[name]
         rows.append([name, verdict(found.differences[name], system), *_times(times)])
-    shown += ["", *_columns(rows, right=False), ""]
+    shown += ["", *_tables(rows, width, right=False)]
     shown += [
         f"{run.variant.name} may differ: {run.variant.differs}" for run in found.runs if run.variant.differs
     ]
@@ -70,16 +71,11 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _columns(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
-    """Rows of cells as lines; cells after the first stand right where they are numbers."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if at and right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def _tables(rows: Rows, width: int | None, right: bool = True) -> Iterator[str]:
+    """Rows of cells as lines, with an empty one behind each part; numbers stand right."""
+    for part in parts(rows, width):
+        yield from aligned(part, right)
+        yield ""
 
 
 def to_json(found: Found, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,23 +128,29 @@ def answers(mechanism: Mechanism) -> str:
     return f"may differ: {mechanism.differs}" if mechanism.differs else "the same"
 
 
-def listing(systems: Iterable[System] = tuple(SYSTEMS.values())) -> list[str]:
-    """The table of mechanisms for a terminal."""
+def listing(systems: Iterable[System] = tuple(SYSTEMS.values()), width: int = WIDTH) -> list[str]:
+    """The table of mechanisms for a terminal whose lines have so many characters."""
     shown: list[str] = []
     for system in systems:
-        shown += [f"{system.name}: {system.title}", ""]
+        shown += [*textwrap.wrap(f"{system.name}: {system.title}", width), ""]
         for name, settings in ((ALL, system.on), (NONE, system.off)):
             shown += textwrap.wrap(
-                f"{name}: {' '.join(settings)}", WIDTH, initial_indent="  ", subsequent_indent="    "
+                f"{name}: {' '.join(settings)}", width, initial_indent="  ", subsequent_indent="    "
             )
         shown.append("")
         for one in system.mechanisms:
             verb = "with" if one.added else "without"
-            shown.append(f"  {', '.join(one.numbers)}: {verb} {one.name}: {switch(one)}")
-            shown += textwrap.wrap(f"{one.what}. Answers: {answers(one)}.", WIDTH - 6, **_INDENT)
+            shown += textwrap.wrap(
+                f"{', '.join(one.numbers)}: {verb} {one.name}: {switch(one)}",
+                width,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+            )
+            shown += textwrap.wrap(f"{one.what}. Answers: {answers(one)}.", width, **_INDENT)
         for fixed in system.fixed:
             shown.append(f"  {', '.join(fixed.numbers)}: no switch")
-            shown += textwrap.wrap(f"{fixed.what}: {fixed.instead}.", WIDTH - 6, **_INDENT)
+            shown += textwrap.wrap(f"{fixed.what}: {fixed.instead}.", width, **_INDENT)
         shown.append("")
     return shown[:-1]
 
@@ -183,10 +185,10 @@ def markdown(systems: Iterable[System] = tuple(SYSTEMS.values())) -> str:
     return "\n\n".join(["", *parts, ""])
 
 
-def _code(settings: Sequence[str]) -> str:
+def _code(settings: Iterable[str]) -> str:
     return "<br>".join(f"`{setting}`" for setting in settings)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Rows) -> str:
     shown = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([shown[0], "|---" * len(rows[0]) + "|", *shown[1:]])

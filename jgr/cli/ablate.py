@@ -63,10 +63,11 @@ def main(argv: Sequence[str]) -> int:
 
     values = flags.FLAGS
     if values.list:
-        from jgr.ablation.report import listing
+        from jgr.ablation.report import WIDTH, listing
 
         console.refuse_arguments(argv[1:])
-        print("\n".join(listing([find(argv[0])] if argv else SYSTEMS.values())))
+        width = min(WIDTH, console.terminal_width() or WIDTH)
+        print("\n".join(listing([find(argv[0])] if argv else SYSTEMS.values(), width)))
         return 0
     if not argv:
         raise UserError(f"name what to take apart: jgr ablate {'|'.join(SYSTEMS)}; --list says what each has")
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         found = _run(system, every, assignments, values, Path(folder))
     from jgr.ablation import report
 
-    print("\n".join(report.lines(found)))
+    print("\n".join(report.lines(found, console.terminal_width())))
     if values.out:
         _write(found, values)
     if values.plot:

@@ -270,13 +270,15 @@ def _mix(values: flags.FlagValues, config: Config) -> Mix:
     import numpy as np
 
     from jgr.catalog.catalog import load_catalog
+    from jgr.models.manifest import own_catalog
 
     classes = _classes(values)
     if not (config.catalog.path or config.model.path):
         raise UserError(
             "say where item ids come from: a model folder, --set catalog.path=catalog.jsonl, or give a --trace"
         )
-    catalog = load_catalog(config.catalog.path or Path(config.model.path) / "catalog.jsonl")
+    path = config.catalog.path
+    catalog = load_catalog(path) if path else own_catalog(Path(config.model.path))
     return make_mix(classes, catalog.item_ids, np.random.default_rng(values.seed))
 
 

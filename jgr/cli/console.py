@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,6 +100,11 @@ def print_json(document: Any) -> None:
         print(json.dumps(document))
     else:
         print("--json prints the whole result")
+
+
+def terminal_width() -> int | None:
+    """Characters in a line of the terminal that stdout is; None where it is none, and lines may have any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def define_ca_file() -> None:

@@ -7,6 +7,7 @@ On a terminal the server stays up until Ctrl-C; otherwise it is stopped at the e
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -44,13 +45,11 @@ def main(argv: Sequence[str]) -> int:
     from jgr.data.datasets import Dataset
     from jgr.data.interactions import leave_one_out
     from jgr.data.shop import make_shop
-    from jgr.serving.http.ports import bind
+    from jgr.serving.http.ports import hold_ports
     from jgr.training.generator import train_generator
     from jgr.training.run import make_way
 
-    bind(
-        config.server.host, config.server.port
-    ).close()  # fail now if the port is taken, not after the training
+    held = hold_ports(config.server)  # fail now if the port is taken, not after the training
     shop = make_shop()
     dataset = Dataset(shop.catalog, leave_one_out(shop.sequences, shop.names))
     print(f"The shop: {shop.catalog.n_items} items, {len(shop.names)} users.", flush=True)
@@ -61,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         folder = train_generator(config, dataset, bar)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
     print(f"Serving {folder} ...", flush=True)
-    with _server(config) as (url, stopped):
+    with _server(config, held) as (url, stopped):
         _show(url, config, shop, dataset)
         stay = sys.stdout.isatty() if flags.FLAGS.stay is None else flags.FLAGS.stay
         print(f"\nThe server: {url} (a page to look at: {url}/ui, its API: {url}/docs)", flush=True)
@@ -74,14 +73,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _server(config: Config) -> Iterator[tuple[str, threading.Event]]:
-    """Run a server in a thread. Yields its URL, and an event that is set when it has stopped."""
+def _server(config: Config, held: socket.socket) -> Iterator[tuple[str, threading.Event]]:
+    """Run a server in a thread. Yields its URL, and an event that is set when it has stopped. held: see Listener."""
     from jgr.serving.decoders.loading import load_engine
     from jgr.serving.http.listener import Listener
 
     served, stopped = threading.Event(), threading.Event()
     with console.progress_bar("compiling") as bar:
-        listener = Listener(load_engine(config), config, on_progress=bar, on_ready=lambda url: served.set())
+        listener = Listener(
+            load_engine(config), config, on_progress=bar, on_ready=lambda url: served.set(), held=held
+        )
 
         def run() -> None:
             listener.serve_until_stopped()

@@ -245,7 +245,8 @@ def _table(
             "depth": options.fuse_depth,
             "differences": asdict(compare(only, examples, options.ks, model=fusion, **drawn))["differences"],
         }
-    lines = [f"{convention(options.exclude_history)}:", format_comparison(compared, options.ks, model)]
+    table = format_comparison(compared, options.ks, model, console.terminal_width())
+    lines = [f"{convention(options.exclude_history)}:", table]
     return [*lines, *counts], {**found, **asdict(compared)}
 
 

@@ -15,6 +15,7 @@ import difflib
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -51,6 +52,12 @@ COMMANDS = {
 
 NO_FILE_OF_OURS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.ENOSPC)
 """What is wrong with a file that a user named, and never a defect of jgr."""
+NO_VALUES = (
+    (r"invalid literal for int\(\) .*", "must be an integer"),
+    (r"could not convert string to float: .*", "must be a number"),
+    (r"\('Non-boolean argument .*", "must be true or false"),
+)
+"""Python's words for a flag's value that is none of its type, with ours."""
 
 
 class Command(Protocol):
@@ -72,7 +79,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (UserError, flags.Error) as e:
-        print("jgr:", console.told_of_environment(" ".join(str(e).split())), file=sys.stderr)
+        print("jgr:", console.told_of_environment(" ".join(told(e).split())), file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:
         advice = extras.advice(e)
@@ -116,6 +123,15 @@ def _run(arguments: list[str]) -> int:
     _, *positional = flags.FLAGS([f"jgr {name}", *rest])
     console.set_up_logging(flags.FLAGS.log_format, flags.FLAGS.log_level)
     return command.main(positional) or 0
+
+
+def told(error: Exception) -> str:
+    """What is wrong; of a flag's value in words where absl has Python's."""
+    said = str(error)
+    if isinstance(error, flags.IllegalFlagValueError):
+        for of_python, words in NO_VALUES:
+            said = re.sub(of_python, words, said)
+    return said
 
 
 def _load(name: str) -> Command:

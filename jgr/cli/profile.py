@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         wall_s, programs = asyncio.run(_trace(config, requests, values.concurrency, Path(folder)))
         events = profiling.read_events(Path(folder))
     summary = profiling.summarize(events, list(map(profiling.read_program, programs)), wall_s * 1e9)
-    print(_table(summary, len(requests), values.top))
+    # What does not fit into a line of a terminal is the end of an operation's source.
+    print("\n".join(line[: console.terminal_width()] for line in _table(summary, len(requests), values.top)))
     console.print_json(_report(summary, len(requests), values.concurrency, values.top))
     return 0
 
@@ -207,7 +208,7 @@ async def _trace(
     return wall_s, executor.program_texts()
 
 
-def _table(summary: Summary, requests: int, top: int) -> str:
+def _table(summary: Summary, requests: int, top: int) -> list[str]:
     total = sum(summary.stage_ns.values())
 
     def cells(ns: float) -> str:
@@ -225,7 +226,7 @@ def _table(summary: Summary, requests: int, top: int) -> str:
     for op in summary.operations[:top]:
         source = "/".join(op.source.split("/")[-3:])
         lines.append(f"{op.name[:35]:<36}{op.stage:<20}{op.calls:>7} {cells(op.total_ns)}  {source}")
-    return "\n".join(lines)
+    return lines
 
 
 def _report(summary: Summary, requests: int, concurrency: int, top: int) -> dict[str, Any]:

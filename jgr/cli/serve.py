@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
+from jgr.config import Config, UserError
 
 if TYPE_CHECKING:
     from jgr.serving.versions.sources import Loaded
@@ -50,7 +52,7 @@ def define_flags() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    from jgr.serving.http.ports import check_ports
+    from jgr.serving.http.ports import hold_ports
     from jgr.serving.versions.sources import configurations, load_all
 
     given = {
@@ -61,9 +63,11 @@ def main(argv: Sequence[str]) -> int:
     own = [f"{key}={value}" for key, value in given.items() if value is not None]
     assignments = [*console.environment(), *flags.FLAGS.set, *own]
     configs = configurations(flags.FLAGS.config, assignments, argv, loaded=not flags.FLAGS.null)
+    if not flags.FLAGS.null:
+        _require_folders(configs)
     console.keep_enough_threads(configs)
-    # Before minutes of loading; the ports before slow imports too.
-    check_ports(configs[0].server)
+    # Before minutes of loading, in which nobody else can take the port; the ports before slow imports too.
+    held = hold_ports(configs[0].server)
     from jgr.serving.engine.tracing import require_opentelemetry
     from jgr.serving.http.front import check_grpc, check_tls
     from jgr.serving.http.keys import read_keys
@@ -75,11 +79,20 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the folder is being read already
-    return serve(load_all(argv, assignments, configs, flags.FLAGS.null))
+    return serve(load_all(argv, assignments, configs, flags.FLAGS.null), held)
 
 
-def serve(models: Sequence[Loaded]) -> int:
-    """Serve until a signal, and return the exit code."""
+def _require_folders(configs: Sequence[Config]) -> None:
+    """Raise UserError for a model that is not there, before another one is loaded."""
+    from jgr.models import hub
+
+    for path in (config.model.path for config in configs):
+        if path and not path.startswith(hub.SCHEME) and not os.path.isdir(path):
+            raise UserError(f"{path}: no such model folder (model.path){hub.hint(path)}")
+
+
+def serve(models: Sequence[Loaded], held: socket.socket | None = None) -> int:
+    """Serve until a signal, and return the exit code. held: see Listener."""
     from jgr.serving.cluster.own_items import read_kv
     from jgr.serving.http.listener import Listener
     from jgr.serving.versions.deployment import Deployment
@@ -97,7 +110,9 @@ def serve(models: Sequence[Loaded]) -> int:
 
         # A thread that launches runs needs the interpreter often, and each time waits so long for a busy event loop.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        listener = Listener(engine, config, load=load, more=more, on_progress=bar, on_ready=announce)
+        listener = Listener(
+            engine, config, load=load, more=more, on_progress=bar, on_ready=announce, held=held
+        )
         read_kv(listener.models, config)
         for deployment in listener.models.deployments:
             deployment.changed.append(_settle)

@@ -20,6 +20,7 @@ from jgr.evaluation.baselines import RULES_DECAY, RULES_WINDOW, ItemKNN, Popular
 from jgr.evaluation.metrics import METRICS as KINDS
 from jgr.evaluation.metrics import Hits, mean_all, per_query
 from jgr.evaluation.sequence_knn import SequenceKNN
+from jgr.evaluation.tables import Rows, aligned, parts
 
 Int32 = npt.NDArray[np.int32]
 Rankings = Mapping[str, Int32]
@@ -152,8 +153,11 @@ def convention(exclude_history: bool) -> str:
     return "the history's items " + ("are left out" if exclude_history else "may be recommended")
 
 
-def format_comparison(found: Comparison, ks: Sequence[int], model: str | None = None) -> str:
-    """A block for each k; below it, where there are intervals, the differences to the model."""
+def format_comparison(
+    found: Comparison, ks: Sequence[int], model: str | None = None, width: int | None = None
+) -> str:
+    """A block for each k; below it, where there are intervals, the differences to the model. width: characters of a
+    line, as of a terminal: what has more comes in several blocks of as many metrics as fit; None: any length."""
     blocks = []
     for k in ks:
         metrics = metric_names([k])
@@ -164,7 +168,7 @@ def format_comparison(found: Comparison, ks: Sequence[int], model: str | None = 
         for name, of in found.differences.items():
             cells = (_cell(of[m].mean, (of[m].low, of[m].high), "+") for m in metrics)
             lines.append([f"{model} - {name}", *cells])
-        blocks.append(_aligned(lines))
+        blocks += map(_aligned, parts(lines, width))
     return "\n\n".join(blocks)
 
 
@@ -184,10 +188,5 @@ def _cell(value: float, bounds: tuple[float, float] | None, sign: str = "") -> s
     return f"{value:{sign}.4f}{interval}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first one flush left."""
-    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        f"{name:<{first}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, others, strict=True))
-        for name, *cells in lines
-    )
+def _aligned(rows: Rows) -> str:
+    return "\n".join(aligned(rows))

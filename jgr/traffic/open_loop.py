@@ -13,6 +13,7 @@ import asyncio
 import gc
 import select
 import selectors
+import ssl
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -266,7 +267,12 @@ async def reach(target: Target, timeout_s: float) -> None:
             (await HttpConnection.open(target)).close()
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise LoadError(f"nobody answers at {target.host} port {target.port}: {reason}") from None
+        where = f"{target.host} port {target.port}"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise LoadError(
+                f"{where}: certificate verify failed: {error.verify_message}; --ca_file may name its authority"
+            ) from None
+        raise LoadError(f"nobody answers at {where}: {reason}") from None
 
 
 def run(

@@ -130,9 +130,15 @@ def test_a_busy_machine_is_told_and_nothing_is_timed() -> None:
 
 
 def test_a_round_that_was_disturbed_in_one_turn_counts_for_no_variant() -> None:
-    # Two requests a round: the third call of a variant is its first of the second round.
+    # Four requests a round: the fifth call of a variant is its first of the second round.
+    found = run(World({ALL: 1.0, NONE: 1.0}, lambda turn: BUSY if turn == 5 else QUIET), requests=16)
+    assert (found.timed, found.untimed) == (8, "")
+
+
+def test_too_few_waves_have_no_interval() -> None:
     found = run(World({ALL: 1.0, NONE: 1.0}, lambda turn: BUSY if turn == 3 else QUIET))
-    assert (found.timed, found.untimed) == (4, "")
+    assert (found.times, found.timed) == (None, 0)
+    assert found.untimed == "not timed: 4 quiet waves of requests (--concurrency), an interval takes 6"
 
 
 def test_a_system_that_tells_nothing_is_no_quiet_one() -> None:

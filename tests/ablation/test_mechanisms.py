@@ -116,4 +116,6 @@ def test_listing_and_page_say_every_switch(system: System) -> None:
         assert one.differs in table
     for fixed in system.fixed:
         assert fixed.instead in table
-    assert all(len(line) <= 150 for line in told.splitlines())
+    assert all(len(line) <= 110 for line in told.splitlines())
+    narrow = listing([system], 80)
+    assert all(len(line) <= 80 for line in narrow) and " ".join(narrow).split() == told.split()

@@ -77,8 +77,8 @@ def test_https_below_a_base_path_by_two_processes(catalog: str, tmp_path: Path) 
         here = [f"--set={setting}" for setting in (*tls(pems), f"server.port={server.port}")]
         done = _bench("serve", *here, "--set", catalog, *load)  # the configuration's own address is https
         assert done.returncode == 2
-        assert f"nobody answers at 127.0.0.1 port {server.port}" in done.stderr
-        assert "certificate verify failed" in done.stderr
+        assert f"jgr: 127.0.0.1 port {server.port}: certificate verify failed: " in done.stderr
+        assert "; --ca_file may name its authority" in done.stderr
 
 
 def test_a_trace_and_the_configured_address(server: LiveServer, tmp_path: Path) -> None:

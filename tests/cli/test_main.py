@@ -9,15 +9,17 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 import jgr.cli
 from jgr import named_configs
 from jgr.cli import config as cli_config
 from jgr.cli import console
-from jgr.cli.main import COMMANDS, run
+from jgr.cli.main import COMMANDS, run, told
 from jgr.config import Config, override, to_json
 
 PARTS = ("main", "console", "bench_serve", "completion_scripts")
@@ -45,6 +47,24 @@ def test_alone_it_lists_every_command_in_a_line(argv: list[str]) -> None:
 def test_a_command_that_is_not(name: str, hint: str) -> None:
     done = _jgr(name)
     assert (done.returncode, done.stderr) == (2, f"jgr: there is no command '{name}'{hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("define", "value", "words"),
+    [
+        (flags.DEFINE_integer, "x", "must be an integer"),
+        (flags.DEFINE_float, "1,5", "must be a number"),
+        (flags.DEFINE_bool, "maybe", "must be true or false"),
+    ],
+)
+def test_a_flags_value_of_another_type_is_told_in_words(
+    define: Callable[..., object], value: str, words: str
+) -> None:
+    values = flags.FlagValues()
+    define("one", None, "", flag_values=values)
+    with pytest.raises(flags.Error) as error:
+        values(["jgr", f"--one={value}"])
+    assert told(error.value) == f"flag --one={value}: {words}"
 
 
 def test_every_command_module_is_registered_and_whole() -> None:

@@ -76,6 +76,15 @@ def test_what_cannot_be_told_apart_or_found_is_refused(tmp_path: Path) -> None:
         configurations([one, other], ["b:beam.widht=8"])
 
 
+def test_a_model_that_is_not_there_is_told_before_another_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")  # whoever loads it says that it is none
+    (tmp_path / "own.toml").write_text('[model]\nname = "own"\npath = "runs/none"\n')
+    command = [sys.executable, "-c", RUN, "serve", ".", "--config=own.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
+    words = "no such model folder (model.path); a model of the Hugging Face hub is named hf://runs/none"
+    assert (done.returncode, done.stderr) == (2, f"jgr: runs/none: {words}\n")
+
+
 def test_a_file_without_a_model_is_refused_at_once_and_told_how_to_go_with_a_folder(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("[server]\nport = 1\n")
     command = [sys.executable, "-c", RUN, "serve", ".", "--config=own.toml"]

@@ -75,7 +75,7 @@ def test_tables() -> None:
     rows = {"popularity": {"hr@5": 0.25}, "m": {"hr@5": 1.0, "ndcg@5": 0.123449}}
     assert format_table(rows, ("hr@5", "ndcg@5")) == (
         "              hr@5  ndcg@5\n"
-        "popularity  0.2500        \n"
+        "popularity  0.2500\n"
         "m           1.0000  0.1234"
     )  # fmt: skip
     found = compare({"x": ranking(0), "m": ranking(0)}, examples(), [1, 5], model="m", resamples=20)
@@ -88,6 +88,16 @@ def test_tables() -> None:
     assert x.split()[1:] == m.split()[1:]
     assert difference.startswith("m - x ") and difference.count("+0.0000 [+0.0000, +0.0000]") == 4
     assert "[" not in format_comparison(compare({"m": ranking(0)}, examples(), [5]), [5])
+    # In 80 characters a block takes two of four such columns; where not even one fits, each has a block of its own.
+    narrow = format_comparison(found, [1, 5], "m", width=80).split("\n\n")
+    assert max(len(line) for block in narrow for line in block.splitlines()) <= 80
+    assert [block.splitlines()[0].split() for block in narrow] == [
+        [f"{kind}@{k}" for kind in kinds] for k in (1, 5) for kinds in (("recall", "hr"), ("ndcg", "mrr"))
+    ]
+    for at in range(len(header.split())):
+        assert [line.split("  ")[0] for line in narrow[2 + at // 2].splitlines()] == ["", "x", "m", "m - x"]
+    assert len(format_comparison(found, [5], "m", width=1).split("\n\n")) == 4
+    assert format_comparison(found, [5], "m", width=1000) == blocks[1]
 
 
 def test_the_curve_as_text() -> None:

@@ -36,6 +36,8 @@ from jgr.serving.versions.held_catalogs import Catalogs
 from jgr.serving.versions.served_models import Models
 
 UPLOAD_PATH = "/v1/catalogs"
+CHANGES = ("/reload", "/rollback")
+"""Ends of a model's path that only take a POST."""
 ADMIN_PATHS = ("/v1/catalogs", "/v1/models/")
 """A POST to any path with one of these prefixes needs an admin's key, so that no spelling of a path escapes it."""
 USERS_PATH = "/v1/users/"
@@ -79,8 +81,7 @@ class Cold:
                 Route("/v1/models/{name:path}/reload", self._reload, methods=["POST"]),
                 Route("/v1/models/{name:path}/rollback", self._roll_back_model, methods=["POST"]),
                 Route("/v1/models/{name:path}", self._model),
-                Route(UPLOAD_PATH, self._list_catalogs),
-                Route(UPLOAD_PATH, self._upload_catalog, methods=["POST"]),
+                Route(UPLOAD_PATH, self._list_or_upload, methods=["GET", "POST"]),
                 Route("/v1/catalogs/rollback", self._roll_back, methods=["POST"]),
                 Route("/v1/catalogs/{version}/activate", self._activate, methods=["POST"]),
                 Route("/v1/users/{user_id:path}/cache", self._forget, methods=["DELETE"]),
@@ -121,7 +122,13 @@ class Cold:
         return _json(ModelList(data=self._models.infos))
 
     async def _model(self, request: HttpRequest) -> Response:
-        return _json(self._models.find(request.path_params["name"]).info)
+        name: str = request.path_params["name"]
+        try:
+            return _json(self._models.find(name).info)
+        except RequestError:
+            if name.endswith(CHANGES):  # a model's name may have slashes, so that this is no route of its own
+                raise HTTPException(405, headers={"Allow": "POST"}) from None
+            raise
 
     async def _reload(self, request: HttpRequest) -> Response:
         body = await self._way.read_body(request.receive)
@@ -147,10 +154,10 @@ class Cold:
     def _catalogs_of(self, request: HttpRequest) -> Catalogs:
         return self._catalogs[self._models.choose(request.query_params.get("model")).name]
 
-    async def _list_catalogs(self, request: HttpRequest) -> Response:
-        return _json(self._catalogs_of(request).listing())
-
-    async def _upload_catalog(self, request: HttpRequest) -> Response:
+    async def _list_or_upload(self, request: HttpRequest) -> Response:
+        # One route, since a refusal of another method names those of the first route of a path alone.
+        if request.method != "POST":
+            return _json(self._catalogs_of(request).listing())
         try:
             return _json(await self._catalogs_of(request).upload(request.stream()), 201)
         except ClientDisconnect:

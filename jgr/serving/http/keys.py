@@ -284,5 +284,5 @@ def _read_file(path: Path) -> list[KeyEntry]:
 
 
 def _unauthorized(name: str, header: bytes) -> RequestError:
-    came = f"; the one that came holds no {name}" if header else ""
+    came = f"; what came is no {name} of this server" if header else ""
     return RequestError("unauthorized", f"needs the header 'Authorization: Bearer <{name}>'{came}")

@@ -32,7 +32,7 @@ from jgr.serving.engine.contract import Progress
 from jgr.serving.engine.engine import AnyEngine
 from jgr.serving.http.connection import READ_TIMEOUT_S, Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
-from jgr.serving.http.ports import bind
+from jgr.serving.http.ports import bind, listen
 from jgr.serving.http.server import App
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models
@@ -59,8 +59,9 @@ class Listener(uvicorn.Server):
 
     load: makes the new engine for a reload; None: reloads are refused. on_progress: told how the warm-up goes on, in
     the worker thread; see contract.Executors.warm_up. on_ready: called with the server's URL once all models are
-    served. exit_code: 0, or 1 after a failed warm-up. Raises ConfigError if two models have the same name, and for
-    keys that cannot be used, and for traces that cannot be sent.
+    served. held: the server's address, where `ports.hold` has taken it already. exit_code: 0, or 1 after a failed
+    warm-up. Raises ConfigError if two models have the same name, and for keys that cannot be used, and for traces that
+    cannot be sent.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Listener(uvicorn.Server):
         more: Sequence[Deployment] = (),
         on_progress: Progress = lambda done, total, label: None,
         on_ready: Callable[[str], None] = lambda url: None,
+        held: socket.socket | None = None,
         read_timeout_s: float = READ_TIMEOUT_S,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
@@ -115,7 +117,7 @@ class Listener(uvicorn.Server):
         self._close_timeout_s = close_timeout_s
         self._on_progress = on_progress
         self._on_ready = on_ready
-        self._socket = bind(server.host, server.port)
+        self._socket = bind(server.host, server.port) if held is None else listen(held)
         host, port = self._socket.getsockname()[:2]
         if self._keys.open and not ipaddress.ip_address(host).is_loopback:
             _log.warning(

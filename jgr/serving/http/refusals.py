@@ -65,8 +65,10 @@ async def refuse(request: HttpRequest, error: Exception) -> Response:
     path: str = request.scope["path"]
     if isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {})["Allow"].split(", ")
-        headers["Allow"] = ", ".join(sorted(allowed))
-        error = RequestError("method_not_allowed", f"{quoted(path)} does not take {request.method}")
+        headers["Allow"] = taken = ", ".join(sorted(allowed))
+        error = RequestError(
+            "method_not_allowed", f"{quoted(path)} does not take {request.method}; it takes {taken}"
+        )
     elif isinstance(error, HTTPException):
         error = RequestError("not_found", f"there is no {quoted(path)}")
     elif not isinstance(error, RequestError):

@@ -93,9 +93,9 @@ def test_a_refusal_tells_whether_a_key_was_missing_or_no_key_for_this(tmp_path: 
         needs = "needs the header 'Authorization: Bearer <API key>'"
         assert server.call("/v1/recommend", BODY).error["message"] == needs
         said = server.call("/v1/recommend", BODY, **bearer("nobodys")).error["message"]
-        assert said == f"{needs}; the one that came holds no API key"
+        assert said == f"{needs}; what came is no API key of this server"
         said = server.call(RELOAD, method="POST", **bearer("nobodys")).error["message"]
-        assert said.endswith("<admin key>'; the one that came holds no admin key")
+        assert said.endswith("<admin key>'; what came is no admin key of this server")
         for path in (
             "/v1/recommend",
             "/v1/rerank",

@@ -24,7 +24,7 @@ import pytest
 
 from jgr.config import ServerConfig, UserError
 from jgr.serving.engine.turns import LEAST
-from jgr.serving.http.ports import bind, check_ports
+from jgr.serving.http.ports import bind, hold, hold_ports, listen
 from jgr.serving.http.server import App, Departure
 from jgr.serving.policies.batching import make_profiles
 from jgr.serving.policies.jobs import Profile
@@ -373,9 +373,26 @@ def test_a_port_in_use_is_told_before_anything_of_a_model_is_read(tmp_path: Path
             assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
 
 
+def test_a_port_that_is_held_is_nobody_elses_and_answers_nobody() -> None:
+    with hold("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(UserError, match=r"server.port.*in use"):
+            hold("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        listen(held)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            there, _ = held.accept()
+            there.close()  # the server's side closes first, so the port has a connection that has ended for a minute
+            assert client.recv(1) == b""
+    with hold("127.0.0.1", port) as again, pytest.raises(UserError, match=r"server.port.*in use"):
+        assert again.getsockname()[1] == port
+        hold("127.0.0.1", port)
+
+
 def test_a_port_is_tried_without_a_moment_in_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "listen", lambda *of: pytest.fail("it listens"))
-    check_ports(ServerConfig(port=0, grpc_port=0))
+    hold_ports(ServerConfig(port=0, grpc_port=0)).close()
 
 
 JGR = "import sys; from jgr.cli.main import run; sys.exit(run())"

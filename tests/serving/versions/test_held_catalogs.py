@@ -171,8 +171,8 @@ def test_what_else_is_refused(server: Server) -> None:
     for method, path, status, words in (
         ("POST", f"/v1/catalogs/{active}/activate", 409, "active already"),
         ("POST", "/v1/catalogs/0123456789abcdef/activate", 404, "there is no catalog"),
-        ("DELETE", "/v1/catalogs", 405, "does not take DELETE"),
-        ("GET", "/v1/catalogs/rollback", 405, "does not take GET"),
+        ("DELETE", "/v1/catalogs", 405, "does not take DELETE; it takes GET, HEAD, POST"),
+        ("GET", "/v1/catalogs/rollback", 405, "does not take GET; it takes POST"),
     ):
         got, answer = server.admin(method, path)
         assert got == status and words in answer["error"]["message"], answer
