@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 HELP = "show where a generator's time goes, by stage and by operation"
 
+BESIDE_SOURCE, LEAST_SOURCE = 76, 12
+"""Characters of an operation's line before its source, and of a source that is worth being shown."""
+
 
 def define_flags() -> None:
     flags.DEFINE_integer("requests", 100, "requests to trace", lower_bound=1, upper_bound=10_000)
@@ -63,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
         wall_s, programs = asyncio.run(_trace(config, requests, values.concurrency, Path(folder)))
         events = profiling.read_events(Path(folder))
     summary = profiling.summarize(events, list(map(profiling.read_program, programs)), wall_s * 1e9)
-    # What does not fit into a line of a terminal is the end of an operation's source.
-    print("\n".join(line[: console.terminal_width()] for line in _table(summary, len(requests), values.top)))
+    print(table(summary, len(requests), values.top, console.terminal_width()))
     console.print_json(_report(summary, len(requests), values.concurrency, values.top))
     return 0
 
@@ -208,11 +210,17 @@ async def _trace(
     return wall_s, executor.program_texts()
 
 
-def _table(summary: Summary, requests: int, top: int) -> list[str]:
+def table(summary: Summary, requests: int, top: int, width: int | None) -> str:
+    """width: characters of a terminal's line, to which the sources of operations are cut, or left out; None: any."""
     total = sum(summary.stage_ns.values())
 
     def cells(ns: float) -> str:
         return f"{ns / 1e6 / requests:>10.3f}  {ns / total:>6.1%}"
+
+    room = None if width is None else width - BESIDE_SOURCE
+
+    def told(source: str) -> str:
+        return f"  {source[:room]}" if source and (room is None or room >= LEAST_SOURCE) else ""
 
     window, busy = summary.window_ns, summary.busy_ns
     lines = [
@@ -221,12 +229,12 @@ def _table(summary: Summary, requests: int, top: int) -> list[str]:
         f"{'stage':<24}{'ms/request':>10}  {'share':>6}",
         *(f"{stage:<24}{cells(ns)}" for stage, ns in summary.stage_ns.items()),
         "",
-        f"{'operation':<36}{'stage':<20}{'calls':>7}{'ms/request':>11}  {'share':>6}  source",
+        f"{'operation':<30}{'stage':<18}{'calls':>7}{'ms/request':>11}  {'share':>6}{told('source')}",
     ]
     for op in summary.operations[:top]:
-        source = "/".join(op.source.split("/")[-3:])
-        lines.append(f"{op.name[:35]:<36}{op.stage:<20}{op.calls:>7} {cells(op.total_ns)}  {source}")
-    return lines
+        source = told("/".join(op.source.split("/")[-3:]))
+        lines.append(f"{op.name[:29]:<30}{op.stage:<18}{op.calls:>7} {cells(op.total_ns)}{source}")
+    return "\n".join(lines)
 
 
 def _report(summary: Summary, requests: int, concurrency: int, top: int) -> dict[str, Any]:

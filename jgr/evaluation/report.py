@@ -158,7 +158,7 @@ def format_comparison(
 ) -> str:
     """A block for each k; below it, where there are intervals, the differences to the model. width: characters of a
     line, as of a terminal: what has more comes in several blocks of as many metrics as fit; None: any length."""
-    blocks = []
+    blocks: list[str] = []
     for k in ks:
         metrics = metric_names([k])
         lines = [["", *metrics]]

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from jgr.catalog.catalog import save_catalog
+from jgr.cli.profile import table
+from jgr.evaluation.profiling import Operation, Summary
 from jgr.models import params, scorers
 from jgr.models.retrievers import items_digest
 from jgr.models.sasrec import SasrecConfig
@@ -24,6 +26,21 @@ RUN = "import sys; from jgr.cli.main import run; sys.exit(run(['profile', *sys.a
 
 def profile(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, check=False)
+
+
+def test_sources_are_cut_to_the_terminal_or_left_out() -> None:
+    source = "search/prefill/attention/transpose_and_reshape"
+    operation = Operation("a_fusion_with_a_name_of_some_length", "prefill/attention", source, 20, 2e6)
+    summary = Summary((operation,), {"prefill/attention": 2e6}, 1e6, 4e6)
+
+    def last(width: int | None) -> str:
+        lines = table(summary, 10, 5, width).splitlines()
+        assert width is None or max(map(len, lines)) <= width
+        return lines[-1].rstrip()
+
+    assert last(None).endswith("  100.0%  prefill/attention/transpose_and_reshape")
+    assert last(100).endswith("  100.0%  prefill/attention/transp")
+    assert last(80).endswith(" 20      0.200  100.0%")
 
 
 def costs(folder: Path, out: Path, *settings: str) -> tuple[CostModel, dict[str, Any], str]:
