@@ -86,9 +86,10 @@ def _require_folders(configs: Sequence[Config]) -> None:
     """Raise UserError for a model that is not there, before another one is loaded."""
     from jgr.models import hub
 
-    for path in (config.model.path for config in configs):
+    for path, name in ((config.model.path, config.model.name) for config in configs):
         if path and not path.startswith(hub.SCHEME) and not os.path.isdir(path):
-            raise UserError(f"{path}: no such model folder (model.path){hub.hint(path)}")
+            which = f"model {name!r}: " if len(configs) > 1 else ""
+            raise UserError(f"{which}{path}: no such model folder (model.path){hub.hint(path)}")
 
 
 def serve(models: Sequence[Loaded], held: socket.socket | None = None) -> int:

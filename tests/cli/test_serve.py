@@ -82,7 +82,7 @@ def test_a_model_that_is_not_there_is_told_before_another_is_loaded(tmp_path: Pa
     command = [sys.executable, "-c", RUN, "serve", ".", "--config=own.toml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
     words = "no such model folder (model.path); a model of the Hugging Face hub is named hf://runs/none"
-    assert (done.returncode, done.stderr) == (2, f"jgr: runs/none: {words}\n")
+    assert (done.returncode, done.stderr) == (2, f"jgr: model 'own': runs/none: {words}\n")
 
 
 def test_a_file_without_a_model_is_refused_at_once_and_told_how_to_go_with_a_folder(tmp_path: Path) -> None:
