@@ -174,11 +174,6 @@ def own_catalog(folder: Path) -> Catalog:
     """The catalog that lies in a model folder, which must be the one that its manifest names, where it has one."""
     manifest = read(folder)
     if manifest is None:
-        if not (folder / CATALOG).exists():
-            raise ConfigError(
-                f"catalog.path: {folder} has no {CATALOG}: name the items with --set catalog.path=FILE, or make "
-                "a folder that has all with jgr convert"
-            )
         return load_catalog(folder / CATALOG)
     path, recorded = folder / manifest.catalog.path, manifest.catalog.version
     remedy = "put the file back, or name a catalog with --set catalog.path=FILE"
