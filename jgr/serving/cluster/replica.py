@@ -257,7 +257,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the number of replicas is decided by; Ray asks for it every so often where that is not fixed. The wait
-        is that of the work in flight, in the mean since the last time, without what routers expect to be cached here."""
+        is that of the work in flight, in the mean since the last time, without what routers expect to be cached."""
         tokens = sum(self._waiting.mean(self._now_ns()).values())
         return {"wait_ms": tokens * self._ns_per_token() / 1e6}
 
