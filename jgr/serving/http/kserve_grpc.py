@@ -76,8 +76,8 @@ AGE_MS = 600_000
 """After which a connection takes no more calls: a client that never takes its answers would hold them for ever."""
 KEEPALIVE_MS = 60_000
 MAX_PENDING = 1 << 14
-"""Calls that gRPC takes before this process looks at them. By its own limits, 1,000 and 3,000, it ends calls of a burst as
-cancelled, without a word of why."""
+"""Calls that gRPC takes before this process looks at them. By its own limits, 1,000 and 3,000, it ends calls of a burst
+as cancelled, without a word of why."""
 WATCH_S, ENDING_S = 0.2, 5.0
 _LOGGERS = ("asyncio", "grpc._cython.cygrpc")
 
