@@ -109,7 +109,7 @@ test-jax: $(STAMP)
 # starlette and httptools, checkpoints, a run of training with its picture.
 ON_LOWEST := tests/test_config.py \
 	tests/catalog/test_catalog.py tests/catalog/test_columns.py \
-	tests/serving/http/test_http.py tests/serving/http/test_connections.py \
+	tests/serving/http/test_http.py tests/serving/http/test_connections.py tests/serving/http/test_upgrades.py \
 	tests/models/test_checkpoint.py \
 	tests/training/test_progress.py::test_the_best_validated_weights_are_kept_and_patience_ends_a_run
 
