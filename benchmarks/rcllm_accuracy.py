@@ -156,7 +156,7 @@ class Task(NamedTuple):
 
     @property
     def rows(self) -> Int32:
-        """[e, c], the candidates of all requests."""
+        """The candidates of all requests, [e, c]."""
         return np.concatenate([each.rows for each in self.asked])
 
     @property
