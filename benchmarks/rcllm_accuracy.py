@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reuse beyond the prefix costs in accuracy: full recompute, prefix cache, naive reuse, EPIC, CacheBlend, RcLLM.
 
-A retriever (LRURec) names 20 candidates for every test example, and for every validation example, which the decoder did
-not see either: nothing of it was chosen by them (the retriever's last step was, which helps only the order to beat).
+A retriever (LRURec) names 20 candidates for every test example, and for every validation example. The decoder was
+trained on neither; of two of its steps the later one was taken, which the validation examples liked better, and the
+retriever's step was chosen by them too. The result has NDCG@10 of both splits apart.
 Those whose target is among them are ranked by the engine that serves, in prompts of plain order: the titles of the
 history's items, the candidates, a question. The decoder was trained on such prompts (configs/rcllm_*.py says how, and
 for how many hours). All methods rank the same candidates in the retriever's order, and every difference is of the same
