@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
+from jgr.cli.heap import few_heaps
 from jgr.config import Config, UserError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.serving.http.ports import hold_ports
     from jgr.serving.versions.sources import configurations, load_all
 
+    few_heaps()
     given = {
         "server.api_key": flags.FLAGS.api_key,
         "server.port": flags.FLAGS.port,
