@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.peers.lines import Message, serve
 from configs import hstu_beauty
+from jgr.cli.memory import keep_memory
 from jgr.config import Config
 from jgr.data.datasets import Dataset, load_dataset
 from jgr.models import retrievers
@@ -35,6 +36,8 @@ from jgr.training.windows import Windows
 Model = Literal["sasrec", "hstu"]
 MODELS: tuple[Model, ...] = ("sasrec", "hstu")
 DATA = "runs/data/training-speed"
+KEPT = "kept"
+"""The word for memory that is kept as `jgr train` keeps it."""
 CHECKED_STEPS = 3
 WARM_STEPS = LAG + 1
 """Steps before the first that is timed: jgr goes so many steps ahead of the loss that it shows."""
@@ -154,6 +157,8 @@ def export_histories(folder: Path, dataset: Dataset) -> None:
 
 def _load(folder: str) -> Callable[[Message], Message]:
     model, data, memory = sys.argv[2:5]
+    if memory == KEPT:
+        keep_memory()
     config = recipe(cast(Model, model), data)
     config = replace(config, train=replace(config.train, out=f"{folder}/{model}-{memory}"))
     training = HeldTraining(config, load_dataset(config.data))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from jgr import extras
-from jgr.cli import console
+from jgr.cli import console, memory
 from jgr.config import Config, TrainConfig
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
     if config.train.out:
         make_way(config.train.out, flags.FLAGS.fresh, flags.FLAGS.overwrite)
+    memory.keep_memory()
     dataset = load_dataset(config.data)
     with console.progress_bar("training") as bar:
         folder = fit(config, dataset, bar)

@@ -64,7 +64,7 @@ def taken(*seconds: float, targets: int = 1000, loss: float | None = None) -> li
     return [Taken(10, s, targets, None if loss is None else loss - at) for at, s in enumerate(seconds)]
 
 
-def test_the_better_memory_and_the_best_peer_are_compared_round_by_round() -> None:
+def test_the_best_peer_is_compared_round_by_round() -> None:
     done = {
         "jgr, default": taken(2.0, 4.0, 3.0),
         "jgr, kept": taken(1.0, 2.0, 1.5),
