@@ -137,8 +137,8 @@ class HeldTraining:
                 self._began_s = now_s
             if self._left:
                 return
+            _drain()  # before others are timed
             self._found.put({"seconds": now_s - self._began_s, "first": done - self._count, "status": status})
-        jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
         self._count = self._wanted.get()
         if not self._count:
             raise _Ended
@@ -153,6 +153,11 @@ def export_histories(folder: Path, dataset: Dataset) -> None:
         lines += [f"{user}\t{row}\t{at}" for at, row in enumerate([*history, target])]
     folder.mkdir()
     (folder / f"{folder.name}.inter").write_text("\n".join(lines) + "\n")
+
+
+def _drain() -> None:
+    """Wait for the steps that are under way."""
+    jax.block_until_ready([x for x in jax.live_arrays() if not x.is_deleted()])
 
 
 def _load(folder: str) -> Callable[[Message], Message]:
