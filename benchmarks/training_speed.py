@@ -40,6 +40,7 @@ from benchmarks.peers import client
 from benchmarks.peers.client import Kind, Peer
 from benchmarks.training_world import CHECKED_STEPS, DATA, KEPT, MODELS, WARM_STEPS, Model
 from jgr.data.datasets import Dataset, load_dataset
+from jgr.training.run import LAG
 
 THREADS = 2
 RAW = "amazon-beauty"
@@ -77,7 +78,7 @@ class System:
         self._round = 0
 
     def steps(self, count: int) -> Taken:
-        first = self._round * (WARM_STEPS + count) + WARM_STEPS  # as jgr does
+        first = self._round * (WARM_STEPS + count) + WARM_STEPS - LAG  # as jgr does
         self._round += 1
         reply = self._asked(first, count)
         if reply.get("first", first) != first:

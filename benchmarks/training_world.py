@@ -105,7 +105,10 @@ class HeldTraining:
         self._thread.start()
 
     def steps(self, count: int) -> Message:
-        """Take WARM_STEPS and then `count` steps: the seconds of the latter, and the number of the first of them."""
+        """Take WARM_STEPS and then `count` steps.
+
+        Returns the seconds in which the device did `count` of them, and the number of the first of these.
+        """
         self._wanted.put(count)
         found = self._found.get()
         if "error" in found:
@@ -138,7 +141,9 @@ class HeldTraining:
             if self._left:
                 return
             _drain()  # before others are timed
-            self._found.put({"seconds": now_s - self._began_s, "first": done - self._count, "status": status})
+            # By now the device has done the step of LAG before, whose loss the status shows.
+            first = done - self._count - LAG
+            self._found.put({"seconds": now_s - self._began_s, "first": first, "status": status})
         self._count = self._wanted.get()
         if not self._count:
             raise _Ended
