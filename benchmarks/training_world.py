@@ -10,6 +10,7 @@ The recipe is configs/hstu_beauty.py; SASRec takes it with a feed-forward block 
 from __future__ import annotations
 
 import json
+import os
 import queue
 import sys
 import threading
@@ -24,10 +25,10 @@ import numpy as np
 
 from benchmarks.peers.lines import Message, serve
 from configs import hstu_beauty
-from jgr.cli.memory import keep_memory
 from jgr.config import Config
 from jgr.data.datasets import Dataset, load_dataset
 from jgr.models import retrievers
+from jgr.training.memory import keep_memory
 from jgr.training.retriever import softmax_loss, train_retriever, training_sequences
 from jgr.training.run import LAG
 from jgr.training.trainer import Trainer
@@ -168,7 +169,7 @@ def _drain() -> None:
 def _load(folder: str) -> Callable[[Message], Message]:
     model, data, memory = sys.argv[2:5]
     if memory == KEPT:
-        keep_memory()
+        keep_memory(os.environ)
     config = recipe(cast(Model, model), data)
     config = replace(config, train=replace(config.train, out=f"{folder}/{model}-{memory}"))
     training = HeldTraining(config, load_dataset(config.data))

@@ -10,19 +10,19 @@ import sys
 
 import pytest
 
-from jgr.cli import memory
+from jgr.training import memory
 
 MIB = 1 << 20
 READ = f"""
-import ctypes, threading
-from jgr.cli.memory import keep_memory
+import ctypes, os, threading
+from jgr.training.memory import keep_memory
 class Found(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
                 "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 libc.mallinfo2.restype = Found
-print(keep_memory())
+print(keep_memory(os.environ))
 def take():
     blocks = [libc.malloc({8 * MIB}) for _ in range(12)]
     print(libc.mallinfo2().hblkhd)
@@ -58,4 +58,4 @@ def test_glibc_keeps_what_it_has_taken() -> None:
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert memory.keep_memory() is False
+    assert memory.keep_memory(()) is False

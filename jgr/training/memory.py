@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a command that computes for long holds the C library's memory.
+"""How a training holds the C library's memory.
 
 Each step of a training takes and gives back the same tens of megabytes. By default glibc takes large blocks from the
 system by mmap and gives them back at once, and the system clears every page anew. Kept, they are taken once.
@@ -8,7 +8,7 @@ system by mmap and gives them back at once, and the system clears every page ane
 from __future__ import annotations
 
 import ctypes
-import os
+from collections.abc import Container
 
 # Of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
@@ -20,15 +20,16 @@ _SETTINGS = {
 }
 
 
-def keep_memory() -> bool:
+def keep_memory(environment: Container[str]) -> bool:
     """Let this process keep what memory it has taken, for as long as it runs; returns whether the C library can.
 
-    To be called before there are other threads. What the environment sets (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_MAX_,
-    MALLOC_ARENA_MAX) stays as it is. Where the C library is not glibc nothing changes.
+    To be called before there are other threads. environment: the names that are set in it; what MALLOC_TRIM_THRESHOLD_,
+    MALLOC_MMAP_MAX_ or MALLOC_ARENA_MAX says stays. Where the C library is not glibc nothing changes.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    given = os.environ.keys()
-    return all(set_option(option, value) for option, (name, value) in _SETTINGS.items() if name not in given)
+    return all(
+        set_option(option, value) for option, (name, value) in _SETTINGS.items() if name not in environment
+    )
