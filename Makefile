@@ -22,7 +22,7 @@ GPU := build/gpu-compile-$(notdir $(VENV))
 DEBIAN := build/debian
 NATIVE := build/native-$(notdir $(VENV))
 
-.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest test-fleet fleet-wheel compile-gpu lint types lock clean
+.PHONY: demo docs installed native test claims test-quick test-jax installed-lowest test-lowest installed-fleet test-fleet fleet-wheel compile-gpu lint types lock clean
 
 demo: $(STAMP)
 	$(BIN)/jgr demo
@@ -109,7 +109,7 @@ test-jax: $(STAMP)
 # starlette and httptools, checkpoints, a run of training with its picture.
 ON_LOWEST := tests/test_config.py \
 	tests/catalog/test_catalog.py tests/catalog/test_columns.py \
-	tests/serving/http/test_http.py tests/serving/http/test_connections.py \
+	tests/serving/http/test_http.py tests/serving/http/test_connections.py tests/serving/http/test_upgrades.py \
 	tests/models/test_checkpoint.py \
 	tests/training/test_progress.py::test_the_best_validated_weights_are_kept_and_patience_ends_a_run
 
@@ -121,11 +121,14 @@ installed-lowest:
 test-lowest: installed-lowest
 	$(LOWEST)/bin/python -m pytest $(WORKERS) -m "not slow" $(ON_LOWEST)
 
-# The tests that start Ray, which take minutes, in an environment of their own: `make test` leaves them out.
+# The tests that start Ray, in an environment of their own: `make test` leaves them out.
 WITH_RAY := .venv-ray
-test-fleet:
+installed-fleet: BIN := $(WITH_RAY)/bin
+installed-fleet:
 	$(MAKE) VENV=$(WITH_RAY) $(WITH_RAY)/.installed
-	$(UV) pip install --quiet --python $(WITH_RAY)/bin/python --constraint requirements/py311.txt ".[cluster]"
+	$(call install,--constraint requirements/$(LOCK).txt --editable ".[cluster]")
+
+test-fleet: installed-fleet
 	$(WITH_RAY)/bin/python -m pytest -m ray tests/serving/cluster tests/test_fleet_install.py
 
 # As a user does: an environment of its own, the wheel with jgr[cluster] from the registry, and one command that starts two

@@ -8,6 +8,11 @@ first round could do, without deadlines, first come first served: batches are fu
 measured anew for each set of deadlines. Goodput is the answers within their deadline, from the time at which the client
 should have sent the request, a second.
 
+A full batch may take most of a deadline, or more, and jobs that come while one runs must wait for its end. So rows of
+the generator say besides what share of the capacity the best planner reaches that knows all arrivals (`any_planner`),
+with the programs as fast as the server measured them at its start, alone. Client and server share the processor:
+`cores` says how many of its cores each part took.
+
 Virtual: the same policies in virtual time (`jgr.simulation.serving`) over a device whose batch of n rows takes
 10 + 2n ms. Bursts are compared with a planner that knows all arrivals and has a device that can be interrupted after
 each 3.25 ms, a job's share of a full batch: no real planner reaches more. With two lengths, capacity is counted by full
@@ -25,18 +30,21 @@ import heapq
 import os
 import random
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from benchmarks.quality import run, server
 from jgr.catalog.catalog import load_catalog
+from jgr.serving.engine import journal
 from jgr.serving.policies.batching import Batcher
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.ordering import Order, Ordering
@@ -154,6 +162,21 @@ def most_in_time(jobs: Sequence[Job], seconds: float) -> tuple[float, float]:
     return float((spent_ns <= device_ns).sum()), len(jobs) * min(1.0, device_ns / float(spent_ns[-1]))
 
 
+def most_in_batches(jobs: Sequence[Job], shapes: Sequence[tuple[int, int]], seconds: float) -> int:
+    """No planner answers more of the jobs in time. shapes: (rows, ns) of each program, one of which runs at a time.
+
+    Of a batch that ends in time for all of its jobs, what they take here is together no more than the batch takes: none
+    of them can be in a batch of more jobs.
+    """
+    least_ns = np.full(len(jobs), np.inf)
+    for rows, takes_ns in shapes:
+        with np.errstate(divide="ignore"):
+            each_ns = takes_ns / np.minimum(rows, _together(jobs, takes_ns))
+        least_ns = np.minimum(least_ns, each_ns)
+    device_ns = seconds * 1e9 + max((job.deadline_ns or 0) - job.arrival_ns for job in jobs)
+    return int((np.cumsum(np.sort(least_ns)) <= device_ns).sum())
+
+
 def virtual_row(order: Order, load: float, name: str, jobs: Sequence[Job], per_s: float) -> Row:
     long = any(job.tokens == 256 for job in jobs)
     out = simulate(batcher(order, PROFILES if long else PROFILES[:4]), jobs, _run_ns, launch_ns=MS // 2)
@@ -231,6 +254,19 @@ def model(folder: Path, config: str, data: Path) -> list[str]:
     return [str(out)]
 
 
+def processor_s() -> dict[str, float]:
+    """Processor seconds so far of the server, the one process that this one has started, by what its threads do; and of
+    this process, which is the client."""
+    (server_id,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = {"client": time.process_time(), "event_loop": 0.0, "model": 0.0, "other_threads": 0.0}
+    for task in Path(f"/proc/{server_id}/task").iterdir():
+        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        user, system = rest.split()[11:13]
+        part = "event_loop" if task.name == server_id else "model" if "Eigen" in name else "other_threads"
+        found[part] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
 class Live:
     """A model that is served again and again, and the load that it is asked for."""
 
@@ -248,6 +284,16 @@ class Live:
             target = target_of(url)
             self.load(target, 20.0, 2.0, (None,))
             yield target
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, ns) of each program of a generator, as the server measures them at its start."""
+        with tempfile.TemporaryDirectory(prefix="jgr-goodput-") as folder:
+            file = Path(folder) / "journal.jsonl"
+            with server([*self._flags, f"--set=server.journal={file}", "--log_level=warning"]):
+                opened = next(iter(journal.read(file))).event
+        assert isinstance(opened, journal.Opened)
+        costs = msgspec.json.decode(opened.measured, type=list[tuple[Profile, float]])
+        return [(shape.batch, round(s * 1e9)) for shape, s in costs if shape.kind == self._kind]
 
     def load(
         self,
@@ -274,10 +320,13 @@ class Live:
             arrivals.parse_process("poisson"), make_mix(classes, self._items, rng), 7, 10**6
         )
         schedule = source.schedule(rate, settle_s + seconds, self._runs)
+        before, began_s = processor_s(), time.monotonic()
         results = processes.run(
             schedule, target, processes=1, max_connections=512, timeout_s=10.0, progress=lambda *_: None
         )
-        return summarize(*after(schedule, results, settle_s), SLO_MS)
+        took_s, now = time.monotonic() - began_s, processor_s()
+        cores = {part: rounded((now[part] - before[part]) / took_s) for part in now}
+        return summarize(*after(schedule, results, settle_s), SLO_MS) | {"cores": cores}
 
     def capacity(self, *settings: str) -> float:
         """Answers a second at saturation."""
@@ -302,9 +351,20 @@ def live_row(
         "goodput_share": rounded(report["goodput_per_s"] / min(offered, capacity)),
         "answered": report["answered"],
         "accepted_in_time": rounded(report["in_time"] / max(1, report["answered"].get("200", 0))),
+        "cores": report["cores"],
         "latency_ms": report["latency_ms"],
         "lateness_ms": report["lateness_ms"],
     }
+
+
+def any_planner(
+    shapes: Sequence[tuple[int, int]], load: float, capacity: float, deadlines: Sequence[int]
+) -> float:
+    """The share of min(offered, capacity) that the best planner reaches at such a load."""
+    rng = np.random.default_rng(3)
+    times = arrivals.poisson(rng, load * capacity, VIRTUAL_S)
+    most = most_in_batches(jobs_at(times.tolist(), deadlines, 0.0, seed=4), shapes, VIRTUAL_S)
+    return most / min(len(times), capacity * VIRTUAL_S)
 
 
 def measure(quick: bool, quiet: Quiet) -> Measured:
@@ -318,6 +378,7 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jgr-goodput-")))
         for config, kind in (("industrial.py", "recommend"), ("sasrec_industrial.py", "rank")):
             live = Live(folder, config, kind, data)
+            shapes = live.shapes() if kind == "recommend" else []
             blocks = [("deadline", name) for name in DEADLINES] + [
                 (o, "100") for o in (() if quick else OTHERS)
             ]
@@ -332,6 +393,9 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                     for load in loads if order == "deadline" else (1.5,):
                         report = live.load(target, load * capacity, seconds, DEADLINES[name], SETTLE_S)
                         rows.append(live_row(live, order, load, capacity, name, report))
+                        if shapes:
+                            most = any_planner(shapes, load, capacity, DEADLINES[name])
+                            rows[-1]["any_planner"] = rounded(min(1.0, most))
                         harness.note(
                             f"{live.name} {order} {load} x {name} ms: {rows[-1]['goodput_share']:.3f} of capacity"
                         )
@@ -389,6 +453,9 @@ def _least(id: str, rows: Sequence[Row], target: float) -> Claim:
 if __name__ == "__main__":
     harness.main(
         Benchmark(
-            "goodput", measure, ("jax", "numpy"), (Path(__file__), harness.ROOT / "jgr/simulation/serving.py")
+            "goodput",
+            measure,
+            ("jax", "msgspec", "numpy"),
+            (Path(__file__), harness.ROOT / "jgr/simulation/serving.py"),
         )
     )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first output token of a prompt: jgr against OpenVINO GenAI, `transformers` and PyTorch's own attention.
+"""The first output token of a prompt: jgr against OpenVINO GenAI, `transformers` and PyTorch's own attention, by hand
+and through torch.compile.
 
-All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py), get the same prompts as tokens,
-compute in float32 on two cores, keep the prompt's keys and values, and run in turns, call by call; peers run in
-processes of their own. A time is that of one call on a warm process: from tokens to the most likely next token of each
-prompt.
+All load the same random Qwen3 of 16 M parameters (benchmarks/peers/workload.py; prefill_vs_peers_51m.py has a larger
+one), get the same prompts as tokens, compute in float32 on two cores, keep the prompt's keys and values, and run in
+turns, call by call; peers run in processes of their own. A time is that of one call on a warm process: from tokens to
+the most likely next token of each prompt. A prompt of 700 tokens is none of jgr's profiles: jgr pads it to 1024, the
+peers do not.
 
 jgr computes twice: with the kernels of jgr-native, as it serves where these are installed, and without them ("jgr by
 xla"). Beside it: what share of the machine's float32 matmul rate that is, which jgr and PyTorch measure in the same
@@ -19,11 +21,11 @@ kernels.
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +33,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, work
-from benchmarks.beam_vs_peers import SOURCES
+from benchmarks import beam_vs_peers, harness, work
+from benchmarks.beam_vs_peers import of_rounds, two_cores
 from benchmarks.harness import Benchmark, Claim, Measured, Quiet, Row
 from benchmarks.peers import client, workload
-from benchmarks.peers.client import OPENVINO, PYTORCH, TRANSFORMERS, Peer, Present
+from benchmarks.peers.client import COMPILED, OPENVINO, PYTORCH, TRANSFORMERS, Peer, Present
 from benchmarks.peers.workload import MODEL, Int32
 from jgr.evaluation import profiling
 from jgr.models import decoder, hf
@@ -46,7 +48,7 @@ from jgr.ops import native
 THREADS = 2
 AT_LEAST_S = 0.3
 MATMUL_ROWS = 2048
-KINDS = (OPENVINO, PYTORCH, TRANSFORMERS)
+KINDS = (OPENVINO, PYTORCH, COMPILED, TRANSFORMERS)
 LIMIT = 1.0
 """The most that jgr's time may be over the best peer's."""
 BY_XLA = "jgr by xla"
@@ -79,7 +81,9 @@ class Ours:
     def __init__(
         self, cfg: DecoderConfig, weights: DecoderParams, prompts: Int32, by_kernels: bool = True
     ) -> None:
-        self._arguments = weights, prompts, np.full(len(prompts), prompts.shape[1], np.int32)
+        count, length = prompts.shape
+        padded = np.pad(prompts, ((0, 0), (0, workload.profile(length) - length)))
+        self._arguments = weights, padded, np.full(count, length, np.int32)
         native.use(by_kernels)
         self._program = first_tokens.lower(*self._arguments, cfg=cfg, kernels=native.describe()).compile()
         native.use(True)
@@ -118,15 +122,16 @@ def ask(peer: Peer, prompts: Int32) -> Found:
     return Found(reply["ms"], tuple(reply["tokens"]))
 
 
-def measure(quick: bool, quiet: Quiet) -> Measured:
+def measure(quick: bool, quiet: Quiet, model: DecoderConfig = MODEL, size: str = "") -> Measured:
+    """size: stands behind the claims' ids."""
     rng = np.random.default_rng(0)
     catalog = workload.make_catalog(rng)
-    lengths, batches, rounds = ((512,), (1, 8), 1) if quick else ((512, 1024, 2048), (1, 8), 7)
+    lengths, batches, rounds = ((512,), (1, 8), 1) if quick else ((512, 700, 1024, 2048), (1, 8), 7)
     matrix = jnp.ones((MATMUL_ROWS, MATMUL_ROWS))
     rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workload.export(folder, catalog)
+        workload.export(folder, catalog, model)
         present = client.start_all(KINDS, folder, THREADS, stack)
         cfg, weights = hf.load(folder)
         for tokens in lengths:
@@ -135,11 +140,11 @@ def measure(quick: bool, quiet: Quiet) -> Measured:
                 ours, by_xla = (Ours(cfg, weights, prompts, by_kernels) for by_kernels in (True, False))
                 done = harness.interleave(_variants(ours, by_xla, present, prompts, matrix), rounds, quiet)
                 profiles = {"profile": ours.profile(), "profile_by_xla": by_xla.profile()}
-                rows.append(make_row(tokens, batch, done) | profiles)
+                rows.append(make_row(tokens, batch, done, model) | profiles)
     rows.append({"kernels": native.describe()})
     rows += [{"peer": name, "versions": peer.versions} for name, peer in present.peers.items()]
     rows += [{"peer": name, "missing": why} for name, why in present.missing.items()]
-    return Measured(claims(rows), rows)
+    return Measured(claims(rows, size), rows)
 
 
 def _variants(
@@ -168,12 +173,14 @@ def _variants(
     return found | {name: functools.partial(ask, peer, prompts) for name, peer in present.peers.items()}
 
 
-def make_row(tokens: int, batch: int, found: Mapping[str, Sequence[Found]]) -> Row:
+def make_row(
+    tokens: int, batch: int, found: Mapping[str, Sequence[Found]], model: DecoderConfig = MODEL
+) -> Row:
     """One point's row. Entries "matmul ..." are of the square matmul, which only gives the machine's rate."""
     times = {name: harness.spread(f.ms for f in runs) for name, runs in found.items()}
     matmul_ms = min(times.pop(name)["median"] for name in list(times) if name.startswith("matmul "))
     rate = 2 * MATMUL_ROWS**3 / matmul_ms * 1e3
-    least = work.total(work.prefill(MODEL, batch, tokens, 4), work.head(MODEL, batch, MODEL.vocab_size, 4))
+    least = work.total(work.prefill(model, batch, tokens, 4), work.head(model, batch, model.vocab_size, 4))
     peers = [name for name in times if name not in ("jgr", BY_XLA)]
     best = min(peers, key=lambda name: times[name]["median"])
     ours = times["jgr"]["median"]
@@ -183,6 +190,7 @@ def make_row(tokens: int, batch: int, found: Mapping[str, Sequence[Found]]) -> R
         "time_ms": times,
         "best_peer": best,
         "time_over_best_peer": harness.rounded(ours / times[best]["median"], 3),
+        "interval": of_rounds([f.ms for f in found["jgr"]], [f.ms for f in found[best]]),
         "time_over_xla": harness.rounded(ours / times[BY_XLA]["median"], 3),
         "same_tokens": {
             name: all(f.tokens == found["jgr"][0].tokens for f in found[name]) for name in (*peers, BY_XLA)
@@ -195,7 +203,7 @@ def make_row(tokens: int, batch: int, found: Mapping[str, Sequence[Found]]) -> R
     }
 
 
-def claims(rows: Sequence[Row]) -> list[Claim]:
+def claims(rows: Sequence[Row], size: str = "") -> list[Claim]:
     points = [row for row in rows if "prompt_tokens" in row]
     missing = sum("missing" in row for row in rows)
     differ = sum(not same for row in points for same in row["same_tokens"].values())
@@ -205,8 +213,9 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     ]
     for row in points:
         name = f"prefill-time-over-best-peer-prompt-{row['prompt_tokens']}-batch-{row['batch']}"
-        found.append(Claim(name, row["time_over_best_peer"], "x", "lower", LIMIT))
-    return found
+        value, (low, high) = row["time_over_best_peer"], row["interval"]
+        found.append(Claim(name, value, "x", "lower", LIMIT, interval=(low, high)))
+    return [replace(claim, id=claim.id + size) for claim in found]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -236,16 +245,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+SOURCES = (Path(__file__), Path(work.__file__), *beam_vs_peers.SOURCES)
+
 if __name__ == "__main__":
-    # Before XLA counts the cores; peers inherit it.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    jax.config.update("jax_platforms", "cpu")
+    two_cores()
     harness.main(
         Benchmark(
             name="prefill_vs_peers",
             measure=measure,
             packages=("jax", "jaxlib", "numpy"),
-            sources=(Path(__file__), Path(work.__file__), *SOURCES),
+            sources=SOURCES,
             plot=plot,
         )
     )

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reuse beyond the prefix costs in accuracy: full recompute, prefix cache, naive reuse, EPIC, CacheBlend, RcLLM.
 
-A retriever (LRURec) names 20 candidates for every test user; those whose target is among them are ranked by the engine
-that serves, in prompts of plain order: the titles of the history's items, the candidates, a question. The decoder was
-trained on such prompts (configs/rcllm_*.py says how, and for how many hours). All methods rank the same candidates in
-the retriever's order, and every difference is of the same users, with an interval of a paired bootstrap over them.
+A retriever (LRURec) names 20 candidates for every test example, and for every validation example. The decoder was
+trained on neither; of two of its steps the later one was taken, which the validation examples liked better, and the
+retriever's step was chosen by them too. The result has NDCG@10 of both splits apart.
+Those whose target is among them are ranked by the engine that serves, in prompts of plain order: the titles of the
+history's items, the candidates, a question. The decoder was trained on such prompts (configs/rcllm_*.py says how, and
+for how many hours). All methods rank the same candidates in the retriever's order, and every difference is of the same
+requests, with an interval of a paired bootstrap over the users, of whom some ask more than once.
 
 - rcllm: r of the candidates' tokens is computed anew; with a second r the titles of the history come from a library
   of prototypes of titles, but for that share. At r = .3 smaller libraries are measured too.
-- epic and cacheblend compute as many token-layers as rcllm does at r = .3.
+- epic and cacheblend compute as many token-layers as rcllm does at r = .3. EPIC computes whole tokens, as many of each
+  candidate: the next whole number is taken, and one less too. token_layers: computed ones, as a share of the prompts'.
 - counts: a dataset tells something only where full recompute beats the retriever's order beyond the interval, and naive
   reuse loses at least 5 % of NDCG@10: a model that ignores its context keeps everything. Elsewhere no claim is made.
 
@@ -34,8 +38,9 @@ from benchmarks import harness
 from benchmarks.harness import Benchmark, Claim, Measured, Missing, Quiet, Row, rounded
 from jgr.config import Config, load_config, override
 from jgr.data.datasets import Dataset, load_dataset
+from jgr.data.interactions import Examples
 from jgr.evaluation.bootstrap import interval, resampled_means
-from jgr.evaluation.candidates import Candidates, retrieve
+from jgr.evaluation.candidates import retrieve
 from jgr.evaluation.metrics import Hits, per_query
 from jgr.library.build import build
 from jgr.library.corpus import read_corpus
@@ -58,7 +63,7 @@ CONCURRENCY = 4
 RESAMPLES = 2000
 KEEPS, LOSES = 0.96, 0.05
 """RcLLM is to keep so much of full recompute's NDCG@10; naive reuse must lose so much of it for a dataset to count."""
-POOLS = (1_000, 10_000)
+POOLS = (200, 1_000)
 """Prototypes of smaller libraries."""
 TASKS = {"industrial": "rcllm_industrial", "ml1m": "rcllm_ml1m"}
 
@@ -89,6 +94,7 @@ def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, S
     the most prototypes that they have; 0: all."""
     blocks = ("cache.policy=blocks", "cache.repair_tokens=0", "cache.repair_share=0")
     anew = AT + 1 / span
+    first = math.ceil(anew * span)
     blend = max(0.0, (layers * anew - 1) / (layers - 1))
     attention = (
         "cache.policy=blocks",
@@ -99,10 +105,10 @@ def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, S
     found = {
         "full": Server(("cache.policy=none", *blocks[1:]), {"full": None}),
         "prefix": Server((blocks[0], f"cache.repair_tokens={span}", blocks[2]), {"prefix": None}),
-        "epic": Server(
-            (blocks[0], f"cache.repair_tokens={math.ceil(anew * span)}", blocks[2]),
-            {f"epic {math.ceil(anew * span)}": None},
-        ),
+        **{
+            f"epic {k}": Server((blocks[0], f"cache.repair_tokens={k}", blocks[2]), {f"epic {k}": None})
+            for k in (first - 1, first)
+        },
         "deviation": Server(
             (*blocks[:2], f"cache.repair_share={blend:.3f}", "cache.repair_by=deviation"),
             {"naive": 0.0, f"cacheblend {blend:.2f}": None},
@@ -117,14 +123,50 @@ def servers(span: int, layers: int, libraries: Mapping[int, str]) -> dict[str, S
     return found
 
 
+class Asked(NamedTuple):
+    """A split's examples whose target is among their candidates, and how many it has in all. rows: [e, c]."""
+
+    split: str
+    examples: Examples
+    rows: Int32
+    whole: int
+
+    def first(self, most: int | None) -> Asked:
+        chosen = np.arange(len(self.examples))[:most]
+        return self._replace(examples=self.examples.select(chosen), rows=self.rows[chosen])
+
+
 class Task(NamedTuple):
-    """A dataset with the candidates of its test users. eligible: whose target is among them."""
+    """A dataset, and what is asked of it."""
 
     name: str
     config: Config
     dataset: Dataset
-    found: Candidates
-    eligible: npt.NDArray[np.int64]
+    asked: tuple[Asked, ...]
+
+    @property
+    def requests(self) -> list[tuple[Int32, int, Int32]]:
+        """The history, the user and the candidates of each request."""
+        return [
+            (history, int(user), rows)
+            for each in self.asked
+            for history, user, rows in zip(
+                each.examples.histories, each.examples.users, each.rows, strict=True
+            )
+        ]
+
+    @property
+    def rows(self) -> Int32:
+        """The candidates of all requests, [e, c]."""
+        return np.concatenate([each.rows for each in self.asked])
+
+    @property
+    def targets(self) -> Int32:
+        return np.concatenate([each.examples.targets for each in self.asked])
+
+    @property
+    def users(self) -> Int32:
+        return np.concatenate([each.examples.users for each in self.asked])
 
 
 def prepared(name: str, quick: bool) -> Task:
@@ -140,11 +182,16 @@ def prepared(name: str, quick: bool) -> Task:
 
 
 def task_of(name: str, config: Config, retriever: Path, most: int | None) -> Task:
-    """most: so many users at most."""
+    """most: so many requests of a split at most."""
     dataset = load_dataset(config.data)
     cfg, params = retrievers.load_for(retriever, dataset.catalog.item_ids)
-    found = retrieve(params, cfg, dataset, dataset.interactions.test, CANDIDATES, exclude_seen=True)
-    return Task(name, config, dataset, found, np.flatnonzero(found.eligible)[:most])
+    asked = []
+    for split in ("test", "valid"):
+        examples: Examples = getattr(dataset.interactions, split)
+        found = retrieve(params, cfg, dataset, examples, CANDIDATES, exclude_seen=True)
+        eligible = np.flatnonzero(found.eligible)
+        asked.append(Asked(split, examples.select(eligible), found.rows[eligible], len(examples)).first(most))
+    return Task(name, config, dataset, tuple(asked))
 
 
 def titles_library(config: Config, dataset: Dataset, folder: Path, most: int) -> str:
@@ -183,30 +230,29 @@ def rank_all(task: Task, server: Server) -> dict[str, Ranked]:
 
 
 async def ranked(engine: Engine[ServedDecoder], task: Task, budget: float | None, texts: bool) -> Ranked:
-    dataset, rows = task.dataset, task.found.rows[task.eligible]
-    examples = dataset.interactions.test.select(task.eligible)
-    users, ids, words = task.found.users[task.eligible], dataset.catalog.item_ids, titles(dataset)
+    dataset, rows, requests = task.dataset, task.rows, task.requests
+    ids, words = dataset.catalog.item_ids, titles(dataset)
     longest = task.config.prompt.max_items
     scores = np.zeros(rows.shape)
     tokens = np.zeros(2, np.int64)
-    todo = iter(range(len(examples)))
+    todo = enumerate(requests)
     given: Any = {} if budget is None else {"reuse_budget": budget}
 
     async def worker() -> None:
-        for i in todo:
-            history = examples.histories[i][-longest:]
+        for i, (history, user, candidates) in todo:
+            history = history[-longest:]
             own: Any = {"history_texts": [words[row] for row in history]} if texts else {}
             request = RankRequest(
                 history=[ids[row] for row in history],
-                candidates=[ids[row] for row in rows[i]],
-                user_id=str(users[i]),
+                candidates=[ids[row] for row in candidates],
+                user_id=dataset.interactions.user_ids[user],
                 layout="causal",
                 **given,
                 **own,
             )
             answer = await engine.answer(request)
             by_id = {item.item_id: item.score for item in answer.items}
-            scores[i] = [by_id[ids[row]] for row in rows[i]]
+            scores[i] = [by_id[ids[row]] for row in candidates]
             usage = answer.usage
             near = usage.approximate_tokens if isinstance(usage.approximate_tokens, int) else 0
             tokens[:] += near, usage.prompt_tokens
@@ -219,10 +265,8 @@ async def ranked(engine: Engine[ServedDecoder], task: Task, budget: float | None
 
 
 def measure_one(task: Task, folder: Path, pools: Sequence[int] = POOLS) -> tuple[list[Claim], list[Row]]:
-    config, rows = task.config, task.found.rows[task.eligible]
-    targets = task.dataset.interactions.test.select(task.eligible).targets
-    whole = len(task.eligible)
-    if not whole:
+    config, rows, targets = task.config, task.rows, task.targets
+    if not len(targets):
         raise Missing(f"{task.name}: the retriever finds no target")
     layers = library_model(override(config, "prompt.item={review}{sid}")).cfg.layers
     libraries = {most: titles_library(config, task.dataset, folder, most) for most in (0, *pools)}
@@ -231,36 +275,70 @@ def measure_one(task: Task, folder: Path, pools: Sequence[int] = POOLS) -> tuple
         found |= rank_all(task, server)
         harness.note(f"{task.name}: {', '.join(server.budgets)}")
     values = {name: per_query(Hits.of_targets(of.best, targets), METRICS) for name, of in found.items()}
-    table = compare(task.name, values, found)
-    return claims(task.name, table), [about(task, whole), *table]
+    table = compare(task.name, values, found, task.users, layers)
+    return claims(task.name, table), [about(task, values["full"], values["retriever"]), *table]
 
 
-def about(task: Task, measured: int) -> Row:
+def about(task: Task, full: Mapping[str, Float64], retriever: Mapping[str, Float64]) -> Row:
+    """What was asked, and of what. full, retriever: metrics of all requests."""
+    model = library_model(override(task.config, "prompt.item={review}{sid}"))
     train = task.config.train
+    end = np.cumsum([len(each.examples) for each in task.asked])
+    splits = {
+        each.split: {
+            "examples": each.whole,
+            "measured": len(each.examples),
+            "full_ndcg@10": rounded(float(full["ndcg@10"][at - len(each.examples) : at].mean())),
+            "retriever_ndcg@10": rounded(float(retriever["ndcg@10"][at - len(each.examples) : at].mean())),
+        }
+        for each, at in zip(task.asked, end, strict=True)
+        if len(each.examples)
+    }
     return {
         "about": task.name,
-        "users": len(task.found.users),
-        "eligible": int(task.found.eligible.sum()),
-        "measured": measured,
-        "retriever_recall@20": rounded(task.found.recall(CANDIDATES)),
+        "splits": splits,
+        "measured": int(end[-1]),
+        "users": len(np.unique(task.users)),
         "candidates": CANDIDATES,
         "items": task.dataset.catalog.n_items,
-        "model": f"{train.layers} layers, hidden {train.hidden}",
+        "model": f"{model.cfg.layers} layers, hidden {model.cfg.hidden}",
+        "revision": model.revision,
         "training": {"steps": train.steps, "batch": train.batch, "negatives": train.negatives},
         "item_span": task.config.rank.item_span,
     }
 
 
-def compare(name: str, values: Mapping[str, Mapping[str, Float64]], found: Mapping[str, Ranked]) -> list[Row]:
+def means_over_users(values: Float64, users: Int32) -> Float64:
+    """[e, s] values of requests, their users [e] -> [RESAMPLES, s], means over the requests of users drawn anew."""
+    who = np.unique(users, return_inverse=True)[1].reshape(-1)
+    sums = np.zeros((who.max() + 1, values.shape[1] + 1))
+    np.add.at(sums, who, np.column_stack([values, np.ones(len(values))]))
+    drawn = resampled_means(sums, RESAMPLES, 0)
+    return drawn[:, :-1] / drawn[:, -1:]
+
+
+def token_layers(method: str, approximate: float, layers: int) -> float:
+    """The share of the prompts' token-layers that is computed. CacheBlend computes the first layer whole."""
+    computed = 1 - approximate
+    return (1 + (layers - 1) * computed) / layers if method.startswith("cacheblend") else computed
+
+
+def compare(
+    name: str,
+    values: Mapping[str, Mapping[str, Float64]],
+    found: Mapping[str, Ranked],
+    users: Int32,
+    layers: int,
+) -> list[Row]:
     """A row for each method: metrics, their differences from full recompute, and the ratio of NDCG@10, with intervals;
-    and how the scores agree with full recompute's."""
+    and how the scores agree with full recompute's. users: [e], of the requests."""
     table: list[Row] = []
     full = values["full"]
     for method, of in values.items():
         flat = np.stack([*of.values(), *(of[metric] - full[metric] for metric in METRICS)], axis=1)
-        drawn = resampled_means(flat, RESAMPLES, 0)
+        drawn = means_over_users(flat, users)
         low, high = interval(drawn)
-        pair = resampled_means(np.stack([of["ndcg@10"], full["ndcg@10"]], axis=1), RESAMPLES, 0)
+        pair = means_over_users(np.stack([of["ndcg@10"], full["ndcg@10"]], axis=1), users)
         kept = np.percentile(pair[:, 0] / np.maximum(pair[:, 1], 1e-9), (2.5, 97.5))
         row: Row = {
             "of": name,
@@ -278,6 +356,7 @@ def compare(name: str, values: Mapping[str, Mapping[str, Float64]], found: Mappi
             "approximate_share": rounded(found[method].approximate),
         }  # fmt: skip
         if method != "retriever":
+            row["token_layers"] = rounded(token_layers(method, found[method].approximate, layers))
             pairs = zip(found["full"].scores, found[method].scores, strict=True)
             agreed = [one for both in pairs if (one := agreement(*both)) is not None]
             row |= {
@@ -286,14 +365,14 @@ def compare(name: str, values: Mapping[str, Mapping[str, Float64]], found: Mappi
                 "kl": rounded(float(np.mean([one.kl for one in agreed]))),
             }
         table.append(row)
-    better = difference(values, "retriever", "full")
+    better = difference(values, "retriever", "full", users)
     table.append({
         "of": name,
         "counts": bool(better[0] > 0 and row_of(table, "naive")["of_full_ndcg@10"] <= 1 - LOSES),
         "full_less_retriever_ndcg@10": [rounded(x) for x in better],
         "naive_keeps": row_of(table, "naive")["of_full_ndcg@10"],
         "rcllm_less": {
-            other: [rounded(x) for x in difference(values, other, f"rcllm {AT:g}")]
+            other: [rounded(x) for x in difference(values, other, f"rcllm {AT:g}", users)]
             for other in values
             if other.startswith(("epic", "cacheblend"))
         },
@@ -301,10 +380,12 @@ def compare(name: str, values: Mapping[str, Mapping[str, Float64]], found: Mappi
     return table
 
 
-def difference(values: Mapping[str, Mapping[str, Float64]], other: str, method: str) -> tuple[float, float]:
+def difference(
+    values: Mapping[str, Mapping[str, Float64]], other: str, method: str, users: Int32
+) -> tuple[float, float]:
     """The interval of NDCG@10 of a method less that of another."""
     apart = values[method]["ndcg@10"] - values[other]["ndcg@10"]
-    low, high = interval(resampled_means(apart[:, None], RESAMPLES, 0))
+    low, high = interval(means_over_users(apart[:, None], users))
     return float(low[0]), float(high[0])
 
 
@@ -334,8 +415,9 @@ def claims(name: str, table: Sequence[Row]) -> list[Claim]:
                     interval=(low, high),
                 )
             )
-    for other, (low, high) in verdict["rcllm_less"].items():
-        kind = other.split()[0]
+    most = {other.split()[0]: other for other in verdict["rcllm_less"]}  # of EPIC the one that computes more
+    for kind, other in most.items():
+        low, high = verdict["rcllm_less"][other]
         found.append(
             Claim(f"rcllm-ndcg10-less-{kind}-{name}", rounded(low), "", "higher", 0.0, interval=(low, high))
         )

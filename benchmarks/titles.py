@@ -74,10 +74,12 @@ WORDS: Mapping[str, Mapping[str, str]] = {
     "peer": {
         "transformers": "Hugging Face transformers",
         "vllm": "vLLM",
-        "pytorch": "a PyTorch form that shares the prompt",
+        "pytorch": "PyTorch with a shared prompt",
+        "compiled": "torch.compile with a shared prompt",
         "paged": "a baseline whose beams are sequences on shared pages",
         "copied": "a baseline whose beams are sequences with copies of the prompt",
     },
+    "size": {"-51m": ", 51 M parameters"},
     "search": {
         "unconstrained": "a beam search without a constraint",
         "full": "a search held to the catalog, scores over the whole vocabulary",
@@ -207,16 +209,24 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"memory-of-a-4b-model-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)",
         "Device memory of a 4B generator for a prompt of {tokens} tokens and {beams} beams",
     ),
-    (r"beam-search-peers-missing", "Engines to compare with that could not be run (beam search)"),
-    (r"beam-searches-that-differ-from-a-peer", "Beam searches that find other items than another engine's"),
-    (r"score-difference-from-a-peer", "Largest difference of a score from another engine's for the same model"),
+    (r"beam-search-peers-missing(-51m)?", "Engines to compare with that could not be run (beam search)"),
+    (r"beam-searches-that-differ-from-a-peer(-51m)?", "Beam searches that find other items than another engine's"),
     (
-        r"least-time-of-any-peer-over-jgr",
-        "Time of the fastest other engine over jgr's, in the beam search where it comes nearest",
+        r"score-difference-from-a-peer(-51m)?",
+        "Largest difference of a score from another engine's for the same model",
     ),
     (
-        r"time-of-(?P<peer>\w+)-over-jgr-(?P<search>\w+)-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)",
-        "Time of {peer} over jgr's for {search}; {tokens} tokens, {beams} beams",
+        r"least-time-of-any-peer-over-jgr(?P<size>(-51m)?)",
+        "Time of the fastest other engine over jgr's, in the beam search where it comes nearest{size}",
+    ),
+    (
+        r"least-time-between-profiles(?P<size>(-51m)?)",
+        "The same for a prompt of 700 tokens, which jgr pads to its profile of 1,024 and no other engine does{size}",
+    ),
+    (
+        r"time-of-(?P<peer>\w+)-over-jgr-(?P<search>\w+)-prompt-(?P<tokens>\d+)-beam-(?P<beams>\d+)"
+        r"(?P<size>(-51m)?)",
+        "Time of {peer} over jgr's for {search}; {tokens} tokens, {beams} beams{size}",
     ),
     (r"latency-of-beam-400-over-beam-10", "Latency of a search with 400 beams over that with 10"),
     (r"early-termination-equals-the-sort", "Whether the early end of the search finds what a full sort finds (1: yes)"),
@@ -489,12 +499,15 @@ TITLES: tuple[tuple[str, str], ...] = (
         "Time lost by choosing attention's block size by {chooser} and not by trial, where it is most (share)",
     ),
     # prefill_vs_peers
-    (r"prefill-peers-missing", "Engines to compare with that could not be run (first token of a prompt)"),
-    (r"first-tokens-that-differ-from-a-peer", "Prompts whose first output token differs from another engine's"),
+    (r"prefill-peers-missing(-51m)?", "Engines to compare with that could not be run (first token of a prompt)"),
     (
-        r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
+        r"first-tokens-that-differ-from-a-peer(-51m)?",
+        "Prompts whose first output token differs from another engine's",
+    ),
+    (
+        r"prefill-time-over-best-peer-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)(?P<size>(-51m)?)",
         "Time to the first token over the fastest other engine's, with the kernels of `make native`; {tokens} tokens, "
-        "batch of {batch}",
+        "batch of {batch}{size}",
     ),
     # quantized_weights
     (

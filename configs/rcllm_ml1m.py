@@ -6,7 +6,7 @@ jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
 jgr train --config=rcllm_ml1m
 
-Its steps cost what those of the other one do; 4,000 take a day on two cores.
+Its steps cost what those of the other one do.
 """
 
 from pathlib import Path

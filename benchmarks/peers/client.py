@@ -34,6 +34,7 @@ class Kind:
 
 TRANSFORMERS = Kind("transformers", "transformers_peer", "JGR_PEERS_TORCH", "requirements-torch.txt")
 PYTORCH = Kind("pytorch", "pytorch_peer", "JGR_PEERS_TORCH", "requirements-torch.txt")
+COMPILED = Kind("compiled", "compiled_peer", "JGR_PEERS_TORCH", "requirements-torch.txt")
 VLLM = Kind("vllm", "vllm_peer", "JGR_PEERS_VLLM", "requirements-vllm.txt")
 OPENVINO = Kind("openvino", "openvino_peer", "JGR_PEERS_OPENVINO", "requirements-openvino.txt")
 

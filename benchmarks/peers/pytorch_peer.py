@@ -132,8 +132,11 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class Search:
     """Beam search over everything, or over a catalog."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, compiled: bool = False) -> None:
         self._model = Model(Path(folder))
+        if compiled:
+            self._model.prefill = torch.compile(self._model.prefill, dynamic=False)  # type: ignore[method-assign]
+            self._model.decode = torch.compile(self._model.decode, dynamic=False)  # type: ignore[method-assign]
         arrays = np.load(f"{folder}/catalog.npz")
         self._depth = arrays["sequences"].shape[1]
         levels = range(self._depth)

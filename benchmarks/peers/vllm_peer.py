@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm`'s LLM.beam_search, as it comes: compiled model, prefix cache for the prompt that the beams share.
+"""`vllm`: LLM.beam_search as it comes, and a search over the catalog by a loop of ours.
 
-The prefix cache is emptied before every call, so that each pays for its prompt. A constraint is a list of choices, the
-12,000 items as words. vLLM keeps of each beam's 2 x width best tokens over the whole vocabulary those that the grammar
-allows, so it loses legal beams; of its grammar backends `guidance` is the fastest here, and ends after one token.
+The prefix cache is emptied before every call, so that each pays for its prompt; the beams share it through that cache.
+vLLM's own beam search under a grammar returns none of the beams: it keeps of each beam's 2 x width best tokens over the
+whole vocabulary those that the grammar allows. So a constrained step asks for one token of each beam, with the children
+in the tree as its allowed tokens; the log-probabilities after that mask are normalized over them (normalize="valid"),
+and the best `width` of each beam are all that can matter, so the search is exact.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.lines import Message, serve, timed
+from benchmarks.peers.trie import Beam, Trie
 
-MAX_WIDTH, MAX_TOKENS, KV_CACHE_GIB = 256, 1100, 2
+MAX_WIDTH, MAX_TOKENS, KV_CACHE_GIB = 512, 1100, 4
 
 
 class Searcher:
@@ -29,33 +32,44 @@ class Searcher:
             dtype="float32",
             max_model_len=MAX_TOKENS,
             max_logprobs=2 * MAX_WIDTH,
+            logprobs_mode="processed_logprobs",
             max_num_seqs=MAX_WIDTH,
             disable_log_stats=True,
-            structured_outputs_config={"backend": "guidance"},
         )
-        sequences = np.load(f"{folder}/catalog.npz")["sequences"]
-        self._depth = sequences.shape[1]
-        self._items = ["".join(f"<w{token:05d}>" for token in path) for path in sequences.tolist()]
+        self._trie = Trie(np.load(f"{folder}/catalog.npz"))
 
     def answer(self, request: Message) -> Message:
         (prompt,) = request["prompts"]
-        constraint: Any = None
-        if request["mode"] != "unconstrained":
-            constraint = self._params.StructuredOutputsParams(choice=self._items)
-        params = self._params.BeamSearchParams(
-            beam_width=request["width"],
-            max_tokens=self._depth,
-            ignore_eos=True,
-            structured_outputs=constraint,
-        )
-        run = functools.partial(self._llm.beam_search, [{"prompt_token_ids": prompt}], params)
-        ms, (output,) = timed(run, request["at_least_s"], before=self._llm.reset_prefix_cache)
-        whole = [beam for beam in output.sequences if len(beam.tokens) == len(prompt) + self._depth]
+        search = self._beams if request["mode"] == "unconstrained" else self._legal
+        run = functools.partial(search, prompt, request["width"])
+        ms, beams = timed(run, request["at_least_s"], before=self._llm.reset_prefix_cache)
         return {
             "ms": ms,
-            "sequences": [beam.tokens[len(prompt) :] for beam in whole],
-            "scores": [beam.cum_logprob for beam in whole],
+            "sequences": [beam.tokens for beam in beams],
+            "scores": [beam.score for beam in beams],
         }
+
+    def _beams(self, prompt: list[int], width: int) -> list[Beam]:
+        params = self._params.BeamSearchParams(beam_width=width, max_tokens=self._trie.depth, ignore_eos=True)
+        (output,) = self._llm.beam_search([{"prompt_token_ids": prompt}], params)
+        return [Beam(tuple(beam.tokens[len(prompt) :]), 0, beam.cum_logprob) for beam in output.sequences]
+
+    def _legal(self, prompt: list[int], width: int) -> list[Beam]:
+        beams = [Beam()]
+        for _ in range(self._trie.depth):
+            prompts: Any = [{"prompt_token_ids": [*prompt, *beam.tokens]} for beam in beams]
+            params = [self._one_of(self._trie.children(beam), width) for beam in beams]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            given = [output.outputs[0].logprobs for output in outputs]
+            logprobs = [dict(zip(of.token_ids, of.logprobs, strict=True)) for of in given]
+            beams = self._trie.step(beams, logprobs, width)
+        return beams
+
+    def _one_of(self, children: list[int], width: int) -> Any:
+        return self._params.SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, flat_logprobs=True,
+            allowed_token_ids=children, logprobs=min(width, len(children)),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and the catalog that jgr and its peers are given, and how their answers are compared.
 
-A random Qwen3 of 16 M parameters (4 layers, hidden 256, vocabulary 25,000, untied), exported once to a Hugging Face
-folder that everyone loads: weights, a tokenizer with a word for each token, and the catalog as arrays. 12,000 items
-with three codes of 256 each.
+A random Qwen3 of 16 M parameters (4 layers, hidden 256, vocabulary 25,000, untied) or of 51 M (8 layers, hidden 512),
+exported once to a Hugging Face folder that everyone loads: weights, a tokenizer with a word for each token, and the
+catalog as arrays. 12,000 items with three codes of 256 each.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ MODEL = DecoderConfig(
     tied=False,
     max_position=2304,
 )
+LARGER = replace(MODEL, hidden=512, layers=8, heads=8, kv_heads=8, mlp=1408)
+PROFILES = (512, 1024, 2048)
+"""The prompt lengths that jgr has programs for; a prompt is padded to the next one, which no peer does."""
 N_ITEMS, DEPTH, LEVEL_SIZE = 12_000, 3, 256
 FIRST_TOKEN = 24_000  # of the first level; text would come before
 LOGIT_SCALE = 8.0  # makes the spread of logits about that of a trained model, 2.6, instead of 0.3
@@ -114,11 +118,17 @@ def draw_prompt(catalog: Catalog, length: int, rng: np.random.Generator) -> Int3
     return items.ravel()[:length]
 
 
-def export(folder: Path, catalog: Catalog) -> None:
+def profile(length: int) -> int:
+    """The length of the program that takes a prompt."""
+    return min(tokens for tokens in PROFILES if tokens >= length)
+
+
+def export(folder: Path, catalog: Catalog, model: DecoderConfig = MODEL) -> None:
     """Write the model, its tokenizer and the catalog (catalog.npz)."""
-    drawn: decoder.DecoderParams = params.initialize(decoder.spec(MODEL), jax.random.key(0))
-    scaled = decoder.DecoderParams(drawn.embed, drawn.layers, drawn.norm, LOGIT_SCALE * drawn.head)
-    hf.export(folder, MODEL, scaled)
+    drawn: decoder.DecoderParams = params.initialize(decoder.spec(model), jax.random.key(0))
+    scale = LOGIT_SCALE * (MODEL.hidden / model.hidden) ** 0.5
+    scaled = decoder.DecoderParams(drawn.embed, drawn.layers, drawn.norm, scale * drawn.head)
+    hf.export(folder, model, scaled)
     _export_tokenizer(folder)
     arrays = {f"tokens_{level}": tokens for level, tokens in enumerate(catalog.level_tokens)}
     arrays |= {f"offsets_{level}": offsets for level, offsets in enumerate(catalog.tree.offsets)}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from jgr.cli import console
+from jgr.cli.heap import few_heaps
 
 if TYPE_CHECKING:
     from jgr.serving.versions.sources import Loaded
@@ -53,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     from jgr.serving.http.ports import check_ports
     from jgr.serving.versions.sources import configurations, load_all
 
+    few_heaps()
     given = {
         "server.api_key": flags.FLAGS.api_key,
         "server.port": flags.FLAGS.port,

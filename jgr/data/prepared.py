@@ -223,7 +223,7 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder}: has no {MANIFEST}: jgr prepare did not run, or did not finish; run it")
     try:
         manifest = msgspec.json.decode(read_whole(path, DataError))
-    except msgspec.DecodeError as cause:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         raise DataError(f"{path}: not JSON: {cause}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f"{path}: is not a manifest of format {FORMAT}; run jgr prepare again")

@@ -45,7 +45,7 @@ def read_corpus(
     for number, line in read_lines(path, UserError):
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{path}:{number}: not a JSON object: {error}") from None
         text = fields.get(text_field)
         if not isinstance(text, str):

@@ -111,7 +111,7 @@ def read_about(path: Path) -> About:
         )
     try:
         about = msgspec.json.decode(read_whole(path / ABOUT, UserError), type=About)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path / ABOUT}: is not what jgr kv library writes: {error}") from None
     if about.format != FORMAT:
         raise UserError(f"{path}: was made by another version of jgr; build it again")

@@ -191,7 +191,7 @@ def _about(path: Path) -> About:
         raise UserError(f"{path}: there is no such folder; jgr kv build MODEL --out={path} makes it")
     try:
         about = msgspec.json.decode(read_whole(path / ABOUT, UserError), type=About)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path / ABOUT}: is not what jgr kv build writes: {error}") from None
     if about.format != FORMAT:
         raise UserError(f"{path}: was made by another version of jgr; build it again")

@@ -64,7 +64,7 @@ def read_arrivals(path: Path) -> tuple[str, Float64]:
             time_ns = found[1](text)
             if time_ns is not None:
                 times.append(time_ns)
-        except (ValueError, OverflowError, msgspec.DecodeError) as error:
+        except (ValueError, OverflowError, RecursionError, msgspec.DecodeError) as error:
             if found is not None and found[0] == "journal" and not line.endswith(b"\n"):
                 break  # the server ended while it wrote this line
             raise LoadError(f"{path}:{number}: {error}") from None
@@ -91,7 +91,7 @@ def _recognise(first: bytes) -> tuple[str, TimeOf]:
     if first.startswith(b"{"):
         try:
             fields = set(msgspec.json.decode(first, type=dict[str, msgspec.Raw]))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             fields = set()
         if fields >= {"policy", "now_ns", "event"}:
             return "journal", _journal()

@@ -197,7 +197,7 @@ def _reason(body: bytes | bytearray) -> str:
     """
     try:
         error = _decode(body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
     reason = (f"{error.type}: {error.reason}" if error.reason else error.type)[:_MAX_REASON_CHARS]
     return "".join(char if char.isprintable() else "?" for char in reason)

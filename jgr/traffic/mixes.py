@@ -134,7 +134,7 @@ def read_mix(path: Path) -> list[RequestClass]:
     """Read the classes of a JSON file. Raises LoadError, which names the field that is wrong."""
     try:
         classes = msgspec.json.decode(read_whole(path, LoadError), type=_File).classes
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LoadError(f"{path}: {error}") from None
     if len({c.name for c in classes}) < len(classes):
         raise LoadError(f"{path}: two classes have the same name")

@@ -104,7 +104,7 @@ def read_trace(path: Path, max_requests: int) -> tuple[Float64, list[Request]]:
     for number, text in read_lines(path, LoadError):
         try:
             line = decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LoadError(f"{path}:{number}: {error}") from None
         if len(lines) == max_requests:
             raise LoadError(f"{path}: holds more than {max_requests} requests")
@@ -119,5 +119,5 @@ def _deadline_ms(body: msgspec.Raw) -> float | None:
     """The body's own deadline; None for a body that the server will refuse anyway."""
     try:
         return msgspec.json.decode(body, type=_Deadline).deadline_ms
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

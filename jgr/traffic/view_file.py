@@ -40,7 +40,7 @@ def read(path: Path) -> list[View]:
                 raise UserError(f"{path} has more than {MOST_VIEWS} lines; draw a part of it")
             try:
                 views.append(_decode(text))
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 if text.endswith(b"\n") or len(text) == MAX_LINE_BYTES:
                     raise UserError(f"{path}, line {len(views) + 1}: {error}") from None
     if not views:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from jgr.config import ConfigError
+from jgr.files import read_whole, writing
 from jgr.models.checkpoint import require_space
 from jgr.models.params import CheckpointError
 from jgr.training.trainer import State
@@ -77,11 +78,22 @@ class RunFolder:
     def latest(self, like: State) -> State | None:
         """The state to go on from, or None for a fresh run. like: any state of the run, for its shapes."""
         step = self._manager.latest_step()
-        written = self.metrics.read_text(encoding="utf-8") if self.metrics.exists() else ""
-        lines = [line for line in written.splitlines(keepends=True) if line.endswith("\n")]
-        kept = [line for line in lines if json.loads(line)["step"] <= (step or 0)]
-        self.metrics.write_text("".join(kept), encoding="utf-8")
+        written = read_whole(self.metrics, ConfigError) if self.metrics.exists() else b""
+        lines = [line for line in written.splitlines(keepends=True) if line.endswith(b"\n")]
+        kept = [line for number, line in enumerate(lines, 1) if self._step_of(number, line) <= (step or 0)]
+        with writing(
+            self.metrics, ConfigError
+        ) as stream:  # whole at any time: the best checkpoint is known by it alone
+            stream.writelines(kept)
         return None if step is None else self.restore(step, like)
+
+    def _step_of(self, number: int, line: bytes) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            raise ConfigError(
+                f"{self.metrics}:{number}: the line is damaged; remove it to go on without what it says"
+            ) from None
 
     def restore(self, step: int, like: State) -> State:
         """Read the state after `step` steps. Raises CheckpointError if it is damaged."""

@@ -81,6 +81,7 @@ def test_a_row_compares_each_peer_with_ours_and_a_slow_one_in_the_round_that_it_
             "vllm": [Found(22.0, wrong)] * 3,
         }
     )
+    assert row["interval"] == {"vllm": (1.83, 2.2)}
     assert row["time_over_jgr"] == {"transformers": 40.0, "vllm": 2.0}
     assert row["time_ms"]["transformers"]["runs"] == 1
     assert row["agreement"]["transformers"] == {
@@ -113,23 +114,31 @@ def _row(search: str, width: int, ratios: dict[str, float], **differing: float |
         name: {"same": name not in differing, "max_score_error": differing.get(name, 1e-6)} for name in ratios
     }
     point = {"search": search, "prompt_tokens": 512, "beam_width": width}
-    return {**point, "time_over_jgr": ratios, "agreement": found}
+    interval = {name: (ratio - 0.1, ratio + 0.1) for name, ratio in ratios.items() if name != "vllm"}
+    return {**point, "time_over_jgr": ratios, "interval": interval, "agreement": found}
 
 
 def test_claims_name_what_differs_and_what_was_not_compared() -> None:
     rows = [
         _row("unconstrained", 8, {"pytorch": 0.9, "vllm": 1.2}, pytorch=2e-5),
         _row("unconstrained", 128, {"pytorch": 2.0, "vllm": 9.0}),
-        _row("full", 128, {"pytorch": 2.0, "vllm": 0.7}, vllm=None),  # wrong, as is known: no claim
-        _row("valid", 128, {"pytorch": 1.5}),
+        _row("valid", 128, {"pytorch": 1.55, "vllm": 0.7}, vllm=None),  # it has lost some of the beams
+        _row("unconstrained", 32, {"pytorch": 0.5}) | {"prompt_tokens": 700},
         {"peer": "pytorch", "versions": {"torch": "1"}},
         {"peer": "transformers", "missing": "set JGR_PEERS_TORCH"},
     ]
-    assert [(c.id, c.value, c.target, c.holds) for c in bench.claims(rows)] == [
-        ("beam-search-peers-missing", 1, 0, False),
-        ("beam-searches-that-differ-from-a-peer", 1, 0, False),
-        ("score-difference-from-a-peer", 2e-5, 1e-4, True),
-        ("least-time-of-any-peer-over-jgr", 0.9, 1.0, False),
-        ("time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128", 9.0, 8.0, True),
-        ("time-of-pytorch-over-jgr-valid-prompt-512-beam-128", 1.5, 1.5, True),
+    assert [(c.id, c.value, c.target, c.holds) for c in bench.claims(rows, "-51m")] == [
+        ("beam-search-peers-missing-51m", 1, 0, False),
+        ("beam-searches-that-differ-from-a-peer-51m", 2, 0, False),
+        ("score-difference-from-a-peer-51m", 2e-5, 1e-4, True),
+        ("least-time-of-any-peer-over-jgr-51m", 0.7, 1.0, False),
+        ("least-time-between-profiles-51m", 0.5, 1.0, False),
+        ("time-of-vllm-over-jgr-unconstrained-prompt-512-beam-128-51m", 9.0, 8.0, True),
+        ("time-of-vllm-over-jgr-valid-prompt-512-beam-128-51m", 0.7, 8.0, False),
+        (
+            "time-of-pytorch-over-jgr-valid-prompt-512-beam-128-51m",
+            1.55,
+            1.5,
+            False,
+        ),  # its interval begins at 1.45
     ]

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import goodput
-from benchmarks.goodput import MS, SHARE_NS, batcher, jobs_at, least_costs_ns, most_in_time, profile_ns
+from benchmarks.goodput import (
+    MS,
+    SHARE_NS,
+    batcher,
+    jobs_at,
+    least_costs_ns,
+    most_in_batches,
+    most_in_time,
+    profile_ns,
+)
 from jgr.serving.policies.jobs import Job, Profile, Start
 from jgr.serving.policies.ordering import Order
 from jgr.simulation.serving import simulate
@@ -63,3 +72,31 @@ def test_long_jobs_that_come_alone_take_a_run_each() -> None:
     alone_ns = profile_ns(Profile("recommend", 8, 256, 32)) - 7 * SHARE_NS
     cheapest_ns = min(profile_ns(Profile("recommend", n, 256, 32)) - (n - 1) * SHARE_NS for n in (1, 2, 4, 8))
     assert set(least_costs_ns(jobs).values()) == {cheapest_ns} and cheapest_ns <= alone_ns
+
+
+@pytest.mark.parametrize(("load", "deadline_ms"), [(1.0, 30), (1.5, 60), (3.0, 40)])
+def test_no_order_answers_more_of_one_length_in_time_than_the_bound_of_its_batches(
+    load: float, deadline_ms: int
+) -> None:
+    profiles = [profile for profile in goodput.PROFILES if profile.tokens == 64]
+    shapes = [(profile.batch, profile_ns(profile)) for profile in profiles]
+    times = arrivals.poisson(np.random.default_rng(2), load * 1e9 / SHARE_NS, 2.0)
+    jobs = jobs_at(times.tolist(), (deadline_ms,), 0.0, seed=3)
+    most = most_in_batches(jobs, shapes, 2.0)
+    for order in ("deadline", "fifo"):
+        out = simulate(batcher(order, profiles), jobs, run_ns)
+        assert 0 < sum(verdict == "done" for verdict in out.verdicts.values()) <= most <= len(jobs)
+
+
+def test_a_batch_that_deadlines_leave_half_empty_makes_each_of_its_jobs_dearer() -> None:
+    # 8 rows take 60 ms of the 100: five jobs can wait for its beginning, and take 12 ms each. One row takes 20 ms.
+    jobs = [Job(n, "recommend", 64, 32, 10 * n * MS, (10 * n + 100) * MS) for n in range(40)]
+    both, second = [(8, 60 * MS), (1, 20 * MS)], 400 + 100
+    assert max(goodput._together(jobs, 60 * MS)) == 5
+    assert most_in_batches(jobs, both, 0.4) == 40 and 40 * 12 <= second
+    assert most_in_batches(jobs, both[1:], 0.4) == second // 20
+
+
+def test_what_no_batch_ends_in_time_for_is_never_answered() -> None:
+    jobs = [Job(n, "recommend", 64, 32, 10 * n * MS, (10 * n + 100) * MS) for n in range(4)]
+    assert most_in_batches(jobs, [(8, 101 * MS)], 10.0) == 0

@@ -57,7 +57,7 @@ def test_peers_without_a_python_are_missing(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_every_peer_has_its_module_and_pinned_requirements() -> None:
-    for kind in (client.TRANSFORMERS, client.PYTORCH, VLLM, OPENVINO):
+    for kind in (client.TRANSFORMERS, client.PYTORCH, client.COMPILED, VLLM, OPENVINO):
         assert (client.HERE / f"{kind.module}.py").is_file()
         lines = (client.HERE / kind.requirements).read_text().splitlines()
         assert lines and all("==" in line for line in lines if not line.startswith("#"))

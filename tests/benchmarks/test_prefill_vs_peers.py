@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
+import numpy as np
 import pytest
 
 from benchmarks import prefill_vs_peers as bench
 from benchmarks import work
+from benchmarks.peers import workload
 from benchmarks.peers.workload import MODEL
 from benchmarks.prefill_vs_peers import Found
+from jgr.models import decoder, params
 
 
 def test_work_counts_every_multiplication_once() -> None:
@@ -47,9 +53,21 @@ def test_a_row_takes_the_best_peer_and_the_faster_matmul() -> None:
     assert row["matmul_gflops"] == 200.0
     share = row["gflop"] / 200.0 / 0.031
     assert row["share_of_matmul_rate"]["jgr"] == pytest.approx(share, rel=1e-2)
+    assert row["interval"] == (1.5, 1.6)
     claims = bench.claims([row, {"peer": "pytorch", "missing": "set JGR_PEERS_TORCH"}])
     assert [(c.id, c.value, c.target, c.holds) for c in claims] == [
         ("prefill-peers-missing", 1, 0, False),
         ("first-tokens-that-differ-from-a-peer", 1, 0, False),
         ("prefill-time-over-best-peer-prompt-512-batch-2", 1.55, 1.0, False),
     ]
+
+
+def test_a_prompt_between_two_profiles_is_padded_and_its_first_token_is_the_same() -> None:
+    catalog = workload.make_catalog(np.random.default_rng(0))
+    small = replace(MODEL, hidden=32, layers=1, heads=1, kv_heads=1, head_dim=32, mlp=32)
+    drawn: decoder.DecoderParams = params.initialize(decoder.spec(small), jax.random.key(0))
+    prompts = np.stack([workload.draw_prompt(catalog, 500, np.random.default_rng(i)) for i in range(2)])
+    assert [workload.profile(n) for n in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
+    padded = bench.Ours(small, drawn, prompts, by_kernels=False).first()
+    exact, _ = bench.first_tokens(drawn, prompts, np.full(2, 500, np.int32), cfg=small, kernels="none")
+    assert padded == tuple(np.asarray(exact).tolist())

@@ -10,14 +10,25 @@ import numpy as np
 import pytest
 
 from benchmarks import rcllm_accuracy
-from benchmarks.rcllm_accuracy import CANDIDATES, METRICS, Ranked, Task, claims, compare, row_of
+from benchmarks.rcllm_accuracy import (
+    CANDIDATES,
+    METRICS,
+    RESAMPLES,
+    Asked,
+    Ranked,
+    Task,
+    claims,
+    compare,
+    means_over_users,
+    row_of,
+    token_layers,
+)
 from benchmarks.titles import title
 from jgr.catalog.catalog import Catalog
 from jgr.config import Config, override
 from jgr.data.datasets import Dataset
 from jgr.data.interactions import leave_one_out
 from jgr.data.preparation.prepare import train_title_tokenizer
-from jgr.evaluation.candidates import Candidates
 from jgr.evaluation.metrics import Hits, per_query
 from jgr.training.ranker_training import train_ranker
 
@@ -35,7 +46,7 @@ def test_a_dataset_counts_only_where_context_matters_and_the_retriever_is_beaten
             best = np.stack([np.insert(np.delete(np.arange(20), 0), n, 0) for n in at]).astype(np.int32)
             found[name] = Ranked(best, -np.argsort(best, axis=1).astype(float))
             values[name] = per_query(Hits.of_targets(best, rows[:, 0]), METRICS)
-        return compare("ml1m", values, found)
+        return compare("ml1m", values, found, np.arange(400, dtype=np.int32), 4)
 
     good = {
         "retriever": 0,
@@ -69,6 +80,19 @@ def test_a_dataset_counts_only_where_context_matters_and_the_retriever_is_beaten
         assert not told[-1]["counts"] and len(claims("ml1m", told)) == 1
 
 
+def test_users_are_drawn_whole() -> None:
+    """Of two users one has all hits, in nine requests: a resample has the one, the other, or both."""
+    users, hits = np.repeat([7, 3], [9, 1]).astype(np.int32), np.repeat([1.0, 0.0], [9, 1])[:, None]
+    found, counts = np.unique(means_over_users(hits, users), return_counts=True)
+    assert found.tolist() == [0, 0.9, 1] and counts / RESAMPLES == pytest.approx([0.25, 0.5, 0.25], abs=0.04)
+
+
+def test_token_layers_of_a_plan() -> None:
+    """Of 10 tokens and 4 layers with 4 tokens computed: 16, and 10 + 12 where the first layer is computed whole."""
+    assert token_layers("rcllm 0.3", 0.6, 4) == pytest.approx(16 / 40)
+    assert token_layers("cacheblend 0.18", 0.6, 4) == pytest.approx(22 / 40)
+
+
 @pytest.mark.slow
 def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
     rng, n = np.random.default_rng(1), 40
@@ -97,9 +121,9 @@ def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
         for target in examples.targets
     ]
     rows = np.array(others, np.int32)
-    users = np.array(dataset.interactions.user_ids)[examples.users]
-    found = Candidates(users, rows, np.full(len(rows), CANDIDATES - 1, np.int32), "items")
-    task = Task("industrial", config, dataset, found, np.arange(8))
+    test = Asked("test", examples, rows, len(rows)).first(6)
+    valid = Asked("valid", examples, rows[::-1], len(rows)).first(2)
+    task = Task("industrial", config, dataset, (test, valid))
     claimed, table = rcllm_accuracy.measure_one(task, tmp_path, pools=())
     methods = {row["method"]: row for row in table if "method" in row}
     assert {name.split()[0] for name in methods} == {
@@ -112,5 +136,6 @@ def test_every_method_ranks_end_to_end(tmp_path: Path) -> None:
     assert methods["rcllm 0.3/0.3"]["approximate_share"] > shares[1], (
         "the history's titles come from the library"
     )
+    assert table[0]["measured"] == 8 and table[0]["splits"]["valid"]["measured"] == 2
     verdict = table[-1]
     assert set(verdict["rcllm_less"]) == {name for name in methods if name.startswith(("epic", "cache"))}

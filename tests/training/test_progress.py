@@ -188,6 +188,21 @@ def test_the_best_weights_outlive_the_process_that_found_them(tmp_path: Path) ->
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [2, 10, 12]
 
 
+@pytest.mark.parametrize(
+    "damaged", [b"{\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "\xff"}\n', b"[" * 10_000 + b"\n"]
+)
+def test_a_damaged_line_is_named_and_nothing_of_the_file_is_lost(tmp_path: Path, damaged: bytes) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 1, "loss": 2.0}\n' + damaged + b'{"step": 2, "lo')
+    before = metrics.read_bytes()
+    with (
+        RunFolder(tmp_path, {}) as folder,
+        pytest.raises(ConfigError, match=r"metrics\.jsonl:2: the line is damaged"),
+    ):
+        folder.latest(State({}, (), jnp.int32(0)))
+    assert metrics.read_bytes() == before
+
+
 def test_a_run_goes_on_over_its_validations(tmp_path: Path) -> None:
     """Stopped after a validation and before the next checkpoint, it asks for none of them twice."""
     settings = ("train.steps=9", "train.evaluate_every=3", "train.checkpoint_every=100")

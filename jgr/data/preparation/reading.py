@@ -72,7 +72,7 @@ def load(work: Path) -> tuple[Events, Facts]:
     events = Events(columns["user"], columns["item"], time, columns["split"], ids, item_ids, lines, *given)
     try:
         return events, msgspec.json.decode(read_whole(work / FACTS, DataError), type=Facts)
-    except msgspec.MsgspecError as cause:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as cause:
         raise DataError(f"{work / FACTS}: {cause}; remove {work}") from None
 
 

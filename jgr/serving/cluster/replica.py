@@ -166,12 +166,11 @@ class Replica:
         if hint.to not in ("", self.name):  # that one is gone
             raise RequestError("unavailable", f"replica {hint.to} is gone")
         wanted, begun_ns = ask_of(hint, self._shape), self._now_ns()
-        # Others' work is told as they book it; what the fleet's size is decided by, as if nothing were cached.
-        begun = (self._work, expected(hint, self.name, wanted.tokens)), (self._waiting, wanted.tokens)
+        tokens = expected(hint, self.name, wanted.tokens)
         if hint.events:
             self._mean_events += RATE * (min(hint.events, MOST) - self._mean_events)
             self._mean_items += RATE * (min(len(hint.items), MOST) - self._mean_items)
-        for work, tokens in begun:
+        for work in (self._work, self._waiting):  # each is told, and begins anew, at its own times
             work.begin(hint.sender, tokens, begun_ns)
         fetched: Sequence[int] = ()
         try:
@@ -180,7 +179,7 @@ class Replica:
             waited_ns = round(hint.waited_ms * 1e6) + self._now_ns() - begun_ns
             return await ask(self._app, asked, **{"jgr.waited_ns": waited_ns, "jgr.charged": True})
         finally:
-            for work, tokens in begun:
+            for work in (self._work, self._waiting):
                 work.end(hint.sender, tokens, self._now_ns())
             if self._items is not None:
                 self._items.done(fetched)
@@ -258,7 +257,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the number of replicas is decided by; Ray asks for it every so often where that is not fixed. The wait
-        is that of the work in flight, in the mean since the last time, as if nothing of it were cached."""
+        is that of the work in flight, in the mean since the last time, without what routers expect to be cached."""
         tokens = sum(self._waiting.mean(self._now_ns()).values())
         return {"wait_ms": tokens * self._ns_per_token() / 1e6}
 

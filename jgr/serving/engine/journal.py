@@ -187,7 +187,7 @@ def read(path: Path) -> Iterator[Line]:
         for number, text in enumerate(file, 1):
             try:
                 yield _decode(text)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 if text.endswith(b"\n"):
                     raise ConfigError(f"{path}, line {number}: {error}") from None
 

@@ -11,11 +11,13 @@ may ask, and all are one tenant without a name.
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -277,10 +279,18 @@ def _read_file(path: Path) -> list[KeyEntry]:
         raise ConfigError(f"server.keys: {path}: {found}") from None
     except UNREADABLE as error:
         raise ConfigError(f"server.keys: {path}: is not JSON: {error}") from None
+    json.loads(content, object_pairs_hook=partial(_require_once, path))
     for at, entry in enumerate(entries):
         alone = entry.burst is not None and entry.rate is None
         require(not alone, f"server.keys: {path}: keys[{at}].burst needs a rate")
     return entries
+
+
+def _require_once(path: Path, pairs: list[tuple[str, object]]) -> None:
+    """Refuse an object that names a field twice, of which readers of JSON take the last one alone."""
+    names = [name for name, _ in pairs]
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    require(twice is None, f"server.keys: {path}: the name {twice!r} stands twice in one place")
 
 
 def _unauthorized(name: str, header: bytes) -> RequestError:

@@ -75,6 +75,9 @@ IDLE_MS = 300_000
 AGE_MS = 600_000
 """After which a connection takes no more calls: a client that never takes its answers would hold them for ever."""
 KEEPALIVE_MS = 60_000
+MAX_PENDING = 1 << 14
+"""Calls that gRPC takes before this process looks at them. By its own limits, 1,000 and 3,000, it ends calls of a burst
+as cancelled, without a word of why."""
 WATCH_S, ENDING_S = 0.2, 5.0
 _LOGGERS = ("asyncio", "grpc._cython.cygrpc")
 
@@ -139,6 +142,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", self._config.max_body_bytes),
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_allowed_incoming_connections", self._connections),
+                ("grpc.server.max_pending_requests", MAX_PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
                 ("grpc.server_handshake_timeout_ms", int(self._read_timeout_s * 1000)),
                 ("grpc.max_connection_idle_ms", IDLE_MS),
                 ("grpc.max_connection_age_ms", AGE_MS),

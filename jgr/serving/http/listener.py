@@ -34,6 +34,7 @@ from jgr.serving.http.connection import READ_TIMEOUT_S, Limits, Protocol
 from jgr.serving.http.front import check_grpc, check_tls, front
 from jgr.serving.http.ports import bind
 from jgr.serving.http.server import App
+from jgr.serving.http.upgrades import StaysHttp1
 from jgr.serving.versions.deployment import Deployment, Load
 from jgr.serving.versions.served_models import Models
 
@@ -90,7 +91,7 @@ class Listener(uvicorn.Server):
             read_timeout_s,
             server.base_path,
         )
-        protocol: Any = partial(Protocol, limits=limits)
+        protocol: Any = partial(StaysHttp1, limits=limits)
         super().__init__(
             uvicorn.Config(
                 front(app, server),

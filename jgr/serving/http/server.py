@@ -162,10 +162,12 @@ class App:
             return await self._cold(scope, receive, send)
         arrival_ns = self.clock() - scope.get("jgr.waited_ns", 0)  # where it has come from another process
         departure = scope.setdefault("jgr.departure", Departure())
-        path, key, request_id = scope["path"], b"", ""
+        path, key, request_id, coding = scope["path"], b"", "", b""
         for name, value in scope["headers"]:
             if name == b"authorization":
                 key = value
+            elif name == b"content-encoding":
+                coding = value
             elif name == b"x-request-id" and REQUEST_ID.fullmatch(value):
                 request_id = value.decode()
         reply = _Reply(send, request_id or f"{getrandbits(128):032x}", self.models, path)
@@ -176,6 +178,11 @@ class App:
             caller = None if path in self._open else self._admit(scope, key, arrival_ns)
             if caller is not None and caller.places is not None and "jgr.visit" in scope:
                 self._let_in(scope["jgr.visit"], caller, reply)
+            if coding and coding.lower() != b"identity" and scope["method"] == "POST":
+                raise invalid(
+                    "Content-Encoding",
+                    f"Content-Encoding: {quoted(coding.decode('latin-1'))} is not read; send the body as it is",
+                )
             if hot is None or caller is None:
                 if "\n" in path:  # the end of a route's pattern matches before a newline
                     raise RequestError("not_found", f"there is no {quoted(path)}")

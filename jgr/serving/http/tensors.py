@@ -121,6 +121,11 @@ def text(field: str, data: bytes) -> str:
 def _require_count(name: str, shape: Sequence[int], count: int) -> None:
     if math.prod(shape) != count:
         raise _misfit(name, shape, count)
+    if any(size != 1 for size in shape[:-1]):  # its rows are of several users, and would be taken for one's
+        raise invalid(
+            name,
+            f"{name}: shape {list(shape)} is that of several requests; one has [{count}] or [1, {count}]",
+        )
 
 
 def _misfit(name: str, shape: Sequence[int], count: int) -> RequestError:

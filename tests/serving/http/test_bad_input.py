@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -278,6 +279,15 @@ def test_a_chunked_body_is_as_good_as_another(healthy: LiveServer) -> None:
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert b'"item_id":"c"' in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/recommend", "/v2/models/recommend/infer", "/v1/rerank"])
+def test_a_compressed_body_is_refused_by_the_name_of_its_header(healthy: LiveServer, path: str) -> None:
+    body = gzip.compress(json.dumps(RECOMMEND).encode())
+    reply = healthy.call(path, body, Content_Encoding="gzip")
+    told = reply.json if path.startswith("/v2") else reply.json["error"]
+    assert (reply.status, told["type"], told["field"]) == (422, "invalid_request", "Content-Encoding")
+    assert healthy.call("/v1/recommend", RECOMMEND, Content_Encoding="identity").status == 200
 
 
 def test_bytes_that_are_not_http(healthy: LiveServer) -> None:

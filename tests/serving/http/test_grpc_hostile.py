@@ -84,6 +84,14 @@ def test_a_call_whose_message_does_not_come_is_not_waited_for(
         answered(channel)
 
 
+def test_a_burst_of_calls_is_told_why_it_is_refused() -> None:
+    settings = ("server.grpc_port=0", "server.api_key=s3cret")
+    with LiveServer(*settings) as server, grpc.insecure_channel(f"127.0.0.1:{grpc_port(server)}") as channel:
+        infer = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        calls = [infer.future(RANK, PATIENCE_S, [("authorization", "Bearer wrong")]) for _ in range(3_000)]
+        assert {call.exception().code().name for call in calls} == {"UNAUTHENTICATED"}
+
+
 def test_the_key_is_asked_for_before_the_message(served: LiveServer) -> None:
     with closing(connected(served, opening() + b"".join(call(n, end=False) for n in (1, 3, 5)))) as link:
         assert all(b"needs the header" in content for content in refused(link))

@@ -258,6 +258,11 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_field(
         (b"{", "is not JSON"),
         (b"[]", "the file: expected `object`"),
         (b'{"keys": [], "key": []}', "unknown field 'key'"),
+        (b'{"keys": [], "keys": []}', "the name 'keys' stands twice"),
+        (
+            b'{"keys": [{"name": "ada", "key": "0123456789abcdef", "role": "client", "role": "admin"}]}',
+            "the name 'role' stands twice",
+        ),
         (b" " * (1 << 22) + b"{}", "holds more than"),
         (None, "cannot be read: No such file"),
         ("fifo", "cannot be read: it is not a regular file"),

@@ -177,6 +177,7 @@ def test_tensors_in_bytes_are_read_and_written(server: LiveServer) -> None:
         ([HISTORY], "candidates", "candidates is required"),
         ([HISTORY, {**CANDIDATES, "shape": [2]}], "candidates", "has 3 elements"),
         ([HISTORY, {**CANDIDATES, "shape": []}], "candidates", "has 3 elements"),
+        ([HISTORY, {**CANDIDATES, "shape": [3, 1]}], "candidates", "several requests; one has [3] or [1, 3]"),
         ([HISTORY, {**CANDIDATES, "shape": [-3]}], "inputs[1].shape[0]", ">= 0"),
         ([HISTORY, {**CANDIDATES, "shape": [1] * 9}], "inputs[1].shape", "length <= 8"),
         ([HISTORY, {**CANDIDATES, "data": ["d", 1, "c"]}], "candidates", "candidates[1]: an element of BYTES"),
