@@ -102,6 +102,13 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "torch": "PyTorch's top-k",
         "argpartition": "NumPy's argpartition",
     },
+    "trained": {"sasrec": "SASRec", "hstu": "HSTU"},
+    "trainer": {
+        "pytorch": "the fastest plain PyTorch form",
+        "recbole": "RecBole",
+        "defaults": "jgr with the C library's memory as it is",
+    },
+    "what": {"steps": "by steps a second", "targets": "by learnt targets a second"},
     "endpoint": {"rank": "/v1/rank", "recommend": "/v1/recommend"},
 }
 """Plain words for parts of ids, by the name of the pattern's group (without the digits at its end)."""
@@ -710,7 +717,7 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"fleet-faults-not-whole", "Faults after which a fleet was not whole again within a minute"),
     (r"fleet-faults-missed", "Requests later than 2 s after a replica was killed that were not answered in time"),
     (r"fleet-faults-whole", "Seconds until a replica that was killed is replaced"),
-    # server_overhead, soak, streams, xgr_throughput
+    # server_overhead, soak, streams
     (
         r"null-engine-rank-throughput-16-connections",
         "Requests per second of the whole server around a model that computes nothing; 16 connections",
@@ -745,6 +752,18 @@ TITLES: tuple[tuple[str, str], ...] = (
         r"second-stream-of-(?P<served>\w+)",
         "Answers per second with two programs at a time over one at a time; {served}",
     ),
+    # training_speed
+    (r"training-peers-missing", "Trainings to compare with that could not be run"),
+    (
+        r"training-loss-of-(?P<trained>sasrec|hstu)-less-that-of-pytorch",
+        "Largest difference of {trained}'s first losses from PyTorch's with the same weights and batches",
+    ),
+    (r"training-loss-of-recbole-falls-by", "How far the loss of RecBole's training falls while it is timed"),
+    (
+        r"training-(?P<what>steps|targets)-per-s-of-(?P<trained>sasrec|hstu)-over-(?P<trainer>\w+)",
+        "Speed of {trained}'s training by jgr over that by {trainer}, {what}",
+    ),
+    # xgr_throughput
     (r"xgr-throughput-peers-missing", "Engines to compare with that could not be run (rate under a limit)"),
     (
         r"xgr-throughput-rows-with-inexact-beams",
