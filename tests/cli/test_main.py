@@ -22,7 +22,7 @@ from jgr.cli import console
 from jgr.cli.main import COMMANDS, run, told
 from jgr.config import Config, override, to_json
 
-PARTS = ("main", "console", "bench_serve", "completion_scripts")
+PARTS = ("main", "console", "bench_serve", "completion_scripts", "heap")
 """Modules of jgr/cli/ that are no command."""
 RUN = "import sys; from jgr.cli.main import run; sys.exit(run())"
 
