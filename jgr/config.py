@@ -316,15 +316,12 @@ class BatchingConfig:
     # in time is refused at once. The others, for comparisons, refuse nothing: edf, the earliest deadline; fifo, lifo,
     # the first or the last come; codel, fifo in which who waited for long is ended.
     order: Literal["deadline", "edf", "fifo", "lifo", "codel"] = "deadline"
-    # Batches of a stream that are handed to the device, so that it need not wait for the host; 0: two, or one where a
-    # CPU has more than one stream, whose batches keep it busy.
-    in_flight: int = 0
-    # Batches without a cache that run at the same time; 0: two on a CPU, whose cores one batch leaves idle between the
-    # parts of its program, and one on a GPU. A scorer has executors.streams.
-    streams: int = 0
+    # Batches of a stream that are handed to the device, so that it need not wait for the host.
+    in_flight: int = 2
+    streams: int = 1  # batches without a cache that run at the same time; a scorer has executors.streams
 
     def __post_init__(self) -> None:
-        check(self, max_tokens=1, max_wait_ms=0, max_queue=1, in_flight=0, streams=0)
+        check(self, max_tokens=1, max_wait_ms=0, max_queue=1, in_flight=1, streams=1)
         for name in ("in_flight", "streams"):
             require(
                 getattr(self, name) <= 64, f"batching.{name} must be at most 64, not {getattr(self, name)}"

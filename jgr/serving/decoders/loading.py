@@ -23,7 +23,7 @@ from jgr.cache.memory import Memory, tree_bytes
 from jgr.catalog.catalog import Catalog
 from jgr.catalog.item_filters import catalog_segments
 from jgr.catalog.prefix_tree import PrefixTree
-from jgr.config import BatchingConfig, Config, ConfigError
+from jgr.config import Config, ConfigError
 from jgr.models import checkpoint
 from jgr.models.beam import CatalogTables, catalog_tables
 from jgr.models.decoder import DecoderConfig, DecoderParams
@@ -266,19 +266,9 @@ def _make_executors(
             **settings,
         ),
         paged,
-        *lanes(config.batching, cached=paged is not None),
+        lanes=config.batching.streams,
+        in_flight=config.batching.in_flight,
     )
-
-
-def lanes(batching: BatchingConfig, cached: bool) -> tuple[int, int]:
-    """How many lanes there are, and runs in flight of each, where the device says what suits it.
-
-    A program on a CPU is many parts that its cores share, and each ends with the slowest: a second batch uses what the
-    first leaves. Two runs of one lane would run side by side there too, which no cost and no promise counts on.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    streams = batching.streams or (2 if on_cpu and not cached else 1)
-    return streams, batching.in_flight or (1 if on_cpu and streams > 1 else 2)
 
 
 def _settings(config: Config, segment_rows: int) -> dict[str, int]:

@@ -91,5 +91,5 @@ def null_engine(config: Config, n_items: int = 10_000) -> Engine[ServedDecoder]:
     catalog = null_catalog(n_items)
     tree = PrefixTree.build(catalog.codes)
     prompts = PromptBuilder(config.prompt, semantic_id_tokenizer(catalog), catalog)
-    executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves, config.batching.in_flight or 2)
+    executor = NullExecutor(make_profiles(config.profiles), tree.n_leaves, config.batching.in_flight)
     return decoder_engine(config.model.name, catalog, tree, prompts, executor, config)

@@ -334,7 +334,7 @@ class DecoderExecutors:
     """
 
     def __init__(
-        self, plain: RowExecutor, paged: PagedExecutor | None, lanes: int = 1, in_flight: int = 1
+        self, plain: RowExecutor, paged: PagedExecutor | None, *, lanes: int = 1, in_flight: int = 1
     ) -> None:
         self.plain, self.paged, self.lanes, self.in_flight = plain, paged, lanes, in_flight
         self._all: tuple[RowExecutor | PagedExecutor, ...] = (plain,) if paged is None else (plain, paged)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much room a promise leaves: a policy accepts a job whose predicted end is before its deadline by a margin.
 
-The margin is what all but a few of the last accepted jobs ended later than predicted, whatever is wrong with the
-predictions: who comes later fills batches, runs vary, the host is busy. So all jobs tell of it, not those alone that
-were late, and a pause or a slow start is forgotten after so many jobs: a margin that stays wide lets small batches
-alone run, under which nothing is late that would say otherwise.
+The margin grows with every accepted job that is late after all, and shrinks with every one that is in time, so that one
+in PROMISES is late, whatever is wrong with the predictions: who comes later fills batches, runs vary, the host is busy.
+One pause makes many late, which says little of the next hundred: of the jobs that had been accepted before the margin
+began to grow, at most so many count.
 
 A long job is refused sooner than a short one, because it needs more of what is left until its deadline; so under
 overload only short ones would be served. Therefore a class of jobs that is refused less often than the others gets a
@@ -15,17 +15,16 @@ more of all.
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-JOBS, FEW = 512, 5
-"""Of so many last jobs, so many may have ended later than the margin covers."""
+PROMISES = 250
+STEP_NS = 1_000_000
+"""By how much the margin grows with a job that is late."""
 LEAST_NS, MOST_NS = 2_000_000, 100_000_000
-"""Bounds of the margin."""
-SHARE = 3
-"""The margin is at most this part of the time until the deadline; with more, small batches alone would fit."""
+"""Bounds of the margin, which also leaves half of the time until the deadline."""
+AT_ONCE = 10
+"""Late jobs that count of those that were accepted before the first of them was late."""
 RATE = 1 / 64
 """The weight of one job in the shares of refused jobs."""
 GAIN = 4
@@ -51,13 +50,12 @@ class Admission:
         self._refused = 0.0
         self._least = 0.0  # of all handicaps
         self._margin_ns = LEAST_NS
-        self._last_ns: deque[int] = deque()  # of the last jobs, how much later they ended than was predicted
-        self._sorted_ns: list[int] = []  # the same, ascending
+        self._grows_ns, self._late = -1, 0
 
     def room_ns(self, of: Hashable, left_ns: int) -> int:
         """What a job of a class must leave unused of the time until its deadline."""
         found = self._classes.get(of)
-        margin_ns = min(self._margin_ns, left_ns // SHARE)
+        margin_ns = min(self._margin_ns, left_ns // 2)
         return margin_ns + (round((found.handicap - self._least) * (left_ns - margin_ns)) if found else 0)
 
     def decided(self, of: Hashable, refused: bool) -> None:
@@ -75,12 +73,14 @@ class Admission:
         if each.handicap != before:
             self._least = min(other.handicap for other in self._classes.values())
 
-    def ended(self, later_ns: int) -> None:
-        """An accepted job ended so much later than was predicted, or earlier where that is below 0; one that was ended
-        for its deadline would have been at least so late."""
-        self._last_ns.append(later_ns)
-        bisect.insort(self._sorted_ns, later_ns)
-        if len(self._last_ns) > JOBS:
-            del self._sorted_ns[bisect.bisect_left(self._sorted_ns, self._last_ns.popleft())]
-        few = FEW * len(self._last_ns) // JOBS
-        self._margin_ns = max(LEAST_NS, min(MOST_NS, self._sorted_ns[-1 - few]))
+    def in_time(self) -> None:
+        """An accepted job was in time."""
+        self._margin_ns = max(LEAST_NS, self._margin_ns - STEP_NS // PROMISES)
+
+    def late(self, accepted_ns: int, now_ns: int) -> None:
+        """A job that was accepted then is late now."""
+        if accepted_ns > self._grows_ns:
+            self._grows_ns, self._late = now_ns, 0
+        self._late += 1
+        if self._late <= AT_ONCE:
+            self._margin_ns = min(MOST_NS, self._margin_ns + STEP_NS)

@@ -61,7 +61,7 @@ class Live:
     state: State = "new"
     requeued: bool = False
     latest_ns: int | None = None
-    predicted_ns: int = 0
+    accepted_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Policy(ABC, Generic[L]):
             return Rejected(reason, predicted_ns)
         entry = self._live[job.id] = self._enter(job, key)
         if predicted_ns is not None and job.deadline_ns is not None and predicted_ns <= job.deadline_ns:
-            entry.latest_ns, entry.predicted_ns = job.deadline_ns - self._alone_ns(job), predicted_ns
+            entry.latest_ns, entry.accepted_ns = job.deadline_ns - self._alone_ns(job), now_ns
         self._move(entry, "accept")
         if job.deadline_ns is not None:
             bisect.insort(self._deadlines, (job.deadline_ns, job.id))
@@ -468,9 +468,10 @@ class Policy(ABC, Generic[L]):
             entry.requeued = True
         else:
             self._counts[after] += 1
-        if entry.latest_ns is not None and after in ("done", "expired"):
-            least_ns = (job.deadline_ns or 0) + 1 if after == "expired" else 0
-            self._admission.ended(max(self._now_ns or 0, least_ns) - entry.predicted_ns)
+        if entry.latest_ns is not None and after == "done":
+            self._admission.in_time()
+        elif entry.latest_ns is not None and after == "expired":
+            self._admission.late(entry.accepted_ns, self._now_ns or 0)
         self._sorts[sort_of(job)] += (after == "queued") - (before == "queued")
         if before == "queued":
             _remove(self._queue, (entry.key, job.id))

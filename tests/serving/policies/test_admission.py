@@ -9,30 +9,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgr.serving.policies.admission import FEW, JOBS, LEAST_NS, MOST, MOST_NS, SHARE, Admission
+from jgr.serving.policies.admission import (
+    AT_ONCE,
+    LEAST_NS,
+    MOST,
+    MOST_NS,
+    PROMISES,
+    STEP_NS,
+    Admission,
+)
 from jgr.serving.policies.run_costs import COMMON, RunCosts
 
 S = 1_000_000_000
 
 
-@given(st.lists(st.integers(-200_000_000, 200_000_000), min_size=1, max_size=3 * JOBS))
-def test_the_margin_covers_all_but_a_few_of_the_last_jobs(later_ns: list[int]) -> None:
+def test_one_pause_counts_as_few_late_jobs() -> None:
     admission = Admission()
-    for each in later_ns:
-        admission.ended(each)
-    last = sorted(later_ns[-JOBS:])
-    wanted = last[len(last) - 1 - FEW * len(last) // JOBS]
-    assert admission.room_ns("any", S) == min(MOST_NS, max(LEAST_NS, wanted))
+    for accepted_ns in range(1000):
+        admission.late(accepted_ns, S)
+    assert admission.room_ns("any", S) == LEAST_NS + AT_ONCE * STEP_NS
+    admission.late(S + 1, 2 * S)  # it was accepted with the new margin, which was too small as well
+    assert admission.room_ns("any", S) == LEAST_NS + (AT_ONCE + 1) * STEP_NS
 
 
-def test_a_pause_is_forgotten_after_some_jobs_and_most_of_the_time_is_left() -> None:
+def test_the_margin_shrinks_with_jobs_in_time_and_has_bounds() -> None:
     admission = Admission()
-    for _ in range(JOBS):
-        admission.ended(S)
+    for number in range(1000):
+        admission.late(number * S, number * S + 1)
     assert admission.room_ns("any", S) == MOST_NS
-    assert admission.room_ns("any", MOST_NS) == MOST_NS // SHARE
-    for _ in range(JOBS):
-        admission.ended(-1)
+    assert admission.room_ns("any", MOST_NS) == MOST_NS // 2, "half of the time is left"
+    for _ in range(PROMISES * (MOST_NS // STEP_NS)):
+        admission.in_time()
     assert admission.room_ns("any", S) == LEAST_NS
 
 
