@@ -76,7 +76,15 @@ DOORS = (
     "/health",
 )  # fmt: skip
 OPEN = ("/health/", "/v2/health/")
-CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
+CODES = {
+    "OK",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "UNIMPLEMENTED",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",  # a known key of the other role
+    "RESOURCE_EXHAUSTED",
+}
 
 
 @dataclass(frozen=True)
