@@ -89,9 +89,8 @@ def _require_folders(configs: Sequence[Config]) -> None:
     from jgr.models import hub
 
     for path, name in ((config.model.path, config.model.name) for config in configs):
-        elsewhere = (
-            not path or "\0" in path or path.startswith(hub.SCHEME)
-        )  # what loads a model tells of these
+        # What loads a model tells of these.
+        elsewhere = not path or "\0" in path or path.startswith(hub.SCHEME)
         if not elsewhere and not os.path.isdir(path):
             which = f"model {name!r}: " if len(configs) > 1 else ""
             raise UserError(f"{which}{path}: no such model folder (model.path){hub.hint(path)}")

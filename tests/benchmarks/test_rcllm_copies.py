@@ -25,6 +25,8 @@ def test_what_is_exposed_and_what_is_hidden() -> None:
     assert row["hidden"] == pytest.approx(0.7) and row["ms"][HOST]["median"] == 128.5
     (claim,) = claims([row])
     assert claim.id == "rcllm-copies-hidden-4-layers" and "2,030 tokens" in claim.title and not claim.holds
+    lost = {**row, "exposed_when_first_interval": [-1, 12]}
+    assert claims([lost]) == [], "not even copies that nothing hides are seen"
 
 
 def test_copies_come_first_where_that_is_asked() -> None:
