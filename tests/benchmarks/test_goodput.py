@@ -100,3 +100,13 @@ def test_a_batch_that_deadlines_leave_half_empty_makes_each_of_its_jobs_dearer()
 def test_what_no_batch_ends_in_time_for_is_never_answered() -> None:
     jobs = [Job(n, "recommend", 64, 32, 10 * n * MS, (10 * n + 100) * MS) for n in range(4)]
     assert most_in_batches(jobs, [(8, 101 * MS)], 10.0) == 0
+
+
+def test_capacity_of_disturbed_runs_is_that_of_their_mean() -> None:
+    start = Start(0, 0, goodput.PROFILES[0], ())
+    takes = goodput.disturbed(np.random.default_rng(0))
+    ratios = np.array([takes(start) for _ in range(20_000)]) / run_ns(start)
+    mean = 1 + goodput.SLOW_SHARE * (goodput.SLOW - 1)
+    assert ratios.mean() == pytest.approx(mean, abs=4 * ratios.std() / 20_000**0.5)
+    assert np.mean(ratios > 2) == pytest.approx(goodput.SLOW_SHARE, abs=0.004)
+    assert ratios[ratios < 2].std() == pytest.approx(goodput.VARIES, rel=0.05)
