@@ -39,8 +39,8 @@ class Quality:
     name: with which its claims begin. raw: the dataset's folder in JGR_DATA. counts: numbers of its train, valid and
     test examples. config, sasrec: files in configs/. targets: by metric. published: HR@10 and NDCG@10 of others on this
     split. exclude_history: whether those were measured without the items of the history. prepare: the arguments of jgr
-    prepare and of jgr ids, {raw} and {data} standing for the folders; empty where the dataset is read as it comes.
-    settings: fields that differ from the config.
+    prepare, jgr ids and jgr vectors, {raw} and {data} standing for the folders; empty where the dataset is read as it
+    comes. settings: fields that differ from the config.
     """
 
     name: str
@@ -83,8 +83,7 @@ def measure(quality: Quality, quick: bool) -> Measured:
     config = quality.loaded(raw)
     for command in quality.prepare:
         name, *arguments = (part.format(raw=raw, data=config.data.path) for part in command)
-        written = Path(config.data.path, "manifest.json" if name == "prepare" else "catalog.jsonl")
-        if not (harness.ROOT / written).exists():
+        if not (harness.ROOT / _written(name, arguments, config.data.path)).exists():
             run(name, *arguments)
     data = override(config, f"data.path={harness.ROOT / config.data.path}").data
     interactions = load_dataset(data).interactions
@@ -136,6 +135,15 @@ def measure(quality: Quality, quick: bool) -> Measured:
         )
     )
     return Measured(claims, rows)
+
+
+def _written(command: str, arguments: Sequence[str], data: str) -> Path:
+    """The file by which it is known that a command which prepares has run."""
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+    if command == "vectors":
+        return Path(given["out"])
+    name = f"{given['name']}." if "name" in given else ""
+    return Path(data, "manifest.json" if command == "prepare" else f"{name}catalog.jsonl")
 
 
 def _described(config: Config, found: Mapping[str, Any]) -> Row:
