@@ -5,8 +5,6 @@ jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_title
 jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
 jgr train --config=rcllm_ml1m
-
-Its steps cost what those of the other one do.
 """
 
 from pathlib import Path
@@ -27,6 +25,7 @@ def get_config() -> Config:
         "data.catalog=",
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
-        "train.steps=4000",
+        "train.dropout=0.1",
         "train.max_items=30",
+        "train.validation_examples=3000",
     )
