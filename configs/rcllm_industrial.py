@@ -4,11 +4,13 @@
 jgr prepare --source=minionerec --raw=FOLDER --out=runs/data/industrial_titles --bpe_vocab=4000
 jgr ids --data=runs/data/industrial_titles --method=item --name=items
 jgr train --config=lrurec_industrial
+jgr train --config=rcllm_industrial_items
 jgr train --config=rcllm_industrial
 
-5 M parameters, two fifths of them embeddings: 4 layers of 256, and prompts of up to 512 tokens. The training is one for
-a GPU, and ends after train.minutes; on a CPU, --set=train.compute=float32 is several times as fast, and hours are
-needed. The step is chosen by the NDCG@10 of the validation examples.
+4 M parameters, half of them embeddings: 4 layers of 256, and prompts of up to 512 tokens. It starts from a decoder that
+knows the items' tokens and nothing of words. The trainings are for a GPU, and end after train.minutes; on a CPU,
+--set=train.compute=float32 is several times as fast, and hours are needed. The step is chosen by the NDCG@10 of the
+validation examples.
 """
 
 from jgr.config import (
@@ -52,6 +54,7 @@ def get_config() -> Config:
             model="ranker",
             layouts="causal",
             out=OUT,
+            start="runs/rcllm_industrial_items",
             steps=20_000,
             minutes=3.6,
             batch=64,
@@ -72,6 +75,6 @@ def get_config() -> Config:
             heads=8,
             kv_heads=4,
             head_dim=32,
-            mlp=768,
+            mlp=512,
         ),
     )

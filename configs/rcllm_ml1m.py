@@ -4,6 +4,7 @@
 jgr prepare --source=movielens-1m-sasrec --raw=FOLDER --out=runs/data/ml1m_titles --bpe_vocab=2000
 jgr ids --data=runs/data/ml1m_titles --method=item
 jgr train --config=lrurec_ml1m --set data.path=runs/data/ml1m_titles
+jgr train --config=rcllm_ml1m_items
 jgr train --config=rcllm_ml1m
 """
 
@@ -23,6 +24,7 @@ def get_config() -> Config:
         "rank.item_span=8",
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
+        "train.start=runs/rcllm_ml1m_items",
         "train.retriever=runs/lrurec_ml1m",
         f"train.out={OUT}",
         "train.dropout=0.1",
