@@ -43,6 +43,8 @@ def train_ranker(
     plain, letters = train.layouts == CAUSAL.name, letter_ranker.is_asked(config)
     if train.compute != "float32" and not letters:
         raise ConfigError("train.compute: only a ranker that learns letters takes another type than float32")
+    if train.skip_events and letters:
+        raise ConfigError("train.skip_events: a ranker that learns letters takes whole histories")
     parts = letter_ranker if letters else plain_ranker if plain else ranker
     asked = parts.prompt_text(config, tokenizer, catalog)
     text = asked.plain if isinstance(asked, LetterText) else asked
