@@ -51,6 +51,8 @@ TEXT = replace(
     BEAUTY,
     name="beauty-text",
     config="beauty_text.py",
+    sasrec="",
+    above_rules=True,
     targets={"hr@10": 0.0775, "ndcg@10": 0.0424},
     published={"TIGER": (0.0648, 0.0384), "ActionPiece": (0.0775, 0.0424)},
     prepare=_commands(CHOSEN),

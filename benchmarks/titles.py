@@ -609,6 +609,10 @@ TITLES: tuple[tuple[str, str], ...] = (
         "{metric}; HSTU with the items' texts on {data}",
     ),
     (
+        r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
+        "{metric}: lower end of {model} minus sequential rules",
+    ),
+    (
         r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http",
         "{metric}; {model}",
     ),

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-COMPILING = 2
-"""So many steps are asked for before the time of the schedule begins: the first waits for the compiler."""
+COMPILING = 32
+"""So many steps are asked for before the time of the schedule begins: batches have a few widths, and the first of each
+waits for the compiler."""
 
 
 class Clock:
