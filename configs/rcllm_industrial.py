@@ -36,9 +36,9 @@ def get_config() -> Config:
         beam=BeamConfig(width=1),
         rank=RankConfig(
             method="list_letter",
-            item="{title}{sid}",
+            item="<sid>{title}{sid}",  # the same token begins each candidate, and is nowhere in a history
             instruction="<sid>{last}",
-            item_span=12,
+            item_span=13,
             requests=2,
             tokens=(512, 1024),
             context=(1024,),

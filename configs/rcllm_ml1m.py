@@ -21,7 +21,7 @@ def get_config() -> Config:
         "model.name=rcllm_ml1m",
         f"model.path={OUT}",
         "prompt.max_items=30",
-        "rank.item_span=8",
+        "rank.item_span=9",
         "data.path=runs/data/ml1m_titles",
         "data.catalog=",
         "train.start=runs/rcllm_ml1m_items",
