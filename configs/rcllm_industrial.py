@@ -7,7 +7,7 @@ jgr train --config=lrurec_industrial
 jgr train --config=rcllm_industrial_items
 jgr train --config=rcllm_industrial
 
-4 M parameters, half of them embeddings: 4 layers of 256, and prompts of up to 512 tokens. It starts from a decoder that
+4 M parameters, half of them embeddings: 4 layers of 256, and prompts of up to 560 tokens. It starts from a decoder that
 knows the items' tokens and nothing of words. The trainings are for a GPU, and end after train.minutes; on a CPU,
 --set=train.compute=float32 is several times as fast, and hours are needed. The step is chosen by the NDCG@10 of the
 validation examples.
@@ -40,15 +40,15 @@ def get_config() -> Config:
             instruction="<sid>{last}",
             item_span=13,
             requests=2,
-            tokens=(512, 1024),
-            context=(1024,),
+            tokens=(560, 1120),
+            context=(1120,),
             candidates=64,
         ),
         cache=CacheConfig(
             policy="blocks", repair_tokens=1, repair_share=0.3, repair_by="attention", device_mb=1024
         ),
         profiles=ProfilesConfig(batch=(1,), tokens=(512,), widths=(1,), candidates=(1,)),
-        batching=BatchingConfig(max_tokens=1024),
+        batching=BatchingConfig(max_tokens=1120),
         data=DataConfig(kind="prepared", path="runs/data/industrial_titles", catalog="items"),
         train=TrainConfig(
             model="ranker",

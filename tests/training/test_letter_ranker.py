@@ -33,7 +33,8 @@ from tests.training.test_ranker import KEY, padded
 
 def by_letters(folder: Path, *more: str) -> Config:
     return plain(
-        folder, "rank.method=list_letter", "rank.item=<sid>{title}{sid}", "rank.item_span=6", "rank.candidates=8", "train.layers=3", "train.hard_negatives=0.8", *more
+        folder, "rank.method=list_letter", "rank.item=<sid>{title}{sid}", "rank.item_span=6", "rank.candidates=8",
+        "train.layers=3", "train.hard_negatives=0.8", *more,
     )  # fmt: skip
 
 
