@@ -73,8 +73,8 @@ def get_config() -> Config:
             hidden=256,
             layers=4,
             heads=8,
-            kv_heads=4,
+            kv_heads=2,
             head_dim=32,
-            mlp=512,
+            mlp=448,
         ),
     )
