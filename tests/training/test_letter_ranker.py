@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import jax
@@ -34,7 +35,8 @@ from tests.training.test_ranker import KEY, padded
 def by_letters(folder: Path, *more: str) -> Config:
     return plain(
         folder, "rank.method=list_letter", "rank.item=<sid>{title}{sid}", "rank.item_span=6", "rank.candidates=8",
-        "train.layers=3", "train.hard_negatives=0.8", *more,
+        "rank.tokens=96", "rank.context=96", "cache.repair_tokens=6", "train.layers=3", "train.hard_negatives=0.8",
+        *more,
     )  # fmt: skip
 
 
@@ -117,32 +119,20 @@ def test_every_item_but_the_first_is_a_target_once_an_epoch() -> None:
         Targets(Ragged.of([[2]]), train)
 
 
-def test_it_learns_what_only_the_context_tells_and_serves_it(tmp_path: Path) -> None:
-    """The next item on the ring is among the candidates at a place that is drawn: its letter needs the whole prompt."""
-    cfg = by_letters(
-        tmp_path / "ranker",
-        "train.steps=150",
-        "train.evaluate_every=150",
-        "train.dropout=0",
-        "train.layers=2",
-    )
+def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
+    cfg = by_letters(tmp_path / "ranker", "train.steps=12", "train.evaluate_every=12", "train.layers=2")
     dataset = ring()
     train_ranker(cfg, dataset, validate=validation.ranker_recall(cfg, dataset))
+    lines = [json.loads(line) for line in (tmp_path / "ranker" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "ndcg@10" in line] == [12]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 1
     model, weights = checkpoint.load(tmp_path / "ranker")
     assert isinstance(model, DecoderConfig) and isinstance(weights, DecoderParams)
     text = text_of(cfg)
     scores = jax.jit(lambda weights, *rows: letter_ranker.answers(weights, model, text, *rows).scores)
-    rng = np.random.default_rng(0)
-    starts = np.arange(24)
-    histories = (starts[:, None] + np.arange(6)).astype(np.int32) % 24
-    targets = (histories[:, -1] + 1) % 24
-    listed = np.stack([
-        rng.permutation([target, *rng.choice(np.setdiff1d(np.arange(24), [*history, target]), 3, replace=False)])
-        for history, target in zip(histories, targets, strict=True)
-    ]).astype(np.int32)  # fmt: skip
-    best = listed[np.arange(24), np.argmax(scores(weights, histories, listed), axis=1)]
-    assert (best == targets).mean() >= 0.9
     trained = np.asarray(scores(weights, padded(HISTORIES, 6), LISTED))
+    assert np.ptp(trained) > 0.05, "scores that hardly differ would compare nothing"
 
     async def ask() -> list[list[float]]:
         engine = load_engine(cfg, kinds=["rank"])
