@@ -37,17 +37,22 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "ml1m": "MovieLens 1M",
         "beauty": "Amazon Beauty",
         "industrial": "Amazon Industrial",
+        "sports": "Amazon Sports",
+        "sports_near": "Amazon Sports, and what was taken near them",
+        "instruments": "Amazon Instruments",
     },
     "shape": {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-1.7b": "Qwen3-1.7B"},
     "model": {
         "beauty": "our generator on Amazon Beauty",
         "beauty-given-ids": "our generator on Amazon Beauty with published ids",
+        "beauty-text": "our generator on Amazon Beauty with ids of the items' texts",
         "industrial": "our generator on Amazon Industrial",
         "ml1m": "our generator on MovieLens 1M",
         "hstu-industrial": "HSTU on Amazon Industrial",
         "hstu-ml1m": "HSTU on MovieLens 1M",
         "hstu-ml1m-whole": "HSTU on all of MovieLens 1M",
         "hstu-large-ml1m-whole": "HSTU-large on all of MovieLens 1M",
+        "hstu-large-long-ml1m-whole": "HSTU-large, trained longer, on all of MovieLens 1M",
         "hstu-wide-ml1m-whole": "a wider HSTU on all of MovieLens 1M",
         "hstu": "HSTU",
         "stu": "the STU",
@@ -424,14 +429,34 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"h200-kernels-slowest-over-xla", "Time of the slowest kernel over that of XLA's form of the same op; H200"),
     (r"h200-items-shared-with-pytorch", "Least share of 256 items that PyTorch's search finds too; H200, bfloat16"),
     (
+        r"h200-http-score-difference-from-rank",
+        "Largest difference of a search's score from ranking the same item, over HTTP; H200, bfloat16",
+    ),
+    (
+        r"h200-http-one-request-in-flight",
+        "Time of a request over HTTP on an H200, one in flight; Qwen3-1.7B, 1,000 tokens, 256 beams",
+    ),
+    (
+        r"h200-http-answers-a-second",
+        "Answers a second over HTTP on one H200; Qwen3-1.7B, 1,000 tokens, 256 beams",
+    ),
+    (
+        r"h200-http-goodput-share",
+        "Answers in time over what the server can do, worst of all loads up to 3 times it, over HTTP; H200",
+    ),
+    (
+        r"h200-http-in-time",
+        "Least share of accepted requests that were answered within their deadline, over HTTP; H200",
+    ),
+    (
         r"h200-time-over-least-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "A constrained search's time on an H200 over the least that its work takes there; {beams} beams, "
         "{tokens} tokens, batch of {batch}",
     ),
     (
         r"h200-pytorch-time-over-jgr-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
-        "Time of the same search in PyTorch, in one CUDA graph, over jgr's on an H200; {beams} beams, {tokens} tokens, "
-        "batch of {batch}",
+        "Time of the same search in PyTorch (plain or compiled, the faster), in one CUDA graph, over jgr's on an H200; "
+        "{beams} beams, {tokens} tokens, batch of {batch}",
     ),
     (
         r"h200-constrained-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
@@ -602,6 +627,10 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"informed-(?P<data>\w+)-test-(?P<metric>hr@10|ndcg@10)-over-http",
         "{metric}; HSTU with the items' texts on {data}",
+    ),
+    (
+        r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|ndcg@10)-above-sequential-rules",
+        "{metric}: lower end of {model} minus sequential rules",
     ),
     (
         r"(?P<model>(?!hstu-counting-|informed-)[\w-]+)-test-(?P<metric>hr@10|recall@10|ndcg@10)-over-http",
