@@ -49,8 +49,8 @@ def code() -> str:
 def answered(
     name: str, methods: Iterable[str], ask: Callable[[], dict[str, Ranked]], folder: Path = FOLDER
 ) -> tuple[dict[str, Ranked], bool]:
-    """What `ask` gave for the methods under this name before, or gives now; and whether it was before. Raises UserError
-    where the file cannot be written."""
+    """Read what `ask` gave for the methods under this name before, or ask now; and say whether it was before. Raises
+    UserError where the file cannot be written."""
     path = folder / f"{name}.npz"
     if path.is_file():
         with np.load(path, allow_pickle=False) as found:

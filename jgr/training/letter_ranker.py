@@ -6,14 +6,16 @@ of the n-th letter after the instruction. A letter says nothing of an item, so t
 candidates in the prompt, and these have to be read after the history and each other. (With rank.method=item_token the
 history alone names the answer, and such a decoder soon reads nothing else.)
 
-Four losses of equal weight, all of them means over what a prompt has of them:
+Five losses of equal weight, all of them means over what a prompt has of them:
 - answer: the softmax over the letters of the prompt's candidates, at the instruction's last token;
 - next item: at the end of every history item the next one among all, as in the other layouts;
 - match: at the end of every candidate, how much the prompt's first token is expected there; the softmax over the
   candidates, of which one is the target;
-- place: at the end of every candidate, the letter of its place.
-The last two are read off the layer before the last one, so that the last one finds an answer to copy. Without them a
-prompt has one answer that tells one of twenty letters, and small models take very long to learn what a letter is.
+- place: at the end of every candidate, the letter of its place;
+- copy: the cross-entropy of the answer's softmax with that of match, which is taken as it is.
+Match and place are read off the layer before the last one, so that the last one finds an answer to copy. Without them a
+prompt has one answer that tells one of twenty letters, and small models take very long to learn what a letter is. An
+answer is mostly a matter of luck besides, which copy is not.
 
 Every item of a user's sequence but the first is a target, with the items before it as the history; the candidates
 stand in an order that is drawn for each prompt.
@@ -173,11 +175,14 @@ def letter_loss(
             """The sum over prompts of the softmax's nats of the target. scores: [B, C]."""
             return (jax.nn.logsumexp(scores, axis=1) - jnp.where(asked, scores, 0.0).sum(1)).sum()
 
+        expected = jax.lax.stop_gradient(jax.nn.softmax(found.match, axis=1))
+        beyond = jax.nn.logsumexp(found.scores, axis=1)[:, None] - found.scores
         places = jax.nn.logsumexp(found.place, axis=2) - jnp.diagonal(found.place, axis1=1, axis2=2)
         following = jnp.where(place < cut[:, None], rows[:, 1:], -1)
         total = (
             nats(found.scores)
             + nats(found.match)
+            + jnp.where(real, expected * jnp.where(real, beyond, 0.0), 0.0).sum()
             + (jnp.where(real, places, 0.0).sum(1) / real.sum(1)).sum()
             + plain_ranker.next_item_nats(
                 weights, text.plain, found.read, found.ends, following, train.devices
