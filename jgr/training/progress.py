@@ -31,7 +31,7 @@ from jgr.training.trainer import State
 KEPT = 2
 MAY_CHANGE = ("steps", "minutes", "patience", "checkpoint_every", "out")
 """The fields of the section train that a run may be continued with other values of."""
-RECALL = "recall@10"
+RECALL, NDCG = "recall@10", "ndcg@10"
 
 
 class RunFolder:
