@@ -128,7 +128,7 @@ def table(seeds: int, quiet_epochs: int) -> list[Row]:
                 world, traffic = dlrm_v3.pool(np.random.default_rng((8, seed)), quiet_epochs)
             else:
                 world, random = held_out(seed)
-                traffic = workload.traffic(regime, random, quiet_epochs)
+                traffic = workload.traffic(workload.REGIMES[at], random, quiet_epochs)
             bounds.append(foresight(np.asarray(episodes.table(world, traffic), np.float64)))
             limits = Limits(limit_ms=float(world.limit_s) * 1e3)
             for name, make in made.items():

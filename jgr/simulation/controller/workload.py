@@ -32,6 +32,8 @@ BINS = 12
 """Bins of the hot users, of the cold ones, and half of the rows'."""
 BINS_OF_REUSE, FEW = 17, 0.005
 """Bins of dlrm_datasets' statistics, and the share of the rows below which three digits say too little."""
+SMALL = 10_000.0
+"""Rows of the tables that are always there."""
 SPIKE_LOAD = 1.5
 SPIKES_EVERY = 12
 """Epochs between the begins of two bursts, in the mean."""
@@ -92,6 +94,17 @@ def lognormal_rows(rows: int, sigma: float) -> Popularity:
     each = np.exp([sigma * normal.inv_cdf(1 - (rank - 0.5) / rows) for rank in middle])
     count = np.diff(edges)
     return _fixed(count, count * each / (count * each).sum(), size=2 * BINS)
+
+
+def with_small_tables(rows: Popularity, share: float) -> Popularity:
+    """The rows, and a share of the reads that goes to tables so small that they are always there: categories and
+    the like. The two bins of the rarest rows become one."""
+    things, mass = (np.asarray(column, np.float64) for column in rows)
+    rarest = np.argsort(mass / things)[:2]
+    kept = np.delete(np.arange(len(things)), rarest)
+    count = np.concatenate([[SMALL], things[kept], [things[rarest].sum()]])
+    of = np.concatenate([[share], (1 - share) * np.append(mass[kept], mass[rarest].sum())])
+    return Popularity(count.astype(np.float32), of.astype(np.float32))
 
 
 def _fixed(count: Float64, mass: Float64, size: int = BINS, factor: float = 1.0) -> Popularity:
@@ -161,6 +174,7 @@ def random_world(random: np.random.Generator) -> World:
         rows = zipf_rows(size, random.uniform(0.6, 0.95))
     else:
         rows = lognormal_rows(size, random.uniform(1.3, 2.4))
+    rows = with_small_tables(rows, random.uniform(0.01, 0.4))
     found = world(
         zipf_users(int(random.integers(2_500, 4_500)), random.uniform(0.4, 0.8)),
         rows,

@@ -143,6 +143,14 @@ def test_a_lognormal_law_has_the_shares_of_its_formula() -> None:
         assert np.interp(top, ranks, reads) == pytest.approx(wanted, abs=0.04)
 
 
+def test_small_tables_take_their_share_and_no_row_is_lost() -> None:
+    rows = workload.lognormal_rows(10**6, 1.8)
+    found = workload.with_small_tables(rows, 0.25)
+    assert len(found.things) == len(rows.things)
+    assert found.things.sum() == pytest.approx(1e6 + workload.SMALL, rel=1e-3)
+    assert found.mass.sum() == pytest.approx(1.0, rel=1e-5) and found.mass[0] == pytest.approx(0.25)
+
+
 @pytest.mark.data("dlrm-embedding-stats")
 def test_the_hottest_rows_of_the_statistics_are_there(dataset: Path) -> None:
     for year, least in ((2022, 0.2), (2021, 0.15)):
