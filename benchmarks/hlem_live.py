@@ -9,6 +9,7 @@ of a given speed, which the refill uses too, and then what its runs take by meas
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,8 @@ class Clock:
 
 class Live:
     """A pool of POOL_BYTES at a split, over a table's file. controller: moves the border each epoch; None: nothing
-    does. link: bytes a second of the emulated link."""
+    does. link: bytes a second of the emulated link. table: one file with the rows of all tables, or a folder with a
+    file for each; then each has its own pages, and its own transfer in a batch."""
 
     def __init__(
         self,
@@ -114,16 +116,24 @@ class Live:
         self._lengths, self._most = world.lengths.copy(), world.lengths + GROWTH
         pages = Pages(POOL_BYTES // PAGE_BYTES, PAGE_BYTES)
         self.pool = DevicePool(pages.count, PAGE_BYTES)
-        file = TableFile(table)
-        of = Table(file.header.rows, file.header.width, file.header.numpy_dtype)
+        names = [hlem_world.name_of(number) for number in range(len(world.firsts))]
+        files = {
+            name: TableFile(table / f"{name}.table" if table.is_dir() else table)
+            for name in (names if table.is_dir() else ["rows"])
+        }
+        self._firsts = np.array(world.firsts if table.is_dir() else (0,), np.int64)
         self.rows = EmbeddingCache(
             self.pool,
-            {"rows": of},
-            Shards({"rows": [LocalShard(file)]}),
+            {
+                name: Table(file.header.rows, file.header.width, file.header.numpy_dtype)
+                for name, file in files.items()
+            },
+            Shards({name: [LocalShard(file)] for name, file in files.items()}),
             budget=RefillBudget(link),
             clock=self._clock,
         )
-        self.rows.compile("rows", CHECKED)
+        for name in files:
+            self.rows.compile(name, CHECKED)
         self.users = CacheMeta(pages, {"user": Room(PAGE_BYTES, 1, STEP)}, moving=True)
         least_users = -(-LONGEST // STEP)
         self.border = Border(
@@ -132,9 +142,7 @@ class Live:
         self._control = None
         if controller is not None:
             config = MemoryConfig(epoch_s=EPOCH_S, limit_ms=limit_ms)
-            self._control = BorderControl(
-                controller, self.border, config, lambda: self.rows.counts("rows"), self._clock
-            )
+            self._control = BorderControl(controller, self.border, config, self._counts, self._clock)
         self._cells = Cells.of(PAGE_BYTES, PAGE_BYTES)
         self._write = jax.jit(_write, static_argnames="cells", donate_argnums=0)
         self._read = jax.jit(_read, static_argnames="cells")
@@ -148,7 +156,7 @@ class Live:
         latency_ms = np.empty(count)
         kept = np.empty(count, bool)
         row_hits, split = np.zeros(epochs), np.full(epochs, np.nan)
-        before, epoch = dict(self.rows.counts("rows")), 0
+        before, epoch = self._counts(), 0
         while at < count:
             whole = min(at + BATCH, count) - 1
             begin_s = max(free_s, min(asked.at_s[at] + WINDOW_S, asked.at_s[whole]))
@@ -198,13 +206,15 @@ class Live:
             ids.append(self._world.rows[begin + min(known, events - 1) : begin + events].ravel())
             drawn = self._world.drawn
             ids.append(drawn[(self._batches * BATCH + number) % len(drawn)].ravel())
-        before = self.rows.counts("rows")["bytes"]
+        before = self._counts()
         unique = _unique(np.concatenate(ids))
-        self.rows.bring("rows", unique)
-        sent = self.rows.counts("rows")["bytes"] - before
+        for name, _, rows in self._by_table(unique):
+            self.rows.bring(name, rows)
+        sent, transfers = (self._counts()[of] - before[of] for of in ("bytes", "transfers"))
         there_s = begin_s
         if sent:
-            self._link_free_s = there_s = max(self._link_free_s, begin_s) + TRANSFER_S + sent / self._link
+            took_s = transfers * TRANSFER_S + sent / self._link
+            self._link_free_s = there_s = max(self._link_free_s, begin_s) + took_s
         self._keep(pinned)
         self._batches += 1
         if self._batches % CHECK_EVERY == 0:
@@ -252,10 +262,12 @@ class Live:
 
     def _check(self, rows: npt.NDArray[np.int64], entries: list[tuple[Entry, bool, int]]) -> None:
         """Read rows and a user's pages back. AssertionError where they are not what they should be."""
-        asked = np.full(CHECKED, -1, np.int32)
-        asked[: len(rows)] = rows
-        found = np.asarray(self.rows.rows("rows", asked))[: len(rows)]
-        assert (found == hlem_world.expected(rows)).all(), "a row is not the table's"
+        for name, first, of in self._by_table(rows):
+            asked = np.full(CHECKED, -1, np.int32)
+            asked[: len(of)] = of
+            found = np.asarray(self.rows.rows(name, asked))[: len(of)]
+            wanted = hlem_world.expected(of + first)
+            assert (found == wanted).all(), "a row is not the table's"
         for entry, _, _ in entries[:1]:
             numbers = np.full(WRITES[1], entry.cells[0], np.int32)
             numbers[: len(entry.cells)] = entry.cells
@@ -292,8 +304,24 @@ class Live:
             if self._control._learning is not None:
                 self._control._learning.join()
 
-    def _row_hits(self, before: dict[str, int]) -> tuple[float, dict[str, int]]:
-        now = dict(self.rows.counts("rows"))
+    def _by_table(self, rows: npt.NDArray[np.int64]) -> list[tuple[str, int, npt.NDArray[np.int64]]]:
+        """Rows of all tables, rising, as each table's own: (name, its first row, rows), of those that have any."""
+        parts = np.split(rows, np.searchsorted(rows, self._firsts[1:]))
+        return [
+            (name, int(first), part - first)
+            for name, first, part in zip(self.rows.tables, self._firsts, parts, strict=True)
+            if len(part)
+        ]
+
+    def _counts(self) -> Counter[str]:
+        """The counts of all tables together."""
+        found = Counter[str]()
+        for name in self.rows.tables:
+            found.update(self.rows.counts(name))
+        return found
+
+    def _row_hits(self, before: Counter[str]) -> tuple[float, Counter[str]]:
+        now = self._counts()
         hits, misses = (now.get(name, 0) - before.get(name, 0) for name in ("hits", "misses"))
         return hits / max(1, hits + misses), now
 

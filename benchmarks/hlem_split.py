@@ -9,6 +9,9 @@ is .9 of the 99th percentile there, as an operator would set it. 120 epochs of 1
 the first 10 epochs are not judged; a figure is the mean over the epochs of their 99th percentiles, each over 500
 requests and more. Every hundredth batch its rows and a user's pages are read back and compared.
 
+The 24 tables are fused into one, as servers fuse them; two runs have them apart, each in pages of its own and read in
+a transfer of its own.
+
 The whole run is virtual but for the costs, so that the machine need not be quiet after the first seconds. Where
 JGR_HLEM_RUNS names a folder, costs and finished runs are kept there, and a run that was ended goes on.
 
@@ -51,11 +54,13 @@ CONTROLLERS = ("pid", "predictor", "ppo", "full")
 RATE, EPOCHS, WARM = 500.0, 120, 10
 BUSY, TIGHT = 0.65, 0.9
 PROCESSES = 2
+FUSED = "rows.table"
 SOURCES = (Path(__file__), Path(hlem_live.__file__), Path(hlem_world.__file__), SHIPPED)
 
 
 class Task(NamedTuple):
-    """One run. split: at its begin; controller: static or what moves the border."""
+    """One run. split: at its begin; controller: static or what moves the border. separate: each table has a file and
+    pages of its own, and a batch reads one after the other; else they are fused into one."""
 
     link: str
     regime: Regime
@@ -64,6 +69,7 @@ class Task(NamedTuple):
     limit_ms: float
     epochs: int
     seed: int = 0
+    separate: bool = False
 
     @property
     def name(self) -> str:
@@ -75,9 +81,9 @@ class Task(NamedTuple):
 _state: dict[str, Any] = {}
 
 
-def begin(table: str, costs: Costs) -> None:
-    """Make what all runs of a process share."""
-    _state.update(world=hlem_world.make_world(), table=Path(table), costs=costs)
+def begin(folder: str, costs: Costs) -> None:
+    """Make what all runs of a process share. folder: with the tables as one file, and as one file each."""
+    _state.update(world=hlem_world.make_world(), folder=Path(folder), costs=costs)
 
 
 def run(task: Task) -> Epochs:
@@ -119,7 +125,8 @@ def _run(task: Task) -> Epochs:
     world, costs = _state["world"], _state["costs"]
     asked = hlem_world.requests(world, task.regime, RATE, task.epochs, task.seed)
     controller = None if task.controller == "static" else _controller(task, costs)
-    live = Live(world, costs, _state["table"], LINKS[task.link], task.split, controller, task.limit_ms)
+    table = _state["folder"] if task.separate else _state["folder"] / FUSED
+    live = Live(world, costs, table, LINKS[task.link], task.split, controller, task.limit_ms)
     return live.run(asked, task.epochs)
 
 
@@ -132,12 +139,12 @@ def _controller(task: Task, costs: Costs) -> Controller:
     return Pid(Limits(limit_ms=task.limit_ms), row_price=read / LINKS[task.link], user_price=user_s)
 
 
-def scaled(costs: Costs, table: str, epochs: int) -> tuple[Costs, float, float]:
+def scaled(costs: Costs, folder: str, epochs: int) -> tuple[Costs, float, float]:
     """Costs that keep the executor busy for BUSY at the split .5, by what they were multiplied, and the 99th
     percentile there in ms."""
     factor = 1.0
     for _ in range(2):  # fewer late batches change batches a little
-        begin(table, costs)
+        begin(folder, costs)
         found = run(Task("slow", "steady", 0.5, "static", 1e3, epochs))
         by = max(0.02, (BUSY * epochs - found.link_s) / found.work_s)
         costs = Costs(
@@ -145,7 +152,7 @@ def scaled(costs: Costs, table: str, epochs: int) -> tuple[Costs, float, float]:
             (costs.grow[0] * by, costs.grow[1] * by),
         )
         factor *= by
-    begin(table, costs)
+    begin(folder, costs)
     found = run(Task("slow", "steady", 0.5, "static", 1e3, epochs))
     return costs, factor, judged(found)
 
@@ -158,14 +165,14 @@ def judged(found: Epochs) -> float:
 def measure(quick: bool, quiet: Quiet) -> Measured:
     epochs = 12 if quick else EPOCHS
     with tempfile.TemporaryDirectory() as folder:
-        table = f"{folder}/rows.table"
-        hlem_world.write_table(Path(table))
+        hlem_world.write_table(Path(folder) / FUSED)
+        hlem_world.write_tables(Path(folder), hlem_world.make_world().firsts)
         quiet.wait()
-        costs, scale, p99_ms = scaled(measured(), table, 6 if quick else 20)
+        costs, scale, p99_ms = scaled(measured(), folder, 6 if quick else 20)
         limit_ms = TIGHT * p99_ms
         tasks = make_tasks(quick, limit_ms, epochs)
         with ProcessPoolExecutor(
-            PROCESSES, multiprocessing.get_context("spawn"), begin, (table, costs)
+            PROCESSES, multiprocessing.get_context("spawn"), begin, (folder, costs)
         ) as pool:
             found = dict(zip(tasks, pool.map(run, tasks), strict=True))
     rows = [row(task, of, limit_ms, scale) for task, of in found.items()]
@@ -183,7 +190,10 @@ def make_tasks(quick: bool, limit_ms: float, epochs: int) -> list[Task]:
         )
     ]
     fast = [Task("fast", "steady", split, "static", limit_ms, epochs) for split in STATIC[::2]]
-    return [*slow, *fast]
+    separate = [
+        Task("slow", "steady", 0.5, name, limit_ms, epochs, separate=True) for name in ("static", "full")
+    ]
+    return [*slow, *fast, *separate]
 
 
 def row(task: Task, found: Epochs, limit_ms: float, scale: float) -> Row:
@@ -192,6 +202,7 @@ def row(task: Task, found: Epochs, limit_ms: float, scale: float) -> Row:
         "link": task.link,
         "regime": task.regime,
         "controller": task.name,
+        "tables": hlem_world.TABLES if task.separate else 1,
         "p99_ms": rounded(judged(found)),
         "p50_ms": rounded(float(np.median(found.latency_ms))),
         "in_time": rounded(float((found.latency_ms <= limit_ms).mean())),
@@ -232,8 +243,14 @@ def best_modelled(world: World, costs: Costs, limit_ms: float) -> float:
 
 def claims(found: dict[Task, Epochs], modelled: float) -> list[Claim]:
     """What the paper says, each against its own target."""
+    apart = {task.name: of for task, of in found.items() if task.separate}
+    found = {task: of for task, of in found.items() if not task.separate}
     at = {(task.link, task.regime, task.name): of for task, of in found.items()}
-    made = list[Claim]()
+    made = [
+        _claim(
+            "hlem-split-separate-over-fused", apart["static .5"], [at["slow", "steady", "static .5"]], 1.05
+        )
+    ]
     for link in LINKS:
         means = {
             t.split: judged(of)
@@ -307,14 +324,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axis, regime in zip(axes[0], regimes, strict=True):
         for link in LINKS:
             here = [
-                r for r in rows if (r["link"], r["regime"]) == (link, regime) and "static" in r["controller"]
+                r
+                for r in rows
+                if (r["link"], r["regime"], r["tables"]) == (link, regime, 1) and "static" in r["controller"]
             ]
             axis.plot(
                 [r["split"] for r in here], [r["p99_ms"] for r in here], "o-", label=f"static, {link} link"
             )
         for name in CONTROLLERS:
             for r in rows:
-                if (r["link"], r["regime"], r["controller"]) == ("slow", regime, name):
+                if (r["link"], r["regime"], r["tables"], r["controller"]) == ("slow", regime, 1, name):
                     axis.plot(r["split"], r["p99_ms"], "*", markersize=11, label=name)
         axis.set(title=regime, xlabel="share of embedding rows (mean)", ylabel="P99, ms", yscale="log")
     axes[0][0].legend(fontsize=7)

@@ -71,7 +71,7 @@ class World:
     """lengths: [USERS] events at first. rows: [events, TABLES] int32, what each event reads, those of a user from
     begins [USERS] on, with GROWTH to come. drawn: [n, CANDIDATES, TABLES], what candidates read, in turns. shares:
     [USERS] of the requests within hot and cold users, the first HOT of them are hot. gaps: between requests, 1 in the
-    mean."""
+    mean. firsts: the first row of each table, where all stand in one space of ids."""
 
     lengths: Int32
     begins: npt.NDArray[np.int64]
@@ -79,6 +79,7 @@ class World:
     drawn: Int32
     shares: Float64
     gaps: Float64
+    firsts: tuple[int, ...] = (0,)
 
     @property
     def hot(self) -> int:
@@ -151,6 +152,7 @@ def make_world(seed: int = 0) -> World:
         draw(20_000 * CANDIDATES).reshape(-1, CANDIDATES, TABLES),
         shares,
         steady / steady.mean(),
+        tuple(firsts),
     )
 
 
@@ -199,12 +201,24 @@ def requests(world: World, regime: Regime, rate: float, epochs: int, seed: int) 
 
 def write_table(path: Path) -> None:
     """The rows of all tables: each number depends on row and place, so that a wrong row is noticed."""
-    table_file.write(path, "rows", _parts(), width=WIDTH, dtype="float16")
+    table_file.write(path, "rows", _parts(0, ROWS), width=WIDTH, dtype="float16")
 
 
-def _parts() -> Iterator[npt.NDArray[np.float32]]:
-    for first in range(0, ROWS, 100_000):
-        yield expected(np.arange(first, min(first + 100_000, ROWS)))
+def write_tables(folder: Path, firsts: tuple[int, ...]) -> None:
+    """The same rows as files of their own, one for each table: see `name_of`."""
+    for number, (first, end) in enumerate(zip(firsts, (*firsts[1:], ROWS), strict=True)):
+        path = folder / f"{name_of(number)}.table"
+        table_file.write(path, name_of(number), _parts(first, end), width=WIDTH, dtype="float16")
+
+
+def name_of(number: int) -> str:
+    """The name of a table that has a file of its own."""
+    return f"rows{number}"
+
+
+def _parts(first: int, end: int) -> Iterator[npt.NDArray[np.float32]]:
+    for at in range(first, end, 100_000):
+        yield expected(np.arange(at, min(at + 100_000, end)))
 
 
 def expected(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -720,6 +720,15 @@ TITLES: tuple[tuple[str, str], ...] = (
         "P99 at the split that the model of epochs calls best over that at the best one that was served, virtual time",
     ),
     (
+        r"hlem-split-separate-over-fused",
+        "P99 with 24 tables of embeddings apart over that with all fused into one, split .5, virtual time",
+    ),
+    # hlem_routing
+    (
+        r"hlem-routing-p99-over-(?P<rule>kv-only|emb-only|least|random)-(?P<regime>steady|burst)",
+        "P99 with users and rows in a router's score over that of {rule} routing, {regime} traffic, virtual time",
+    ),
+    (
         r"routing-simulated-tokens-over-hit-only",
         "Tokens computed for an answer, with load in a router's score over those without it; worst case, simulated",
     ),

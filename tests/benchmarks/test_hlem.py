@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import hlem_live, hlem_world
+from benchmarks import hlem_live, hlem_split, hlem_world
 from benchmarks.hlem_border import Link
 from benchmarks.hlem_live import History, Live
 from benchmarks.hlem_world import Costs, Requests, World
@@ -68,6 +69,39 @@ def test_what_is_read_back_is_compared(small: tuple[World, Path], monkeypatch: p
     monkeypatch.setattr(hlem_world, "expected", lambda rows: np.zeros((len(rows), hlem_world.WIDTH)))
     with pytest.raises(AssertionError, match="a row is not the table's"):
         live.run(asked([0]), 1)
+
+
+def test_tables_of_their_own_hold_the_same_rows(
+    small: tuple[World, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hlem_live, "POOL_BYTES", 8 << 20)
+    monkeypatch.setattr(hlem_live, "CHECK_EVERY", 1)
+    monkeypatch.setattr(hlem_world, "ROWS", 500)
+    world, fused = dataclasses.replace(small[0], firsts=(0, 120, 400)), small[1]
+    hlem_world.write_tables(tmp_path, world.firsts)
+    asks = asked([0, 1, 0, 2])
+    apart = Live(world, COSTS, tmp_path, 1e6, 0.5)
+    found, one = apart.run(asks, 1), Live(world, COSTS, fused, 1e6, 0.5).run(asks, 1)
+    assert (found.checked, found.row_hits[0]) == (one.checked, one.row_hits[0])
+    assert all(apart.rows.counts(name)["misses"] for name in ("rows0", "rows1", "rows2"))
+    late_s = found.link_s - one.link_s
+    assert late_s == pytest.approx(2 * hlem_live.TRANSFER_S * round(late_s / (2 * hlem_live.TRANSFER_S)))
+    assert late_s > 0, "three transfers, and not one"
+
+
+def test_runs_with_tables_apart_are_compared_with_the_fused_one_and_nothing_else() -> None:
+    tasks = hlem_split.make_tasks(quick=False, limit_ms=30.0, epochs=20)
+    assert [task.separate for task in tasks].count(True) == 2
+    tails = {task: 20.0 + 10 * task.split + 3.0 * task.separate for task in tasks}
+    some = np.ones(20)
+    found = {
+        task: hlem_live.Epochs(tail * some, some, some, some, some, 0.5, 1.0, 1.0, 1, 0)
+        for task, tail in tails.items()
+    }
+    claims = {claim.id: claim.value for claim in hlem_split.claims(found, modelled=0.1)}
+    assert claims["hlem-split-separate-over-fused"] == pytest.approx(28 / 25)
+    assert claims["hlem-split-full-over-best-static-steady"] == pytest.approx(25 / 21, rel=1e-3)
+    assert claims["hlem-split-modelled-over-best"] == 1.0 and len(claims) == 12
 
 
 def test_a_history_serves_one_that_grew() -> None:

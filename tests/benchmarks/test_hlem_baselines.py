@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
+from benchmarks import hlem_controller
 from benchmarks.hlem_baselines import PROFILED, SEEN, Bo, Exact, Lstm, Network
 from jgr.serving.policies.memory_signals import STATE, Limits, Signals
 from jgr.simulation.controller import episodes, workload
@@ -43,3 +46,18 @@ def test_the_lstm_waits_for_its_states_and_then_gives_the_networks_split() -> No
     found = [of.decide(signals(20.0 + at)) for at in range(SEEN + 1)]
     assert found[: SEEN - 1] == [0.5] * (SEEN - 1) and found[SEEN] != 0.5
     assert all(0.1 <= split <= 0.9 for split in found)
+
+
+def test_foresight_is_the_best_of_all_courses_that_the_step_allows() -> None:
+    costs = np.random.default_rng(0).random((4, 6))
+    courses = (
+        course
+        for course in itertools.product(range(6), repeat=4)
+        if all(abs(before - after) <= 2 for before, after in itertools.pairwise(course))
+    )
+    least = min(sum(costs[at, place] for at, place in enumerate(course)) for course in courses)
+    assert hlem_controller._least_course(costs, 2) == pytest.approx(least / 4)
+    bowl = 30.0 * (1 + (episodes.GRID - 0.5) ** 2)
+    found = hlem_controller.foresight(np.tile(bowl, (20, 1)))
+    assert found["gap"] == found["regret"] == found["best_static_regret"] == 0.0
+    assert found["flat"] == pytest.approx(0.2), "a hundredth above the least is a tenth to each side"

@@ -4,8 +4,9 @@
 The last layer begins as zeros, so at first nothing is corrected. `correct` is called for a decision; `learn` takes
 one step and may be called in the background, between decisions. What an epoch was worth is fitted to the state and
 the split by ridge regression over the last thousand epochs; a step goes where that fit says the split would have been
-worth more. Far from the limit of latency the reward is flat, so what is fitted is the latency itself, which is what a
-split changes.
+worth more, and only where the fit is sure of that: a border that hardly moved, or a latency that hardly follows it,
+teaches nothing but noise. Far from the limit of latency the reward is flat, so what is fitted is the latency itself,
+which is what a split changes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ LEAST = 64
 RATE = 1e-3
 """The learning rate at a 99th percentile that is the limit: eta0."""
 RIDGE = 1e-2
+SURE = 2.0
+"""Standard errors from 0 below which a slope counts as 0."""
 MEMORY = 0.9
 _INPUTS = STATE + len(ACTIONS)
 
@@ -72,13 +75,8 @@ class Adapter:
             return
         inputs = np.array([seen[0] for seen in self._seen])
         splits, tails = (np.array([seen[at] for seen in self._seen]) for at in (1, 2))
-        features = _features(inputs[:, :STATE], splits)
-        centre = features.mean(0)
-        moved = features - centre
-        gram = moved.T @ moved + RIDGE * np.eye(moved.shape[1])
-        weights = np.linalg.solve(gram, moved.T @ (tails - tails.mean()))
         chosen = self._random.integers(len(inputs), size=LEAST)
-        self._descend(inputs[chosen], _slope(inputs[chosen, :STATE], splits[chosen], weights))
+        self._descend(inputs[chosen], fitted_slopes(inputs[:, :STATE], splits, tails, chosen))
 
     def _descend(self, inputs: Float64, slope: Float64) -> None:
         """One step of gradient descent on the fitted latency. slope: f64 [n], by the split."""
@@ -103,9 +101,22 @@ def _features(states: Float64, splits: Float64) -> Float64:
     return np.column_stack([states, splits**2, splits[:, None] * by])
 
 
-def _slope(states: Float64, splits: Float64, weights: Float64) -> Float64:
-    """The derivative of the fit by the split, f64 [n]."""
-    return np.asarray(2.0 * weights[STATE] * splits + _bends(states) @ weights[STATE + 1 :])
+def fitted_slopes(states: Float64, splits: Float64, tails: Float64, at: npt.NDArray[np.int64]) -> Float64:
+    """The derivative of the latency by the split at the epochs `at` [m], by ridge regression on all: f64 [m].
+
+    states: [n, STATE]; splits, tails: [n]. 0 where the slope is within SURE standard errors of it.
+    """
+    features = _features(states, splits)
+    moved = features - features.mean(0)
+    centred = tails - tails.mean()
+    inverse = np.linalg.inv(moved.T @ moved + RIDGE * np.eye(moved.shape[1]))
+    weights = inverse @ (moved.T @ centred)
+    noise = float(np.square(centred - moved @ weights).sum()) / max(1, len(tails) - moved.shape[1])
+    of = np.zeros((len(at), moved.shape[1]))
+    of[:, STATE], of[:, STATE + 1 :] = 2.0 * splits[at], _bends(states[at])
+    slopes = of @ weights
+    errors = np.sqrt(noise * np.einsum("ij,jk,ik->i", of, inverse, of))
+    return np.where(np.abs(slopes) > SURE * errors, slopes, 0.0)
 
 
 def _bends(states: Float64) -> Float64:

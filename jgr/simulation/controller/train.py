@@ -19,6 +19,8 @@ from jgr.simulation.controller.epochs import Traffic, World
 from jgr.training.curves import plot_curves
 
 METRIC = "mean reward of held-out episodes"
+WORTH = "mean worth of held-out episodes"
+"""What the best round is chosen by, see `ppo.worth`."""
 FILE = "controller.npz"
 Progress = Callable[[int, int, str], None]
 """Called as progress(rounds done, rounds in all, status)."""
@@ -57,8 +59,9 @@ def train_policy(
         if not np.isfinite(line["loss"]):
             raise ConfigError(f"the loss of round {done} is {line['loss']}: lower train.learning_rate")
         if done % every == 0 or done == train.steps:
-            line[METRIC] = float(trainer.judge(learner.params, *validation, jax.random.key(0)))
-            best = max(best, (line[METRIC], learner.params), key=lambda pair: pair[0])
+            judged = trainer.judge(learner.params, *validation, jax.random.key(0))
+            line[WORTH], line[METRIC] = (float(each) for each in judged)
+            best = max(best, (line[WORTH], learner.params), key=lambda pair: pair[0])
         tell(line)
         progress(done, train.steps, f"reward {line['reward']:.3f}")
     return best[1]

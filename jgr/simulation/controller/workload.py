@@ -11,6 +11,7 @@ import gzip
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 import jax
@@ -29,6 +30,10 @@ EPOCHS = 200
 EPOCH_S = 5.0
 BINS = 12
 """Bins of the hot users, of the cold ones, and half of the rows'."""
+BINS_OF_REUSE, FEW = 17, 0.005
+"""Bins of dlrm_datasets' statistics, and the share of the rows below which three digits say too little."""
+SMALL = 10_000.0
+"""Rows of the tables that are always there."""
 SPIKE_LOAD = 1.5
 SPIKES_EVERY = 12
 """Epochs between the begins of two bursts, in the mean."""
@@ -78,6 +83,28 @@ def row_popularity(histogram: Iterable[tuple[float, float]], rows: float) -> Pop
 def zipf_rows(rows: int, exponent: float) -> Popularity:
     """The rows of a Zipf law."""
     return _fixed(*zipf(rows, exponent, 2 * BINS), size=2 * BINS)
+
+
+def lognormal_rows(rows: int, sigma: float) -> Popularity:
+    """Rows whose reuse follows a lognormal law, which is nearer to what recommenders' tables show than Zipf's: no row
+    is asked for by far the most, and few are never asked for again."""
+    normal = NormalDist()
+    edges = np.unique(np.round(np.geomspace(1, rows + 1, 2 * BINS + 1)))
+    middle = np.sqrt(edges[:-1] * (edges[1:] - 1).clip(1))
+    each = np.exp([sigma * normal.inv_cdf(1 - (rank - 0.5) / rows) for rank in middle])
+    count = np.diff(edges)
+    return _fixed(count, count * each / (count * each).sum(), size=2 * BINS)
+
+
+def with_small_tables(rows: Popularity, share: float) -> Popularity:
+    """The rows, and a share of the reads that goes to tables so small that they are always there: categories and
+    the like. The two bins of the rarest rows become one."""
+    things, mass = (np.asarray(column, np.float64) for column in rows)
+    rarest = np.argsort(mass / things)[:2]
+    kept = np.delete(np.arange(len(things)), rarest)
+    count = np.concatenate([[SMALL], things[kept], [things[rarest].sum()]])
+    of = np.concatenate([[share], (1 - share) * np.append(mass[kept], mass[rarest].sum())])
+    return Popularity(count.astype(np.float32), of.astype(np.float32))
 
 
 def _fixed(count: Float64, mass: Float64, size: int = BINS, factor: float = 1.0) -> Popularity:
@@ -142,9 +169,15 @@ _latency = jax.jit(epochs.steady)
 
 def random_world(random: np.random.Generator) -> World:
     """A world to train in: skews, sizes, prices, load and latency limit by chance."""
+    size = int(10 ** random.uniform(7.9, 8.6))
+    if random.random() < 0.5:
+        rows = zipf_rows(size, random.uniform(0.6, 0.95))
+    else:
+        rows = lognormal_rows(size, random.uniform(1.3, 2.4))
+    rows = with_small_tables(rows, random.uniform(0.01, 0.4))
     found = world(
         zipf_users(int(random.integers(2_500, 4_500)), random.uniform(0.4, 0.8)),
-        zipf_rows(int(10 ** random.uniform(7.9, 8.6)), random.uniform(0.6, 0.95)),
+        rows,
         tables=random.uniform(12, 24),
     )
     return sized(found, random.uniform(0.55, 0.72), random.uniform(0.6, 1.0))
@@ -182,15 +215,24 @@ def kuairand_users(folder: Path) -> npt.NDArray[np.int64]:
 
 
 def dlrm_rows(folder: Path, year: int = 2022) -> list[tuple[float, float]]:
-    """(share of the rows, share of the reads) by reuse in the first trace of dlrm_datasets' statistics."""
+    """(share of the rows, share of the reads) by reuse in the first trace of dlrm_datasets' statistics.
+
+    The statistics have three digits: of the hottest rows, with a quarter of the reads, they say that there are 0.000.
+    How many there are of those follows from their reads, each being read as often as the middle of its bin is.
+    """
     path = folder / "dlrm-embedding-stats" / f"locality_stats_{year}.txt.gz"
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             text = file.read(1 << 20)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from None
+    usual = float(re.findall(r"Avg col size: ([\d.]+)", text)[0])
     parts = text.split("Ratio of index distribution", 1)
-    shares = [
-        [float(found) for found in re.findall(r"^\(\d+.*?: (\d\.\d+)", part, re.MULTILINE)] for part in parts
-    ]
-    return list(zip(shares[0], shares[1], strict=False))
+    bins = r"^\((\d+)(?:, (\d+)\]|\+): (\d\.\d+)"
+    of_rows, of_reads = (re.findall(bins, part, re.MULTILINE)[:BINS_OF_REUSE] for part in parts)
+    found = list[tuple[float, float]]()
+    for (low, high, rows), (_, _, reads) in zip(of_rows, of_reads, strict=True):
+        uses = (int(low) * int(high or 2 * int(low))) ** 0.5
+        share = float(rows) if float(rows) >= FEW else float(reads) * usual / uses
+        found.append((share, float(reads)))
+    return found

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgr.fields import UserError
-from jgr.serving.policies.memory_adapter import LEAST, MOST, Adapter
+from jgr.serving.policies.memory_adapter import LEAST, MOST, Adapter, fitted_slopes
 from jgr.serving.policies.memory_control import STEP, Full, Pid, Ppo, Predictor, Static
 from jgr.serving.policies.memory_models import WIDTHS, BasePolicy, ControllerError, Trees
 from jgr.serving.policies.memory_recovery import RELEASE, WINDOW, Recovery
@@ -99,6 +99,21 @@ def test_the_adapter_learns_where_the_latency_is_less() -> None:
     for _ in range(1200):
         adapter.learn()
     assert -MOST <= adapter.correct(state(GOOD, 0.75, LIMITS), 2) < -1e-5
+
+
+def test_slopes_are_those_of_ordinary_regression_and_noise_has_none() -> None:
+    random = np.random.default_rng(3)
+    states, splits = random.uniform(0.1, 0.9, (400, STATE)), random.uniform(0.2, 0.8, 400)
+    noise = 0.04 * random.standard_normal(400)
+    at = np.arange(400)
+    bent = 0.8 + 2.0 * (splits - 0.5) ** 2 + noise
+    found = fitted_slopes(states, splits, bent, at)
+    sure = found != 0
+    assert sure.mean() > 0.8 and (np.abs(splits[~sure] - 0.5) < 0.1).mean() > 0.9
+    np.testing.assert_allclose(found[sure], 4.0 * (splits[sure] - 0.5), atol=0.25)
+    assert (fitted_slopes(states, splits, 0.8 + noise, at) != 0).mean() < 0.1
+    still = np.full(400, 0.5)
+    assert not fitted_slopes(states, still, 0.8 + noise, at).any()
 
 
 def test_the_learning_rate_follows_the_latency_and_too_few_epochs_teach_nothing() -> None:

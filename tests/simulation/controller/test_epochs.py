@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
@@ -127,3 +129,33 @@ def test_measured_popularity_keeps_its_skew() -> None:
     assert float(rows.things.sum()) == pytest.approx(1000)
     each = np.asarray(rows.mass / rows.things)
     assert set(np.round(each, 7)) == {np.float32(0.0003333), np.float32(0.007)}
+
+
+def test_a_lognormal_law_has_the_shares_of_its_formula() -> None:
+    found = workload.lognormal_rows(10**6, 1.8)
+    assert found.things.sum() == pytest.approx(1e6, rel=1e-3) and found.mass.sum() == pytest.approx(
+        1, rel=1e-5
+    )
+    normal = NormalDist()
+    for top in (1e-3, 1e-2, 0.1, 0.5):  # the share of the reads that the most read rows have
+        wanted = normal.cdf(normal.inv_cdf(top) + 1.8)
+        ranks, reads = np.cumsum(found.things) / 1e6, np.cumsum(found.mass)
+        assert np.interp(top, ranks, reads) == pytest.approx(wanted, abs=0.04)
+
+
+def test_small_tables_take_their_share_and_no_row_is_lost() -> None:
+    rows = workload.lognormal_rows(10**6, 1.8)
+    found = workload.with_small_tables(rows, 0.25)
+    assert len(found.things) == len(rows.things)
+    assert found.things.sum() == pytest.approx(1e6 + workload.SMALL, rel=1e-3)
+    assert found.mass.sum() == pytest.approx(1.0, rel=1e-5) and found.mass[0] == pytest.approx(0.25)
+
+
+@pytest.mark.data("dlrm-embedding-stats")
+def test_the_hottest_rows_of_the_statistics_are_there(dataset: Path) -> None:
+    for year, least in ((2022, 0.2), (2021, 0.15)):
+        found = np.array(workload.dlrm_rows(dataset.parent, year))
+        np.testing.assert_allclose(found.sum(0), 1.0, atol=0.003)
+        hottest = found[found[:, 0] < 0.0005]
+        assert hottest[:, 1].sum() > least, "few rows, and many of the reads"
+        assert (found > 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_the_loss_is_the_clipped_surrogate_the_value_and_the_entropy() -> None:
     logits = random.standard_normal((9, 5)).astype(np.float32)
     value, old, advantage, goal = random.standard_normal((4, 9)).astype(np.float32)
     action = random.integers(0, 5, 9)
-    taken = ppo.Steps(np.zeros((9, STATE)), action, old, value, old)
+    taken = ppo.Steps(np.zeros((9, STATE)), action, old, value, old, old)
     expected, clipped = 0.0, 0
     for at in range(9):
         odds = np.exp(logits[at] - logits[at].max())
@@ -108,6 +109,8 @@ def test_the_environment_gives_the_state_and_the_reward_of_the_policies() -> Non
     )
     np.testing.assert_allclose(seen, state(told, 0.4, limits), atol=0.01)
     assert float(ppo.reward(world, found)) == pytest.approx(reward(told, limits), rel=1e-4)
+    tail = min(told.p99_ms / limits.limit_ms, 4.0)
+    assert float(ppo.worth(world, found)) == pytest.approx(-math.log(tail), rel=1e-4, abs=1e-5)
 
 
 def test_what_a_split_that_stays_gets_is_what_a_policy_that_does_nothing_gets() -> None:
@@ -116,9 +119,10 @@ def test_what_a_split_that_stays_gets_is_what_a_policy_that_does_nothing_gets() 
     key = jax.random.key(0)
     env, got = ppo.reset(world, traffic, np.float32(0.5), key), []
     for _ in range(12):
-        env, reward = ppo.act(world, traffic, env, np.int32(ACTIONS.index(0.0)), key)
-        got.append(float(reward))
-    np.testing.assert_allclose(ppo.fixed(world, traffic, np.float32(0.5)), got, rtol=1e-5, atol=1e-6)
+        env, worth, reward = ppo.act(world, traffic, env, np.int32(ACTIONS.index(0.0)), key)
+        got.append((float(worth), float(reward)))
+    found = np.stack(ppo.fixed(world, traffic, np.float32(0.5)), 1)
+    np.testing.assert_allclose(found, got, rtol=1e-5, atol=1e-6)
 
 
 def test_trees_in_numpy_are_those_of_scikit_learn() -> None:
