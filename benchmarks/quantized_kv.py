@@ -68,6 +68,16 @@ Float64 = npt.NDArray[np.float64]
 KINDS: Mapping[str, Quantization] = {"float32": "", "int8": "int8", "fp8": "fp8"}
 TOP_K, IN_FLIGHT, RESAMPLES = 10, 32, 5000
 METRIC = "ndcg@10"
+SERVED = (
+    "cache.policy=user",
+    "cache.shadow=0",
+    "cache.device_mb=64",
+    "server.explain=false",
+    "profiles.batch=16",
+    "rank.tokens=512",
+    "rank.context=512",
+)
+"""A batch has 16 prompts of at most 31 tokens, all of which may be new, or cached."""
 CACHED = (129, 513)
 """Cached tokens of the requests that are timed."""
 USERS, HISTORY, STRIDE = 2_000, 100, 50
@@ -96,8 +106,7 @@ def answers(config: Config, kind: Quantization, few: int | None) -> tuple[Answer
     """The answers, and the targets [n]."""
     dataset = load_dataset(config.data)
     examples = dataset.interactions.test if few is None else dataset.interactions.test.select(slice(few))
-    settings = (f"cache.quantize={kind}", "cache.policy=user", "cache.shadow=0", "cache.device_mb=64")
-    engine = load_engine(override(config, *settings), kinds=("recommend",))
+    engine = load_engine(override(config, *SERVED, f"cache.quantize={kind}"), kinds=("recommend",))
     found = asyncio.run(_asked(engine, examples, config.server.drain_timeout_s))
     engine.join(config.server.drain_timeout_s)
     return found, examples.targets
@@ -217,7 +226,8 @@ def visits() -> tuple[Int32, Int32, Float64]:
 
 
 def reuse_rows(few: int | None) -> list[Row]:
-    users, videos, times = (x[:few] for x in visits())
+    users, videos, times = visits()
+    users, videos, times = users[:few], videos[:few], times[:few]
     cfg = shapes.named("qwen3-0.6b")
     assert isinstance(cfg, DecoderConfig)
     held = np.minimum(np.unique(users, return_counts=True)[1], HISTORY).sum() * VIDEO_TOKENS

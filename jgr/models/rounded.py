@@ -42,7 +42,7 @@ class Rounded:
     @property
     def words(self) -> int:
         """The length of a run; values and factors each begin with a word."""
-        return self._first + -(-self.vectors * FACTOR.itemsize // words.WORD)
+        return self._first + -(-self.vectors * int(FACTOR.itemsize) // words.WORD)
 
     @property
     def _first(self) -> int:

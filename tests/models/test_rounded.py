@@ -18,6 +18,8 @@ from jgr.models.rounded import Rounded
 
 Kind = Literal["int8", "fp8"]
 TYPES: dict[Kind, tuple[Any, float]] = {"int8": (np.int8, 127.0), "fp8": (ml_dtypes.float8_e4m3fn, 448.0)}
+FLOAT32 = np.dtype(np.float32)
+write, read = jax.jit(Rounded.write, static_argnums=0), jax.jit(Rounded.read, static_argnums=(0, 2))
 KINDS = st.sampled_from([*TYPES])
 
 
@@ -37,22 +39,23 @@ def off_by(kind: Kind, x: npt.NDArray[Any], factor: npt.NDArray[Any]) -> npt.NDA
     return np.maximum(np.abs(x) / 16, factor * 2.0**-10)
 
 
-@given(KINDS, st.integers(1, 5), st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([0, 1, 30]))
+@given(KINDS, st.sampled_from([(1, 1), (3, 5), (4, 8)]), st.integers(0, 2**31), st.sampled_from([0, 1, 30]))
 @settings(max_examples=25, deadline=None)
-def test_a_number_is_off_by_half_a_step_at_most(kind: Kind, n: int, d: int, seed: int, spread: int) -> None:
+def test_a_number_is_off_by_half_a_step_at_most(
+    kind: Kind, shape: tuple[int, int], seed: int, spread: int
+) -> None:
+    n, d = shape
     of, rng = Rounded(kind, n, d), np.random.default_rng(seed)
     x = (rng.normal(size=(3, n, d)) * 10.0 ** rng.uniform(-spread, spread, (3, n, 1))).astype(np.float32)
     x[0, 0] = 0
-    run = np.asarray(of.write(jnp.asarray(x)))
+    run = np.asarray(write(of, x))
     assert run.shape == (3, of.words) and run.dtype == np.uint32
     values, factors = parts(run, of)
     found, largest = values * factors[..., None], np.abs(x.astype(np.float64)).max(-1)
     assert (factors * TYPES[kind][1] >= largest).all(), "the largest number is not cut off"
     assert (factors * TYPES[kind][1] <= largest * (1 + 2.0**-7)).all()
     assert (np.abs(found - x) <= off_by(kind, x, factors[..., None]) * (1 + 1e-6)).all()
-    np.testing.assert_array_equal(
-        np.asarray(of.read(jnp.asarray(run), np.dtype(np.float32))), found.astype(np.float32)
-    )
+    np.testing.assert_array_equal(np.asarray(read(of, run, FLOAT32)), found.astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", [*TYPES])
@@ -63,14 +66,14 @@ def test_kept_bits_are_read_as_they_are(kind: Kind) -> None:
     factors = np.array([0.5, 3.0, 1e-20, 0], ml_dtypes.bfloat16)
     run = np.concatenate([bits, factors.view(np.uint8)]).view(np.uint32)
     wanted = (values * factors.astype(np.float64)[:, None]).astype(np.float32)
-    for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
-        found = np.asarray(jax.jit(lambda x, dtype=dtype: of.read(x, dtype))(run))
-        np.testing.assert_array_equal(found, wanted.astype(dtype))
+    for dtype in (FLOAT32, np.dtype(ml_dtypes.bfloat16)):
+        found = np.asarray(read(of, run, dtype))
+        np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(dtype).astype(np.float32))
 
 
 @pytest.mark.parametrize("kind", [*TYPES])
 @pytest.mark.parametrize("what", [np.nan, np.inf, -np.inf])
 def test_what_is_no_finite_number_is_none_when_it_is_read(kind: Kind, what: float) -> None:
     of = Rounded(kind, 2, 4)
-    found = of.read(of.write(jnp.asarray([[1, what, 2, 3], [1, 2, 3, 4.0]])), np.dtype(np.float32))
+    found = read(of, write(of, jnp.asarray([[1, what, 2, 3], [1, 2, 3, 4.0]])), FLOAT32)
     assert not np.isfinite(found[0]).any() and np.isfinite(found[1]).all()
