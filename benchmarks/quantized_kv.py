@@ -78,7 +78,7 @@ SERVED = (
     "rank.context=512",
 )
 """A batch has 16 prompts of at most 31 tokens, all of which may be new, or cached."""
-CACHED = (129, 513)
+CACHED = (513,)
 """Cached tokens of the requests that are timed."""
 USERS, HISTORY, STRIDE = 2_000, 100, 50
 """Of the trace: users, drawn from all; the most videos of a history, which is cut at multiples of STRIDE."""
@@ -178,7 +178,8 @@ def ratio(one: Float64, other: Float64) -> list[float]:
 
 def time_rows(rounds: int, quiet: Quiet) -> list[Row]:
     rows: list[Row] = []
-    models = {name: ("cache.policy=user", f"cache.quantize={kind}") for name, kind in KINDS.items()}
+    settings = "cache.policy=user", "profiles.tokens=1024"
+    models = {name: (*settings, f"cache.quantize={kind}") for name, kind in KINDS.items()}
     with tempfile.TemporaryDirectory() as folder:
         cached_recommend.write_model(Path(folder) / "model")
         with cached_recommend.serving(Path(folder) / "model", models) as (address, _):
