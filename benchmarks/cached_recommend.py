@@ -19,7 +19,7 @@ import http.client
 import json
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ SETTINGS = (
     "cache.shadow=0",
     "server.port=0",
 )
+MODELS: Mapping[str, Sequence[str]] = {"plain": ("cache.policy=none",), "cached": ("cache.policy=user",)}
 
 
 def write_model(folder: Path) -> None:
@@ -88,11 +89,13 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, dict[str, Engine[ServedDecoder]]]]:
-    """The server's address, and its engines by name."""
+def serving(
+    folder: Path, models: Mapping[str, Sequence[str]] = MODELS
+) -> Iterator[tuple[str, dict[str, Engine[ServedDecoder]]]]:
+    """The server's address, and its engines by name. models: each one's settings beyond SETTINGS."""
     configs = [
-        override(Config(), *SETTINGS, f"model.path={folder}", f"model.name={name}", f"cache.policy={policy}")
-        for name, policy in (("plain", "none"), ("cached", "user"))
+        override(Config(), *SETTINGS, f"model.path={folder}", f"model.name={name}", *settings)
+        for name, settings in models.items()
     ]
     memory = Memory.of(*configs)
     engines = [load_engine(config, memory=memory) for config in configs]
@@ -100,7 +103,7 @@ def serving(folder: Path) -> Iterator[tuple[str, dict[str, Engine[ServedDecoder]
     listener = Listener(
         engines[0],
         configs[0],
-        more=[Deployment(engines[1], configs[1].catalog)],
+        more=[Deployment(*each) for each in zip(engines[1:], (x.catalog for x in configs[1:]), strict=True)],
         on_progress=lambda done, total, label: harness.note(f"{done} of {total} compiled: {label}"),
         on_ready=lambda url: ready.set(),
     )
@@ -171,7 +174,7 @@ def point(
     items = [[item["item_id"] for item in answer["items"]] for answer in answers.values()]
     assert items[0] == items[1], "the cache changed the answer"
     variants: dict[str, Callable[[], float]] = {
-        name: functools.partial(_milliseconds, connection, name, tokens) for name in engines
+        name: functools.partial(milliseconds, connection, name, tokens) for name in engines
     }
     found = harness.interleave(variants, rounds, quiet)
     rows: list[Row] = []
@@ -191,7 +194,7 @@ def point(
     return rows
 
 
-def _milliseconds(connection: http.client.HTTPConnection, model: str, tokens: int) -> float:
+def milliseconds(connection: http.client.HTTPConnection, model: str, tokens: int) -> float:
     return harness.timed(lambda: ask(connection, model, tokens))[0]
 
 

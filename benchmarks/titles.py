@@ -95,6 +95,7 @@ WORDS: Mapping[str, Mapping[str, str]] = {
         "long": "FLAME's long workload (1,024 events, 512 candidates)",
     },
     "kind": {"int8": "8-bit integers", "fp8": "8-bit floats"},
+    "which": {"first-": ", where nothing was kept before"},
     "part": {
         "weights": "Memory of the weights",
         "load-peak": "Most memory while weights are read",
@@ -546,6 +547,29 @@ TITLES: tuple[tuple[str, str], ...] = (
     (
         r"(?P<part>weights|load-peak|prompt-time|step-time)-of-(?P<kind>int8|fp8)-over-float32-(?P<size>\d+)m",
         "{part}: weights in {kind} over float32, {size} M parameters",
+    ),
+    # quantized_kv
+    (
+        r"(?P<which>(first-)?)overlap@10-of-kept-(?P<kind>int8|fp8)-with-float32",
+        "Share of the ten best items with keys and values kept in {kind} that are float32's ten best{which}; Amazon "
+        "Industrial",
+    ),
+    (
+        r"ndcg@10-of-kept-(?P<kind>int8|fp8)-over-float32",
+        "NDCG@10 of answers that read keys and values kept in {kind} over that with float32; Amazon Industrial",
+    ),
+    (
+        r"bytes-of-kept-(?P<kind>int8|fp8)-over-float32",
+        "Bytes of a kept token in {kind} over float32, heads of 32 numbers",
+    ),
+    (
+        r"hit-time-of-kept-(?P<kind>int8|fp8)-over-float32-(?P<tokens>\d+)-tokens",
+        "Time of a recommendation, all but one of whose tokens are cached: {kind} over float32; {tokens} cached tokens",
+    ),
+    (
+        r"reused-tokens-of-kept-int8-over-float32-kuairand",
+        "Share of the prompts' tokens that are reused with users kept in 8 bits over float32, in equal memory; "
+        "KuaiRand-Pure's users",
     ),
     # rcllm_accuracy
     (

@@ -202,6 +202,9 @@ class CacheConfig:
     # where the policy caches both.
     item_share: float | None = None
     cell_tokens: int = 2  # tokens in a cell, by which entries grow, kept users of scorers too
+    # How kept keys and values are held: in 8 bits, as int8 or fp8 with a factor for each token and head, or as they are
+    # computed where it is empty. What reads kept ones approximates then; nothing else changes.
+    quantize: Literal["", "int8", "fp8"] = ""
     # New tokens of a request that continues from cached ones, in the smallest compiled shapes of recommend.
     new_tokens: int = 16
     # With hotness, which user goes first. priced: as BAT-10, but a user is admitted, or read from the cache, only where

@@ -311,7 +311,7 @@ def _packed(
 
 
 def shared() -> Iterator[Program]:
-    """The ranking of `_packed` by two devices, each with half of the heads."""
+    """The ranking of `_packed` by two devices, each with half of the heads; what is kept has 8 bits."""
     cfg = _cfg("qwen3-0.6b")
     assert isinstance(cfg, DecoderConfig)
     mesh: Any = AbstractMesh((2,), (split.AXIS,))
@@ -331,7 +331,7 @@ def shared() -> Iterator[Program]:
     declared: Any = generator(cfg).spec(cfg)
     each = jax.tree.map(layer, declared.layers, is_leaf=is_spec)
     weights = jax.tree.map(spread, replace(declared, layers=(each, each)), is_leaf=is_spec)
-    tokens, kv = 1024, kv_cells(CacheConfig(), cfg, "bfloat16", 2, PAGE_BYTES, 2)
+    tokens, kv = 1024, kv_cells(CacheConfig(quantize="int8"), cfg, "bfloat16", 2, PAGE_BYTES, 2)
     pool = Spread((64, 2 * PAGE_BYTES // 4), jnp.uint32, split.along(1))
     row, asked = jax.tree.map(spread, (_row(tokens, tokens, kv.parts), packed.Asked(*[_ints(64)] * 3)))
 

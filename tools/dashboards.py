@@ -195,8 +195,9 @@ BOARDS = (
                 (
                     *quantiles("jgr_shadow_drift", at=(0.99,)),
                     *(
-                        (expression, "repaired " + legend)
-                        for expression, legend in quantiles("jgr_repair_drift", at=(0.99,))
+                        (expression, f"{what} {legend}")
+                        for what, of in (("in 8 bits", "quantize"), ("repaired", "repair"))
+                        for expression, legend in quantiles(f"jgr_{of}_drift", at=(0.99,))
                     ),
                 ),
             ),

@@ -29,6 +29,8 @@ from jgr.cache.pages import GOOD_FIT, Room, pieces
 from jgr.cache.pool import DevicePool, UserView
 from jgr.models import words
 from jgr.models.params import PyTree
+from jgr.models.quantize import Quantization
+from jgr.models.rounded import Rounded
 
 MOST_CELLS = 256
 """Groups of cells that the longest history takes at most: the event loop counts cells one by one."""
@@ -36,13 +38,31 @@ MOST_CELLS = 256
 
 class _Field(NamedTuple):
     """One leaf's part of a record. shape, dtype: of the leaf, with the tokens along `axis`. first: its first word in a
-    record; words: their number."""
+    record; words: their number. rounded: how its numbers are held in 8 bits; None: as they are."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     axis: int
     first: int
     words: int
+    rounded: Rounded | None = None
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The leaf's axes without that of the tokens."""
+        return self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+    def as_words(self, numbers: jax.Array) -> jax.Array:
+        """The runs [t, words] of tokens [t, *others]."""
+        if self.rounded is None:
+            return words.as_words(numbers.reshape(len(numbers), -1))
+        return self.rounded.write(numbers.reshape(len(numbers), -1, self.rounded.size))
+
+    def numbers(self, runs: jax.Array) -> jax.Array:
+        """The tokens [t, *others] of runs [t, words]."""
+        if self.rounded is None:
+            return words.seen_as(runs, self.dtype).reshape(len(runs), *self.others)
+        return self.rounded.read(runs, self.dtype).reshape(len(runs), *self.others)
 
 
 class HistoryView(UserView):
@@ -52,7 +72,8 @@ class HistoryView(UserView):
     the axis of the tokens, of which every leaf has as many; "number" for one that is their number, which is not
     written, since an entry knows it. cell_tokens: see `room_of`. growth: the most new tokens of
     a user who grew; 0: users do not grow. like: a view of such histories, whose compiled programs are used. catch_up:
-    see `UserView`.
+    see `UserView`. quantize: how vectors along the last axis of a token's floating numbers are held in 8 bits, see
+    `jgr.models.rounded`; empty: as they are.
     """
 
     def __init__(
@@ -64,6 +85,7 @@ class HistoryView(UserView):
         growth: int = 0,
         like: UserView | None = None,
         catch_up: Callable[[], None] = lambda: None,
+        quantize: Quantization = "",
     ) -> None:
         super().__init__(pool, catch_up)
         leaves, self._tree = jax.tree.flatten(kept)
@@ -79,8 +101,12 @@ class HistoryView(UserView):
                 raise ValueError(
                     f"{leaf}: no whole words for each of {self._tokens} tokens along axis {axis}"
                 )
-            fields.append(_Field(leaf.shape, np.dtype(leaf.dtype), axis % len(leaf.shape), first, size))
-            first += size
+            field = _Field(leaf.shape, np.dtype(leaf.dtype), axis % len(leaf.shape), first, size)
+            if quantize and field.others and jnp.issubdtype(leaf.dtype, jnp.floating):
+                rounded = Rounded(quantize, math.prod(field.others[:-1]), field.others[-1])
+                field = field._replace(rounded=rounded, words=rounded.words)
+            fields.append(field)
+            first += field.words
         self._leaves, self._words = tuple(fields), first  # None: the number of tokens
         self._fields = [field for field in fields if field is not None]
         self.room = room_of(first * words.WORD, pool.page_bytes, self._tokens, cell_tokens)
@@ -138,15 +164,16 @@ class HistoryView(UserView):
         groups = words.read(array, *self._cells.place(cells), self._cells.words)
         groups = groups.reshape(-1, room.cells * self._cells.words)[:, : room.step * self._words]
         records = groups.reshape(-1, self._words)[: self._tokens]
-        valid = (jnp.arange(self._tokens) < tokens)[:, None]
+        valid = jnp.arange(self._tokens) < tokens
         found = []
         for field in self._leaves:
             if field is None:
                 found.append(tokens.reshape(1))
                 continue
-            numbers = words.seen_as(records[:, field.first : field.first + field.words], field.dtype)
-            numbers = jnp.where(valid, numbers, jnp.zeros((), field.dtype))
-            found.append(jnp.moveaxis(numbers.reshape(self._tokens, *_others(field)), 0, field.axis))
+            numbers = field.numbers(records[:, field.first : field.first + field.words])
+            known = valid.reshape(-1, *[1] * len(field.others))
+            numbers = jnp.where(known, numbers, jnp.zeros((), field.dtype))
+            found.append(jnp.moveaxis(numbers, 0, field.axis))
         return found
 
     def _write(
@@ -163,7 +190,7 @@ class HistoryView(UserView):
         tokens = first + jnp.arange(count, dtype=jnp.int32)
         for leaf, field in zip(leaves, self._fields, strict=True):
             some = jnp.take(jnp.moveaxis(leaf, field.axis, 0), tokens, axis=0, mode="clip")
-            parts.append(words.as_words(some.reshape(count, -1)))
+            parts.append(field.as_words(some))
         records = jnp.concatenate(parts, axis=1)
         # A record is a run of words in a cell, or where no page holds it, the whole words of `room.cells` cells.
         run = self._words if room.cells == 1 else self._cells.words
@@ -190,8 +217,3 @@ def room_of(record_bytes: int, page_bytes: int, longest: int, cell_tokens: int) 
     good = [tokens for tokens, held in fits.items() if held * record_bytes >= GOOD_FIT * page_bytes]
     step = good[0] if good else max(fits, key=lambda tokens: fits[tokens])
     return Room(step * record_bytes, 1, step)
-
-
-def _others(field: _Field) -> tuple[int, ...]:
-    """A leaf's axes without that of the tokens."""
-    return field.shape[: field.axis] + field.shape[field.axis + 1 :]

@@ -36,6 +36,7 @@ from jgr.models.decoder import DecoderConfig, DecoderParams, Prefill
 from jgr.models.kv import CachedKV, ContextKV
 from jgr.models.params import layer_of
 from jgr.models.rope import rope
+from jgr.models.rounded import Rounded
 from jgr.models.words import Cells
 from jgr.ops import split
 from jgr.ops.attention_mass import attention_mass
@@ -103,7 +104,8 @@ class KVCells:
     a cell is never larger than a page. All layers of a token need P = `parts` cells.
 
     run: 32-bit words of a token in a layer. A token has a slot in each part: the cell's number * tokens + its place
-    in the cell.
+    in the cell. dtype: of keys and values as they are computed. rounded: how they are held in 8 bits; None: as they
+    are.
     """
 
     dtype: str
@@ -112,6 +114,12 @@ class KVCells:
     layers: int
     parts: int
     cells: Cells
+    rounded: Rounded | None = None
+
+    @property
+    def held(self) -> str:
+        """What the numbers of two pools must be alike in, for a cell of one to be a cell of the other."""
+        return self.dtype if self.rounded is None else f"{self.dtype}-{self.rounded.kind}"
 
     @property
     def slots(self) -> int:
@@ -125,6 +133,18 @@ class KVCells:
         page, word = self.cells.place(slot // self.tokens)
         return page, word + (layer % self.layers * self.tokens + slot % self.tokens) * self.run
 
+    def as_words(self, both: jax.Array) -> jax.Array:
+        """Runs [..., run] of tokens' keys and values [..., 2, K, d]."""
+        if self.rounded is None:
+            return words.as_words(both.reshape(*both.shape[:-3], -1))
+        return self.rounded.write(both.reshape(*both.shape[:-3], -1, both.shape[-1]))
+
+    def numbers(self, runs: jax.Array, size: int) -> jax.Array:
+        """The keys and values [..., 2, K, d] of runs [..., run]; size: d."""
+        dtype = np.dtype(self.dtype)
+        found = words.seen_as(runs, dtype) if self.rounded is None else self.rounded.read(runs, dtype)
+        return found.reshape(*runs.shape[:-1], 2, -1, size)
+
 
 def read_layer(
     pool: jax.Array, slots: jax.Array, real: jax.Array, layer: jax.Array, kv: KVCells, cfg: DecoderConfig
@@ -133,8 +153,7 @@ def read_layer(
     another model's words, which may be no numbers at all."""
 
     def gather(pool: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
-        found = words.seen_as(words.read(pool, *kv.place(slots, layer), kv.run), np.dtype(kv.dtype))
-        return found.reshape(*slots.shape[:-1], 2, -1, cfg.head_dim)
+        return kv.numbers(words.read(pool, *kv.place(slots, layer), kv.run), cfg.head_dim)
 
     given = split.along(1), split.EVERYWHERE, split.EVERYWHERE
     found = split.on_each(gather, (pool, slots, layer), given, split.along(slots.ndim))
@@ -424,9 +443,9 @@ def write(
 
     def scatter(pool: jax.Array, new: ContextKV, slots: jax.Array) -> jax.Array:
         both = jnp.stack([x[:, 0] for x in new], axis=1).transpose(0, 3, 1, 2, 4)  # [L, T, 2, K, d]
-        layers, tokens = both.shape[:2]
+        layers = len(both)
         place = kv.place(jnp.broadcast_to(slots, (layers, *slots.shape)), jnp.arange(layers)[:, None])
-        return words.write(pool, *place, words.as_words(both.reshape(layers, tokens, -1)))
+        return words.write(pool, *place, kv.as_words(both))
 
     if shift is not None:
         assert cfg is not None

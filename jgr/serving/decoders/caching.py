@@ -15,6 +15,7 @@ from jgr.cache.pages import Room, pieces
 from jgr.config import CacheConfig, Config, ConfigError
 from jgr.models.decoder import DecoderConfig
 from jgr.models.packed import KVCells
+from jgr.models.rounded import Rounded
 from jgr.models.words import WORD, Cells
 from jgr.placement.shared_items import SharedItems, capacity_bytes
 from jgr.prompt.candidates import SegmentPrompts
@@ -128,9 +129,13 @@ def kv_cells(
 ) -> KVCells:
     """Cells for a decoder's keys and values. ConfigError where a page does not hold one layer of a cell's tokens.
 
+    dtype, itemsize: of keys and values as they are computed, which cache.quantize may have held in 8 bits.
     devices: how many share the model; a cell has the key/value heads of one of them.
     """
-    run = 2 * cfg.kv_heads // devices * cfg.head_dim * itemsize
+    run, rounded = 2 * cfg.kv_heads // devices * cfg.head_dim * itemsize, None
+    if cache.quantize:
+        rounded = Rounded(cache.quantize, 2 * cfg.kv_heads // devices, cfg.head_dim)
+        run = rounded.words * WORD
     layer = cache.cell_tokens * run
     if run % WORD or layer > page_bytes:
         raise ConfigError(
@@ -138,7 +143,8 @@ def kv_cells(
             f"a page {page_bytes}"
         )
     parts, layers = pieces(cfg.layers, layer, page_bytes)
-    return KVCells(dtype, run // WORD, cache.cell_tokens, layers, parts, Cells.of(layers * layer, page_bytes))
+    cells = Cells.of(layers * layer, page_bytes)
+    return KVCells(dtype, run // WORD, cache.cell_tokens, layers, parts, cells, rounded)
 
 
 def kv_room(kv: KVCells) -> Room:
@@ -195,7 +201,7 @@ def make_caching(
         if cache.policy == "hotness":
             hotness = ExponentialWindow(round(cache.window_s * 1e9), REMEMBERED * count)
         host = None if memory.host is None or not count else memory.host.pages
-        room, owner = kv_room(kv), f"{name}@{revision}/{kv.dtype}/{kv.tokens}"
+        room, owner = kv_room(kv), f"{name}@{revision}/{kv.held}/{kv.tokens}"
         return CacheMeta(memory.pages, dict.fromkeys(kinds, room), hotness, host, owner)
 
     lease = memory.lease(("kv", name, revision, kv, cache.policy, cache.window_s, *kinds), make)
@@ -222,7 +228,7 @@ def make_caching(
 
 def identity(revision: str, kv: KVCells) -> str:
     """What keys and values must have in common for one to stand for the other: weights, numbers, and their order."""
-    return f"{revision}/{kv.dtype}/{kv.run}x{kv.tokens}x{kv.layers}x{kv.parts}"
+    return f"{revision}/{kv.held}/{kv.run}x{kv.tokens}x{kv.layers}x{kv.parts}"
 
 
 def _with_items(config: Config, caching: Caching, owner: str) -> Caching:

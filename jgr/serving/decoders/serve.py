@@ -160,9 +160,10 @@ class ServedDecoder:
         """The task without the cache; and where it was repaired, in causal order among its items too (BAT-15). Where it
         was computed whole in place of that, as it is repaired."""
         assert task.outcome is not None
-        compare = partial(_compare, task.outcome)
+        compare, metrics = partial(_compare, task.outcome), self.metrics
+        drift = metrics.quantize_drift if self.config.cache.quantize else metrics.drift
         shadows: list[tuple[Task, Callable[[Task], None]]] = [
-            (translation.shadow(task), partial(compare, self.metrics.drift))
+            (translation.shadow(task), partial(compare, drift))
         ]
         if task.usage.repaired_tokens is UNSET:
             return shadows

@@ -189,6 +189,13 @@ class Metrics:
             registry=self.registry,
             buckets=DRIFTS,
         )
+        self.quantize_drift = Histogram(
+            "jgr_quantize_drift",
+            "Largest difference of an answer's scores, with keys and values kept in 8 bits, to those computed again "
+            "without the cache.",
+            registry=self.registry,
+            buckets=DRIFTS,
+        )
         self.repair_drift = Histogram(
             "jgr_repair_drift",
             "Largest difference of a repaired answer's scores to those with all item tokens in causal order.",

@@ -163,6 +163,11 @@ def _make_engine(
         catch_up = {} if memory.host is None else {"catch_up": memory.host.catch_up}
         like_states = None if like is None else like.states
         if programs.along is None:
+            if config.cache.quantize:
+                raise ConfigError(
+                    "cache.quantize: this model keeps one state of a user and no keys and values by event, which is "
+                    "held as it is computed"
+                )
             states = StateView(memory.pool, programs.kept, like_states, **catch_up)
         else:
             states = HistoryView(
@@ -172,6 +177,7 @@ def _make_engine(
                 config.cache.cell_tokens,
                 settings.growth,
                 like_states,
+                quantize=config.cache.quantize,
                 **catch_up,
             )
         lease = _lease(model, config, memory, states)
@@ -259,13 +265,14 @@ def _lease(model: ScorerModel, config: Config, memory: Memory, states: UserView)
         )
 
     def make() -> CacheMeta:
-        owner = f"{name}@{model.revision}/{room.bytes}"
+        owner = f"{name}@{model.revision}/{room.bytes}{config.cache.quantize}"
         moving = config.embeddings.tables == "paged"  # by the border to the embeddings' rows
         meta = CacheMeta(memory.pages, {"user": room}, owner=owner, moving=moving)
         meta.set_limit("user", pages)
         return meta
 
-    return memory.lease(("states", name, model.revision, room, config.executors.growth), make)
+    growth, quantize = config.executors.growth, config.cache.quantize
+    return memory.lease(("states", name, model.revision, room, growth, quantize), make)
 
 
 def _fit(model: ScorerModel, catalog: Catalog) -> None:

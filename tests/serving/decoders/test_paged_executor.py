@@ -23,6 +23,7 @@ from jgr.catalog.prefix_tree import PrefixTree
 from jgr.config import CacheConfig
 from jgr.models import beam, decoder, packed, packed_recommend, params
 from jgr.models.kv import ContextKV
+from jgr.models.quantize import Quantization
 from jgr.prompt.layouts import CAUSAL, ITEM_PREFIX, LAYOUTS, USER_PREFIX, Layout, LayoutName, Tokens
 from jgr.prompt.segments import Content, Prompt, arrange, count_tokens, make_prompt
 from jgr.serving.decoders.caching import kv_cells, kv_room
@@ -153,17 +154,22 @@ def wanted_beams(request: Request) -> tuple[Any, Any]:
 
 
 TOKEN_BYTES = CFG.layers * 2 * CFG.kv_heads * CFG.head_dim * 4
-EXECUTORS: dict[tuple[int, int, int], PagedExecutor] = {}
+EXECUTORS: dict[tuple[int, int, int, Quantization], PagedExecutor] = {}
 
 
 def make_executor(
-    pages: int, page_bytes: int, host_pages: int, pool: DevicePool | None = None
+    pages: int,
+    page_bytes: int,
+    host_pages: int,
+    quantize: Quantization = "",
+    profiles: tuple[Profile, ...] = PROFILES,
+    pool: DevicePool | None = None,
 ) -> PagedExecutor:
     """Cells of four tokens, or of a part of their layers where a page does not hold all."""
     pool = pool or DevicePool(pages, page_bytes)
-    kv = kv_cells(CacheConfig(cell_tokens=4), CFG, "float32", 4, page_bytes)
+    kv = kv_cells(CacheConfig(cell_tokens=4, quantize=quantize), CFG, "float32", 4, page_bytes)
     host = HostTier(pool, host_pages) if host_pages else None
-    made = PagedExecutor(CFG, PARAMS, TABLES, PROFILES, pool, kv, LONGEST, "valid", host=host)
+    made = PagedExecutor(CFG, PARAMS, TABLES, profiles, pool, kv, LONGEST, "valid", host=host)
     made.warm_up(lambda done, total, label: None)
     return made
 
@@ -172,9 +178,14 @@ class Server:
     """Policies and executor as the engine drives them."""
 
     def __init__(
-        self, policy: Policy, pages: int = 12, host_pages: int = 0, page_bytes: int = 8 * TOKEN_BYTES
+        self,
+        policy: Policy,
+        pages: int = 12,
+        host_pages: int = 0,
+        page_bytes: int = 8 * TOKEN_BYTES,
+        quantize: Quantization = "",
     ) -> None:
-        size = pages, page_bytes, host_pages
+        size = pages, page_bytes, host_pages, quantize
         if size not in EXECUTORS:
             EXECUTORS[size] = make_executor(*size)
         self.executor = EXECUTORS[size]
@@ -223,11 +234,14 @@ class Server:
             scheduler.check()
             scheduler.finished(group.jobs, True)
             for job, plan, outcome in zip(group.jobs, group.prompts, outcomes, strict=True):
-                check(requests[job], plan.layout, outcome)
+                self.check(requests[job], plan, outcome)
             plans += group.prompts
         self.meta.check()
         assert self.meta.pinned == 0
         return plans
+
+    def check(self, request: Request, plan: PlannedPrompt, outcome: Any) -> None:
+        check(request, plan.layout, outcome)
 
 
 def check(request: Request, layout: str, outcome: Any) -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jgr.config import ConfigError
 from jgr.models import scorers
 from jgr.models.climber import ClimberConfig
 from jgr.models.retrievers import items_digest
+from jgr.models.sasrec import SasrecConfig
 from jgr.models.scorers import ScorerConfig
+from jgr.serving.scorers.loading import load_scorer_engine
 from jgr.serving.scorers.user_block import known_by, new_block, user_layout
 from tests.serving.scorer_fakes import DAY, HSTU, ITEMS, MONDAY, STU, ScorerServer, make_folder
 from tests.serving.scorers.test_server import directly
@@ -26,6 +29,9 @@ CLIMBER = ClimberConfig(
     n_items=len(ITEMS), max_items=6, blocks=2, layers=2, hidden=8, heads=2, mlp=8, tasks=("click", "like"),
     items=items_digest(ITEMS), experts=2, actions=3,
 )  # fmt: skip
+SASREC = SasrecConfig(
+    n_items=len(ITEMS), max_items=6, hidden=8, layers=1, heads=2, mlp=8, items=items_digest(ITEMS)
+)
 LATER = (0, 1, 60, 3 * DAY)
 ONE_SIZE = ("executors.sizes=8",)
 
@@ -86,6 +92,21 @@ def test_who_asks_again_later_is_the_same_user_and_is_scored_for_then(
             answer = server.rank(**other)
             assert answer["usage"]["cached_tokens"] == 0
             compare(answer, cfg, other)
+
+
+def test_users_kept_in_8_bits_are_scored_nearly_as_they_are(tmp_path: Path) -> None:
+    """Who is not kept yet is scored exactly; SASRec, which keeps one vector of a user, is refused."""
+    kept = ("executors.share_user=cache", "cache.device_mb=0.1", "executors.number=1", "cache.quantize=int8")
+    with ScorerServer(make_folder(tmp_path / "model", HSTU, *kept, *ONE_SIZE)) as server:
+        asked = body(HSTU)
+        cold, warm = (server.rank(**asked) for _ in range(2))
+        assert (cold["usage"]["cached_tokens"], warm["usage"]["computed_tokens"]) == (0, 0)
+        compare(cold, HSTU, asked)
+        expected = directly(HSTU, asked)
+        off = [abs(item["score"] - expected[ITEMS.index(item["item_id"])][0]) for item in warm["items"]]
+        assert 1e-6 < max(off) < 0.05 * np.abs(expected).max()
+    with pytest.raises(ConfigError, match=r"cache\.quantize: this model keeps one state of a user"):
+        load_scorer_engine(make_folder(tmp_path / "sasrec", SASREC, *kept, *ONE_SIZE))
 
 
 def test_where_every_event_depends_on_now_the_log_says_so_and_only_the_same_second_is_a_hit(

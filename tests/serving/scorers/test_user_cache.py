@@ -165,6 +165,30 @@ def test_a_history_is_read_as_long_as_it_is_wherever_its_cells_are_and_grows_in_
                 assert found["number"].tolist() == [some]
 
 
+def test_floating_numbers_of_a_history_are_held_in_8_bits_and_whole_ones_as_they_are() -> None:
+    shapes, plain = HISTORIES["a record has pages"], histories("a record has pages")
+    kept = {
+        name: jax.ShapeDtypeStruct(x, np.float32 if name == "k" else np.int32) for name, x in shapes.items()
+    }
+    along = {"k": -2, "rows": -1, "number": "number"}
+    view = HistoryView(DevicePool(8, 768), kept, along, 2, quantize="int8")
+    assert (
+        view.room == Room(608, 1, 1) and plain.room.bytes * plain.room.cells > 2404
+    )  # a page has one record
+    given = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    given["rows"] = RNG.integers(0, 99, shapes["rows"]).astype(np.int32)
+    given["number"] = np.array([3], np.int32)
+    place = Stored(tuple(range(view.room.of(3))), 0, True, 3)
+    assert view.store(jax.tree.map(jnp.asarray, given), place)
+    found = view.load(place)
+    assert found is not None and found["number"].tolist() == [3]
+    k, there = given["k"], (np.arange(WINDOW) < 3)
+    np.testing.assert_array_equal(found["rows"], np.where(there, given["rows"], 0))
+    step = np.abs(k).max(-1, keepdims=True) * (1 + 2**-7) / 127
+    assert (np.abs(found["k"] - np.where(there[:, None], k, 0)) <= step / 2).all()
+    assert np.abs(found["k"][..., :3, :] - k[..., :3, :]).max() > 1e-4
+
+
 def test_a_history_is_written_in_place_by_as_many_tokens_as_are_new() -> None:
     view = histories("pages share records", pages=10_000)
     size = 10_000 * 768

@@ -119,6 +119,7 @@ const FIGURES = [
     name: "Drift, P99", unit: "",
     value: (w, of) => w.quantile(0.99, "jgr_shadow_drift", of),
     note: (w, of) => `${shown(w.increase("jgr_shadow_drift_count", of))} answers checked without the cache; ` +
+      `in 8 bits ${shown(w.quantile(0.99, "jgr_quantize_drift", of))}, ` +
       `repaired ${shown(w.quantile(0.99, "jgr_repair_drift", of))}`,
   },
   {
