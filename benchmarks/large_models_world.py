@@ -37,6 +37,8 @@ TAGGED, PLAIN = b'{"segments":"tenth"}\n', b"{}\n"
 LOADED = "is being compiled"
 """In the line of the log that says that the model and its catalog are there, and the warm-up begins."""
 POLL_S = 0.02
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
+"""What JAX_PLATFORMS calls a backend."""
 
 
 class WrongAnswer(Exception):
@@ -73,18 +75,18 @@ def save(path: Path, codes: Int32, digits: int, level_size: int, first_token: in
     save_catalog(Catalog.of_arrays(ids, ranks, levels, metadata), path)
 
 
-def _export(folder: Path, cfg: DecoderConfig) -> None:
+def _export(folder: Path, cfg: DecoderConfig, platform: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", _PLATFORMS[platform])
     hf.export(folder, cfg, params.initialize(decoder.spec(cfg), jax.random.key(0), jnp.bfloat16))
 
 
-def export(folder: Path, cfg: DecoderConfig) -> None:
+def export(folder: Path, cfg: DecoderConfig, platform: str = "cpu") -> None:
     """Write a model of random weights in bfloat16, as the published ones are stored, from a process of its own, whose
-    memory goes with it."""
-    process = multiprocessing.get_context("spawn").Process(target=_export, args=(folder, cfg))
+    memory goes with it. platform: what draws them."""
+    process = multiprocessing.get_context("spawn").Process(target=_export, args=(folder, cfg, platform))
     process.start()
     process.join()
     if process.exitcode:
@@ -124,11 +126,12 @@ def _resident(process: int) -> int:
 # ---- a server ----------------------------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, str]:
+def environment(platform: str) -> dict[str, str]:
     """That of first_answer, and where other packages are found, such as jgr-native."""
     found = first_answer.environment()
     inherited = os.environ.get("PYTHONPATH")
-    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, (found["PYTHONPATH"], inherited)))}
+    paths = os.pathsep.join(filter(None, (found["PYTHONPATH"], inherited)))
+    return {**found, "PYTHONPATH": paths, "JAX_PLATFORMS": _PLATFORMS[platform]}
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class Server:
     items: of its catalog. loaded: its memory when the warm-up began; None where no such line was in the log.
     """
 
-    def __init__(self, arguments: Sequence[str], items: int, digits: int) -> None:
+    def __init__(self, arguments: Sequence[str], items: int, digits: int, platform: str = "cpu") -> None:
         self.items, self.digits, self.loaded_s = items, digits, 0.0
         self.loaded: Taken | None = None
         self._begun, self._log = time.perf_counter(), list[str]()
@@ -180,17 +183,17 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment(),
+            env=environment(platform),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._process.stdout is not None
-        url = self._process.stdout.readline().strip()
+        self.url = self._process.stdout.readline().strip()
         self.ready_s = time.perf_counter() - self._begun
-        if not url:
+        if not self.url:
             self._end()
             raise Missing("the server did not start: " + " / ".join(self._log[-3:]))
-        self.client = jgr.Client(url, timeout_s=first_answer.PATIENCE_S)
+        self.client = jgr.Client(self.url, timeout_s=first_answer.PATIENCE_S)
         self.warm, self.peak = taken(self._process.pid), peak_rss(self._process.pid)
 
     def __enter__(self) -> Self:

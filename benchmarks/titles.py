@@ -424,14 +424,34 @@ TITLES: tuple[tuple[str, str], ...] = (
     (r"h200-kernels-slowest-over-xla", "Time of the slowest kernel over that of XLA's form of the same op; H200"),
     (r"h200-items-shared-with-pytorch", "Least share of 256 items that PyTorch's search finds too; H200, bfloat16"),
     (
+        r"h200-http-score-difference-from-rank",
+        "Largest difference of a search's score from ranking the same item, over HTTP; H200, bfloat16",
+    ),
+    (
+        r"h200-http-one-request-in-flight",
+        "Time of a request over HTTP on an H200, one in flight; Qwen3-1.7B, 1,000 tokens, 256 beams",
+    ),
+    (
+        r"h200-http-answers-a-second",
+        "Answers a second over HTTP on one H200; Qwen3-1.7B, 1,000 tokens, 256 beams",
+    ),
+    (
+        r"h200-http-goodput-share",
+        "Answers in time over what the server can do, worst of all loads up to 3 times it, over HTTP; H200",
+    ),
+    (
+        r"h200-http-in-time",
+        "Least share of accepted requests that were answered within their deadline, over HTTP; H200",
+    ),
+    (
         r"h200-time-over-least-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
         "A constrained search's time on an H200 over the least that its work takes there; {beams} beams, "
         "{tokens} tokens, batch of {batch}",
     ),
     (
         r"h200-pytorch-time-over-jgr-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",
-        "Time of the same search in PyTorch, in one CUDA graph, over jgr's on an H200; {beams} beams, {tokens} tokens, "
-        "batch of {batch}",
+        "Time of the same search in PyTorch (plain or compiled, the faster), in one CUDA graph, over jgr's on an H200; "
+        "{beams} beams, {tokens} tokens, batch of {batch}",
     ),
     (
         r"h200-constrained-beam-(?P<beams>\d+)-prompt-(?P<tokens>\d+)-batch-(?P<batch>\d+)",

@@ -5,6 +5,9 @@ The prompt's attention is PyTorch's fused one, q, k, v and gate, up are one matr
 kept once for all beams, only a level's columns of the output matrix are multiplied, and nothing asks the device before
 the end. On a GPU all of a search is captured in one CUDA graph, so that the host launches nothing but that.
 
+Compiled, a layer of the prompt and a layer of a step of the beams go through torch.compile, for every shape by itself;
+what chooses the beams is torch's own kernels in either form.
+
 Letters: B batch, T tokens, W beams, D hidden, H heads, K key/value heads, G = H / K, d head size.
 """
 
@@ -20,6 +23,8 @@ from torch.nn import functional
 
 Tensor = Any
 Found = tuple[Any, Any]
+SHAPES = 64
+"""More than are asked for: beyond its limit torch goes back to what is not compiled, without a word."""
 Int32 = npt.NDArray[np.int32]
 
 
@@ -48,7 +53,7 @@ class Search:
     """Beam search over a catalog, with scores normalized over the legal continuations.
 
     layers: by name, matrices as [out, in]: qkv, o, gate_up, down, and the norms' scales. Where the weights are on a
-    CPU, nothing is captured.
+    CPU, nothing is captured. compiled: layers by torch.compile.
     """
 
     def __init__(
@@ -59,12 +64,20 @@ class Search:
         norm: Tensor,
         levels: Sequence[Level],
         width: int,
+        compiled: bool = False,
     ) -> None:
         self._shape, self._embed, self._layers, self._norm_scale = shape, embed, layers, norm
         self._levels, self._width, self._device = levels, width, embed.device
         half = shape.dim // 2
         steps = torch.arange(half, dtype=torch.float32, device=self._device)
         self._frequencies = shape.theta ** (-steps / half)
+        self._in_prompt, self._in_step = self._prompt_layer, self._beam_layer
+        if compiled:
+            torch._dynamo.config.recompile_limit = SHAPES
+            torch._dynamo.config.fail_on_recompile_limit_hit = True
+            self._in_prompt, self._in_step = (
+                torch.compile(each, dynamic=False) for each in (self._prompt_layer, self._beam_layer)
+            )
 
     def prepare(self, tokens: int, batch: int) -> Any:
         """A function from prompts [B, T] to leaves and scores [B, W], as arrays."""
@@ -138,15 +151,21 @@ class Search:
         turn = self._turn(torch.arange(tokens.shape[1], device=self._device))
         h, shared = self._embed[tokens], []
         for layer in self._layers:
-            q, k, v = (x.transpose(1, 2) for x in self._heads(layer, h, turn))
-            out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=self._shape.heads != self._shape.kv_heads
-            )
-            shared.append((k.contiguous(), v.contiguous()))
-            if layer is self._layers[-1]:  # only the last place is read
-                h, out = h[:, -1:], out[:, :, -1:]
-            h = self._close(layer, h, out.transpose(1, 2))
+            h, k, v = self._in_prompt(layer, h, turn, layer is self._layers[-1])
+            shared.append((k, v))
         return self._norm(h, self._norm_scale), shared
+
+    def _prompt_layer(
+        self, layer: Mapping[str, Tensor], h: Tensor, turn: tuple[Tensor, Tensor], is_last: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """h [B, T, D] after a layer, and its keys and values. Of the last layer only the last place is read."""
+        q, k, v = (x.transpose(1, 2) for x in self._heads(layer, h, turn))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self._shape.heads != self._shape.kv_heads
+        )
+        if is_last:
+            h, out = h[:, -1:], out[:, :, -1:]
+        return self._close(layer, h, out.transpose(1, 2)), k.contiguous(), v.contiguous()
 
     def _decode(
         self,
@@ -156,27 +175,36 @@ class Search:
         own: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
         """Decode a token a beam [B, W]: hidden [B, W, D]. Adds to `own`, for each layer k and v [B, K, S, W, d]."""
-        batch, width = tokens.shape
-        kv_heads, groups = self._shape.kv_heads, self._shape.heads // self._shape.kv_heads
-        turn = self._turn(torch.full((width,), position, device=self._device))
+        turn = self._turn(torch.full((tokens.shape[1],), position, device=self._device))
         h = self._embed[tokens]
-        for i, (layer, (shared_k, shared_v)) in enumerate(zip(self._layers, shared, strict=True)):
-            q, k, v = self._heads(layer, h, turn)
-            step = k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]
-            if i == len(own):
-                own.append(step)
-            else:
-                own[i] = torch.cat((own[i][0], step[0]), dim=2), torch.cat((own[i][1], step[1]), dim=2)
-            own_k, own_v = own[i]
-            q = q.reshape(batch, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4) * self._shape.dim**-0.5
-            to_prompt = (q.flatten(2, 3) @ shared_k.transpose(2, 3)).unflatten(2, (groups, width))
-            to_own = torch.einsum("bkgwd,bkswd->bkgws", q, own_k)
-            weights = torch.softmax(torch.cat((to_prompt, to_own), dim=-1), dim=-1)
-            n = shared_k.shape[2]
-            out = (weights[..., :n].flatten(2, 3) @ shared_v).unflatten(2, (groups, width))
-            out = out + torch.einsum("bkgws,bkswd->bkgwd", weights[..., n:], own_v)
-            h = self._close(layer, h, out.permute(0, 3, 1, 2, 4))
+        for i, (layer, of_prompt) in enumerate(zip(self._layers, shared, strict=True)):
+            h, kept = self._in_step(layer, h, turn, of_prompt, own[i] if i < len(own) else None)
+            own[i : i + 1] = [kept]
         return self._norm(h, self._norm_scale)
+
+    def _beam_layer(
+        self,
+        layer: Mapping[str, Tensor],
+        h: Tensor,
+        turn: tuple[Tensor, Tensor],
+        of_prompt: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """h [B, W, D] after a layer, and the beams' own keys and values with this step's."""
+        (batch, width), (shared_k, shared_v) = h.shape[:2], of_prompt
+        kv_heads, groups = self._shape.kv_heads, self._shape.heads // self._shape.kv_heads
+        q, k, v = self._heads(layer, h, turn)
+        own_k, own_v = (x.transpose(1, 2)[:, :, None] for x in (k, v))
+        if own is not None:
+            own_k, own_v = torch.cat((own[0], own_k), dim=2), torch.cat((own[1], own_v), dim=2)
+        q = q.reshape(batch, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4) * self._shape.dim**-0.5
+        to_prompt = (q.flatten(2, 3) @ shared_k.transpose(2, 3)).unflatten(2, (groups, width))
+        to_own = torch.einsum("bkgwd,bkswd->bkgws", q, own_k)
+        weights = torch.softmax(torch.cat((to_prompt, to_own), dim=-1), dim=-1)
+        n = shared_k.shape[2]
+        out = (weights[..., :n].flatten(2, 3) @ shared_v).unflatten(2, (groups, width))
+        out = out + torch.einsum("bkgws,bkswd->bkgwd", weights[..., n:], own_v)
+        return self._close(layer, h, out.permute(0, 3, 1, 2, 4)), (own_k, own_v)
 
     def _heads(self, layer: Mapping[str, Tensor], h: Tensor, turn: tuple[Tensor, Tensor]) -> list[Tensor]:
         """q [..., H, d], k and v [..., K, d] of h [..., D]; q and k are normed and turned."""

@@ -77,9 +77,12 @@ def test_a_peer_is_compared_round_by_round() -> None:
     setting = bench.full()
     times = {f"jgr {tokens} {batch}": [10.0, 20.0, 40.0] for tokens, batch in setting.points}
     times |= {f"pytorch {tokens} {batch}": [20.0, 30.0, 80.0] for tokens, batch in setting.points}
+    times |= {"compiled 1000 1": [10.0, 35.0, 36.0], "compiled 1000 8": [10.0, 15.0, 16.0]}
     times |= {"matmul": [2e3 * 8192**3 / 8e14] * 3, "copy": [2e3 * (1 << 31) / 4e12] * 3}
     rows = bench.make_rows(setting, times)
     assert rows[0]["pytorch_over_jgr"] == {"median": 2.0, "interval": [1.5, 2.0]}
+    assert (rows[0]["fastest"], rows[1]["fastest"], rows[2]["fastest"]) == ("pytorch", "compiled", "pytorch")
+    assert rows[1]["pytorch_over_jgr"]["median"] == 0.75  # the faster form, where it is slow in some rounds too
     rows[0] |= {"items_shared_with_pytorch": 0.8}
     found = {claim.id: claim for claim in bench.claims(rows, 0.01, setting)}
     assert not found["h200-items-shared-with-pytorch"].holds
